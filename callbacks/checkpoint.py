@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
 
-from gptmanager import InferenceRequest, word_list
+from gptmanager import InferenceRequest
 from gptmanager.errors import ConfigError
 from gptmanager.memory.checkpoint_files import check_file, read_object, shown, told
+from gptmanager.request.read_tensors import MAX_END_IDS
 
-_MAX_END_IDS = 1024
 _MAX_TOKENIZER_BYTES = 256 << 20
 
 
@@ -27,8 +26,7 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 class TokenDefaults:
     """The `end_id` and `pad_id` of requests that bring none.
 
-    A request has one `end_id`. Of several `end_ids` the first becomes the `end_id`. Each other one
-    becomes a stop word of one token, with finish reason STOP_WORDS.
+    Each of `end_ids` ends an output, and `min_length` bans all of them.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -58,10 +56,10 @@ class TokenDefaults:
         """
         end_ids, pad_id = config.get("eos_token_id"), config.get("pad_token_id")
         listed = end_ids if isinstance(end_ids, (list, tuple)) else [end_ids]
-        if end_ids is not None and not (len(listed) <= _MAX_END_IDS and all(map(_is_id, listed))):
+        if end_ids is not None and not (len(listed) <= MAX_END_IDS and all(map(_is_id, listed))):
             raise ConfigError(
                 f"{where}: eos_token_id = {shown(end_ids)}: a token id is needed, or a list of at "
-                f"most {_MAX_END_IDS}"
+                f"most {MAX_END_IDS}"
             )
         if pad_id is not None and not _is_id(pad_id):
             raise ConfigError(f"{where}: pad_token_id = {shown(pad_id)}: a token id is needed")
@@ -70,15 +68,9 @@ class TokenDefaults:
     def fill(self, request: InferenceRequest) -> None:
         """Set `end_id` and `pad_id` on `request` if it has none."""
         if self.pad_id is not None and "pad_id" not in request.tensors:
-            request.pad_id = _one(self.pad_id)
-        if not self.end_ids or "end_id" in request.tensors:
-            return
-        request.end_id = _one(self.end_ids[0])
-        if len(self.end_ids) > 1:
-            words = _words(request.tensors.get("stop_words_list"))
-            if words is not None:
-                words += [[end_id] for end_id in self.end_ids[1:]]
-                request.stop_words_list = word_list(words)
+            request.pad_id = np.array([self.pad_id], dtype=np.int32)
+        if self.end_ids and "end_id" not in request.tensors:
+            request.end_id = np.array(self.end_ids, dtype=np.int32)
 
 
 def ids_of(ids: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -117,24 +109,3 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 def _is_id(value: Any) -> bool:
     """In some checkpoints -1 means none."""
     return type(value) is int and -1 <= value < 2**31
-
-
-def _one(value: int) -> np.ndarray:
-    return np.array([value], dtype=np.int32)
-
-
-def _words(tensor: Any) -> list[list[int]] | None:
-    """The words of a `stop_words_list` tensor. None if it is wrong: the manager will say so."""
-    if tensor is None:
-        return []
-    try:
-        rows = np.asarray(tensor.cpu() if isinstance(tensor, torch.Tensor) else tensor)
-    except ValueError:
-        return None
-    if rows.ndim == 3 and rows.shape[0] == 1:
-        rows = rows[0]
-    if rows.ndim != 2 or rows.shape[0] != 2 or rows.dtype.kind not in "iu":
-        return None
-    ids, ends = rows.tolist()
-    starts = [0, *ends]
-    return [ids[start:end] for start, end in zip(starts, ends, strict=False) if end >= 0]

@@ -8,9 +8,9 @@
 constexpr int THREADS = 256;
 
 struct Adjustments {  // PARAMS of adjustments.py
-    long long prompt_len, first_end;  // end_id is allowed from position first_end on
-    long long lists;  // where they begin: bias ids, bias values, tokens of bad words, ends of words
-    int end_id, ngram_size, num_biases, num_word_tokens, num_words;
+    long long prompt_len, first_end;  // the end ids are allowed from position first_end on
+    long long lists;  // where they begin: bias ids, bias values, tokens of bad words, ends of words, end ids
+    int num_ends, ngram_size, num_biases, num_word_tokens, num_words;
     float repetition, presence, frequency;
     bool adjusts, penalizes;
 };
@@ -89,5 +89,6 @@ __global__ void __launch_bounds__(THREADS) adjust(
     int n = own.ngram_size;
     for (int start = threadIdx.x; n > 0 && start <= length - n; start += THREADS)
         if (ends_with(history, length, history + start, n - 1)) ban(row, size, history[start + n - 1]);
-    if (threadIdx.x == 0 && position < own.first_end) ban(row, size, own.end_id);
+    if (position >= own.first_end) return;
+    for (int i = threadIdx.x; i < own.num_ends; i += THREADS) ban(row, size, ends[own.num_words + i]);
 }

@@ -18,9 +18,9 @@ _THREADS = 256
 PARAMS = np.dtype(  # `Adjustments` of the .cu
     [
         ("prompt_len", np.int64),  # tokens that the host sent
-        ("first_end", np.int64),  # the position from which on end_id is allowed
+        ("first_end", np.int64),  # the position from which on the end ids are allowed
         ("lists", np.int64),  # where this slot's begin
-        ("end_id", np.int32),
+        ("num_ends", np.int32),
         ("ngram_size", np.int32),  # 0: none
         ("num_biases", np.int32),
         ("num_word_tokens", np.int32),
@@ -37,7 +37,9 @@ PROGRAM = Program("adjustments.cu", ("adjust",), dependent=True)
 
 
 def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:
-    """Ids and values (as bits) of the bias, tokens of bad words, ends of words; often empty."""
+    """Ids and values (as bits) of the bias, tokens of bad words, ends of words, end ids that may be
+    banned; often empty.
+    """
     ids, values = split_bias(params.embedding_bias)
     words = [word for word in params.bad_words if word]
     parts = (
@@ -45,6 +47,7 @@ def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:
         values.view(np.int32),
         np.array([token for word in words for token in word], dtype=np.int32),
         np.cumsum([len(word) for word in words], dtype=np.int32),
+        np.array(params.end_ids if params.min_length > 0 else (), dtype=np.int32),
     )
     return np.concatenate(parts)
 
@@ -58,7 +61,7 @@ def pack(
     """
     words = [word for word in params.bad_words if word]
     num_biases = len(split_bias(params.embedding_bias)[0])
-    has_end = 0 <= params.end_id < vocab_size and params.min_length > 0
+    has_end = params.min_length > 0 and any(0 <= token < vocab_size for token in params.end_ids)
     penalizes = (
         params.repetition_penalty != 1
         or params.presence_penalty != 0
@@ -69,7 +72,7 @@ def pack(
         orig_prompt_len,
         orig_prompt_len + params.min_length if has_end else 0,
         lists,
-        params.end_id if has_end else 0,
+        len(params.end_ids) if has_end else 0,
         params.no_repeat_ngram_size,
         num_biases,
         sum(map(len, words)),

@@ -9,7 +9,6 @@ struct Params {  // PARAMS of sampling.py
     unsigned long long seed;
     long long top_k;  // 0: all
     double top_p, min_p;
-    long long end_id, first_end;  // end_id is allowed from position first_end on
     float temperature;
     bool greedy;
 

@@ -29,7 +29,7 @@ template <class T, int WIDTH> struct Row {
     static constexpr int UNIT = WIDTH == 1 ? 512 : 1024;         // logits
     using Loaded = Vector<T, WIDTH>[LOADS];
     const T* logits;
-    int size, forbidden;  // a token that may not come yet, or -1
+    int size;
 
     // Logits in a piece: a unit, or several in a huge vocabulary.
     __device__ int piece() const { return (size + PIECES * UNIT - 1) / (PIECES * UNIT) * UNIT; }
@@ -50,13 +50,9 @@ template <class T, int WIDTH> struct Row {
         }
     }
     __device__ static int id_of(int start, int i) { return start + i * STEP + threadIdx.x % 32 * WIDTH; }
-    __device__ void expand(float (&to)[WIDTH], const Vector<T, WIDTH>& from, int id) const {
+    __device__ void expand(float (&to)[WIDTH], const Vector<T, WIDTH>& from) const {
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) to[j] = to_float(from.values[j]);
-        if (unsigned(forbidden - id) >= unsigned(WIDTH)) return;
-#pragma unroll
-        for (int j = 0; j < WIDTH; j++)
-            if (id + j == forbidden) to[j] = -INFINITY;
     }
 
     // visit(logits of a step, the lane's first id) in ids from `first` to `end`.
@@ -68,7 +64,7 @@ template <class T, int WIDTH> struct Row {
 #pragma unroll
             for (int i = 0; i < LOADS; i++) {
                 float values[WIDTH];
-                expand(values, loaded[i], id_of(start, i));
+                expand(values, loaded[i]);
                 visit(values, id_of(start, i));
             }
         }

@@ -52,7 +52,7 @@ __device__ inline float find_best(
 #pragma unroll
                 for (int i = from; i < from + AT_ONCE; i++) {
                     float values[R::EACH];
-                    row.expand(values, loaded[i], R::id_of(start, i));
+                    row.expand(values, loaded[i]);
 #pragma unroll
                     for (int j = 0; j < R::EACH; j++) {
                         most = fmaxf(most, values[j]);
@@ -69,7 +69,7 @@ __device__ inline float find_best(
 #pragma unroll
                 for (int i = from; i < from + AT_ONCE; i++) {
                     float values[R::EACH], several = 0;
-                    row.expand(values, loaded[i], R::id_of(start, i));
+                    row.expand(values, loaded[i]);
 #pragma unroll
                     for (int j = 0; j < R::EACH; j++)
                         several += weigh(own.scaled(values[j]), largest);
@@ -223,7 +223,7 @@ __device__ inline int draw_token(
 __device__ inline int draw_kept(
     const Few& kept, int size, const Params& own, long long position, float largest, Token limit,
     Pieces& pieces) {
-    Row<float, 1> few{kept.logits, size, -1};
+    Row<float, 1> few{kept.logits, size};
     for (int i = threadIdx.x; i < few.num_pieces(); i += THREADS) pieces.best[i] = INFINITY;
     return kept.ids[draw_token(few, own, position, largest, limit, pieces, false)];
 }
@@ -252,8 +252,7 @@ __global__ void __launch_bounds__(THREADS, 1) sample(
     if (slot < 0) return;
     const Params& own = params[slot];  // read again rather than kept in registers
     long long position = positions[number];
-    int forbidden = position < own.first_end ? int(own.end_id) : -1;
-    Row<T, WIDTH> row{logits + size_t(number) * vocab_size, vocab_size, forbidden};
+    Row<T, WIDTH> row{logits + size_t(number) * vocab_size, vocab_size};
     int count = row.num_pieces();
     float own_best = find_best(row, own, part, parts, pieces);
     Shared shared{all_pieces, own_bests, arrived};

@@ -21,8 +21,6 @@ PARAMS = np.dtype(  # `Params` of choice.cuh
         ("top_k", np.int64),  # 0: unlimited
         ("top_p", np.float64),
         ("min_p", np.float64),
-        ("end_id", np.int64),
-        ("first_end", np.int64),  # the position from which on end_id is allowed
         ("temperature", np.float32),
         ("greedy", np.bool_),
     ],
@@ -54,17 +52,14 @@ _PIECE = 512  # logits that a warp takes at a time, at least
 PROGRAM = Program("sampling.cu", instantiations("sample"), dependent=True)
 
 
-def pack(params: SamplingParams, orig_prompt_len: int, vocab_size: int) -> tuple[object, ...]:
-    """A value of dtype PARAMS, for a sequence whose host sent `orig_prompt_len` tokens."""
+def pack(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
+    """A value of dtype PARAMS."""
     only_best = params.temperature <= 0 or params.top_k == 1 or params.top_p <= 0
-    has_end = 0 <= params.end_id < vocab_size
     return (
         params.seed & (2**64 - 1),
         params.top_k if params.top_k < vocab_size else 0,
         params.top_p,
         params.min_p,
-        params.end_id if has_end else 0,
-        orig_prompt_len + params.min_length if has_end else 0,
         params.temperature if params.temperature > 0 else 1.0,
         params.greedy or only_best,
     )

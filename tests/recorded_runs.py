@@ -137,7 +137,8 @@ def request(request_id: int, prompt_len: int, max_new_tokens: int, **more: Any) 
 def random_request(chance: np.random.Generator, request_id: int) -> InferenceRequest:
     more: dict[str, Any] = {"is_streaming": bool(chance.integers(2))}
     if chance.random() < 0.3:
-        more["end_id"] = int(chance.integers(VOCAB_SIZE))
+        end_id = int(chance.integers(VOCAB_SIZE))
+        more["end_id"] = [end_id, end_id * 7 % VOCAB_SIZE][: 1 + request_id % 2]
     if chance.random() < 0.3:
         more["stop_words_list"] = [
             chance.integers(0, VOCAB_SIZE, chance.integers(1, 3)).tolist() for _ in range(3)

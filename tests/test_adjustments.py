@@ -61,7 +61,9 @@ def expected(
     if params.no_repeat_ngram_size:
         rest.append(NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
     if params.min_length:
-        rest.append(MinNewTokensLengthLogitsProcessor(prompt_len, params.min_length, params.end_id))
+        rest.append(
+            MinNewTokensLengthLogitsProcessor(prompt_len, params.min_length, list(params.end_ids))
+        )
     result: torch.Tensor = rest(tokens, scores)[0]
     return result
 
@@ -85,7 +87,7 @@ def cases(draw: Any) -> tuple[torch.Tensor, list[tuple[SamplingParams, list[int]
             no_repeat_ngram_size=draw(st.sampled_from([0, 0, 1, 2, 3, 5, 1000])),
             bad_words=tuple(draw(st.lists(words, max_size=3))),
             embedding_bias=token_bias(ids, [draw(bias) for _ in ids]),
-            end_id=draw(token),
+            end_ids=tuple(draw(st.lists(token, min_size=1, max_size=4, unique=True))),
             min_length=draw(st.sampled_from([0, 0, 1, LENGTH])),
         )
         rows.append((params, history, draw(st.integers(1, len(history)))))
@@ -120,7 +122,9 @@ def test_what_beams_are_searched_by_is_adjusted_alike(
         sampler.load(slot, dataclasses.replace(params, temperature=0.7), prompt_len)
     lengths = np.array([len(history) for _, history, _ in rows])
     got = sampler.log_probs(logits.clone(), np.arange(len(rows)), lengths)
-    wanted = (adjusted(logits, rows) / 0.7).log_softmax(-1)
+    changed = adjusted(logits, rows)
+    wanted = (changed / 0.7).log_softmax(-1)
+    wanted[changed.isneginf().all(dim=1)] = -torch.inf  # all is banned
     torch.testing.assert_close(got, wanted, equal_nan=True)
 
 
@@ -191,7 +195,7 @@ def test_banned_tokens_never_come(greedy: bool) -> None:
 def test_a_row_that_asks_for_nothing_is_not_touched() -> None:
     histories = np.zeros((1, 1), dtype=np.int32)
     sampler = Sampler(1, 100, histories)
-    for params in (NEUTRAL, SamplingParams(bad_words=((),), end_id=3)):
+    for params in (NEUTRAL, SamplingParams(bad_words=((),), end_ids=(3,))):
         sampler.load(0, params, 1)
         logits = torch.full((1, 100), torch.nan)
         sampler.sample(logits, np.array([0]), np.array([1]))

@@ -214,7 +214,7 @@ def test_what_changes_the_logits_is_read():
     assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, -1.0)
     assert (sampling.frequency_penalty, sampling.no_repeat_ngram_size) == (0.25, 3)
     assert sampling.bad_words == ((5, 7, 3), (9, 2))
-    assert (sampling.min_length, sampling.end_id, sampling.greedy) == (2, 5, True)
+    assert (sampling.min_length, sampling.end_ids, sampling.greedy) == (2, (5,), True)
     assert sampling.embedding_bias == token_bias([3, 99], [-np.inf, 0.1])
 
 
@@ -274,7 +274,7 @@ def test_when_sampling_is_greedy(by_name, greedy):
 
 def test_defaults():
     admitted = accept()
-    assert admitted.end_rule.end_id == -1 and admitted.output.pad_id == 0
+    assert not admitted.end_rule.end_ids and admitted.output.pad_id == 0
     assert admitted.sampling.top_k == 0 and admitted.sampling.top_p == 1.0
     assert admitted.sampling.seed == derive_seed(7, 1)
     assert accept(end_id=5).output.pad_id == 5

@@ -68,7 +68,7 @@ def found_by_class(log_probs_after, width, max_new_tokens, words, len_penalty, e
         BeamParams(width, len_penalty, early_stopping),
         EndRule(
             max_new_tokens,
-            end_id=end_id,
+            end_ids=frozenset({end_id} - {-1}),
             stop_words=StopWords([word for word in words if word != [end_id]]),
         ),
     )
@@ -205,10 +205,12 @@ def test_six_ends_are_those_of_transformers(llama, early_stopping):
 
 def test_a_thousand_stop_words_bring_as_many_candidates_as_they_have_last_tokens():
     words = [[first, last] for first in range(100) for last in range(10)]
-    search = BeamSearch(BeamParams(4), EndRule(5, end_id=3, stop_words=StopWords([*words, []])))
+    search = BeamSearch(
+        BeamParams(4), EndRule(5, frozenset({3}), stop_words=StopWords([*words, []]))
+    )
     assert search.num_candidates == 4 + 10
     words = [[token] for token in range(1000)]
-    search = BeamSearch(BeamParams(4), EndRule(5, end_id=2000, stop_words=StopWords(words)))
+    search = BeamSearch(BeamParams(4), EndRule(5, frozenset({2000}), stop_words=StopWords(words)))
     assert search.num_candidates == 4 + 1001
 
 

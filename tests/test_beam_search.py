@@ -86,7 +86,9 @@ def test_ids_and_scores_are_those_of_transformers(llama, width, len_penalty, ear
             output_scores=True,
         )
         params = BeamParams(width, len_penalty, early_stopping)
-        found = search(llama, prompt, BeamSearch(params, EndRule(max_new_tokens, end_id=end_id)))
+        found = search(
+            llama, prompt, BeamSearch(params, EndRule(max_new_tokens, frozenset({end_id})))
+        )
         assert len(found) == width
         for row, score, hypothesis in zip(
             peer.sequences.tolist(), peer.sequences_scores.tolist(), found, strict=True
@@ -104,7 +106,7 @@ def distribution(*probabilities):
 
 
 def test_the_end_is_no_output_and_counts_in_the_score():
-    beam_search = BeamSearch(BeamParams(2), EndRule(3, end_id=0))
+    beam_search = BeamSearch(BeamParams(2), EndRule(3, frozenset({0})))
     assert not beam_search.advance(candidates_of(distribution([0.5, 0.3, 0.2]), beam_search))
     assert beam_search.parents == [0, 0] and beam_search.tokens == [1, 2]
     (ended,) = beam_search.ended
@@ -145,7 +147,7 @@ def tokens_of_node(node):
 
 
 def test_a_cut_off_search_ranks_its_live_beams_with_the_ended_ones():
-    beam_search = BeamSearch(BeamParams(2), EndRule(9, end_id=0))
+    beam_search = BeamSearch(BeamParams(2), EndRule(9, frozenset({0})))
     beam_search.advance(candidates_of(distribution([0.1, 0.6, 0.3]), beam_search))
     beam_search.advance(
         candidates_of(distribution([0.9, 0.05, 0.05], [0.1, 0.1, 0.8]), beam_search)
@@ -167,7 +169,7 @@ def test_a_vocabulary_smaller_than_the_beams_gives_what_there_is():
 
 
 def test_a_restart_forgets_everything():
-    beam_search = BeamSearch(BeamParams(2), EndRule(3, end_id=0))
+    beam_search = BeamSearch(BeamParams(2), EndRule(3, frozenset({0})))
     rows = distribution([0.5, 0.3, 0.2], [0.2, 0.2, 0.6])
     beam_search.advance(candidates_of(rows[:1], beam_search))
     beam_search.restart()
@@ -189,7 +191,7 @@ def test_what_was_stable_stays(width, vocab_size, max_new_tokens, early_stopping
     chance = np.random.default_rng(seed)
     words = StopWords([[1, 2], [2]]) if seed % 2 else None
     params = BeamParams(width, 1.0, early_stopping)
-    beam_search = BeamSearch(params, EndRule(max_new_tokens, end_id=0, stop_words=words))
+    beam_search = BeamSearch(params, EndRule(max_new_tokens, frozenset({0}), stop_words=words))
     stable = []
     is_over = False
     while not is_over:

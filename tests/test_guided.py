@@ -101,7 +101,7 @@ def allowed(processor, history, end_id=END_ID, vocab_size=END_ID + 1, prompt_len
     processor.compiled.exception()  # wait
     processing = PostProcessing(Lines(3))
     handle = handle or RequestProcessor(processor)
-    params = SamplingParams(end_id=end_id)
+    params = SamplingParams(end_ids=() if end_id < 0 else (end_id,))
     processing.start(SequenceStart(1, (), prompt_len, params, handle))
     tokens = np.zeros((3, 100), dtype=np.int32)
     tokens[1, : len(history)] = history

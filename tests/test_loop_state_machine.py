@@ -258,7 +258,7 @@ def beams_alone(prompt, max_new_tokens, beam_width, end_id=-1, stop_words_list=(
             prompt,
             min(max_new_tokens, MAX_SEQ_LEN - len(prompt)),
             BeamParams(beam_width),
-            end_id=end_id,
+            end_ids=frozenset({end_id} - {-1}),
             stop_words=StopWords(words) if words else None,
         )
     )

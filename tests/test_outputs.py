@@ -101,7 +101,11 @@ def requests(**more):
         if i % 4 == 1:
             options |= {"stop_words_list": [[t] for t in range(0, 96, 9)] + [[7, 8]]}
         if i % 4 == 3:
-            options |= {"end_id": 5, "presence_penalty": 0.5, "embedding_bias": [1.0] + [0.0] * 95}
+            options |= {
+                "end_id": [5, 9],
+                "presence_penalty": 0.5,
+                "embedding_bias": [1.0] + [0.0] * 95,
+            }
         prompt = chance.integers(0, 96, int(chance.integers(1, 40))).tolist()
         if i in (4, 7):
             prompt = prompt_of(result[1])[:24] + prompt

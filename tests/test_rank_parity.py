@@ -61,7 +61,8 @@ def mixed_request(number, rng):
     if kind == "drafts":
         options |= {"draft_input_ids": [rng.randrange(VOCAB_SIZE) for _ in range(3)]}
     if rng.random() < 0.3:
-        options |= {"end_id": rng.randrange(VOCAB_SIZE)}
+        options |= {"end_id": [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 3)))]}
+        options |= {"min_length": rng.choice((0, 5))}
     if rng.random() < 0.2:
         options |= {"stop_words_list": [[rng.randrange(VOCAB_SIZE)], [1, 2]]}
     if rng.random() < 0.2:

@@ -220,7 +220,8 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
         *RequestState._fields, *ProgressState._fields,
     } - {"beams", "progress"}  # fmt: skip
     assert {"words" if name == "stop_words" else name for name in EndRule.__slots__} == {
-        *EndRuleState._fields
+        *EndRuleState._fields,
+        "end_ids",  # of the sampling parameters
     }
     assert active.times.state()._fields == RequestTimes.__slots__
     assert set(active.drafts.state()._fields) == set(RequestDrafts.__slots__)

@@ -175,7 +175,7 @@ JSON_VALUES = {
 TAKEN = {
     **dict.fromkeys(
         (
-            "max_new_tokens", "request_output_len", "end_id", "pad_id", "beam_width", "top_k",
+            "max_new_tokens", "request_output_len", "pad_id", "beam_width", "top_k",
             "runtime_top_k", "min_length", "early_stopping", "noRepeatNgramSize",
             "no_repeat_ngram_size", "random_seed", "num_return_sequences", "prompt_vocab_size",
             "lora_task_id", "client_id", "retention_priority", "request_id", "input_lengths",
@@ -208,6 +208,7 @@ TAKEN = {
         ("ids", "numbers", "lists of ids", "lists of numbers"),
     ),
     "cache_salt": ("text", "integer"),
+    "end_id": ("integer", "ids"),
     "prompt": ("text",),
     "lora": ("text",),
     "stop": ("text",),

@@ -142,29 +142,29 @@ def test_greedy_rows_and_sampling_rows_share_a_batch() -> None:
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_end_id_comes_only_after_min_length_tokens(greedy: bool) -> None:
-    end = 7
+@pytest.mark.parametrize("ends", [(7,), (7, 0, 49)])
+def test_end_ids_come_only_after_min_length_tokens(greedy: bool, ends: tuple[int, ...]) -> None:
     logits = torch.zeros(6, 50)
-    logits[:, end] = 50.0
-    one = SamplingParams(greedy=greedy, min_length=3, end_id=end)
+    logits[:, ends] = torch.linspace(50, 60, len(ends))
+    one = SamplingParams(greedy=greedy, min_length=3, end_ids=ends)
     sampler = sampler_of([one], 50, prompt_len=10)
     tokens = sampler.sample(logits, np.zeros(6, dtype=np.int64), 10 + np.arange(6))
-    assert (tokens == end).tolist() == [False] * 3 + [True] * 3
+    assert np.isin(tokens, ends).tolist() == [False] * 3 + [True] * 3
 
 
 @pytest.mark.parametrize("best", [0, 49])
 def test_min_length_without_an_end_id_changes_nothing(best: int) -> None:
     logits = torch.zeros(1, 50)
     logits[0, best] = 1.0
-    for end_id in (-1, 50):
-        one = SamplingParams(min_length=3, end_id=end_id)
+    for end_ids in ((), (50,)):
+        one = SamplingParams(min_length=3, end_ids=end_ids)
         assert sampler_of([one], 50).sample(logits, np.array([0]), np.array([0])) == [best]
 
 
 def test_a_slot_taken_over_forgets_its_last_sequence() -> None:
     logits = torch.zeros(1, 50)
     logits[0, 7] = 50.0
-    sampler = sampler_of([params(min_length=9, end_id=7)], 50)
+    sampler = sampler_of([params(min_length=9, end_ids=(7,))], 50)
     sampler.load(0, SamplingParams(), 0)
     assert sampler.sample(logits, np.array([0]), np.array([0])) == [7]
 
@@ -367,7 +367,7 @@ def test_one_odd_logit_is_found_wherever_it_stands(size: int, odd: float) -> Non
 
 def test_an_odd_logit_of_a_banned_token_does_not_count() -> None:
     logits = torch.tensor([[torch.nan, 1.0, 2.0]])
-    banned = params(end_id=0, min_length=3, bad_words=((2,),))
+    banned = params(end_ids=(0,), min_length=3, bad_words=((2,),))
     tokens = sampler_of([banned], 3).sample(logits, *np.zeros((2, 1), dtype=np.int64))
     assert tokens.tolist() == [1]
 
@@ -386,7 +386,7 @@ def test_logits_of_inference_mode() -> None:
         logits = torch.full((2, 600), torch.nan)
         logits[0] = -torch.inf
         logits[0, 7] = 1.0
-        sampler = sampler_of([params((1.0, 0, 0.9, 0.1), end_id=9, min_length=1)], 600)
+        sampler = sampler_of([params((1.0, 0, 0.9, 0.1), end_ids=(9,), min_length=1)], 600)
         tokens = sampler.sample(logits, np.zeros(2, dtype=np.int64), np.arange(2))
     assert tokens.tolist() == [7, NOT_FINITE]
 

@@ -137,7 +137,7 @@ def templates():
         place = chance.randrange(len(output))
         end = chance.choice(["length"] * 3 + ["end_id", "stop", "min_length"])
         if end in ("end_id", "min_length"):
-            template.options["end_id"] = output[place]
+            template.options["end_id"] = [output[place], output[0]][: chance.choice([1, 2])]
         if end == "min_length":
             template.options["min_length"] = min(3, template.max_new_tokens)
         if end == "stop":

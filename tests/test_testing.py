@@ -515,7 +515,14 @@ def row(position, num_tokens, slot=0, *, samples=True):
 
 def start(slot=0, tokens=(1, 2, 3, 4, 5)):
     sampling = SamplingParams(
-        greedy=True, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, min_length=0, end_id=-1
+        greedy=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        seed=0,
+        min_length=0,
+        end_ids=(),
     )
     return SequenceStart(slot, tuple(tokens), len(tokens), sampling)
 

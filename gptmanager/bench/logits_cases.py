@@ -175,7 +175,7 @@ def _logits(bed: Bed, set_bytes: int) -> list[Tensor]:
 
 def _sampling_params(bed: Bed) -> Tensor:
     """Of a slot a row."""
-    record = sampling.pack(SamplingParams(), 0, bed.sizes.vocab_size)
+    record = sampling.pack(SamplingParams(), bed.sizes.vocab_size)
     return bed.records([record] * bed.sizes.rows, sampling.PARAMS)
 
 

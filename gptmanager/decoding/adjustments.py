@@ -9,7 +9,7 @@ that asks for none of this is not touched. It knows addresses and records, nothi
     presence    l - p                             for every generated token
     bad words   -inf for the last token of each word whose other tokens end the history
     n-grams     -inf for each token that would complete n tokens which the history holds already
-    min_length  -inf for end_id before its first permitted position
+    min_length  -inf for each end id before its first permitted position
 
 Counts come from the history, not from a table of lines by vocabulary: what a step reads is as long
 as the text, nothing has to follow pauses, rewinds and beams, and a kernel may do the same.
@@ -85,6 +85,15 @@ def _ban_ngrams(x: int, size: int, n: int, history: int, length: int) -> None:
 
 
 @loop
+def _ban_ends(x: int, size: int, p: Any) -> None:
+    ends = p.lists + 8 * p.num_biases + 4 * (p.num_word_tokens + p.num_words)
+    for i in range(p.num_ends):
+        token = get_int(ends, i)
+        if 0 <= token < size:
+            put(x, token, BANNED)
+
+
+@loop
 def adjust(x: int, size: int, p: Any, history: int, length: int, position: int, seen: int) -> None:
     """One row in place. `history` int32 `[length]`.
 
@@ -100,4 +109,4 @@ def adjust(x: int, size: int, p: Any, history: int, length: int, position: int, 
     if p.ngram_size:
         _ban_ngrams(x, size, p.ngram_size, history, length)
     if position < p.first_end:
-        put(x, p.end_id, BANNED)
+        _ban_ends(x, size, p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,24 +13,23 @@ End = tuple[FinishReason, int]  # why an output ends, and where
 
 
 class EndRuleState(NamedTuple):
-    """See `EndRule`; `words`: those that stop."""
+    """See `EndRule`; `words`: those that stop. The end ids are those of the sampling parameters."""
 
     max_new_tokens: int
-    end_id: int
     words: tuple[tuple[int, ...], ...] | None
     include_stop: bool
 
 
 @dataclass(slots=True, eq=False)
 class EndRule:
-    """An output ends with `end_id`, with a stop word, or when it is `max_new_tokens` long.
+    """An output ends with one of `end_ids`, with a stop word, or when it is `max_new_tokens` long.
 
-    `end_id` -1: none. `include_stop`: what ends the output is part of it. Lengths count generated
+    `include_stop`: what ends the output is part of it. Lengths count generated
     tokens, what is cut off included. A stop state is what `StopWords.advance` gives, 0 at first.
     """
 
     max_new_tokens: int
-    end_id: int = -1
+    end_ids: frozenset[int] = frozenset()
     stop_words: StopWords | None = None
     include_stop: bool = False
 
@@ -38,7 +38,7 @@ class EndRule:
 
         Of an end: why, and how many generated tokens are output.
         """
-        if token == self.end_id:
+        if token in self.end_ids:
             return 0, (FinishReason.END_ID, length - (not self.include_stop))
         if self.stop_words is not None:
             stop_state, matched = self.stop_words.advance(stop_state, token)
@@ -59,13 +59,13 @@ class EndRule:
     def num_last_tokens(self) -> int:
         """How many tokens may end an output before its length does."""
         last = set() if self.stop_words is None else set(self.stop_words.last_tokens)
-        return len(last | {self.end_id} - {-1})
+        return len(last | self.end_ids)
 
     def state(self) -> EndRuleState:
         words = None if self.stop_words is None else self.stop_words.words
-        return EndRuleState(self.max_new_tokens, self.end_id, words, self.include_stop)
+        return EndRuleState(self.max_new_tokens, words, self.include_stop)
 
 
-def restored_end_rule(state: EndRuleState) -> EndRule:
+def restored_end_rule(state: EndRuleState, end_ids: Iterable[int]) -> EndRule:
     words = None if state.words is None else StopWords(state.words)
-    return EndRule(state.max_new_tokens, state.end_id, words, state.include_stop)
+    return EndRule(state.max_new_tokens, frozenset(end_ids), words, state.include_stop)

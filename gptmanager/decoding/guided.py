@@ -53,7 +53,7 @@ class GuidedDecoding(RowProcessor):
     """Grammars for one tokenizer; each method gives what a request brings as its post-processor.
 
     `tokenizer`: a `tokenizers.Tokenizer`. `end_ids`: tokens that end a text, none: those that the
-    tokenizer's names suggest. They, and the `end_id` of a request, may come exactly where the
+    tokenizer's names suggest. They, and the end ids of a request, may come exactly where the
     output is complete. Equal grammars are compiled once; the last `max_grammars` are kept. One
     that does not compile, in `compile_timeout_s` seconds, ends its request. Raises ConfigError
     without llguidance.
@@ -279,7 +279,7 @@ class _Session(RowSession):
             try:
                 history = rows.tokens[lines[index], sequence.orig_prompt_len : lengths[index]]
                 progress = self._followed(sequence, history)
-                self._compute(masks, index, sequence.end_id, progress)
+                self._compute(masks, index, sequence.end_ids, progress)
                 if sequence.bound.bans is not None:
                     text = rows.tokens[lines[index], : lengths[index]]
                     _clear_bits(masks[index], sequence.bound.bans.banned_after(text))
@@ -316,29 +316,30 @@ class _Session(RowSession):
             self._address = self._masks.ctypes.data
         return self._masks[:count]
 
-    def _compute(self, masks: Words, index: int, end_id: int, progress: _Progress) -> None:
+    def _compute(
+        self, masks: Words, index: int, end_ids: frozenset[int], progress: _Progress
+    ) -> None:
         """The mask of one row; the tokenizer's words, and none behind them but for the end.
 
-        `end_id` may come where the text is complete, and nothing behind it.
+        `end_ids`, the request's, may come where the text is complete, and nothing behind them.
         """
         width = masks.shape[1]
         if width > self._num_words:
             masks[index, self._num_words :] = 0
         if progress.ended_at is not None:
             masks[index] = 0
-            for token in self._end_ids if end_id < 0 else (end_id,):
+            for token in end_ids or self._end_ids:
                 _set_bit(masks[index], token, True)
             return
         address = self._address + index * width * 4
         progress.matcher.unsafe_compute_mask_ptr(address, self._num_words * 4)
         if progress.matcher.is_error():  # the mask permits an end, which is none of the grammar
             raise _dead_end(progress)
-        if end_id >= 0 and end_id not in self._end_ids:
-            _set_bit(masks[index], end_id, progress.matcher.is_accepting())
+        for token in end_ids - self._end_ids:
+            _set_bit(masks[index], token, progress.matcher.is_accepting())
 
     def _followed(self, sequence: ProcessedSequence, history: npt.NDArray[np.int32]) -> _Progress:
-        kept, end_id = sequence.request.kept, sequence.end_id
-        ends = self._end_ids if end_id in self._end_ids else self._end_ids | {end_id}
+        kept, ends = sequence.request.kept, self._end_ids | sequence.end_ids
         if sequence.beam_width > 1:
             beams: _Beams = kept or _Beams()
             sequence.request.kept = beams

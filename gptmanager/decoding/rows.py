@@ -73,7 +73,7 @@ class ProcessedSequence:
     """
 
     __slots__ = (
-        "beam_width", "bound", "client_id", "end_id", "error", "history", "is_searched",
+        "beam_width", "bound", "client_id", "end_ids", "error", "history", "is_searched",
         "orig_prompt_len", "request", "request_id", "shared",
     )  # fmt: skip
 
@@ -84,7 +84,7 @@ class ProcessedSequence:
         self.beam_width = start.beam_width
         self.is_searched = start.beam_width > 1 and not start.sampled
         self.orig_prompt_len = start.orig_prompt_len
-        self.end_id = start.sampling.end_id
+        self.end_ids = frozenset(start.sampling.end_ids)
         self.client_id = start.client_id
         self.request_id = -1  # its first row tells
         self.history: list[int] = []

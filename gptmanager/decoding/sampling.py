@@ -182,9 +182,10 @@ class Sampler:
         tokens count from there.
         """
         lists = self._lists[line] = adjustments.pack_lists(params)
-        given = params, orig_prompt_len, self.vocab_size
-        self._choices[line] = sampling.pack(*given)
-        self._adjustments[line] = adjustments.pack(*given, lists.ctypes.data)
+        self._choices[line] = sampling.pack(params, self.vocab_size)
+        self._adjustments[line] = adjustments.pack(
+            params, orig_prompt_len, self.vocab_size, lists.ctypes.data
+        )
         self._wanted[line] = NO_VALUE
         if output_config.log_probs or output_config.num_top_log_probs:
             self._wanted[line] = log_probs.LOG_PROB if output_config.normalized else LOGIT

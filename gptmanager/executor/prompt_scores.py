@@ -63,7 +63,7 @@ class DevicePromptScorer:
     ) -> None:
         self._launcher = launcher
         self._upload = upload
-        records = np.array([sampling.pack(_PLAIN, 0, vocab_size)] * 2, dtype=sampling.PARAMS)
+        records = np.array([sampling.pack(_PLAIN, vocab_size)] * 2, dtype=sampling.PARAMS)
         table = torch.from_numpy(records.view(np.uint8).reshape(2, -1))
         self._params = table.to(device, copy=True)
         self._wanted = torch.tensor([LOGIT, LOG_PROB], dtype=torch.uint8).to(device, copy=True)

@@ -110,7 +110,7 @@ def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
     del made["search"], made["progress"], made["lora_task_id"]
     made.update(
         tokens=list(state.tokens),
-        end_rule=restored_end_rule(state.end_rule),
+        end_rule=restored_end_rule(state.end_rule, state.sampling.end_ids),
         times=RequestTimes(*state.times),
         drafts=RequestDrafts(state.drafts.tokens, state.drafts.logits, drafter),
         lora=None if state.lora_task_id is None else LoraInputs(state.lora_task_id, None),

@@ -31,6 +31,7 @@ from gptmanager.request.read_tensors import (
     INT32,
     read_bias,
     read_bool,
+    read_end_ids,
     read_float,
     read_int,
     read_rows,
@@ -71,8 +72,8 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         request.request_id,
         prompt,
         sampling,
-        _read_end_rule(tensors, limits, max_new_tokens, sampling.end_id),
-        _read_output_options(request, tensors, limits, sampling.end_id),
+        _read_end_rule(tensors, limits, max_new_tokens, sampling.end_ids),
+        _read_output_options(request, tensors, limits, sampling.end_ids),
         RequestTimes(
             now,
             _time_limit("deadline_s", request.deadline_s, now),
@@ -153,15 +154,15 @@ def read_draft_logits(value: Any, drafts: Sequence[int], vocab_size: int) -> Hos
 
 def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> SamplingParams:
     """Raises InvalidRequestError for the first thing that is wrong."""
-    end_id = read_int("end_id", tensors.get("end_id", -1), -1, limits.vocab_size - 1)
+    end_ids = read_end_ids(tensors.get("end_id", -1), limits.vocab_size - 1)
     try:
-        return _read_sampling_params(request_id, tensors, limits, end_id)
+        return _read_sampling_params(request_id, tensors, limits, end_ids)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"Incorrect sampling config: {error}") from None
 
 
 def _read_sampling_params(
-    request_id: int, tensors: dict[str, Any], limits: Limits, end_id: int
+    request_id: int, tensors: dict[str, Any], limits: Limits, end_ids: tuple[int, ...]
 ) -> SamplingParams:
     """A temperature or a penalty is refused where float32 cannot hold it."""
 
@@ -203,12 +204,15 @@ def _read_sampling_params(
         embedding_bias=(
             read_bias("embedding_bias", bias, limits.vocab_size) if bias is not None else None
         ),
-        end_id=end_id,
+        end_ids=end_ids,
     )
 
 
 def _read_output_options(
-    request: InferenceRequest, tensors: dict[str, Any], limits: Limits, end_id: int
+    request: InferenceRequest,
+    tensors: dict[str, Any],
+    limits: Limits,
+    end_ids: tuple[int, ...],
 ) -> OutputOptions:
     """What the request or the manager's options ask for."""
 
@@ -235,7 +239,7 @@ def _read_output_options(
     )
     return OutputOptions(
         read_bool("is_streaming", request.is_streaming),
-        read_int("pad_id", tensors.get("pad_id", max(end_id, 0)), *INT32),
+        read_int("pad_id", tensors.get("pad_id", end_ids[0] if end_ids else 0), *INT32),
         limits.exclude_input_in_output,
         config,
     )
@@ -276,15 +280,15 @@ def _read_beams(
 
 
 def _read_end_rule(
-    tensors: dict[str, Any], limits: Limits, max_new_tokens: int, end_id: int
+    tensors: dict[str, Any], limits: Limits, max_new_tokens: int, end_ids: tuple[int, ...]
 ) -> EndRule:
-    """Words with `end_id` in them cannot end a text: it has ended before, or by that."""
-    words = []
+    """Words with an end id in them cannot end a text: it has ended before, or by that."""
+    words, ends = [], frozenset(end_ids)
     if "stop_words_list" in tensors:
         words = read_word_list("stop_words_list", tensors["stop_words_list"], limits.vocab_size)
-        words = [word for word in words if end_id not in word]
+        words = [word for word in words if ends.isdisjoint(word)]
     include_stop = read_bool("include_stop_in_output", tensors.get("include_stop_in_output", 0))
-    return EndRule(max_new_tokens, end_id, StopWords(words) if words else None, include_stop)
+    return EndRule(max_new_tokens, ends, StopWords(words) if words else None, include_stop)
 
 
 def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRows | None, int]:

@@ -15,7 +15,13 @@ from gptmanager.picture.waiting import ToldWaits
 from gptmanager.recorder.recording import End, Iteration, Recording
 from gptmanager.replay.replaying import completed
 from gptmanager.request.inference_request import TENSOR_ALIASES, InferenceRequest
-from gptmanager.request.read_tensors import INT32, read_float, read_int, read_token_ids
+from gptmanager.request.read_tensors import (
+    INT32,
+    read_end_ids,
+    read_float,
+    read_int,
+    read_token_ids,
+)
 from gptmanager.scheduler.simple import RequestScheduler
 from gptmanager.scheduler.waiting import Wait
 
@@ -87,7 +93,7 @@ class _Asked:
 
     prompt_len: int
     max_new_tokens: int
-    end_id: int
+    end_ids: frozenset[int]
     priority: float
 
 
@@ -133,12 +139,12 @@ class _Reader:
             prompt = read_token_ids("input_ids", tensors.get("input_ids"), self.vocab_size)
             name = "request_output_len"
             new_tokens = read_int(name, tensors.get(name), 1, INT32[1])
-            end_id = read_int("end_id", tensors.get("end_id", -1), *INT32)
+            end_ids = read_end_ids(tensors.get("end_id", -1), INT32[1])
             priority = read_float("priority", request.priority, -1e300)
         except RequestError:
             return None
         new_tokens = min(new_tokens, self.max_seq_len - len(prompt))
-        return _Asked(len(prompt), new_tokens, end_id, priority)
+        return _Asked(len(prompt), new_tokens, frozenset(end_ids), priority)
 
     def _find_ends(self, iteration: Iteration) -> Iterable[End]:
         """From lengths and end tokens, where the result is that of this very schedule."""
@@ -150,7 +156,7 @@ class _Reader:
         for row, tokens in zip(schedule.sampling_rows, result.tokens.tolist(), strict=False):
             has_token = row.request_id not in failed and min(tokens) >= 0
             asked = self.asked.get(row.request_id) if has_token else None
-            if asked is not None and tokens[-1] == asked.end_id >= 0:
+            if asked is not None and tokens[-1] in asked.end_ids:
                 yield End(row.request_id, "END_ID")
             elif asked is not None and (
                 row.position + row.num_tokens + 1 == asked.prompt_len + asked.max_new_tokens

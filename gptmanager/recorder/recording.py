@@ -24,10 +24,12 @@ from gptmanager.loop.token_loop import LoopState
 from gptmanager.recorder.limits import Bounds, checked_blueprint, without_code
 from gptmanager.recorder.requests import Allowance
 from gptmanager.recorder.values import Decoder, field_names, legible, to_json
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import Intake, Schedule, StepResult
 
 FORMAT = "gptmanager.recording"
-VERSION = 4
+VERSION = 5
+_ONE_END_ID = 4  # as 5, but sampling parameters have `end_id`, -1 for none
 _ONE_PENDING = 3  # as 4, but a state has one schedule that is pending, or null
 
 _LONGEST_LINE = 1 << 30  # bytes
@@ -252,14 +254,15 @@ def _read_header(value: Mapping[str, Any], allowance: Allowance) -> tuple[Header
     if value.get("format") != FORMAT:
         raise RecordingError(f"it is no recording: its first line is not a {FORMAT} header")
     version = value.get("version")
-    if version not in (_ONE_PENDING, VERSION):
+    if version not in (_ONE_PENDING, _ONE_END_ID, VERSION):
         raise RecordingError(
             f"it has format version {reprlib.repr(version)}, this library ({_library_version()}) "
-            f"reads versions {_ONE_PENDING} and {VERSION}: look at it with the library that "
+            f"reads versions {_ONE_PENDING} to {VERSION}: look at it with the library that "
             f"wrote it ({reprlib.repr(value.get('library'))}), or record the run again"
         )
     names = Decoder({}).decode(dict[str, list[str]], value.get("fields"))
-    decoder = Decoder(names, allowance)
+    upgrades = {} if version == VERSION else {SamplingParams: _with_end_ids}
+    decoder = Decoder(names, allowance, upgrades)
     blueprint = checked_blueprint(decoder.decode(Blueprint, value.get("blueprint")))
     header = Header(
         blueprint=blueprint,
@@ -277,6 +280,12 @@ def _upgraded(state: Any, header: Header) -> Any:
         index = header.fields["LoopState"].index("pending")
         state[index] = [] if state[index] is None else [state[index]]
     return state
+
+
+def _with_end_ids(params: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters as they are written today."""
+    end_id = params.get("end_id", -1)
+    return {**params, "end_ids": [] if end_id == -1 else [end_id]}
 
 
 def _library_version() -> str:

@@ -119,11 +119,18 @@ class Decoder:
 
     `names`: the fields of each named tuple when the file was written. A field that the file does
     not know yet has its default, one that is gone is dropped. `allowance`: how many numbers a few
-    bytes of the file may still stand for.
+    bytes of the file may still stand for. `upgrades`: of the fields of some dataclasses, as an
+    older file has them, make those of today.
     """
 
-    def __init__(self, names: Mapping[str, list[str]], allowance: Allowance | None = None) -> None:
+    def __init__(
+        self,
+        names: Mapping[str, list[str]],
+        allowance: Allowance | None = None,
+        upgrades: Mapping[Any, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
+    ) -> None:
         self._names = names
+        self._upgrades = upgrades or {}
         read_request = functools.partial(request_from_plain, allowance=allowance or Allowance())
         self._readers: dict[Any, _Read] = {**_READERS, InferenceRequest: read_request}
 
@@ -219,7 +226,8 @@ class Decoder:
 
     def _dataclass(self, kind: Any) -> _Read:
         readers = {name: self._reader(hint) for name, hint in _hints(kind).items()}
-        return lambda data: _made(kind, readers, _read_dict(data))
+        upgrade = self._upgrades.get(kind, dict)
+        return lambda data: _made(kind, readers, upgrade(_read_dict(data)))
 
 
 def _made(kind: Any, readers: Mapping[str, _Read], given: Mapping[str, Any]) -> Any:

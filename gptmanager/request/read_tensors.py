@@ -20,6 +20,7 @@ from gptmanager.request.input_rows import HostRows, token_bias
 from gptmanager.request.pieces import PIECE, Pieces
 
 INT32 = (-(2**31), 2**31 - 1)
+MAX_END_IDS = 1024  # of a request
 _MOST_WORD_IDS = 2**18  # of one list of words: more than any vocabulary has tokens
 # numbers that only an executor reads
 ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
@@ -32,6 +33,26 @@ def read_int(name: str, value: Any, low: int, high: int) -> int:
     if not low <= number <= high:
         raise InvalidRequestError(f"{name} = {number} is outside {low}..{high}")
     return int(number)
+
+
+def read_end_ids(value: Any, highest: int) -> tuple[int, ...]:
+    """Read `end_id`: a scalar, `[n]` or `[1, n]` of token ids up to `highest`. -1 stands for none.
+
+    Return each id once, in the order given.
+    """
+    array = _integers("end_id", value)
+    is_row = array.size == 1 or array.shape[:-1] in ((), (1,))
+    if not (is_row and 1 <= array.size <= MAX_END_IDS):
+        raise InvalidRequestError(
+            f"end_id has shape {list(array.shape)}, expected [n] or [1, n], n from 1 to "
+            f"{MAX_END_IDS}"
+        )
+    ids: list[int] = array.reshape(-1).tolist()
+    for index, token in enumerate(ids):
+        if not -1 <= token <= highest:
+            where = "end_id" if len(ids) == 1 else f"end_id[{index}]"
+            raise InvalidRequestError(f"{where} = {token} is outside -1..{highest}")
+    return tuple(dict.fromkeys(token for token in ids if token >= 0))
 
 
 def read_float(name: str, value: Any, low: float, high: float = math.inf) -> float:

@@ -12,7 +12,8 @@ class SamplingParams:
     """How a request's tokens are chosen. Counts in tokens.
 
     `top_k` 0: unlimited. `seed` keys the counter-based random numbers together with a token's
-    absolute position. `min_length` generated tokens come before `end_id` may. `embedding_bias`:
+    absolute position. `end_ids`: each ends the output, and none of them
+    comes before `min_length` generated tokens. `embedding_bias`:
     TOKEN_BIAS `[n]`, what is added to the logits of some tokens. `bad_words`: token sequences
     that are never completed. `no_repeat_ngram_size` 0: n-grams may repeat.
     """
@@ -24,7 +25,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     min_length: int = 0
-    end_id: int = -1
+    end_ids: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

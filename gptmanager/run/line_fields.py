@@ -26,7 +26,7 @@ _NAMES = frozenset((*TENSORS, *_KEYWORDS, "is_streaming", "request_id", "prompt"
 # fields, whether a JSON value is one of theirs, and what it must be in words
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
-        ("input_lengths", "request_output_len", "end_id", "pad_id", "beam_width", "runtime_top_k",
+        ("input_lengths", "request_output_len", "pad_id", "beam_width", "runtime_top_k",
          "min_length", "early_stopping", "noRepeatNgramSize", "random_seed", "client_id",
          "num_return_sequences", "prompt_vocab_size", "lora_task_id", "retention_priority",
          "num_top_log_probs", "num_prompt_log_probs"),
@@ -45,6 +45,11 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         ("input_ids", "draft_input_ids", "position_ids"),
         lambda value: _are_ids(value), "a list of token ids",
+    ),
+    (
+        ("end_id",),
+        lambda value: type(value) is int or bool(value) and _are_ids(value),
+        "an integer or a list of token ids",
     ),
     (
         ("bad_words_list", "stop_words_list"),

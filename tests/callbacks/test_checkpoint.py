@@ -1,8 +1,6 @@
 import json
 
-import numpy as np
 import pytest
-import torch
 
 from gptmanager import InferenceRequest
 from gptmanager.callbacks import RequestQueue, TokenDefaults, load_tokenizer
@@ -58,35 +56,17 @@ def test_nothing_is_set_without_defaults():
     assert filled.tensors.keys() == {"input_ids", "request_output_len"}
 
 
-def test_further_end_tokens_become_stop_words():
-    filled = request()
+@pytest.mark.parametrize("more", [{}, {"stop_words_list": [[5, 7]]}])
+def test_all_end_tokens_become_end_ids(more):
+    filled, as_before = request(**more), request(**more)
 
     TokenDefaults((7, 8, 9), 3).fill(filled)
 
-    assert filled.end_id.tolist() == [7]
+    assert filled.end_id.tolist() == [7, 8, 9]
     assert filled.pad_id.tolist() == [3]
-    assert filled.stop_words_list.tolist() == [[[8, 9], [1, 2]]]
-
-
-@pytest.mark.parametrize("convert", [np.asarray, torch.tensor])
-@pytest.mark.parametrize("batched", [True, False])
-def test_further_end_tokens_join_the_stop_words_of_the_request(convert, batched):
-    words = [[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]
-    filled = request(stop_words_list=convert([words] if batched else words))
-
-    TokenDefaults((7, 8)).fill(filled)
-
-    assert filled.stop_words_list.tolist() == [[[5, 7, 3, 9, 2, 8], [3, 5, 6, -1, -1, -1]]]
-
-
-@pytest.mark.parametrize("words", [np.zeros((3, 2, 2), np.int32), np.zeros((1, 2, 2)), "stop"])
-def test_stop_words_that_are_none_are_left_to_the_manager(words):
-    filled = request()
-    filled.stop_words_list = words
-
-    TokenDefaults((7, 8)).fill(filled)
-
-    assert filled.stop_words_list is words
+    assert repr(filled.tensors.get("stop_words_list")) == repr(
+        as_before.tensors.get("stop_words_list")
+    )
 
 
 def test_a_tokenizer_is_loaded(checkpoint):

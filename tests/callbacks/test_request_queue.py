@@ -84,7 +84,11 @@ def test_defaults_are_for_requests_that_bring_none(checkpoint):
 
         requests = queue.get_inference_requests(-1)
 
-    assert [request.end_id.reshape(-1).tolist() for request in requests] == [[7], [-1], [7]]
+    assert [request.end_id.reshape(-1).tolist() for request in requests] == [
+        [7, 8, 9],
+        [-1],
+        [7, 8, 9],
+    ]
     assert [request.pad_id.tolist() for request in requests] == [[0]] * 3
 
 

@@ -24,8 +24,9 @@ KINDS = [
     SamplingParams(no_repeat_ngram_size=1),
     SamplingParams(no_repeat_ngram_size=2),
     SamplingParams(no_repeat_ngram_size=3),
-    SamplingParams(end_id=11, min_length=4),
-    SamplingParams(end_id=VOCAB, min_length=4),
+    SamplingParams(end_ids=(11,), min_length=4),
+    SamplingParams(end_ids=(VOCAB,), min_length=4),
+    SamplingParams(end_ids=(5, VOCAB, 0, VOCAB - 1), min_length=4),
     SamplingParams(embedding_bias=token_bias([0, 5, 52], [1.5, -2.25, 0.1])),
     SamplingParams(
         embedding_bias=token_bias(range(VOCAB), [0.37 * i - 3 for i in range(VOCAB)]),
@@ -33,7 +34,7 @@ KINDS = [
         presence_penalty=0.2,
         bad_words=((2,), (0, 1)),
         no_repeat_ngram_size=2,
-        end_id=0,
+        end_ids=(0, 3),
         min_length=100,
     ),
 ]

@@ -16,7 +16,7 @@ def best(machine, logits, counts, most, temperatures=None):
     """A slot for each row, in reverse."""
     num_rows, vocab_size = logits.shape
     params = [
-        sampling.pack(SamplingParams(temperature=own), 0, vocab_size)
+        sampling.pack(SamplingParams(temperature=own), vocab_size)
         for own in reversed(temperatures or [1.0] * num_rows)
     ]
     table = np.array(params, dtype=sampling.PARAMS).view(np.uint8).reshape(num_rows, -1)
@@ -98,7 +98,7 @@ def test_there_is_no_race(checked_machine):
 
 
 def test_too_many_a_row(machine):
-    ids, table = machine.empty((1,), torch.int32), machine.empty((1, 56), torch.uint8)
+    ids, table = machine.empty((1,), torch.int32), machine.empty((1, 40), torch.uint8)
     logits, tokens = machine.empty((1, 8), torch.float32), machine.empty((1, 2049), torch.int32)
     with pytest.raises(ValueError, match="room for 2049 a row, the limit is 2048"):
         best_of_rows(machine.launcher, tokens, tokens.float(), logits, table, ids, ids)

@@ -22,7 +22,7 @@ def run(machine, logits, tokens, temperatures, wanted):
     """A slot for each row, in reverse."""
     count, vocab_size = logits.shape
     params = [SamplingParams(temperature=own) for own in reversed(temperatures)]
-    packed = [sampling.pack(own, 0, vocab_size) for own in params]
+    packed = [sampling.pack(own, vocab_size) for own in params]
     table = np.array(packed, dtype=sampling.PARAMS).view(np.uint8).reshape(count, -1)
     slots = np.arange(count, dtype=np.int32)[::-1].copy()
     given = [
@@ -65,7 +65,7 @@ def test_what_slots_want(machine):
 
 def test_a_row_without_a_slot(machine):
     """What stands before the first slot wants something."""
-    packed = [sampling.pack(SamplingParams(), 0, 40)] * 2
+    packed = [sampling.pack(SamplingParams(), 40)] * 2
     table = np.array(packed, dtype=sampling.PARAMS).view(np.uint8).reshape(2, -1)
     params = machine.tensor(torch.from_numpy(table))[1:]
     wanted = machine.tensor(torch.tensor([LOG_PROB, NOTHING], dtype=torch.uint8))[1:]

@@ -359,7 +359,7 @@ def test_odd_rows_behind_an_end_count_for_nothing(device, streams):
 
 
 def test_a_text_that_has_ended_needs_no_token():
-    texts = ParallelSampling(BeamParams(2, sampled=True), EndRule(9, end_id=3))
+    texts = ParallelSampling(BeamParams(2, sampled=True), EndRule(9, frozenset({3})))
     assert not texts.advance(BeamCandidates(((3,), (5,)), ((-1.0,), (-1.0,))))
     assert not texts.advance(BeamCandidates(((-1,), (6,)), ((0.0,), (-1.0,))))
     assert texts.tokens == [0, 6] and not texts.fault

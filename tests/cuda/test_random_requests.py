@@ -67,7 +67,7 @@ def random_request(chance, request_id, favor):
     if chance.random() < 0.3:  # something to look up
         prompt = (prompt[:3] * 8)[: len(prompt)]
     optional = {
-        "end_id": chance.randrange(VOCAB_SIZE),
+        "end_id": [chance.randrange(VOCAB_SIZE) for _ in range(chance.choice([1, 3]))],
         "stop_words_list": words(chance, 6),
         "bad_words_list": words(chance, 4),
         "embedding_bias": np.array(

@@ -13,7 +13,6 @@ from gptmanager.cuda.sampling import PARAMS, Workspace, num_parts, pack, sample
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
 
-PROMPT_LENGTH = 5
 WORD = 2**32 - 1
 
 
@@ -35,8 +34,6 @@ def uniform(seed, position, draw):
 
 def textbook(logits, params, position):
     x = logits.astype(np.float32)
-    if position < PROMPT_LENGTH + params.min_length and 0 <= params.end_id < len(x):
-        x[params.end_id] = -np.inf
     if not (x < np.inf).all():
         return NOT_FINITE
     best = int(x.argmax())
@@ -71,7 +68,7 @@ def textbook(logits, params, position):
 def choose(machine, logits, params, positions, workspace=None):
     """By the kernel and by the rules; a slot for each row, in reverse, and a cell of inputs."""
     num_rows, vocab_size = logits.shape
-    packed = [pack(own, PROMPT_LENGTH, vocab_size) for own in reversed(params)]
+    packed = [pack(own, vocab_size) for own in reversed(params)]
     table = np.array(packed, dtype=PARAMS).view(np.uint8).reshape(num_rows, -1)
     slots = np.arange(num_rows, dtype=np.int32)[::-1].copy()
     tokens = machine.empty((num_rows,), torch.int32)
@@ -149,7 +146,6 @@ KINDS = [
     *drawing(1, top_k=9),
     *drawing(1, top_k=600, top_p=0.8),
     *drawing(1, min_p=0.1),
-    *drawing(1, end_id=20_000, min_length=200),
 ]
 
 
@@ -178,7 +174,7 @@ def test_blocks_that_share_a_row(machine, vocab_size):
 def test_logits_of_16_bits(machine, dtype, vocab_size):
     """The same as from the same logits in single precision."""
     logits = rows(len(KINDS), vocab_size).to(dtype)
-    params = KINDS[:-1] + drawing(1, end_id=7, min_length=200)
+    params = KINDS
     assert check(machine, logits, params) == check(machine, logits.float(), params)
 
 
@@ -202,7 +198,7 @@ def test_rows_without_work(machine):
 def test_inputs_are_in_the_order_of_rows_where_no_cells_are_given(machine):
     logits = rows(3, 40)
     tokens, inputs = (machine.empty((3,), torch.int32) for _ in range(2))
-    table = np.array([pack(SamplingParams(), PROMPT_LENGTH, 40)], dtype=PARAMS).view(np.uint8)
+    table = np.array([pack(SamplingParams(), 40)], dtype=PARAMS).view(np.uint8)
     slots = machine.tensor(torch.zeros(3, dtype=torch.int32))
     given = machine.tensor(logits), machine.tensor(torch.from_numpy(table).view(1, -1)), slots
     sample(machine.launcher, tokens, inputs, *given, machine.tensor(torch.zeros(3).long()))
@@ -299,35 +295,8 @@ def test_quotients_tie_not_products_with_the_reciprocal(machine):
         assert set(check(machine, logits[row].repeat(30, 1), params)) == tied
 
 
-@pytest.mark.parametrize("best", [0, 49])
-def test_no_token_is_forbidden_where_there_is_no_end(machine, best):
-    logits = torch.zeros(2, 50)
-    logits[:, best] = 50.0
-    params = [SamplingParams(min_length=3, end_id=end_id) for end_id in (-1, 50)]
-    assert check(machine, logits, params, PROMPT_LENGTH) == [best, best]
-
-
-def test_an_end_that_top_k_may_not_choose(machine):
-    logits = rows(8, 700)
-    logits[:, 500] = 9.0
-    params = drawing(8, top_k=3, end_id=500, min_length=3)
-    assert 500 not in choose(machine, logits, params, np.full(8, 7))[0]
-    got, expected = choose(machine, logits, params, np.full(8, 8))
-    assert got == expected and 500 in got
-
-
 def test_ties_of_a_nucleus_rank_by_id(machine):
     assert max(check(machine, torch.zeros(20, 64), drawing(20, top_p=0.25))) == 15
-
-
-def test_an_end_that_may_not_come_yet(machine):
-    logits = rows(4, 100)
-    logits[:, 7] = 50.0
-    params = drawing(2, end_id=7, min_length=3) + [SamplingParams(end_id=7, min_length=3)] * 2
-    positions = np.array([7, 8, 7, 8])
-    got, expected = choose(machine, logits, params, positions)
-    assert got == expected
-    assert [token == 7 for token in got] == [False, True, False, True]
 
 
 def test_odd_logits(machine):
@@ -360,7 +329,7 @@ template <int WIDTH> __global__ void find(
     __shared__ double own[PIECES];
     for (int i = threadIdx.x; i < PIECES; i += 32) own[i] = sums[i];
     __syncwarp();
-    Row<float, WIDTH> row{weights, size, -1};
+    Row<float, WIDTH> row{weights, size};
     int found = find_token(row, own, rest, [](float value, int) { return fmaxf(value, 0.0f); });
     if (threadIdx.x == 0) *token = found;
 }
@@ -406,7 +375,7 @@ def test_where_a_sum_passes_and_where_by_rounding_it_does_not(toolchain):
 
 
 def test_tensors_that_do_not_fit(machine):
-    with pytest.raises(ValueError, match=r"params is torch.uint8 \[1, 8\], expected .* 56\]"):
+    with pytest.raises(ValueError, match=r"params is torch.uint8 \[1, 8\], expected .* 40\]"):
         ids = machine.empty((1,), torch.int32)
         table = machine.empty((1, 8), torch.uint8)
         sample(

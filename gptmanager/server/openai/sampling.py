@@ -193,8 +193,9 @@ def _common(wanted: Wanted, card: ModelCard) -> dict[str, Any]:
 
 
 def _engine_ends(wanted: Wanted, card: ModelCard) -> dict[str, Any]:
-    """The tokens that the engine ends an output at. Within `min_tokens` it bans one end token; so
-    the others, and the stop tokens, are then left to `Output`.
+    """Return the tokens that the engine ends an output at.
+
+    Within `min_tokens` it bans the end tokens; the stop tokens may come, so `Output` ends at them.
     """
     given = wanted.given
     found: dict[str, Any] = {}
@@ -203,8 +204,6 @@ def _engine_ends(wanted: Wanted, card: ModelCard) -> dict[str, Any]:
         found["min_length"] = min_tokens
     if given.get("ignore_eos"):
         found["end_id"] = -1
-    elif min_tokens and card.token_defaults.end_ids:
-        found["end_id"] = card.token_defaults.end_ids[0]
     if given.get("stop_token_ids") and not min_tokens:
         found["stop_words_list"] = [[token] for token in given["stop_token_ids"]]
     return found
