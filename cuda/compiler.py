@@ -98,7 +98,7 @@ def compile(
     file = source.name if isinstance(source, Path) else "kernel.cu"
     text = source.read_text("utf-8") if isinstance(source, Path) else source
     folder = source.parent if isinstance(source, Path) else FOLDER
-    flags = ("-std=c++17", f"-arch={arch}", "--ptxas-options=-v", *options)
+    flags = ("-std=c++17", f"-arch={arch}", "-lineinfo", "--ptxas-options=-v", *options)
     keyed = [_KEPT, str(nvrtc.getVersion()), file, *_texts(text, folder), *flags, *names]
     key = hashlib.sha256("\0".join(keyed).encode()).hexdigest()[:32]
     kept = (cache or cache_folder("cubins")) / key

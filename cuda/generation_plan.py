@@ -17,6 +17,7 @@ Ints = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
 
 PASS = 64  # tokens that a block's warps take at a time; also a unit of work
+WHOLE = 1 << 30  # a stretch of which no row has two
 # by docs/benchmarks/model_of_generation_attention.md:
 _START = 1  # passes that a block could do while it finds the pages of an item
 _MERGE = 0.09  # passes that a block could do while it merges one more partial result

@@ -101,6 +101,13 @@ __device__ inline unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) 
 
 // 16 bytes, both addresses aligned to them; past L1, since each byte is read once. Where not `valid`,
 // nothing is read and zeros are written.
+#ifdef COPIES_AT_ONCE  // to find whether a fault comes of copies in the background
+__device__ inline void cp_async_16(void* to, const void* from, bool valid = true) {
+    *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+}
+__device__ inline void cp_async_commit() {}
+template <int PENDING> __device__ inline void cp_async_wait() {}
+#else
 __device__ inline void cp_async_16(void* to, const void* from, bool valid = true) PTX(
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::
         "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
@@ -112,6 +119,7 @@ __device__ inline void cp_async_commit() PTX(asm volatile("cp.async.commit_group
 template <int PENDING> __device__ inline void cp_async_wait() PTX(
     asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
 )
+#endif
 
 // Matrices of 8 x 8 16-bit elements in registers --------------------------------------------------
 

@@ -21,7 +21,7 @@ from gptmanager.cuda.generation_attention import (
     find_places,
     generation_attention,
 )
-from gptmanager.cuda.generation_plan import max_num_items, plan_generation
+from gptmanager.cuda.generation_plan import WHOLE, max_num_items, plan_generation
 from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.own_products import OwnProducts
 from gptmanager.cuda.paged_kernels import HEAD_DIMS, has_group
@@ -87,15 +87,17 @@ class CudaKernels(Kernels):
         if self.deterministic or (num_new[middle:] > 1).any():
             middle = len(num_new)
         alive = middle + int(np.count_nonzero(num_new[middle:]))  # those behind are padding
+        stretch = None if self._launcher.features.split else WHOLE
         arrays: list[Ints] = []
         for window, shape in _by_window(shapes).items():
             context = plan_context(num_new[:middle], kv_lengths[:middle], shape)
             size = shape.num_kv_heads, find_places(self._launcher, shape)
             sink, single = shape.sink, kv_lengths[middle:alive]
-            generation = plan_generation(single, *size, window=window, sink=sink)
+            given = {"window": window, "sink": sink}
+            generation = plan_generation(single, *size, **given, stretch=stretch)
             if fixed:  # a token's queries are one item
                 num_single = len(num_new) - middle
-                most = max_num_items(num_single, *size, window=window, sink=sink)
+                most = max_num_items(num_single, *size, **given)
                 generation = generation.padded(most, num_single)
                 context = _padded(context, middle)
             arrays += (context, generation.items)

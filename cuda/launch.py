@@ -18,7 +18,10 @@ from torch import Tensor
 
 from gptmanager.cuda import compiler, dependent_launch, device, emulator
 from gptmanager.cuda.dependent_launch import DependentLaunch
+from gptmanager.cuda.features import VARIABLE, Features
+from gptmanager.cuda.thread_contexts import ThreadContexts
 from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.log import logger
 
 FOLDER = Path(__file__).resolve().parent
 NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -27,6 +30,7 @@ Expected = tuple[Tensor | None, tuple[int | None, ...], torch.dtype]
 _COMPILED_AT_ONCE = 16  # kernels: by g++ some cost little more than one, and all of a file too much
 _MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Launcher(Protocol):
     max_shared_mem: int  # bytes that a block can have
     has_products: bool  # whether products as kernels may pay
     has_warpgroups: bool  # whether kernels that need products of warpgroups (sm_90a) are chosen
+    features: Features  # what may be used
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
         """The kernel `name`, which may be launched with up to `shared_mem` bytes."""
@@ -71,37 +76,46 @@ class DeviceLauncher:
     """Kernels on the current CUDA device, launched on torch's current stream.
 
     `has_warpgroups`: whether to choose kernels that need products of warpgroups where there are
-    others too; None: where the device has them.
+    others too; None: where the device has them. `features` None: what the environment asks for.
     """
 
-    has_products = True
-
-    def __init__(self, has_warpgroups: bool | None = None) -> None:
+    def __init__(
+        self, has_warpgroups: bool | None = None, features: Features | None = None
+    ) -> None:
+        self.features = features = features or Features.asked()
         self._cupy = device.find_cupy()
         properties = torch.cuda.get_device_properties()
         self.num_multiprocessors: int = properties.multi_processor_count
         attribute = _MAX_SHARED_OF_BLOCK, torch.cuda.current_device()
         self.max_shared_mem: int = self._cupy.cuda.runtime.deviceGetAttribute(*attribute)
         self.arch = architecture(properties.major, properties.minor)
-        self._driver = dependent_launch.find_driver(properties.major)
-        self.has_warpgroups = self.arch == "sm_90a" if has_warpgroups is None else has_warpgroups
+        self._driver = dependent_launch.find_driver(properties.major) if features.early else None
+        has_them = self.arch == "sm_90a" if has_warpgroups is None else has_warpgroups
+        self.has_warpgroups = has_them and features.warpgroups
+        self.has_products = features.products
+        self._contexts = ThreadContexts(self._cupy.cuda.runtime, torch.cuda.current_device())
+        if features.words:
+            logger.info("%s is set: %s", VARIABLE, ", ".join(features.words))
         self._kernels: dict[tuple[str, str], DeviceKernel] = {}
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> DeviceKernel:
         known = self._kernels.get((program.file, name))
         if known is None:
-            known = self._kernels[program.file, name] = self.load(program.path, name)
+            options = self.features.compiler_options
+            known = self._kernels[program.file, name] = self.load(program.path, name, options)
             if program.dependent and self._driver is not None:
                 known.begin_early(self._driver)
-        known.allow(shared_mem)
+        known.allow(shared_mem, has_carveout=self.features.carveout)
         return known
 
     def load(self, source: str | Path, name: str, options: Sequence[str] = ()) -> DeviceKernel:
         """A kernel of a file, or of a text. Raises what `compiler.compile` raises."""
         cubin = compiler.compile(source, self.arch, [name], options)
+        self._contexts.ensure()
         module = self._cupy.cuda.function.Module()
         module.load(cubin.code)
-        return DeviceKernel(self._cupy, name, module, module.get_function(cubin.lowered[name]))
+        function = module.get_function(cubin.lowered[name])
+        return DeviceKernel(self._cupy, name, module, function, self._contexts)
 
 
 class _Stream(NamedTuple):
@@ -113,8 +127,11 @@ class _Stream(NamedTuple):
 class DeviceKernel:
     """One kernel, loaded. `module` owns its code."""
 
-    def __init__(self, cupy: Any, name: str, module: Any, function: Any) -> None:
+    def __init__(
+        self, cupy: Any, name: str, module: Any, function: Any, contexts: ThreadContexts
+    ) -> None:
         self._driver = cupy.cuda.driver
+        self._contexts = contexts
         self._name = name
         self._module = module
         self._function = function
@@ -126,15 +143,18 @@ class DeviceKernel:
         """It may begin while the kernel before it ends, for which it must wait itself."""
         self._dependent = DependentLaunch(driver, self._name, self._function.ptr)
 
-    def allow(self, shared_mem: int) -> None:
+    def allow(self, shared_mem: int, has_carveout: bool = False) -> None:
         """Ask once for so much dynamic shared memory: unasked there are 48 KiB less the static.
 
-        ConfigError where the device has less.
+        `has_carveout`: as in `Features`. ConfigError where the device has less.
         """
         if shared_mem <= self._allowed:
             return
+        self._contexts.ensure()
         try:
             self._driver.funcSetAttribute(self._function.ptr, _MAX_DYNAMIC_SHARED, shared_mem)
+            if has_carveout:
+                self._driver.funcSetAttribute(self._function.ptr, _CARVEOUT, 100)
         except self._driver.CUDADriverError as error:
             raise ConfigError(
                 f"{self._name} needs {shared_mem} bytes of shared memory for a block, and this "
@@ -152,6 +172,7 @@ class DeviceKernel:
         # as `torch.cuda.current_stream().cuda_stream`, without making an object at each launch
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         values = tuple(map(_plain, args))
+        self._contexts.ensure()  # CuPy would do so itself, cuda-bindings does not
         if self._dependent is not None:
             self._dependent(grid, block, values, shared_mem, stream)
         else:
@@ -171,17 +192,23 @@ def _emulated(
     check: bool,
     order: str | int,
     toolchain: emulator.Toolchain,
+    options: tuple[str, ...],
 ) -> emulator.Module:
     return emulator.Module(
-        path=path, name_expressions=names, check=check, order=order, toolchain=toolchain
+        path=path,
+        name_expressions=names,
+        options=options,
+        check=check,
+        order=order,
+        toolchain=toolchain,
     )
 
 
 class EmulatorLauncher:
     """Kernels on the CPU, thread by thread: for tests. Options as those of `emulator.Module`.
 
-    `has_products`: torch's products are much faster here. ConfigError without g++ or NVIDIA's
-    headers.
+    `has_products`: torch's products are much faster here. `features` None: what the environment
+    asks for. ConfigError without g++ or NVIDIA's headers.
     """
 
     num_multiprocessors = 4
@@ -194,9 +221,11 @@ class EmulatorLauncher:
         order: str | int = "forward",
         has_products: bool = False,
         has_warpgroups: bool = False,
+        features: Features | None = None,
     ) -> None:
-        self.has_products = has_products
-        self.has_warpgroups = has_warpgroups
+        self.features = features = features or Features.asked()
+        self.has_products = has_products and features.products
+        self.has_warpgroups = has_warpgroups and features.warpgroups
         self._toolchain = emulator.Toolchain()
         self._toolchain.require_headers()
         self._check = check
@@ -205,10 +234,11 @@ class EmulatorLauncher:
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
         index = program.kernels.index(name)
         names = program.kernels[index - index % _COMPILED_AT_ONCE :][:_COMPILED_AT_ONCE]
-        module = _emulated(program.path, names, self._check, self._order, self._toolchain)
+        how = self._check, self._order, self._toolchain, self.features.compiler_options
+        module = _emulated(program.path, names, *how)
         kernel = module.get_function(name)
         kernel.max_dynamic_shared_size_bytes = max(shared_mem, 48 << 10)
-        kernel.dependent = program.dependent
+        kernel.dependent = program.dependent and self.features.early
 
         def launch(
             grid: tuple[int, ...],

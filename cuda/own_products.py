@@ -19,7 +19,7 @@ class OwnProducts:
     def covers(self, x: Tensor, weight: Tensor) -> bool:
         if len(x) <= FEW_ROWS:
             return products.covers(x, weight)
-        return tiled_products.covers(self._launcher, x, weight)
+        return self._launcher.features.tiled and tiled_products.covers(self._launcher, x, weight)
 
     def multiply(
         self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False

@@ -101,7 +101,8 @@ class DeviceStream:
         self._contexts.pop().__exit__(*exc)
 
     def staging(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        is_pinned = self.launcher.features.pinned
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
 
     def event(self) -> Event:
         event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]

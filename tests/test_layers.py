@@ -110,6 +110,8 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     emulator.module       CUDA C++ as kernels that run on the CPU (no torch)
     emulator              kernels on a CPU, run thread by thread, checked (no torch)
     compiler              CUDA C++ to machine code, with what its kernels use (no torch)
+    features              parts that can be switched off (no torch)
+    thread_contexts       the device's context in each thread that calls the driver (no torch)
     dependent_launch      launches that begin while the kernel before them ends (no torch)
     launch                where kernels run: a GPU, or the emulator
     streams               where work is enqueued: a CUDA stream, or the emulator

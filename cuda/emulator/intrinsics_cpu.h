@@ -118,11 +118,13 @@ EMULATED unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) {
     return ::emulator::update(address, EMULATOR_RETURN, next);
 }
 
+#ifndef COPIES_AT_ONCE
 EMULATED void cp_async_16(void* to, const void* from, bool valid) {
     ::emulator::copy_async(to, from, 16, valid ? 16 : 0, EMULATOR_RETURN);
 }
 inline void cp_async_commit() { ::emulator::copy_async_commit(); }
 template <int PENDING> void cp_async_wait() { ::emulator::copy_async_wait(PENDING); }
+#endif
 
 EMULATED void load_matrix_x4(unsigned (&registers)[4], const void* row) {
     ::emulator::load_matrix<false>(registers, row, EMULATOR_RETURN);

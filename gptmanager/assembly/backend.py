@@ -203,7 +203,7 @@ class DeviceBackend(Backend):
         self.device = stream.device
         self.kernels = CudaKernels(stream.launcher, deterministic=params.deterministic)
         self.stream = stream
-        self._cuda_graphs = params.cuda_graphs
+        self._cuda_graphs = params.cuda_graphs and stream.launcher.features.graphs
         self._on_progress = params.on_progress
 
     def load(

@@ -29,7 +29,7 @@ from gptmanager.cuda.generation_attention import (
     find_places,
     generation_attention,
 )
-from gptmanager.cuda.generation_plan import plan_generation
+from gptmanager.cuda.generation_plan import WHOLE, plan_generation
 from gptmanager.cuda.warpgroup_attention import takes
 
 Rows = Sequence[tuple[int, int]]  # new tokens, length
@@ -171,7 +171,8 @@ def _generation_plan(bed: Bed, rows: PagedRows) -> tuple[int, Tensor, Tensor, Te
     the device.
     """
     size = rows.shape.num_kv_heads, find_places(bed.launcher, rows.shape)
-    plan = plan_generation(rows.lengths, *size)
+    stretch = None if bed.launcher.features.split else WHOLE
+    plan = plan_generation(rows.lengths, *size, stretch=stretch)
     starts = bed.ints(plan.block_starts), bed.ints(plan.partial_starts)
     return plan.num_partials, bed.ints(plan.items), *starts
 

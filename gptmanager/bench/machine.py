@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gptmanager.cuda.device import find_cupy
+from gptmanager.cuda.features import Features
 from gptmanager.errors import ConfigError
 
 REPORT_VERSION = 1
@@ -42,7 +43,13 @@ def header(command: Sequence[str], device: torch.device) -> dict[str, Any]:
         "machine": machine(),
         "device": card() if device.type == "cuda" else {"name": "cpu"},
         "versions": versions(),
+        **_switched(),
     }
+
+
+def _switched() -> dict[str, list[str]]:
+    words = Features.asked().words
+    return {"switches": list(words)} if words else {}
 
 
 def machine() -> str:

@@ -46,6 +46,8 @@ def _header(report: Mapping[str, Any]) -> Iterator[str]:
     yield ", ".join([device["name"], *details])
     yield f"{report['date']}; {report['machine']}"
     yield ", ".join(f"{name} {number}" for name, number in versions.items())
+    if report.get("switches"):
+        yield f"GPTMANAGER_CUDA={','.join(report['switches'])}"
     ceilings = report.get("ceilings")
     if ceilings:
         yield (

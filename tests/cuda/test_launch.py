@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from requirements import skip
 
 from gptmanager.cuda import compiler, dependent_launch, device, launch
+from gptmanager.cuda.features import Features
 from gptmanager.cuda.launch import DeviceLauncher, Program, architecture, check_tensors
 from gptmanager.cuda.matrix import PROGRAMS
 from gptmanager.errors import ConfigError
@@ -25,10 +27,15 @@ class CUDADriverError(RuntimeError):
     """As CuPy's."""
 
 
+class Calls(list):
+    """`contexts`: threads in which a device was set."""
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """What a launcher asks of CuPy and of the compiler."""
-    calls = []
+    calls, contexts = Calls(), []
+    calls.contexts = contexts
 
     class Module:
         def load(self, code):
@@ -52,7 +59,10 @@ def calls(monkeypatch):
 
     driver = SimpleNamespace(funcSetAttribute=allow, CUDADriverError=CUDADriverError)
     attributes = {(97, 0): 227 << 10}
-    runtime = SimpleNamespace(deviceGetAttribute=lambda *key: attributes[key])
+    runtime = SimpleNamespace(
+        deviceGetAttribute=lambda *key: attributes[key],
+        setDevice=lambda device: contexts.append((threading.get_ident(), device)),
+    )
     cuda = SimpleNamespace(driver=driver, runtime=runtime, function=SimpleNamespace(Module=Module))
     monkeypatch.setattr(device, "find_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(compiler, "compile", compile)
@@ -142,6 +152,37 @@ def test_a_dependent_kernel_is_launched_by_the_driver(calls, driver):
     rest = ((32, 1, 1), 100, 5, attributes, [tensor.data_ptr(), 0, -4, 1.5], 0)
     assert driver.launches == [(77, (2, 3, 1), *rest), (77, (7, 1, 1), *rest)]
     assert [call[0] for call in calls].count("launch") == 1, "the other one by CuPy"
+
+
+def test_what_is_switched_off(calls, driver, caplog):
+    caplog.set_level("INFO", "gptmanager")
+    features = Features.parse("no-early,no-warpgroups,no-products,no-async-copies,carveout")
+    launcher = DeviceLauncher(features=features)
+    assert (launcher.has_warpgroups, launcher.has_products) == (False, False)
+    assert not DeviceLauncher(has_warpgroups=True, features=features).has_warpgroups
+    launcher.kernel(DEPENDENT, "f<1>", 100_000)((2,), (32,), (None,))
+    assert not driver.launches and calls[-1][0] == "launch"
+    assert calls[0] == ("compile", "norms.cu", "sm_90a", ["f<1>"], ("-DCOPIES_AT_ONCE",))
+    assert calls[2:4] == [("allow", 77, 8, 100_000), ("allow", 77, 9, 100)]
+    assert "GPTMANAGER_CUDA is set: no-early, no-warpgroups, no-products" in caplog.text
+
+
+def test_a_thread_has_a_context_before_it_launches(calls, driver):
+    kernel = DeviceLauncher().kernel(DEPENDENT, "f<1>", 100_000)
+    arguments = (None, None, np.int32(1), np.float32(1))
+
+    def work():
+        for _ in range(2):
+            kernel((1,), (32,), arguments)
+            seen.append(len(calls.contexts))
+
+    seen = []
+    work()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert calls.contexts == [(threading.get_ident(), 0), (thread.ident, 0)]
+    assert seen == [1, 1, 2, 2]
 
 
 def test_a_launch_that_the_driver_refuses(calls, driver):

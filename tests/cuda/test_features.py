@@ -1,0 +1,173 @@
+"""What `GPTMANAGER_CUDA` switches off: each word changes a launch, and no token."""
+
+from __future__ import annotations
+
+import re
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from devices import finals, prompt
+from requirements import skip
+
+from gptmanager import InferenceRequest, KvCacheConfig, OptionalParams
+from gptmanager.assembly.backend import DeviceBackend
+from gptmanager.cuda import compiler, launch
+from gptmanager.cuda.features import VARIABLE, Features
+from gptmanager.cuda.generation_attention import PROGRAM as GENERATION
+from gptmanager.cuda.kernels import CudaKernels
+from gptmanager.cuda.launch import EmulatorLauncher
+from gptmanager.cuda.own_products import OwnProducts
+from gptmanager.cuda.streams import DeviceStream, EmulatedStream
+from gptmanager.cuda.thread_contexts import ThreadContexts
+from gptmanager.cuda.tiled_products import PROGRAM as TILED
+from gptmanager.cuda.warpgroup_attention import PROGRAM as WARPGROUPS
+from gptmanager.cuda.warpgroup_attention import takes
+from gptmanager.errors import ConfigError
+from gptmanager.kernels.attention_arguments import AttentionShape
+
+SHAPE = AttentionShape(4, 2, 64, 0.125)
+
+
+def without(*words):
+    return Features.parse(",".join(words))
+
+
+def test_words():
+    assert Features.parse("") == Features() == Features.asked({})
+    assert Features().words == ()
+    given = Features.asked({VARIABLE: " no-early, carveout,,no-async-copies"})
+    assert given == Features(early=False, async_copies=False, carveout=True)
+    assert given.words == ("no-early", "no-async-copies", "carveout")
+    known = "no-early, no-warpgroups, no-products, no-tiled, no-graphs, no-split, no-async-copies,"
+    for word in ("early", "no-carveout", "no-erly", "NO-EARLY"):
+        with pytest.raises(ConfigError, match=f"has the unknown word '{word}'; .*{known}"):
+            Features.parse(f"no-tiled,{word}")
+
+
+def test_launchers_read_the_variable(monkeypatch, toolchain):
+    monkeypatch.setenv(VARIABLE, "no-everything")
+    for made in (EmulatedStream, launch.DeviceLauncher):
+        with pytest.raises(ConfigError, match="unknown word 'no-everything'"):
+            made()
+    monkeypatch.setenv(VARIABLE, "no-graphs,no-products")
+    launcher = EmulatedStream().launcher
+    assert launcher.features == Features(graphs=False, products=False)
+    assert not EmulatorLauncher(has_products=True).has_products
+
+
+def test_no_graphs(toolchain):
+    for features in (Features(), without("no-graphs")):
+        stream = EmulatedStream(EmulatorLauncher(features=features))
+        assert DeviceBackend(stream, OptionalParams())._cuda_graphs is features.graphs
+
+
+def test_no_early_and_no_async_copies(toolchain, monkeypatch):
+    found = []
+
+    class Module:
+        def __init__(self, options, **rest):
+            self.options = options
+
+        def get_function(self, name):
+            found.append(SimpleNamespace(options=self.options))
+            return found[-1]
+
+    monkeypatch.setattr(launch.emulator, "Module", Module)
+    launch._emulated.cache_clear()
+    for features in (Features(), without("no-early"), without("no-async-copies")):
+        EmulatorLauncher(features=features).kernel(GENERATION, GENERATION.kernels[0])
+    launch._emulated.cache_clear()  # of what is no module
+    assert [kernel.dependent for kernel in found] == [True, False, True]
+    assert [kernel.options for kernel in found] == [(), (), ("-DCOPIES_AT_ONCE",)]
+
+
+def test_no_warpgroups(toolchain):
+    for features in (Features(), without("no-warpgroups")):
+        launcher = EmulatorLauncher(has_warpgroups=True, features=features)
+        assert takes(launcher, SHAPE, torch.bfloat16) is features.warpgroups
+
+
+def test_no_tiled(toolchain):
+    x, weight = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (20, 32))
+    for features in (Features(), without("no-tiled")):
+        own = OwnProducts(EmulatorLauncher(has_products=True, features=features))
+        assert own.covers(x, weight) is features.tiled
+        assert own.covers(x[:16], weight)  # few rows are another kernel's
+
+
+def test_no_split(toolchain):
+    starts, lengths = np.arange(3, dtype=np.int32), np.array([4000, 70], np.int32)
+    sizes = []
+    for features in (Features(), without("no-split")):
+        kernels = CudaKernels(EmulatorLauncher(features=features))
+        plans = [kernels.plan([SHAPE], starts, lengths, 0, fixed) for fixed in (False, True)]
+        pieces = [items[items[:, 2] > 0] for _, items, *_ in plans]
+        assert all((len(own) > 2) is features.split for own in pieces)
+        sizes.append([len(array) for array in plans[1]])
+    assert sizes[0] == sizes[1]  # a recorded step has arrays of one size
+
+
+def test_no_pinned(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: asked.append(options))
+    for features in (Features(), without("no-pinned")):
+        stream = SimpleNamespace(launcher=SimpleNamespace(features=features))
+        DeviceStream.staging(stream, 16)
+    assert [options["pin_memory"] for options in asked] == [True, False]
+
+
+@pytest.mark.timeout(240)  # it compiles a few kernels anew
+def test_the_tokens_are_the_same(toolchain, monkeypatch):
+    def requests():
+        return [InferenceRequest.from_tokens(i, prompt(i, 40 + 9 * i), 5) for i in range(3)]
+
+    cache = KvCacheConfig(max_tokens=512, tokens_per_block=16)
+    answers = []
+    for words in ("", "no-graphs,no-split,no-early,no-async-copies,no-warpgroups,no-pinned"):
+        monkeypatch.setenv(VARIABLE, words)
+        found = finals(requests(), "emulator", cache=cache, dtype="bfloat16")
+        answers.append([response.tensors["output_ids"].tolist() for response in found])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("program", [GENERATION, TILED, WARPGROUPS], ids=lambda it: it.file)
+def test_copies_at_once_compile_to_no_copies_in_the_background(program, tmp_path):
+    try:
+        compiler.find_nvrtc()
+    except ConfigError as error:
+        skip(str(error))
+    kernel = next(name for name in program.kernels if "bfloat16" in name)
+    codes = [
+        compiler.compile(program.path, "sm_90a", [kernel], features.compiler_options)
+        for features in (Features(), without("no-async-copies"))
+    ]
+    assert codes[0].code != codes[1].code
+    assert all(re.search(rb"\.(debug|nv_debug)_line", own.code) for own in codes)
+
+
+class Runtime:
+    """CuPy's runtime; `threads` in which a device was set."""
+
+    def __init__(self):
+        self.threads = []
+
+    def setDevice(self, device):  # noqa: N802 - as CuPy calls it
+        self.threads.append((threading.get_ident(), device))
+
+
+def test_each_thread_has_a_context_before_its_first_call():
+    runtime = Runtime()
+    contexts = ThreadContexts(runtime, 1)
+
+    def work():
+        contexts.ensure()
+        contexts.ensure()
+
+    work()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert runtime.threads == [(threading.get_ident(), 1), (thread.ident, 1)]
