@@ -96,7 +96,7 @@ class GptManager:
 
     @property
     def manager(self) -> gptmanager.GptManager | None:
-        """What it translates for, with `audit()`, `health()`, `notify()` and so on."""
+        """The manager behind this object, with `audit()`, `health()`, `notify()` and so on."""
         return self._manager
 
     def _fetching(

@@ -18,8 +18,10 @@ _running: set[LastRecord] = set()  # one for each manager
 
 
 class MemoryCounters:
-    """Of all managers of `gptmanager.bindings` that run in this process, as their last statistics
-    record says; a manager counts from its first iteration on.
+    """Bytes of memory of all managers of `gptmanager.bindings` that run in this process.
+
+    The figures are those of each manager's last statistics record; a manager counts from its first
+    iteration on.
     """
 
     @staticmethod

@@ -67,7 +67,7 @@ class TrtGptModelOptionalParams(OptionalParams):
 
 
 def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalParams]:
-    """What arguments of `gptmanager.GptManager` are: beam width, scheduler, and the other fields.
+    """Return arguments of `gptmanager.GptManager`: beam width, scheduler, and the other fields.
 
     ConfigError for attention windows that differ.
     """

@@ -20,7 +20,7 @@ NUM_BUCKETS = 32
 
 @dataclass(frozen=True, slots=True)
 class CallbackLatency:
-    """What one callback has cost so far.
+    """The cost of one callback so far.
 
     `histogram[i]` counts the calls that took less than 2**i microseconds (and at least half of
     that); the last bucket is open. `overstays`: calls that the watchdog reported.

@@ -20,7 +20,7 @@ _ATTN_QKV, _ITS_PARTS = 0, {1, 2, 3}  # ids of modules
 
 
 class AdapterRow(NamedTuple):
-    """Of one module in one layer: A `[rank, inputs]`, then B `[outputs, rank]`, flattened."""
+    """The shape of one module's row in one layer: A `[rank, inputs]`, then B `[outputs, rank]`."""
 
     layer: int
     module_id: int

@@ -25,7 +25,7 @@ class PageCopy(NamedTuple):
 
 
 class Put(Enum):
-    """What became of a `put`."""
+    """The outcome of a `put`."""
 
     NEW = "the rows must be written to the adapter's host pages, and then `loaded` called"
     KNOWN = "this content is cached under this id already"
@@ -54,9 +54,9 @@ class PeftCacheCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeftCacheReport:
-    """Who has what at one moment. Owners map each used page to the task id of its adapter.
+    """The owners of pages at one moment: each used page -> the task id of its adapter.
 
-    `problem` is the first contradiction in the accounts, None when they prove right.
+    `problem` is the first contradiction in the accounts, None if they are consistent.
     """
 
     counts: PeftCacheCounts
@@ -218,7 +218,7 @@ class PeftCacheManager:
         return tuple(self._host.adapters)
 
     def find(self, request_id: int) -> CachedAdapter | None:
-        """As `adapter_of`, or None."""
+        """Return the adapter of a request, or None if it has none; see `adapter_of`."""
         return self._by_request.get(request_id)
 
     def host_pages(self, adapter: CachedAdapter) -> tuple[int, ...]:

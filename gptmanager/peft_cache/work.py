@@ -1,7 +1,7 @@
-"""What a token loop has done beside it with adapters, and what it is told when that is done.
+"""The work on adapters that runs in parallel with a token loop, and its results.
 
-Reading, writing and copying take long, so that others do it while steps run. Plain values: where an
-adapter lies was decided when they were made.
+Reading, writing and copying take long, so other threads do it while steps run. These are plain
+values: the pages of an adapter were decided when they were made.
 """
 
 from __future__ import annotations

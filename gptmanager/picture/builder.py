@@ -72,7 +72,7 @@ class _Wait(NamedTuple):
         return Reason.OTHER if self.wait is None else reason_of(self.wait)
 
     def of(self, request: _Request) -> Wait | None:
-        """What was told of the request, or follows for it from what was told of the head."""
+        """Return why the request waits: as reported, or as it follows from the head's reason."""
         if request is self.head or self.wait is None:
             return self.wait
         behind = self.wait.of_those_behind(self.head.request_id)

@@ -58,7 +58,7 @@ def layout_of(trace: Trace) -> Layout:
 
 
 def _subtitle(trace: Trace) -> str:
-    """What is seen, in numbers."""
+    """Return a summary of the picture, in numbers."""
     bounds = trace.bounds
     pauses = sum(column.num_paused for column in trace.columns)
     texts = [bounds.policy] if bounds.policy else []

@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def width(self) -> float:
-        """Of all columns."""
+        """Return the width of all columns, in pixels."""
         return self.column * self.num_columns
 
     @property

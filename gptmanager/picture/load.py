@@ -93,7 +93,7 @@ def _areas(panel: Panel, height: float, layout: Layout) -> Iterator[str]:
 
 
 def _area(floor: Sequence[int], roof: Sequence[int], height: float) -> str:
-    """What lies between two step curves, in columns and pixels: a block for each run of equals."""
+    """Return the path of the area between two step curves: a block for each run of equal values."""
 
     def y(value: int) -> str:
         return number(PANEL * (1 - value / height))

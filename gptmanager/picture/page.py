@@ -164,7 +164,7 @@ def page(trace: Trace, title: str = "Schedule") -> str:
 
 
 def _data(trace: Trace, zoom: bool) -> dict[str, Any]:
-    """What the script must know: where things stand, and the numbers of every column."""
+    """Return the data of the page's script: positions, and the numbers of every column."""
     layout, bounds = layout_of(trace), trace.bounds
     return {
         "zoom": zoom,

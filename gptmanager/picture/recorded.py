@@ -68,9 +68,9 @@ def trace_of(recording: Recording) -> Trace:
 
 
 def _waits_of(recording: Recording, most: int) -> Iterator[Mapping[int, Wait]]:
-    """What the scheduler tells of each iteration, until the replay goes another way.
+    """Yield the scheduler's reasons for each iteration, until the replay diverges.
 
-    Also until it was asked about `most` requests, over all iterations.
+    It also ends once the scheduler was asked about `most` requests, over all iterations.
     """
     asked: list[ToldWaits] = []
 
@@ -89,7 +89,7 @@ def _waits_of(recording: Recording, most: int) -> Iterator[Mapping[int, Wait]]:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a request asked for. Lengths in tokens."""
+    """The lengths and end id that a request asked for, in tokens."""
 
     prompt_len: int
     max_new_tokens: int

@@ -45,7 +45,7 @@ def draw_row(trace: Trace, row: RequestRow, index: int, layout: Layout) -> Itera
 
 
 def row_names(trace: Trace, layout: Layout) -> Iterator[str]:
-    """As many as there is room for."""
+    """Yield as many row names as there is space for."""
     step = nice_step(len(trace.rows), int(layout.row * len(trace.rows) / 13) or 1)
     for index, row in enumerate(trace.rows):
         if index % step == 0:

@@ -1,4 +1,4 @@
-"""Who of a pipeline works on which micro batch when: a row for each stage, to the scale of time."""
+"""A picture of a pipeline: which stage works on which micro batch when, to the scale of time."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ STYLE = """
 
 
 def escape(words: str) -> str:
-    """As XML takes it, which has no control characters."""
+    """Escape a text for XML, which allows no control characters."""
     return html_escape(printable_lines(words))
 
 
@@ -94,5 +94,5 @@ def path(commands: str, class_: str, tip: str = "") -> str:
 
 
 def _tip(words: str) -> list[str]:
-    """What a reader sees who points at the mark."""
+    """Return the tooltip of a mark, as lines of SVG; none for an empty text."""
     return [f"<title>{escape(words)}</title>"] if words else []

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Phase(Enum):
-    """What a request does during a stretch of iterations."""
+    """The phase of a request during a run of iterations."""
 
     CONTEXT = "context"  # a part of its history is computed
     GENERATION = "generation"  # one token an iteration
@@ -21,7 +21,7 @@ class Phase(Enum):
 
 
 class Reason(Enum):
-    """What keeps a request out of an iteration; the reason of the first one that waits."""
+    """The reason why the first waiting request is left out of an iteration."""
 
     NONE = ""
     BATCH = "max_batch_size"

@@ -1,4 +1,4 @@
-"""Who runs: policies in pure Python, each constructible and steppable alone."""
+"""Schedulers: policies in pure Python, each constructible and steppable alone."""
 
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import (

@@ -13,7 +13,7 @@ from gptmanager.scheduler.waiting import Wait, WaitReason, lacking
 
 
 class PeftCacheManager(Protocol):
-    """What a capacity scheduler asks of a cache of LoRA adapters. Counts in pages."""
+    """The interface of an adapter cache for capacity schedulers. All counts are in pages."""
 
     def get_max_device_pages(self) -> int:
         """Pages of the whole cache."""

@@ -48,7 +48,7 @@ def bulk_counts(kv_cache_manager: Any) -> BulkCounts:
 
 
 class _CountsInPart(BulkCounts):
-    """What a host's own manager has of the bulk counts, and the rest without it."""
+    """The bulk counts that a host's own manager has; the others are computed one by one."""
 
     def __init__(self, kv_cache_manager: Any) -> None:
         self._kv_cache_manager = kv_cache_manager

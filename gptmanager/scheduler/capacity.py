@@ -71,7 +71,7 @@ class MaxRequestsScheduler(CapacityScheduler):
 
 @dataclass(eq=False, repr=False)
 class KvCapacityScheduler(CapacityScheduler):
-    """What the policies over a KV cache are constructed from."""
+    """The base of policies over a KV cache, and their constructor's arguments."""
 
     max_num_requests: int
     kv_cache_manager: KvCacheManager
@@ -224,9 +224,9 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
 
 
 class StaticBatchScheduler(GuaranteedNoEvictScheduler):
-    """As GUARANTEED_NO_EVICT, but a batch is filled only when the one before it has ended.
+    """GUARANTEED_NO_EVICT with whole batches: a batch is filled only when the last one has ended.
 
-    Nothing waits for what another is about to compute.
+    No request waits for blocks that another is about to compute.
     """
 
     def _decide(

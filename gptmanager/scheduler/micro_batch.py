@@ -34,7 +34,7 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
 class _Scan(NamedTuple):
-    """What the pass over the list accepted: `chunked` contexts, not charged, may yet be cut."""
+    """The requests that the scan accepted; `chunked` contexts are not charged and may be cut."""
 
     whole: RequestList
     chunked: RequestList

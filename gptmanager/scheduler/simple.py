@@ -17,7 +17,7 @@ from gptmanager.scheduler.waiting import Wait, told_by
 
 
 class SchedulerOutput(NamedTuple):
-    """What one iteration runs, context and generation apart, and whom it pauses."""
+    """The requests that one iteration runs, context and generation apart, and those it pauses."""
 
     context_requests: RequestList
     generation_requests: RequestList

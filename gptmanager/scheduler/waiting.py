@@ -16,7 +16,7 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
 
 class WaitReason(str, Enum):
-    """What a decision left a request out for."""
+    """The reason why a decision left a request out."""
 
     BATCH_FULL = "batch_full"
     STATIC_BATCH = "static_batch"
@@ -101,7 +101,7 @@ class Waits(dict[int, Wait]):
 
 
 def told_by(policy: Any, *decision: Any) -> Mapping[int, Wait] | None:
-    """What `policy.why_waiting` says of a decision; None if it does not tell.
+    """Return what `policy.why_waiting` reports about a decision; None if it has no such method.
 
     A policy of a host need not subclass one of the library's, nor have that method.
     """

@@ -1,1 +1,1 @@
-"""What commands share: arguments, and texts as a terminal may show them."""
+"""The parts that commands share: arguments, and text that is safe to show in a terminal."""

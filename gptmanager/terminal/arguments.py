@@ -1,4 +1,4 @@
-"""What a word on the command line must be; argparse shows what these raise."""
+"""Types of arguments on the command line; argparse shows the errors that they raise."""
 
 from __future__ import annotations
 

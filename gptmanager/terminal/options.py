@@ -93,7 +93,7 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
 
 
 class ManagerOptions(NamedTuple):
-    """What `add_manager_options` says of a manager."""
+    """The values of the options that `add_manager_options` adds."""
 
     model_type: ModelType
     scheduler: SchedulerConfig

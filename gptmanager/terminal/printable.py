@@ -11,7 +11,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, but for the ends of lines."""
+    """Make a text printable, like `printable`, but keep its line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 

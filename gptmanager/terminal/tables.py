@@ -51,7 +51,7 @@ def table(
 
 
 def lines(pieces: Iterable[Piece], *, styled: bool = False) -> list[str]:
-    """As a file gets them; `styled`: as a terminal does."""
+    """Return the lines of a report as text for a file; `styled`: for a terminal."""
     console = Console(width=_ENDLESS, color_system="standard" if styled else None)
     with console.capture() as capture:
         for piece in pieces:

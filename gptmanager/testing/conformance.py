@@ -45,7 +45,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """What came of `check_scheduler`. Counts are over all scenarios."""
+    """The result of `check_scheduler`. Counts are over all scenarios."""
 
     scheduler: str
     violations: tuple[Violation, ...]
@@ -117,7 +117,7 @@ def assert_conforms(
     evicts: bool | None = None,
     where: Callable[[Scenario], bool] = lambda scenario: True,
 ) -> None:
-    """As `check_scheduler`; raises AssertionError with the report's text if a rule is broken."""
+    """Run `check_scheduler`; AssertionError with the report's text if a rule is broken."""
     report = check_scheduler(
         create_scheduler, num_scenarios=num_scenarios, seed=seed, evicts=evicts, where=where
     )

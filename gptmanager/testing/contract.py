@@ -39,7 +39,7 @@ class _Taken:
     tensors: dict[str, Any]
 
     def change(self) -> str:
-        """What is no longer as it was; "" if all is."""
+        """Return the name of an attribute or tensor that has changed; "" if none has."""
         request = self.request
         for name, value in zip(_ATTRIBUTES, self.attributes, strict=True):
             if getattr(request, name) != value:
@@ -92,7 +92,7 @@ class ContractChecker:
     # The host's callbacks -------------------------------------------------------------------
 
     def get_inference_requests(self, max_num_requests: int) -> Iterator[InferenceRequest]:
-        """As the host's Get, item by item: what it yields before it raises counts, too."""
+        """Call the host's Get, item by item: items yielded before it raises count, too."""
         count = 0
         answer = self._called("Get", self._get, max_num_requests)
         try:
@@ -132,7 +132,7 @@ class ContractChecker:
             self._watch("SendResponse", begin)
 
     def poll_stop_signal(self) -> Iterable[int]:
-        """As the host's Poll, if it was given; else nobody is stopped."""
+        """Call the host's Poll, if there is one; otherwise no request is stopped."""
         if self._poll is None:
             return set()
         answer: Iterable[int] = self._called("Poll", self._poll)
@@ -281,7 +281,7 @@ def _number(request: InferenceRequest, name: str, default: int) -> int:
 def _wrong_log_probs(
     request: InferenceRequest, tensors: dict[str, Tensor], length: int
 ) -> Iterator[str]:
-    """What is wrong with those of a response whose sequences have `length` tokens at most."""
+    """Yield the faults in a response's top log probabilities, for at most `length` tokens."""
     count = _number(request, "num_top_log_probs", 0)
     rows = tensors["sequence_length"].shape[1]
     for name, dtype in (("top_log_probs", torch.float32), ("top_log_prob_ids", torch.int32)):
@@ -298,7 +298,7 @@ def _wrong_log_probs(
 
 
 def _copied(value: Any) -> Any:
-    """What `value` holds now: of a tensor its dtype, shape and bytes; of a meta tensor no bytes."""
+    """Return a copy of `value` to compare with: a tensor's dtype, shape and (unless meta) bytes."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             return value  # no request may hold one

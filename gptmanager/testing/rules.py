@@ -116,7 +116,7 @@ class JudgedScheduler(RequestScheduler):
     def _complaints(
         self, output: SchedulerOutput, given: RequestList, in_flight: Set[int]
     ) -> Iterator[Complaint]:
-        """What is wrong with an answer, the cause before what it leads to."""
+        """Yield the faults of an answer, each cause before its consequences."""
         params = self.blueprint.params
         yield from _foreign(output, given)
         yield from _in_flight_or_wrong_list(output, in_flight)

@@ -34,8 +34,10 @@ PATIENCE = 4  # a request may take so many times what all requests take one afte
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a scenario. `complaints`: the iteration and what was wrong there; `decisions`:
-    the iteration and the answer."""
+    """The result of a scenario.
+
+    `complaints`: iterations and the faults found there. `decisions`: iterations and the answers.
+    """
 
     complaints: list[tuple[int, Complaint]] = field(default_factory=list)
     decisions: list[tuple[int, Decision]] = field(default_factory=list)

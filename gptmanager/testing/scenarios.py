@@ -33,9 +33,9 @@ def next_token(history: list[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """What a host asks for at iteration `arrives`, and stops at iteration `stopped`.
+    """A request that arrives at iteration `arrives` and is stopped at iteration `stopped`.
 
-    `end_id` and `stop_word` end it early, if `next_token` comes to them.
+    `end_id` and `stop_word` end it early, if `next_token` produces them.
     """
 
     request_id: int
@@ -72,7 +72,7 @@ class PlannedRequest:
         )
 
     def output(self) -> list[int]:
-        """What it generates alone, by definition."""
+        """Return the tokens that it generates when it runs alone, by definition."""
         history = list(self.prompt)
         start, word = len(history), list(self.stop_word)
         while len(history) < start + self.max_new_tokens:

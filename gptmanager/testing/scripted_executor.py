@@ -48,7 +48,7 @@ class _Sequence:
         return found
 
     def rewind(self, tokens_per_block: int) -> None:
-        """What was computed of wrong drafts is void, and so are blocks that held nothing else."""
+        """Drop what was computed for wrong drafts, and the blocks that held nothing else."""
         self.num_computed = len(self.tokens) - 1
         del self.expected[self.num_computed :]
         del self.block_ids[-(-self.num_computed // tokens_per_block) :]
