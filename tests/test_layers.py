@@ -352,6 +352,7 @@ run/                      a file of requests, run by a manager
     watch                 a run, followed on the terminal's thread
     command               run, on the command line
 server/                   a manager behind HTTP and gRPC
+    access                who may reach a server, and with how much, checked
     settings              what a server is told, checked
     extras                modules that need an extra (no torch)
     errors                a refusal as every client gets it
@@ -361,6 +362,7 @@ server/                   a manager behind HTTP and gRPC
     keys                  who may use the server (no torch)
     fields                fields of JSON bodies, read and described (no torch)
     body                  bodies of requests, within their limits (no torch)
+    connections           how many connections there may be, and of whom (no torch)
     adapters              the adapters that clients may name
     metrics               what the manager and the server count (no torch)
     call                  the requests of one call, and how they end with it

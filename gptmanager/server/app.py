@@ -10,15 +10,16 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gptmanager.errors import GptManagerError
 from gptmanager.server import health, live, metrics, models, openapi, tokenization
+from gptmanager.server.connections import AddressLimit
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.keys import KeyGuard
 from gptmanager.server.openai import chat, completions
-from gptmanager.server.responses import DIRECT_SEND, error_response
+from gptmanager.server.responses import DIRECT_SEND, IS_WHOLE, error_response
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import http as triton
 
@@ -43,15 +44,29 @@ _FRONTS: Sequence[Routes] = (
 
 
 class _App(Starlette):
-    """Streams write to the server itself: the head of a response alone passes the middleware."""
+    """Streams write to the server itself: the head of a response alone passes the middleware.
+
+    A response that comes before the request is read to its end closes the connection: who has not
+    shown a key yet cannot make the server read on.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__({**scope, DIRECT_SEND: send}, receive, send)
+        is_whole = scope.get(IS_WHOLE)
+
+        async def start(message: Message) -> None:
+            if message["type"] == "http.response.start" and is_whole and not is_whole():
+                headers = [*message.get("headers", ()), (b"connection", b"close")]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await super().__call__({**scope, DIRECT_SEND: send}, receive, start)
 
 
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     """Every error of an endpoint becomes one error object; `--api-key` guards all but health."""
     guard = [] if settings.api_key is None else [Middleware(KeyGuard, key=settings.api_key)]
+    if settings.max_connections_per_address is not None:
+        guard.insert(0, Middleware(AddressLimit, most=settings.max_connections_per_address))
     app = _App(
         routes=[route for routes in _FRONTS for route in routes(engine, settings)],
         middleware=guard,

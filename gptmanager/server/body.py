@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
@@ -14,7 +13,6 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.responses import disconnected
 
 _T = TypeVar("_T")
-_DROP_S = 0.3
 
 
 async def read_body(request: Request) -> bytes:
@@ -22,15 +20,12 @@ async def read_body(request: Request) -> bytes:
     limit: int = request.app.state.settings.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
-        if "expect" not in request.headers:
-            await _drop(request, limit)
         raise _too_large(f"{length} bytes", limit)
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
         size += len(piece)
         if size > limit:
-            await _drop(request, limit)
             raise _too_large("more", limit)
         pieces.append(piece)
     return b"".join(pieces)
@@ -49,29 +44,9 @@ async def read_json(request: Request) -> dict[str, Any]:
     return found
 
 
-async def _drop(request: Request, most: int) -> None:
-    """A client that still writes sees a closed connection, and not the answer before it. So read
-    on for a little while.
-    """
-
-    async def read(most: int) -> None:
-        more = True
-        while more and most > 0:
-            message = await request.receive()
-            most -= len(message.get("body", b""))
-            more = message.get("more_body", False)
-
-    with contextlib.suppress(asyncio.TimeoutError, ClientDisconnect):
-        await asyncio.wait_for(read(most), _DROP_S)
-
-
 def _too_large(found: str, limit: int) -> ApiError:
-    # what of the body has not been read makes the connection useless
     return ApiError(
-        413,
-        f"the body has {found}, --max-body-bytes allows {limit}",
-        code="body_too_large",
-        headers={"Connection": "close"},
+        413, f"the body has {found}, --max-body-bytes allows {limit}", code="body_too_large"
     )
 
 

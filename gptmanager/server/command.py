@@ -57,6 +57,16 @@ def add_command(commands: Any) -> None:
     add("--port", type=natural, default=8000, metavar="N", help="0: any (default %(default)s)")
     add("--api-key", metavar="KEY", help="what clients must bring (default: nothing)")
     add("--max-concurrency", help="requests that run at once (default: a batch)", **number)
+    told = "connections at once (default: three quarters of the descriptors)"
+    add("--max-connections", help=told, **number)
+    told = "of one client (default: any number)"
+    add("--max-connections-per-address", help=told, **number)
+    told = "proxies whose X-Forwarded-For names the client (default: those of this machine)"
+    add("--forwarded-allow-ips", nargs="+", default=("127.0.0.1", "::1"), metavar="IP", help=told)
+    told = "how long an idle connection stays open (default %(default)g)"
+    add("--keep-alive-timeout", type=seconds, default=130.0, metavar="S", help=told)
+    told = "in which a request must have arrived (default %(default)g)"
+    add("--read-timeout", type=seconds, default=60.0, metavar="S", help=told)
     told = "requests that may wait beyond those; more get a 429 (default %(default)s)"
     add("--max-queued-requests", type=natural, default=1024, metavar="N", help=told)
     told = "of the prompts of those that wait (default: any number)"

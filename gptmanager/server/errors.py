@@ -21,7 +21,9 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
     501: "not_implemented_error",
@@ -65,7 +67,7 @@ class ApiError(Exception):
         self.param = param and _cut(param)
         self.code = code
         self.headers = dict(headers or {})
-        if status == 429:
+        if status in (429, 503):
             self.headers.setdefault("Retry-After", str(RETRY_AFTER_S))
 
     def body(self) -> dict[str, Any]:

@@ -18,6 +18,8 @@ _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 # In a request's scope: the server's own `send`. Each wrapper around it costs each token some time.
 DIRECT_SEND = "gptmanager.send"
+# In a request's scope: returns whether all of the request's body has come.
+IS_WHOLE = "gptmanager.is_whole"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 

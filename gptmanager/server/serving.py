@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -21,6 +22,7 @@ from gptmanager import GptManager, InferenceRequest, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, broadcast
 from gptmanager.errors import ConfigError
 from gptmanager.server.app import create_app
+from gptmanager.server.connections import Connections, Proxies, default_max_connections
 from gptmanager.server.engine import Engine
 from gptmanager.server.extras import load_extra
 from gptmanager.server.http_protocol import HttpProtocol
@@ -30,7 +32,6 @@ from gptmanager.server.settings import ServerSettings
 
 _GRPC = "gptmanager.server.triton.grpc_service"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_KEEP_ALIVE_S = 75  # longer than clients keep a connection that nobody uses
 _LOOK_S = 0.1  # between looks whether the manager is alive
 _LAST_WRITES_S = 1  # a client that does not read its last events holds up the end as long
 
@@ -42,7 +43,7 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
     `tell` gets a text for people when the server is ready: the first line ends with the address.
     """
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
-        if settings.grpc_port is not None:  # told before the model is read
+        if settings.grpc_port is not None:
             bind(settings.host, settings.grpc_port, "--grpc-port").close()
             load_extra("triton", _GRPC)
         with open_engine(settings) as engine, _signals_restored():
@@ -231,18 +232,29 @@ class Server(uvicorn.Server):
         yield
 
 
+def http_protocol(settings: ServerSettings) -> Any:
+    """The class of connections, with the limits of one server."""
+    limits = Connections(
+        settings.max_connections or default_max_connections(),
+        settings.max_connections_per_address,
+        Proxies(settings.forwarded_allow_ips),
+    )
+    return functools.partial(HttpProtocol, limits=limits, read_timeout_s=settings.read_timeout)
+
+
 def new_server(engine: Engine, settings: ServerSettings) -> Server:
     """Not started yet: `await server.serve(sockets=[...])` does, until `server.should_exit`."""
     config = uvicorn.Config(
         create_app(engine, settings),
         loop="none",
-        http=HttpProtocol,
+        http=http_protocol(settings),
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        forwarded_allow_ips=list(settings.forwarded_allow_ips),
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type] # a float will do
         timeout_graceful_shutdown=_LAST_WRITES_S,
     )
     return Server(config)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
+from gptmanager.server.access import AccessSettings
 from gptmanager.terminal.options import ManagerOptions
 
 
@@ -15,12 +16,12 @@ def _manager() -> ManagerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings:
+class ServerSettings(AccessSettings):
     """The options of `gptmanager serve` by their names; ConfigError for one that cannot be.
 
     `served_model_name` None: the name of the model's folder. `max_concurrency`: requests that run
     at once, None: as many as make a batch. `max_queued_requests` and `max_queued_tokens` (of their
-    prompts, None: any number): what may wait beyond those. `max_body_bytes`: of a request's body.
+    prompts, None: any number): what may wait beyond those.
     `request_timeout`, `shutdown_timeout`: seconds, None: no limit. `adapter_dir`: clients load
     adapters from below it; None: they load none. `triton`: /v2 is served, as it is with a
     `grpc_port`. `chat_template`: a file, instead of the checkpoint's.
@@ -32,11 +33,9 @@ class ServerSettings:
     served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = field(default=None, repr=False)
     max_concurrency: int | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int | None = None
-    max_body_bytes: int = 32 << 20
     max_beam_width: int = 1
     request_timeout: float | None = None
     shutdown_timeout: float = 20.0
@@ -50,19 +49,15 @@ class ServerSettings:
     manager: ManagerOptions = field(default_factory=_manager)
 
     def __post_init__(self) -> None:
-        least = {
-            "max_concurrency": 1,
-            "max_queued_requests": 0,
-            "max_queued_tokens": 0,
-            "max_body_bytes": 1,
-            "max_beam_width": 1,
-            "request_timeout": 0,
-            "shutdown_timeout": 0,
-        }
-        for name, limit in least.items():
-            value = getattr(self, name)
-            if value is not None and value < limit:
-                raise ConfigError(f"{name} = {value} must be at least {limit}")
+        super().__post_init__()
+        self._check_least(
+            max_concurrency=1,
+            max_queued_requests=0,
+            max_queued_tokens=0,
+            max_beam_width=1,
+            request_timeout=0,
+            shutdown_timeout=0,
+        )
         if self.request_timeout == 0:
             raise ConfigError("request_timeout = 0 leaves no time: without a limit leave it out")
         for name in ("port", "grpc_port"):
@@ -73,14 +68,6 @@ class ServerSettings:
             raise ConfigError(f"port and grpc_port are both {self.port}: they must differ")
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ConfigError(f"chat_template = {self.chat_template}: there is no such file")
-        if self.api_key == "":
-            raise ConfigError("api_key is empty: without a key leave it out")
-        if self.api_key is not None and not (
-            self.api_key.isprintable() and self.api_key == self.api_key.strip()
-        ):
-            raise ConfigError(
-                "api_key must be printable, without spaces around it: a header could not bring it"
-            )
         if not self.name.strip() or not self.name.isprintable():
             raise ConfigError(f"served_model_name = {self.name!r} is no name of a model")
 

@@ -1,19 +1,25 @@
 """HTTP as bytes: what is malformed, too long, cut off, or asks for another protocol."""
 
 import asyncio
+import contextlib
 import json
 import socket
+import time
 
 import pytest
 from running_server import running_server, settings_of, wait_for
+from starlette.responses import Response
 from starlette.routing import Route
 
-from gptmanager.server import http_protocol, serving
-from gptmanager.server.responses import EventStream, event
+from gptmanager.errors import ConfigError
+from gptmanager.server import http_protocol
+from gptmanager.server.connections import Connections, Proxies, RefusalLog
+from gptmanager.server.responses import EventStream, disconnected, event
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 BODY = b'{"prompt":"hi"}'
 POST = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def connect(server):
@@ -44,6 +50,12 @@ def told(connection):
         (HEALTH[:-2] + b"X: " + b"a" * (1 << 20), 431),
         (b"GET /" + b"a" * (1 << 20), 431),
         (HEALTH[:-2] + b"X: a\r\n" * 100_000, 431),
+        (HEALTH[:-2] + b"X: " + b"a" * (1 << 16) + b"\r\n\r\n", 431),  # whole, in one segment
+        (HEALTH[:-2] + b"X: aaaaaaa\r\n" * 6000 + b"\r\n", 431),
+        (CHUNKED + b"5\r\nabcde\r\nzz\r\n", 400),
+        (CHUNKED + b"5;" + b"x" * (1 << 20), 431),
+        (CHUNKED + b"0\r\n" + b"X: aaaaaaa\r\n" * 6000 + b"\r\n", 431),
+        (CHUNKED + b"0\r\nX: " + b"a" * (1 << 20), 431),
     ],
 )
 def test_what_is_no_request_is_refused_and_the_connection_ends(server, data, expected):
@@ -100,20 +112,125 @@ def test_who_writes_too_large_a_body_still_reads_the_answer():
             assert told(connection)[0] == 413
 
 
-@pytest.mark.parametrize(
-    "begun", [b"", HEALTH[:-2], POST + b"Content-Length: 15\r\n\r\n" + BODY[:5]]
-)
-def test_connections_that_fall_silent_are_closed(monkeypatch, begun):
-    monkeypatch.setattr(serving, "_KEEP_ALIVE_S", 0.05)
-    with running_server(settings_of()) as server, connect(server) as connection:
+@pytest.fixture(scope="module")
+def hasty():
+    """A server that waits for nobody long, with few connections."""
+    settings = settings_of(keep_alive_timeout=0.2, read_timeout=0.1, max_connections=4)
+    with running_server(settings) as server:
+        yield server
+
+
+@pytest.mark.parametrize("begun", [b"", b"\r\n", HEALTH])
+def test_connections_that_nobody_uses_are_closed(hasty, begun):
+    with connect(hasty) as connection:
         connection.sendall(begun)
+        if begun == HEALTH:
+            assert told(connection)[0] == 200
         assert connection.recv(100) == b""
-        wait_for(lambda: not server.server.server_state.connections)
-        assert server.engine.counts == (0, 0)
+    wait_for(lambda: not hasty.server.server_state.connections)
 
 
-def test_who_takes_nothing_of_a_long_stream_is_cut_off(monkeypatch):
-    monkeypatch.setattr(serving, "_KEEP_ALIVE_S", 0.2)
+@pytest.mark.parametrize(
+    "begun", [HEALTH[:-2], POST + b"Content-Length: 99\r\n\r\n" + BODY[:5], CHUNKED + b"0\r\n"]
+)
+def test_a_request_has_so_much_time_to_arrive_however_it_comes(hasty, begun):
+    with connect(hasty) as connection:
+        connection.sendall(begun)
+        with contextlib.suppress(OSError):  # a byte now and then wins no time
+            for _ in range(20):
+                connection.send(b"a")
+                time.sleep(0.01)
+        status, body = told(connection)
+        assert status == 408 and "0.1 s" in body["error"]["message"]
+    wait_for(lambda: not hasty.server.server_state.connections)
+    assert hasty.engine.counts == (0, 0)
+
+
+def test_there_are_only_so_many_connections(hasty):
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(connect(hasty)).sendall(HEALTH[:-2])
+        wait_for(lambda: len(hasty.server.server_state.connections) == 4)
+        with connect(hasty) as connection, connection.makefile("rb") as answer:
+            head = answer.read().decode()
+            assert head.startswith("HTTP/1.1 503") and "retry-after: 1" in head.lower()
+            assert "--max-connections = 4" in head
+    wait_for(lambda: not hasty.server.server_state.connections)
+
+
+def test_an_address_has_only_so_many_connections_and_a_proxy_s_client_so_many_requests():
+    limits = Connections(100, 2, Proxies(["10.0.0.0/8", "::1"]))
+    assert [limits.enter("1.2.3.4") is None for _ in range(3)] == [True, True, False]
+    assert limits.enter("1.2.3.5") is None
+    assert [limits.enter("10.1.1.1") is None for _ in range(4)] == [True] * 4
+    limits.leave("1.2.3.4")
+    limits.leave("1.2.3.4")
+    assert limits.enter("1.2.3.4") is None
+    with pytest.raises(ConfigError, match="forwarded_allow_ips: 'nobody'"):
+        settings_of(forwarded_allow_ips=["nobody"])
+
+    settings = settings_of(max_connections_per_address=2)
+
+    async def wait(request):
+        num_waiting.append(request.client.host)
+        await disconnected(request.receive)
+        return Response()
+
+    num_waiting = []
+    with running_server(settings) as server:
+        server.server.config.app.router.routes.append(Route("/wait", wait))
+        with contextlib.ExitStack() as stack:
+            for count in range(1, 4):
+                for name in (b"1.2.3.4", b"1.2.3.5"):
+                    connection = stack.enter_context(connect(server))
+                    head = b"GET /wait HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: %b\r\n\r\n" % name
+                    connection.sendall(head)
+                    if count == 3:
+                        assert told(connection)[0] == 429
+                    else:
+                        wait_for(lambda a=name.decode(), n=count: num_waiting.count(a) == n)
+
+
+def test_bad_connections_are_logged_now_and_then(caplog):
+    now = [100.0]
+    log = RefusalLog(lambda: now[0])
+    for when in (100.0, 101.0, 105.0, 111.0, 112.0):
+        now[0] = when
+        log.tell("1.2.3.4", "it is bad")
+    assert [record.getMessage() for record in caplog.records] == [
+        "a connection from 1.2.3.4 was refused: it is bad",
+        "a connection from 1.2.3.4 was refused: it is bad, and 2 others since the last line",
+    ]
+
+
+def test_trailers_are_passed_over(server):
+    trailers = b"X: 1\r\nContent-Type: a/b\r\n\r\n"
+    with connect(server) as connection, connection.makefile("rb") as answers:
+        connection.sendall(CHUNKED + b"f\r\n" + BODY + b"\r\n0\r\n" + trailers)
+        connection.sendall(HEALTH[:-2] + b"Connection: close\r\n\r\n")
+        found = answers.read()
+    assert b'"count"' in found and found.endswith(b'{"status":"ready"}')
+
+
+def test_a_body_that_nobody_read_ends_its_connection(server):
+    """A refusal does not wait for the rest, and what comes of it is no other request."""
+    with connect(server) as connection:
+        connection.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n")
+        with connection.makefile("rb") as answer:
+            head = answer.readline(), *iter(answer.readline, b"\r\n")
+            assert head[0].startswith(b"HTTP/1.1 404") and b"connection: close\r\n" in head
+            answer.read(int(dict(line.split(b": ") for line in head[1:])[b"content-length"]))
+            connection.sendall(HEALTH)
+            assert answer.read() == b""
+
+
+def test_a_client_may_ask_for_so_much_before_it_reads(server):
+    with connect(server) as connection, connection.makefile("rb") as answers:
+        connection.sendall(HEALTH * 1000)
+        assert b'{"status":"ready"}' not in answers.read().replace(b'{"status":"ready"}', b"", 65)
+
+
+def test_who_takes_nothing_of_a_long_stream_is_cut_off():
     ends = []
 
     async def frames():
@@ -127,7 +244,7 @@ def test_who_takes_nothing_of_a_long_stream_is_cut_off(monkeypatch):
     async def stream(request):
         return EventStream(frames())
 
-    with running_server(settings_of()) as server:
+    with running_server(settings_of(keep_alive_timeout=0.2)) as server:
         server.server.config.app.router.routes.append(Route("/endless", stream))
         with connect(server) as connection:
             connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")

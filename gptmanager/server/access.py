@@ -1,0 +1,70 @@
+"""`AccessSettings`: who may reach a server, by how many connections and how much at a time."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gptmanager.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessSettings:
+    """`api_key`: what clients must bring. `max_body_bytes`: of a request's body.
+
+    `max_connections`: at once, None: as many as descriptors allow; `max_connections_per_address`:
+    of one client, None: any number; behind one of `forwarded_allow_ips`, addresses or networks of
+    proxies, its requests count. `keep_alive_timeout`: seconds that an idle connection stays open;
+    `read_timeout`: seconds in which a request must have arrived.
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    max_body_bytes: int = 32 << 20
+    max_connections: int | None = None
+    max_connections_per_address: int | None = None
+    forwarded_allow_ips: Sequence[str] = ("127.0.0.1", "::1")
+    keep_alive_timeout: float = 130.0
+    read_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        self._check_least(max_body_bytes=1, max_connections=1, max_connections_per_address=1)
+        for name in ("keep_alive_timeout", "read_timeout"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be more than 0 seconds")
+        if self.api_key is not None:
+            check_key("api_key", self.api_key)
+        networks_of(self.forwarded_allow_ips)
+
+    def _check_least(self, **least: int) -> None:
+        for name, limit in least.items():
+            value = getattr(self, name)
+            if value is not None and value < limit:
+                raise ConfigError(f"{name} = {value} must be at least {limit}")
+
+
+def check_key(where: str, key: str) -> None:
+    """ConfigError for a key that no client could bring."""
+    if key == "":
+        raise ConfigError(f"{where} is empty: without a key leave it out")
+    if not (key.isprintable() and key == key.strip()):
+        raise ConfigError(
+            f"{where} must be printable, without spaces around it: a header could not bring it"
+        )
+
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def networks_of(allowed: Sequence[str]) -> list[_Network]:
+    """Of `forwarded_allow_ips`; "*" is every address. ConfigError for what is none."""
+    networks: list[_Network] = []
+    for one in allowed:
+        try:
+            texts = ("0.0.0.0/0", "::/0") if one == "*" else (one,)
+            networks += map(ipaddress.ip_network, texts)
+        except ValueError as error:
+            raise ConfigError(
+                f"forwarded_allow_ips: {one!r} must be an address or a network: {error}"
+            ) from None
+    return networks
