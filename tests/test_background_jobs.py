@@ -212,6 +212,42 @@ def test_a_thread_goes_on_when_no_more_steps_end(monkeypatch) -> None:
         assert workers.submit(jobs.finish, pieces()).result(30) == "worker_0"
 
 
+@pytest.mark.parametrize("is_crowded", [True, None])
+def test_a_job_begins_at_once_where_the_loop_has_no_step(monkeypatch, is_crowded) -> None:
+    """However long the loop would have counted as busy, and its thread would have slept."""
+    for name in ("_LEAST_BUSY_S", "_MOST_BUSY_S", "_LOOK_UP_S", "_SOON_S"):
+        monkeypatch.setattr(background_jobs, name, 600)
+    jobs = with_jobs(monkeypatch)
+    jobs._is_crowded = is_crowded
+    jobs.end_step()
+
+    def pieces():
+        yield
+        return threading.current_thread().name
+
+    with ThreadPoolExecutor(1, "worker") as workers:
+        result = workers.submit(jobs.finish, pieces())
+        while not jobs.pending:
+            time.sleep(0.001)
+        assert jobs.is_busy and not result.done()
+        jobs.rest_loop()
+        assert result.result(30) == "worker_0"
+        assert workers.submit(jobs.finish, pieces()).result(30) == "worker_0", "still no step"
+
+
+def test_an_idle_gap_is_no_busy_step(monkeypatch, clock) -> None:
+    jobs = with_jobs(monkeypatch)
+    clock.work(10)
+    jobs.end_step()
+    jobs.rest_loop()
+    assert not jobs.is_busy
+    clock.work(60_000)
+    jobs.end_step()
+    assert jobs.is_busy
+    clock.work(60)
+    assert not jobs.is_busy, "the 60 s were taken for the time of a step"
+
+
 def test_jobs_end_with_the_manager(monkeypatch) -> None:
     jobs = with_jobs(monkeypatch)
     monkeypatch.setattr(background_jobs, "_LEAST_BUSY_S", 1.0)

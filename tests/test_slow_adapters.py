@@ -124,3 +124,17 @@ def test_the_loop_helps_between_its_steps(made, monkeypatch):
             assert made.is_greedy(task, PROMPT, texts_of(host.final(number))[0])
         checker.check(manager)
     assert turns
+
+
+def test_an_adapter_that_comes_just_after_steps_is_read_at_once(made, monkeypatch):
+    """No step follows, so that nobody else reads it, however long steps count as running."""
+    for name in ("_LEAST_BUSY_S", "_MOST_BUSY_S", "_LOOK_UP_S"):
+        monkeypatch.setattr(background_jobs, name, 600)
+    monkeypatch.setattr(background_jobs, "_num_cores", lambda: 1)
+    host = RecordingCallbacks()
+    checker, manager = managed(made, host)
+    with manager:
+        for number, task in ((1, None), (2, 0), (3, None), (4, 1)):
+            host.submit(request(number, 4, made.lora(task)))
+            assert made.is_greedy(task, PROMPT, texts_of(host.final(number))[0])
+        checker.check(manager)

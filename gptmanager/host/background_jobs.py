@@ -22,7 +22,7 @@ import torch
 from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_ns
 from gptmanager.request.pieces import Pieces, Result
 
-_LOOK_UP_S = 0.05  # how often a thread asks whether its job is left to the loop
+_LOOK_UP_S = 0.05  # how often a thread asks whether its job is left to the loop, if nobody wakes it
 _SOON_S = 0.001  # the same, until a step has ended that knows
 # Steps run until none has ended for so many times as long as the last one took, within these.
 _BUSY_STEPS, _LEAST_BUSY_S, _MOST_BUSY_S = 4, 0.05, 1.0
@@ -37,11 +37,15 @@ _LONGEST_WAIT_NS = 10_000_000  # in a piece, for a disk perhaps: the next one is
 
 
 class Job(Generic[Result]):
-    """Each piece may be done on another thread than the one before; `by_loop`: on the loop's."""
+    """Each piece may be done on another thread than the one before; `by_loop`: on the loop's.
+
+    `woken` is set when the job has ended and when the loop has no step to run.
+    """
 
     def __init__(self, pieces: Pieces[Result], *, by_loop: bool) -> None:
         self.by_loop = by_loop
         self.ended = threading.Event()
+        self.woken = threading.Event()
         self.result: Result | None = None
         self.error: BaseException | None = None
         self._pieces = pieces
@@ -57,13 +61,17 @@ class Job(Generic[Result]):
                 return True
         except StopIteration as end:
             self.result = end.value
-            self.ended.set()
+            self._end()
         except BaseException as error:  # noqa: B036 - what a host's tensor raises, or no memory
             self.error = error
-            self.ended.set()
+            self._end()
         finally:
             self._lock.release()
         return False
+
+    def _end(self) -> None:
+        self.ended.set()
+        self.woken.set()
 
     def advance_for(self, seconds: float) -> float:
         """Piece after piece, for about so long. Gives how long it was."""
@@ -79,8 +87,9 @@ class Job(Generic[Result]):
 
 class BackgroundJobs:
     """`loop_helps`: whether the loop's thread may take pieces. `pending`: jobs that have begun.
-    `last_step`: when the last step ended, on the monotonic clock; `end_step` sets it, which need
-    not be called while nothing is pending.
+
+    `last_step`: when the last step ended, on the monotonic clock; -inf before the first step and
+    once the loop has had no step to run. What passes until the next step is no step's time.
     """
 
     def __init__(self) -> None:
@@ -88,7 +97,7 @@ class BackgroundJobs:
         self.is_released = False
         self.pending: deque[Job[Any]] = deque()
         self.last_step = -math.inf
-        self._busy_s = _MOST_BUSY_S
+        self._busy_s = _LEAST_BUSY_S
         self._is_crowded: bool | None = None  # None: not known yet
         self._credit_s = 0.0  # of the loop's thread
         self._steps_s: deque[float] = deque(maxlen=_USUAL_STEPS)
@@ -106,10 +115,13 @@ class BackgroundJobs:
         job, since_ns = Job(pieces, by_loop=by_loop), thread_time_ns()
         self.pending.append(job)
         try:
-            while not job.ended.is_set():
+            while True:
+                job.woken.clear()  # before it is asked what may set it
+                if job.ended.is_set():
+                    break
                 self.check()
                 if self._is_left_to_loop(job):
-                    job.ended.wait(_LOOK_UP_S if self._is_crowded else _SOON_S)
+                    job.woken.wait(_LOOK_UP_S if self._is_crowded else _SOON_S)
                 else:
                     job.advance(waits=True)
                     since_ns = self.rest(since_ns)
@@ -141,15 +153,22 @@ class BackgroundJobs:
             time.sleep(min(_RESTS * worked_ns / 1e9, _LONGEST_REST_S))
         return thread_time_ns()
 
+    def rest_loop(self) -> None:
+        """Note that the loop had no step to run: the threads need not leave their jobs to it."""
+        self.last_step = -math.inf
+        for job in tuple(self.pending):
+            job.woken.set()
+
     def end_step(self) -> None:
         """A step has ended. On the loop's thread, which may have a turn now."""
         now = monotonic()
         step_s = now - self.last_step
-        self._busy_s = min(max(_BUSY_STEPS * step_s, _LEAST_BUSY_S), _MOST_BUSY_S)
+        if step_s < math.inf:
+            self._busy_s = min(max(_BUSY_STEPS * step_s, _LEAST_BUSY_S), _MOST_BUSY_S)
         if self.pending and self.loop_helps:
             if self._is_crowded is None:
                 self._is_crowded = torch.get_num_threads() >= _num_cores()
-            if self._is_crowded:
+            if self._is_crowded and step_s < math.inf:
                 self._take_turn(step_s)
                 now = monotonic()
         self.last_step = now

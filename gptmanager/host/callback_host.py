@@ -131,6 +131,10 @@ class CallbackHost:
     def tell_failure(self, error: BaseException) -> None:
         """The loop has failed."""
 
+    def rest(self) -> None:
+        """Note that the loop had no step to run."""
+        self.adapter_loader.jobs.rest_loop()
+
     def ring(self) -> None:
         """There may be something to do. From any thread."""
 
@@ -278,11 +282,7 @@ class CallbackHost:
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self._check()
-        jobs = self.adapter_loader.jobs
-        if jobs.pending:
-            jobs.end_step()
-        else:
-            jobs.last_step = monotonic()
+        self.adapter_loader.jobs.end_step()
         self.statistics.note(counts)
         if self._return_stats is None:
             return

@@ -156,6 +156,8 @@ class Worker:
                 self._recovery.recover(loop, error)
                 continue
             self.progress.note(worked=worked, is_active=bool(loop.active))
+            if not worked:
+                self._host.rest()
             if worked and (pending[0] not in loop.pending if pending else not loop.pending):
                 self._recovery.note_step()  # of one that is only launched the result may still fail
             if self._host.get_failures.fatal is not None:
