@@ -218,12 +218,13 @@ loop/                     `iterate()`, and the requests that it iterates over
     decision              who runs next: a scheduler is asked, and its answer checked
     active_state          an active request as data, and back
     adapters              who waits for an adapter, and whose adapters are on the device
-    adapter_state         the same as data, and back
+    adapter_state         the same as data and back, and a copy to try things
     extras                log probabilities and logits, until they are sent
     responses             tokens as a host gets them
     request_table         the active requests: who comes in, and who ends
     confirmation          what the result of a step does to its requests
     token_loop            iterate(), in about 25 lines
+    next_decision         what its next iteration would decide, tried on copies
 assembly/                 builds all parts of a loop from options and a checkpoint
     options               which configurations a manager takes (no torch)
     sizing                how large the KV cache is, and how long a sequence may be

@@ -75,6 +75,9 @@ class Told(RequestScheduler):
         for request_id, wait in waits.items():
             if wait.reason is WaitReason.BEHIND:
                 assert wait.behind not in chosen or output.paused_requests, (request_id, wait)
+                assert not claims.is_pausing or claims.stands_before(wait.behind, request_id)
+            elif wait.reason is WaitReason.REUSE_DELAY:
+                assert wait.behind in chosen | {*inflight_request_ids}, (request_id, wait)
         self.waits = waits
         return output
 
@@ -97,6 +100,13 @@ class Claims:
     def check(self, request):
         wait = self.waits[request.request_id]
         getattr(self, wait.reason.value)(request, wait)
+
+    @property
+    def is_pausing(self):
+        return isinstance(self.policy, MaxUtilizationScheduler)
+
+    def stands_before(self, request_id, other_id):
+        return self.ids.index(request_id) < self.ids.index(other_id)
 
     def fitting(self, active=None):
         """Ids that the real policy takes now."""
@@ -171,11 +181,7 @@ class Claims:
     def reuse_delay(self, request, wait):
         find = self.kv_cache.find_new_context_block
         other = self.active[self.ids.index(wait.behind)]
-        assert find(other) == find(request) is not None
-        if other is request:
-            with unchanged(self.active):
-                assert self.capacity.schedule_request(self.active)[1]
-            return
+        assert find(other) == find(request) is not None and other is not request
         rest = [r for r in self.active if r is not other]
         with unchanged(self.active):
             again = SimpleAgain(self).waits(rest).get(request.request_id)
@@ -336,3 +342,25 @@ def test_what_is_said_of_who_waits_is_what_is_decided(part):
 def test_the_traces_hold_every_reason():
     seen = sum((run(seed, told=True)[1] for seed in range(40)), Counter())
     assert {*seen} == {r.value for r in WaitReason if r is not WaitReason.ADAPTER_PAGES}
+
+
+@pytest.mark.parametrize("seed", [98, 167, 203, 252])
+def test_one_that_others_were_paused_for_waits_for_what_it_lacks(seed):
+    """It then met its own record of a prefix, and was told to wait behind one of lower rank."""
+    chance, seen = random.Random(seed), Counter()
+    driver = LoopDriver(
+        num_blocks=chance.choice([14, 18, 24]), max_batch_size=6, max_num_tokens=32, max_active=20,
+        max_seq_len=48, chunked=True, reuse=True,
+        policy=chance.choice([guarded, MaxUtilizationScheduler]),
+        scheduler=lambda scheduler: Told(scheduler, seen),
+    )  # fmt: skip
+    for number in range(20):
+        prompt = [chance.randrange(2)] * chance.choice([8, 12])
+        prompt += [chance.randrange(100) for _ in range(chance.randint(1, 10))]
+        prompt = prompt[8:] if chance.random() < 0.4 else prompt
+        length, priority = chance.randint(1, 20), chance.choice([0.5, 0.9, 0.7])
+        driver.submit(InferenceRequest.from_tokens(number, prompt, length, priority=priority))
+        for _ in range(chance.randint(0, 3)):
+            driver.loop.iterate()
+    driver.run()
+    assert seen[WaitReason.KV_BLOCKS.value]

@@ -1,15 +1,21 @@
-"""The adapters of active requests as data, and `Adapters` brought to them."""
+"""The adapters of active requests as data, `Adapters` brought to them, and a copy to try things."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from gptmanager.kv_cache.block import LedgerError
 from gptmanager.loop.active_request import FOR_ADAPTER, ActiveRequest
 from gptmanager.loop.adapters import Adapters, Read
 from gptmanager.peft_cache.layout import AdapterRow
-from gptmanager.peft_cache.state import PeftCacheState, peft_cache_state, restore_peft_cache
+from gptmanager.peft_cache.state import (
+    PeftCacheState,
+    copied_peft_cache,
+    peft_cache_state,
+    restore_peft_cache,
+)
 
 
 class ReadState(NamedTuple):
@@ -78,6 +84,23 @@ def restore_adapters(
     problem = adapters.problem()
     if problem is not None:
         raise LedgerError(problem)
+
+
+def copied_adapters(adapters: Adapters, requests: Mapping[int, ActiveRequest]) -> Adapters:
+    """Return a copy in which nothing is loaded. `requests`: what it has in place of its own."""
+    cache, copies = copied_peft_cache(adapters.cache)
+    found = Adapters(cache, lambda work: None, adapters._patience)
+    found.waiting = {*adapters.waiting}
+    found.requests = {**requests}
+    for job, read in adapters.reads.items():
+        found.reads[job] = replace(read, wanted_by=[*read.wanted_by])
+    found.moves = {job: copies[adapter] for job, adapter in adapters.moves.items()}
+    found.unknown = [*adapters.unknown]
+    found.num_jobs, found.has_changed = adapters.num_jobs, adapters.has_changed
+    found.passed_over, found.num_overtaken = adapters.passed_over, adapters.num_overtaken
+    found.note(adapters._forgotten, adapters._done)
+    found._failures = [*adapters._failures]
+    return found
 
 
 def _read_state(job: int, read: Read) -> ReadState:

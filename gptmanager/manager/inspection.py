@@ -5,7 +5,6 @@ Reads only; every number comes from the objects that decide.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,11 +18,12 @@ from gptmanager.errors import (
 )
 from gptmanager.loop.active_request import FOR_ADAPTER, FOR_PROCESSOR, ActiveRequest
 from gptmanager.loop.admission import admit
+from gptmanager.loop.next_decision import NextDecision
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.peft_cache import PeftCacheReport
 from gptmanager.request.inference_request import InferenceRequest
-from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
-from gptmanager.scheduler.waiting import Wait, WaitReason, told_by, untold
+from gptmanager.request.llm_request import LlmRequestState
+from gptmanager.scheduler.waiting import Wait, WaitReason, untold
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +133,24 @@ def explain(loop: TokenLoop, request_id: int) -> Explanation:
     waiting = [other for other in active if other.slot < 0]
     ahead = waiting.index(request) if request in waiting else 0
     running = sum(other.slot >= 0 and other is not request for other in active)
-    return _explain(loop, request, ahead, running, _Waits(loop, active))
+    return _explain(loop, request, ahead, running, NextDecision(loop))
 
 
 def explain_waiting(loop: TokenLoop, most: int) -> tuple[Explanation, ...]:
     """The same of the first `most` requests that wait, for one question to the scheduler."""
     active = list(loop.active)
-    waiting, waits = [other for other in active if other.slot < 0], _Waits(loop, active)
+    waiting, decision = [other for other in active if other.slot < 0], NextDecision(loop)
     running = len(active) - len(waiting)
     return tuple(
-        _explain(loop, request, ahead, running, waits)
+        _explain(loop, request, ahead, running, decision)
         for ahead, request in enumerate(waiting[:most])
     )
 
 
 def _explain(
-    loop: TokenLoop, request: ActiveRequest, ahead: int, running: int, waits: _Waits
+    loop: TokenLoop, request: ActiveRequest, ahead: int, running: int, decision: NextDecision
 ) -> Explanation:
-    reason, wait, text = _reason(loop, request, waits)
+    reason, wait, text = _reason(loop, request, decision)
     if request.slot < 0:
         text += f"; {ahead} waiting requests stand before it, it was paused "
         text += f"{request.pause_count} times"
@@ -202,9 +202,7 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
         loop.table.require_room(loop.table.most_active())
     except CapacityError as error:
         return Fit(False, response_text(error), needed, free, total)
-    active = list(loop.active)
-    insert_by_priority(active, request)
-    reason, _, text = _reason(loop, request, _Waits(loop, active))
+    reason, _, text = _reason(loop, request, NextDecision(loop, request))
     if reason == "starting":
         return Fit(True, "", needed, free, total, starts_now=True)
     return Fit(True, "", needed, free, total, wait=text)
@@ -213,41 +211,33 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
 _NO_WAIT = Wait(WaitReason.BEHIND)
 
 
-class _Waits:
-    """What the scheduler would say of the requests `active` now; it is asked at most once."""
-
-    def __init__(self, loop: TokenLoop, active: list[ActiveRequest]) -> None:
-        self._loop = loop
-        self._active = active
-
-    @functools.cached_property
-    def told(self) -> Mapping[int, Wait] | None:
-        active = [other for other in self._active if other.state is not LlmRequestState.PREPARING]
-        return told_by(self._loop.scheduler, active, self._loop.in_flight())
-
-
-def _reason(loop: TokenLoop, request: ActiveRequest, waits: _Waits) -> tuple[str, Wait, str]:
+def _reason(
+    loop: TokenLoop, request: ActiveRequest, decision: NextDecision
+) -> tuple[str, Wait, str]:
     """The reason, the scheduler's numbers if it is one of its own, and how a sentence goes on."""
-    if request.awaited & FOR_PROCESSOR:
+    stand_in, adapters = decision.find(request.request_id), decision.adapters
+    if stand_in is None:  # the iteration ends it: what it waits for now
+        stand_in, adapters = request, loop.table.adapters
+    if stand_in.awaited & FOR_PROCESSOR:
         processor = "" if request.processor is None else request.processor.name
         text = f"waits until its logits post-processor {processor} is ready"
         return "preparing", _NO_WAIT, text
-    if request.awaited & FOR_ADAPTER:
-        adapters = loop.table.adapters
+    if stand_in.awaited & FOR_ADAPTER:
         is_short = adapters.lacks_pages(request.request_id)
         reason = WaitReason.ADAPTER_PAGES.value if is_short else "preparing"
-        return reason, _NO_WAIT, f"waits {adapters.why_waiting(request)}"
+        return reason, _NO_WAIT, f"waits {adapters.why_waiting(stand_in)}"
     if request.slot >= 0 or request.state >= LlmRequestState.GENERATION_IN_PROGRESS:
         text = f"runs: {request.num_tokens} of {request.length_limit} tokens"
         if request.lora_task_id is not None:
             text += f", with adapter {request.lora_task_id}"
         return "running", _NO_WAIT, text
-    if waits.told is None:
+    waits = decision.waits
+    if waits is None:
         kv_cache = loop.allocator.kv_cache
         needed = kv_cache.get_remaining_blocks_to_completion(request)
         text = untold(type(loop.scheduler).__name__, needed, kv_cache.get_num_free_blocks())
         return "not_chosen", _NO_WAIT, f"waits {text}"
-    wait = waits.told.get(request.request_id)
+    wait = waits.get(request.request_id)
     if wait is None:
         return "starting", _NO_WAIT, "starts with the next iteration"
     return wait.reason.value, wait, f"waits {wait.text}"

@@ -1,4 +1,4 @@
-"""The accounts of a LoRA cache as data, and an empty cache brought to them.
+"""The accounts of a LoRA cache as data, an empty cache brought to them, and a copy of a cache.
 
 What follows from something else is not in the data. Whatever the data say, the accounts are proved
 before anybody works on them.
@@ -6,13 +6,16 @@ before anybody works on them.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from gptmanager.errors import AdapterError
 from gptmanager.kv_cache.block import LedgerError
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, pack
 from gptmanager.peft_cache.manager import PeftCacheManager
-from gptmanager.peft_cache.pages import CachedAdapter
+from gptmanager.peft_cache.pages import AdapterPages, CachedAdapter
 
 
 class AdapterState(NamedTuple):
@@ -73,6 +76,32 @@ def restore_peft_cache(cache: PeftCacheManager, state: PeftCacheState) -> None:
     cache._device_evictions = state.device_evictions
     cache._copied_bytes = state.copied_bytes
     cache.check()
+
+
+def copied_peft_cache(
+    cache: PeftCacheManager,
+) -> tuple[PeftCacheManager, Mapping[CachedAdapter, CachedAdapter]]:
+    """Return a cache with the same accounts, which changes alone, and its copy of each adapter."""
+    copies = {
+        adapter: replace(adapter, requests={*adapter.requests}, running={*adapter.running})
+        for adapter in cache._host.adapters
+    }
+    found = PeftCacheManager(cache.sizes)
+    found._host = _copied_pages(cache._host, copies)
+    found._device = _copied_pages(cache._device, copies)
+    found._by_task = {task_id: copies[it] for task_id, it in cache._by_task.items()}
+    found._by_request = {request_id: copies[it] for request_id, it in cache._by_request.items()}
+    found._replaced = {copies[adapter] for adapter in cache._replaced}
+    return found, copies
+
+
+def _copied_pages(
+    pages: AdapterPages, copies: Mapping[CachedAdapter, CachedAdapter]
+) -> AdapterPages:
+    found = AdapterPages(pages.total)
+    found.free, found.fresh = [*pages.free], pages.fresh
+    found.adapters = OrderedDict((copies[it], held) for it, held in pages.adapters.items())
+    return found
 
 
 def _adapter_state(cache: PeftCacheManager, adapter: CachedAdapter) -> AdapterState:

@@ -20,7 +20,15 @@ from gptmanager.request.llm_request import LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
 from gptmanager.scheduler.bulk_counts import bulk_counts
 from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
-from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full, lacking
+from gptmanager.scheduler.waiting import (
+    Wait,
+    WaitReason,
+    Waits,
+    counted,
+    full,
+    lacking,
+    traced,
+)
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -100,7 +108,7 @@ class KvCapacityScheduler(CapacityScheduler):
             return None  # another decision than this class's
         waits = Waits()
         self._decide(active_requests, waits)
-        return waits
+        return traced(waits)
 
     @abstractmethod
     def _decide(

@@ -163,9 +163,13 @@ class _PausingWalk:
         return fitting, self._paused
 
     def _skip(self, request: LlmRequest, delay: ReuseDelay) -> None:
-        """It waits for a prefix; one that others were paused for only meets its own record."""
-        if self.waits is not None and request is not self._preempting:
-            self.waits.put(request, delay.wait(request, self._schedulable))
+        """It waits for a prefix; one that others were paused for only meets its own record, and
+        what it lacked then is why it waits.
+        """
+        if self.waits is not None:
+            is_own = request is self._preempting
+            wait = self._misfits[-1][1] if is_own else delay.wait(request, self._schedulable)
+            self.waits.put(request, wait)
         self._index += 1
 
     def _starts_too_early(self, request: LlmRequest, needed: int, fits: bool) -> bool:

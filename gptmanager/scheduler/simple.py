@@ -13,7 +13,7 @@ from gptmanager.arguments import able
 from gptmanager.request.llm_request import RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
 from gptmanager.scheduler.micro_batch import MicroBatchScheduler
-from gptmanager.scheduler.waiting import Wait, told_by
+from gptmanager.scheduler.waiting import Wait, told_by, traced
 
 
 class SchedulerOutput(NamedTuple):
@@ -80,7 +80,7 @@ class SimpleScheduler(RequestScheduler):
                 return None
             fitting, _ = self.capacity_scheduler.schedule_request(active_requests)
             more = told_by(self.micro_batch_scheduler, fitting, inflight_request_ids)
-            return None if more is None else {**waits, **more}
+            return None if more is None else traced({**waits, **more})
         finally:
             for request, size, num_drafts, num_reusable in before:
                 request.context_chunk_size = size

@@ -47,7 +47,7 @@ class Wait:
 
     def of_those_behind(self, request_id: int) -> Wait:
         """Why others wait that may not overtake the request `request_id`, whose wait this is."""
-        if self.reason in (WaitReason.BATCH_FULL, WaitReason.STATIC_BATCH):
+        if self.reason in (WaitReason.BATCH_FULL, WaitReason.STATIC_BATCH, WaitReason.BEHIND):
             return self
         return replace(self, reason=WaitReason.BEHIND, behind=request_id, cause=self.reason)
 
@@ -98,6 +98,25 @@ class Waits(dict[int, Wait]):
         """The walk over `requests` ends at `request`: who is not taken by then waits behind it."""
         self.put(request, wait)
         self.all_but(taken, requests, wait.of_those_behind(request.request_id))
+
+
+def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
+    """Return the same waits, where each that names another request says why that one waits.
+
+    Nobody waits for the prefix of a request that itself waits, but behind it. And a request for
+    which others were paused may lack something else than it lacked then.
+    """
+    found = dict(waits)
+    for request_id, wait in waits.items():
+        passed, leader = {request_id}, wait.behind
+        while leader is not None and leader not in passed and leader in waits:
+            passed.add(leader)
+            wait = waits[leader]
+            if wait.reason is not WaitReason.REUSE_DELAY:
+                wait = wait.of_those_behind(leader)
+            leader = wait.behind
+        found[request_id] = wait
+    return found
 
 
 def told_by(policy: Any, *decision: Any) -> Mapping[int, Wait] | None:
