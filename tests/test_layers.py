@@ -362,11 +362,13 @@ server/                   a manager behind HTTP and gRPC
     responses             JSON, errors as one object, server-sent events (no torch)
     keys                  who may use the server (no torch)
     fields                fields of JSON bodies, read and described (no torch)
+    request_fields        the fields of a request, and which were ignored (no torch)
     body                  bodies of requests, within their limits (no torch)
     connections           how many connections there may be, and of whom (no torch)
     adapters              the adapters that clients may name
     metrics               what the manager and the server count (no torch)
     call                  the requests of one call, and how they end with it
+    context_length        whether prompt and output fit into the model's context
     engine                what every front runs requests on
     health                whether the server lives, and takes requests
     live                  the live page of the server (no torch)
@@ -375,6 +377,7 @@ server/                   a manager behind HTTP and gRPC
     openai.templates      where chat templates are, and how one is filled in within bounds
     openai.messages       messages of a chat, as templates want them
     openai.tools          tools that a model may call, and what calls look like
+    openai.functions      the deprecated functions, as tools
     openai.tool_parsing   calls of tools in the text of a model (no torch)
     openai.chat_answer    the text of an answer as a chat's message, and as deltas
     openai.chat_prompt    from messages to the tokens of a prompt

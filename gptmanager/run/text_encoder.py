@@ -22,6 +22,10 @@ _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _NFC = 9  # a text has at most as many times the bytes of its composed form
 
 
+class TextTooLongError(InvalidRequestError):
+    """A text has more bytes than the tokens of any request could hold."""
+
+
 class TextEncoder:
     """Encodes with `tokenizer`, None: there is none. `max_tokens`: more fit into no request.
 
@@ -72,7 +76,7 @@ class TextEncoder:
             return
         size, limit = len(text.encode()), self._max_tokens * self._longest_token
         if size > limit:
-            raise InvalidRequestError(
+            raise TextTooLongError(
                 f"{name} has {size} bytes: the {self._max_tokens} tokens that a request may have, "
                 f"of at most {self._longest_token} bytes each, hold {limit}"
             )

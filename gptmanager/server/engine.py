@@ -15,9 +15,10 @@ from gptmanager import GptManager, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, Generation
 from gptmanager.errors import GptManagerError, ManagerDeadError
 from gptmanager.memory.checkpoint_files import shown
-from gptmanager.run.text_encoder import TextEncoder
+from gptmanager.run.text_encoder import TextEncoder, TextTooLongError
 from gptmanager.server.adapters import FIRST_OWN_TASK, Adapter, Adapters
 from gptmanager.server.call import Call, EngineRequest
+from gptmanager.server.context_length import ContextLength
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.metrics import ServerMetrics, counts_of
 from gptmanager.server.model_card import ModelCard
@@ -59,6 +60,7 @@ class Engine:
         self.has_adapters = has_adapters
         self.is_draining = False
         self._settings = settings
+        self.context_length = ContextLength(card.max_model_len)
         self._encoder = TextEncoder(card.tokenizer, card.max_model_len, long_text=LONG_TEXT)
         self._calls: set[Call] = set()
         self._request_ids = itertools.count(1)
@@ -93,8 +95,8 @@ class Engine:
         for request in requests:
             _check_task(request.by_name.get("lora_task_id", 0))
             if request.is_scoring:
-                self._check_scored(len(request.tokens))
-            self.check_length(len(request.tokens), request.max_new_tokens)
+                self.context_length.check_scored(len(request.tokens))
+            self.context_length.check(len(request.tokens), request.max_new_tokens)
         self._check_room(requests)
         generations: list[Generation] = []
         try:
@@ -124,38 +126,6 @@ class Engine:
             raise api_error(error) from error
         if self.is_draining:
             raise ApiError(503, "the server shuts down", code="shutting_down")
-
-    def check_length(
-        self, length: int, max_new_tokens: int, *, prompt: str = "prompt", most: str = "max_tokens"
-    ) -> None:
-        """That prompt and output fit; the manager would cut the output silently. ApiError 400
-        says so of the fields `prompt` and `most`.
-        """
-        limit = self.card.max_model_len
-        if not length:
-            raise ApiError(400, "the prompt is empty, at least 1 token is needed", param=prompt)
-        if max_new_tokens < 1:
-            raise ApiError(400, f"{most} = {max_new_tokens} must be at least 1", param=most)
-        if length + max_new_tokens > limit:
-            raise ApiError(
-                400,
-                f"the prompt has {length} tokens and {most} is {max_new_tokens}: "
-                f"together {length + max_new_tokens}, the model takes {limit}",
-                param=prompt if length >= limit else most,
-                code="context_length_exceeded",
-            )
-
-    def _check_scored(self, length: int) -> None:
-        """That a prompt of which nothing else is wanted can be scored."""
-        limit = self.card.max_model_len
-        if length >= limit:
-            raise ApiError(
-                400,
-                f"the prompt has {length} tokens, at most {limit - 1} can be scored: "
-                f"the model takes {limit}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
 
     def check_number(self, number: int) -> None:
         """That so many requests may be made at once. ApiError 400: a 429 would be tried again for
@@ -241,6 +211,8 @@ class Engine:
         encode = functools.partial(self._encoder.encode, name, text, special=special)
         try:
             return await beside(encode) if len(text) >= LONG_TEXT else encode()
+        except TextTooLongError as error:
+            raise self.context_length.exceeded(name, f"However, {error}.") from error
         except GptManagerError as error:
             raise ApiError(400, str(error), param=name) from error
 

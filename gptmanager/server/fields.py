@@ -42,7 +42,9 @@ def read_fields(
     unknown = [name for name, value in body.items() if name not in fields and value is not None]
     if unknown and not lenient:
         raise wrong(
-            unknown[0], f"{shown(unknown[0])} is no field of this request", code="unknown_field"
+            unknown[0],
+            f"{shown(unknown[0])} is an unknown field; a server started with --lenient ignores it",
+            code="unknown_field",
         )
     given = {}
     for name, field in fields.items():
@@ -230,7 +232,7 @@ class TextOrTexts(NamedTuple):
 
 
 class Object(NamedTuple):
-    """An object with known keys, or, without `fields`, with any; as it is."""
+    """An object. `fields`: the keys that are read, others are left out; None: all, as they are."""
 
     fields: Mapping[str, Field] | None = None
 
@@ -239,13 +241,14 @@ class Object(NamedTuple):
             raise wrong(where, f"{where} = {shown(value)} is no object")
         if self.fields is None:
             return value
-        inner = {f"{where}.{name}": item for name, item in value.items()}
+        inner = {f"{where}.{name}": value[name] for name in self.fields.keys() & value.keys()}
         known = {f"{where}.{name}": field for name, field in self.fields.items()}
         given, _ = read_fields(inner, known)
         return {name.removeprefix(f"{where}."): item for name, item in given.items()}
 
     def schema(self) -> dict[str, Any]:
-        return {"type": "object"} if self.fields is None else object_schema(self.fields)
+        fields = self.fields
+        return {"type": "object"} if fields is None else object_schema(fields, closed=False)
 
 
 class AsItIs(NamedTuple):

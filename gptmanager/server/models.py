@@ -15,7 +15,8 @@ from gptmanager.server.adapters import Adapter
 from gptmanager.server.body import read_json, until_disconnected
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import Field, Text, by_name, read_fields
+from gptmanager.server.fields import Field, Text, by_name
+from gptmanager.server.request_fields import read_request
 from gptmanager.server.responses import json_response
 from gptmanager.server.settings import ServerSettings
 
@@ -45,17 +46,20 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 
     async def load(request: Request) -> Response:
         _check_caller(request, settings)
-        given, _ = read_fields(await read_json(request), LOAD, lenient=settings.lenient)
+        body = await read_json(request)
+        given, warnings = read_request(body, LOAD, lenient=settings.lenient)
         loading = engine.load_adapter(given["lora_name"], given["lora_path"])
         adapter = await until_disconnected(request, loading)
-        return json_response(_adapter(engine, adapter))
+        return json_response(_adapter(engine, adapter), headers=warnings.headers())
 
     async def unload(request: Request) -> Response:
         _check_caller(request, settings)
-        given, _ = read_fields(await read_json(request), UNLOAD, lenient=settings.lenient)
+        body = await read_json(request)
+        given, warnings = read_request(body, UNLOAD, lenient=settings.lenient)
         name = given["lora_name"]
         engine.unload_adapter(name)
-        return json_response({"id": name, "object": "model", "deleted": True})
+        found = {"id": name, "object": "model", "deleted": True}
+        return json_response(found, headers=warnings.headers())
 
     found: list[BaseRoute] = [
         Route("/v1/models", models),

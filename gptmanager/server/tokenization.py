@@ -11,12 +11,22 @@ from starlette.routing import BaseRoute, Route
 from gptmanager.server.body import read_json, until_disconnected
 from gptmanager.server.engine import Engine, beside
 from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import Field, Flag, Integer, ListOf, Text, by_name, read_fields, wrong
+from gptmanager.server.fields import (
+    Field,
+    Flag,
+    Integer,
+    ListOf,
+    Text,
+    by_name,
+    wrong,
+)
 from gptmanager.server.models import check_model
 from gptmanager.server.openai.chat_prompt import MESSAGES, OBJECTS, TEMPLATE_FIELDS, ChatPrompts
 from gptmanager.server.openai.tools import read_tools
+from gptmanager.server.request_fields import read_request
 from gptmanager.server.responses import json_response
 from gptmanager.server.settings import ServerSettings
+from gptmanager.server.warning_header import Warnings
 
 _MODEL = Field("model", Text(), "the model's name, or an adapter's")
 TOKENIZE = by_name(
@@ -39,17 +49,19 @@ DETOKENIZE = by_name(
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     chats = ChatPrompts(engine, settings)
 
-    async def tokens(given: dict[str, Any]) -> list[int]:
+    async def tokens(given: dict[str, Any], warnings: Warnings) -> list[int]:
         if "messages" not in given:
             special = given.get("add_special_tokens", True)
             return await engine.encode("prompt", given["prompt"], special=special)
-        return (await chats.read(given, read_tools(given.get("tools"), None, True))).tokens
+        tools = read_tools(given.get("tools"), None, True)
+        return (await chats.read(given, tools, warnings)).tokens
 
     async def tokenize(request: Request) -> Response:
-        given, _ = read_fields(await read_json(request), TOKENIZE, lenient=settings.lenient)
+        body = await read_json(request)
+        given, warnings = read_request(body, TOKENIZE, lenient=settings.lenient)
         check_model(engine, given.get("model"))
         _check_one(given)
-        ids = await until_disconnected(request, tokens(given))
+        ids = await until_disconnected(request, tokens(given, warnings))
         found: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": engine.card.max_model_len,
@@ -58,10 +70,11 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         if given.get("return_token_strs"):
             assert engine.card.tokenizer is not None
             found["token_strs"] = [engine.card.tokenizer.id_to_token(token) for token in ids]
-        return json_response(found)
+        return json_response(found, headers=warnings.headers())
 
     async def detokenize(request: Request) -> Response:
-        given, _ = read_fields(await read_json(request), DETOKENIZE, lenient=settings.lenient)
+        body = await read_json(request)
+        given, warnings = read_request(body, DETOKENIZE, lenient=settings.lenient)
         check_model(engine, given.get("model"))
         tokenizer, ids = engine.card.tokenizer, given["tokens"]
         if tokenizer is None:
@@ -71,7 +84,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
             index = next(index for index, token in enumerate(ids) if token > last)
             raise wrong("tokens", f"tokens[{index}] = {ids[index]} is outside 0 to {last}")
         text = await beside(lambda: tokenizer.decode(ids, skip_special_tokens=False))
-        return json_response({"prompt": text})
+        return json_response({"prompt": text}, headers=warnings.headers())
 
     return [
         Route("/tokenize", tokenize, methods=["POST"]),

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 from gptmanager.memory.checkpoint_files import shown
 
-UNKNOWN = "unknown fields are ignored"  # as `--lenient` asks for
 _MOST = 8  # warnings of one answer
 _LONGEST = 300  # characters of each: proxies allow a few kilobytes of headers
 _MOST_NAMES, _LONGEST_NAME = 10, 64

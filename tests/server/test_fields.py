@@ -84,8 +84,16 @@ def test_a_kind_takes_what_its_schema_describes(kind, value):
             {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(2**16 + 1)), 1)},
             "logit_bias has 65537 tokens, 65536 are allowed",
         ),
-        ({"prompt": "x", "stream_options": {"x": 1}}, "'stream_options.x' is no field"),
-        ({"prompt": "x", "colour": "red"}, "'colour' is no field of this request"),
+        (
+            {"prompt": "x", "stream_options": {"include_usage": 1}},
+            "stream_options.include_usage = 1",
+        ),
+        (
+            {"prompt": "x", "colour": "red"},
+            "'colour' is an unknown field; a server started with --l",
+        ),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens = -1 is less than 0"),
+        ({"prompt": "x", "max_tokens": True}, "max_tokens = True is no integer"),
         ({"prompt": [1, "x"]}, "prompt[1] = 'x' is no token id"),
         ({"prompt": [[1], [2, None]]}, "prompt[1][1] = None is no token id"),
         (

@@ -15,27 +15,32 @@ from starlette.routing import BaseRoute, Route
 from gptmanager.server.body import begun, read_json, until_disconnected
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import AsItIs, Field, Flag, Integer, by_name, read_fields, wrong
+from gptmanager.server.fields import AsItIs, Field, Flag, Integer, by_name, wrong
 from gptmanager.server.models import check_model
 from gptmanager.server.openai.answer import Answer
 from gptmanager.server.openai.chat_answer import ChatAnswer
 from gptmanager.server.openai.chat_prompt import MESSAGES, OBJECTS, TEMPLATE_FIELDS, ChatPrompts
+from gptmanager.server.openai.functions import has_functions, read_functions
 from gptmanager.server.openai.generation_fields import (
     IGNORED,
     MAX_TOP_LOG_PROBS,
+    NOT_SUPPORTED,
     SAMPLING,
     SERVING,
+    NewTokens,
+    with_known_names,
 )
 from gptmanager.server.openai.log_probs import TokenLogProb, TokenTexts, chat_shape, prompt_shape
 from gptmanager.server.openai.outputs import Delta
 from gptmanager.server.openai.processors import STRUCTURED, Processors
 from gptmanager.server.openai.sampling import Wanted, check
 from gptmanager.server.openai.tools import read_tools
+from gptmanager.server.request_fields import read_request
 from gptmanager.server.responses import DONE, EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.warning_header import UNKNOWN, Warnings
+from gptmanager.server.warning_header import Warnings
 
-_MAX_TOKENS = Integer(1, 2**31 - 1)
+_MAX_TOKENS = NewTokens(1)
 
 FIELDS = by_name(
     [
@@ -47,16 +52,15 @@ FIELDS = by_name(
         Field("tools", OBJECTS, "functions that may be called"),
         Field("tool_choice", AsItIs(), "none, auto, required, or a function by its name"),
         Field("parallel_tool_calls", Flag(), "false: one call at most"),
+        Field("functions", OBJECTS, "tools, as clients wrote them before"),
+        Field("function_call", AsItIs(), "tool_choice, likewise"),
     ],
     TEMPLATE_FIELDS,
     SAMPLING,
     SERVING,
     STRUCTURED,
     IGNORED,
-    [
-        Field(name, AsItIs(), "taken without effect")
-        for name in ("modalities", "prediction", "reasoning_effort", "verbosity")
-    ],
+    NOT_SUPPORTED,
 )
 
 
@@ -77,9 +81,8 @@ class Chats:
 
     async def handle(self, request: Request) -> Response:
         body = await read_json(request)
-        given, unknown = read_fields(body, FIELDS, lenient=self._is_lenient)
-        warnings = Warnings()
-        warnings.add_ignored(unknown, UNKNOWN)
+        given, warnings = read_request(body, FIELDS, lenient=self._is_lenient)
+        given = with_known_names(given)
         check_model(self._engine, given.get("model"))
         if "top_logprobs" in given and not given.get("logprobs"):
             raise wrong("top_logprobs", "top_logprobs needs logprobs = true")
@@ -91,9 +94,13 @@ class Chats:
 
     async def _begin(self, given: dict[str, Any], warnings: Warnings) -> _Chat:
         card = self._engine.card
-        parallel = given.get("parallel_tool_calls", True)
-        tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
-        prompt = await self._prompts.read(given, tools)
+        is_deprecated = has_functions(given)
+        if is_deprecated:
+            tools = read_functions(given.get("functions"), given.get("function_call"))
+        else:
+            parallel = given.get("parallel_tool_calls", True)
+            tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
+        prompt = await self._prompts.read(given, tools, warnings)
         if tools is not None and prompt.one_call:  # so that the answer can be sent back
             tools = replace(tools, parallel=False)
         num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
@@ -103,9 +110,12 @@ class Chats:
         left = max(1, card.max_model_len - len(prompt.tokens))
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         most = given.get(name, left)
-        self._engine.check_length(len(prompt.tokens), most, prompt="messages", most=name)
+        self._engine.context_length.check(len(prompt.tokens), most, prompt="messages", most=name)
         answer = Answer(self._engine, wanted, [prompt.tokens], [most])
-        shapes = [ChatAnswer(tools, prompt.tool_format) for _ in answer.outputs]
+        shapes = [
+            ChatAnswer(tools, prompt.tool_format, is_deprecated=is_deprecated)
+            for _ in answer.outputs
+        ]
         texts = self._texts.as_ids() if given.get("return_tokens_as_token_ids") else self._texts
         return _Chat(given, answer, shapes, texts, card.name)
 

@@ -22,14 +22,22 @@ class ChatAnswer:
     """Takes text in pieces; the deltas, joined, are the message.
 
     `tools` None: all is content. Calls beyond the first are left out where the request wants one.
+    `is_deprecated`: the call is told as `function_call`, as it was before there were several.
     """
 
-    def __init__(self, tools: Tools | None = None, form: ToolFormat | None = None) -> None:
+    def __init__(
+        self,
+        tools: Tools | None = None,
+        form: ToolFormat | None = None,
+        *,
+        is_deprecated: bool = False,
+    ) -> None:
         self._parser = (
             None
             if tools is None or form is None
             else ToolCallParser(tools.parameters, tagged=form.tagged)
         )
+        self._is_deprecated = is_deprecated
         self._is_alone = tools is not None and not tools.parallel
         self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -49,8 +57,11 @@ class ChatAnswer:
         content = "".join(self._content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self._calls:
-            message["tool_calls"] = self._calls
             message["content"] = content or None
+            if self._is_deprecated:
+                message["function_call"] = self._calls[0]["function"]
+            else:
+                message["tool_calls"] = self._calls
         return message
 
     def finish_reason(self, reason: str) -> str:
@@ -60,7 +71,8 @@ class ChatAnswer:
         runs calls whose reason is `tool_calls`.
         """
         is_call = bool(self._calls) and reason == "stop" and not self._is_cut
-        return "tool_calls" if is_call else reason
+        called = "function_call" if self._is_deprecated else "tool_calls"
+        return called if is_call else reason
 
     @property
     def _is_cut(self) -> bool:
@@ -77,7 +89,11 @@ class ChatAnswer:
                 self._content.append(one.text)
                 deltas.append({"content": one.text})
             elif not (self._is_alone and one.index > 0):
-                deltas.append({"tool_calls": [self._call(one)]})
+                call = self._call(one)
+                is_old = self._is_deprecated
+                deltas.append(
+                    {"function_call": call["function"]} if is_old else {"tool_calls": [call]}
+                )
         return deltas
 
     def _call(self, found: CallBegins | Arguments) -> dict[str, Any]:

@@ -7,6 +7,7 @@ generated.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,11 @@ from gptmanager.server.openai.templates import (
 )
 from gptmanager.server.openai.tools import ToolFormat, Tools, format_of
 from gptmanager.server.settings import ServerSettings
+from gptmanager.server.warning_header import Warnings
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
 _MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may bring another
+_MOST_LOOKED_FOR = 32  # variables in a template, which may be long
 _MANY = 500  # messages that take milliseconds to read
 MESSAGES = AsItIs(MESSAGES_SCHEMA)
 # of every request that has messages
@@ -36,7 +39,10 @@ TEMPLATE_FIELDS = (
     Field("chat_template", Text(), "instead of the model's, if the server allows that"),
     Field("chat_template_kwargs", Object(), "variables of the template"),
     Field("documents", ListOf(Object()), "for templates that know them"),
+    Field("reasoning_effort", Text(0, 64), "a variable of the template"),
+    Field("enable_thinking", Flag(), "a variable of the template"),
 )
+_VARIABLES = ("reasoning_effort", "enable_thinking")
 # what a template gets from other fields
 _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -71,13 +77,19 @@ class ChatPrompts:
         self._process = TemplateProcess()
         self._process_of_requests = TemplateProcess()
 
-    async def read(self, body: Mapping[str, Any], tools: Tools | None) -> ChatPrompt:
-        """ApiError (400) for wrong messages, without a template, and where it refuses."""
+    async def read(
+        self, body: Mapping[str, Any], tools: Tools | None, warnings: Warnings
+    ) -> ChatPrompt:
+        """Return the prompt; `warnings` gets the variables that the template does not know.
+
+        ApiError (400) for wrong messages, without a template, and where it refuses.
+        """
         given = body.get("messages")
         reading = functools.partial(read_messages, given)
         is_long = isinstance(given, list) and len(given) > _MANY
         messages = await beside(reading) if is_long else reading()
         template, process = self._template(body, tools is not None)
+        warnings.add_ignored(_unknown_variables(body, template), "unknown to the chat template")
         form = None if tools is None else _known_format(template)
         if "developer" not in template:  # the newer word of two for the same
             messages = [
@@ -161,6 +173,7 @@ class ChatPrompts:
             "tools": None if tools is None else tools.listed,
             "documents": body.get("documents"),
             "add_generation_prompt": not continues if generates is None else generates,
+            **{name: body[name] for name in _VARIABLES if name in body},
             **_own_variables(body.get("chat_template_kwargs")),
         }
         try:
@@ -182,6 +195,16 @@ def _trial(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     asks = {"role": "user", "content": "Look!"}
     answers = {"role": "assistant", "content": "", "tool_calls": calls}
     return [asks, answers, *results], [{"type": "function", "function": tool}]
+
+
+def _unknown_variables(body: Mapping[str, Any], template: str) -> list[str]:
+    """Return the names of given variables that are not in the template, so that it ignores them."""
+    own = body.get("chat_template_kwargs", {})
+    names = [*(("documents",) if body.get("documents") else ()), *_VARIABLES]
+    given = [name for name in names if name in body]
+    return [
+        name for name in (*given, *itertools.islice(own, _MOST_LOOKED_FOR)) if name not in template
+    ]
 
 
 def _own_variables(given: Any) -> Mapping[str, Any]:

@@ -22,7 +22,6 @@ from gptmanager.server.fields import (
     Text,
     are_integers,
     by_name,
-    read_fields,
     wrong,
 )
 from gptmanager.server.models import check_model
@@ -30,8 +29,11 @@ from gptmanager.server.openai.answer import Answer
 from gptmanager.server.openai.generation_fields import (
     IGNORED,
     MAX_TOP_LOG_PROBS,
+    NOT_SUPPORTED,
     SAMPLING,
     SERVING,
+    NewTokens,
+    with_known_names,
 )
 from gptmanager.server.openai.log_probs import (
     TokenTexts,
@@ -41,9 +43,10 @@ from gptmanager.server.openai.log_probs import (
 from gptmanager.server.openai.outputs import Delta
 from gptmanager.server.openai.processors import STRUCTURED, Processors
 from gptmanager.server.openai.sampling import Wanted, check
+from gptmanager.server.request_fields import read_request
 from gptmanager.server.responses import DONE, EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.warning_header import UNKNOWN, Warnings
+from gptmanager.server.warning_header import Warnings
 
 _MAX_PROMPTS = 1024
 _MAX_TOKENS = 16  # if a request does not say
@@ -85,7 +88,8 @@ class Prompts:
 FIELDS = by_name(
     [
         Field("prompt", Prompts(), "a text, token ids, or a list of either", required=True),
-        Field("max_tokens", Integer(0, 2**31 - 1), "new tokens; 16 if absent"),
+        Field("max_tokens", NewTokens(0), "new tokens; 16 if absent"),
+        Field("max_completion_tokens", NewTokens(0), "the same by the name that chats have"),
         Field("logprobs", Integer(0, MAX_TOP_LOG_PROBS), "log probabilities of so many tokens"),
         Field("echo", Flag(), "the prompt stands before each output"),
         Field("best_of", Integer(1, 128), "no other number than n"),
@@ -96,6 +100,7 @@ FIELDS = by_name(
     SERVING,
     STRUCTURED,
     IGNORED,
+    NOT_SUPPORTED,
 )
 
 
@@ -120,9 +125,10 @@ class Completions:
 
     async def handle(self, request: Request) -> Response:
         body = await read_json(request)
-        given, unknown = read_fields(body, FIELDS, lenient=self._is_lenient)
-        warnings = Warnings()
-        warnings.add_ignored(unknown, UNKNOWN)
+        given, warnings = read_request(body, FIELDS, lenient=self._is_lenient)
+        given = with_known_names(given)
+        if "max_completion_tokens" in given:
+            given["max_tokens"] = given.pop("max_completion_tokens")
         _check(given, self._engine)
         completion = await until_disconnected(request, self._begin(given, warnings))
         headers = warnings.headers()
@@ -162,7 +168,7 @@ class Completions:
             tokens = await self._engine.encode("prompt", prompt, special=special)
             return _Prompt(prompt, tokens)
         if len(prompt) > self._engine.card.max_model_len:  # before each is looked at
-            self._engine.check_length(len(prompt), 1)
+            self._engine.context_length.check(len(prompt), 1)
         last = self._engine.card.vocab_size - 1
         if not are_integers(prompt, 0, last):
             index = next(index for index, token in enumerate(prompt) if not 0 <= token <= last)

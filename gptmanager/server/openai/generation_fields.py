@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.fields import (
@@ -18,6 +19,7 @@ from gptmanager.server.fields import (
     by_name,
     wrong,
 )
+from gptmanager.server.request_fields import NotSupported
 
 MAX_CHOICES = 128  # of each prompt
 MAX_TOP_LOG_PROBS = 20
@@ -27,6 +29,19 @@ _MAX_WORDS, _LONGEST_WORD = 1024, 256  # the room that words take grows with the
 TEMPERATURE = Number(1e-30, 100, or_zero=True)
 DEADLINE = Number(0, 1e9, excludes_low=True)
 _INT64 = (-(2**63), 2**64 - 1)
+
+
+class NewTokens(NamedTuple):
+    """A number of new tokens, at least `low`: the model's length is its limit, not a type's."""
+
+    low: int
+
+    def read(self, where: str, value: Any) -> int:
+        whole = int(value) if type(value) is float and value.is_integer() else value
+        return Integer(self.low).read(where, whole)
+
+    def schema(self) -> dict[str, Any]:
+        return Integer(self.low).schema()
 
 
 class TokenBias:
@@ -86,6 +101,7 @@ SAMPLING = (
     Field("presence_penalty", Number(-2, 2), "subtracted once from logits of generated tokens"),
     Field("frequency_penalty", Number(-2, 2), "the same for each occurrence"),
     Field("repetition_penalty", Number(0.01, 100), "above 1: repeated tokens are less likely"),
+    Field("repeat_penalty", Number(0.01, 100), "repetition_penalty by another name"),
     Field("logit_bias", TokenBias(), "token id -> -100 to 100, added to its logit"),
     Field("bad_words", TextOrTexts(_MAX_WORDS, _LONGEST_WORD), "texts that no output contains"),
     Field("min_tokens", Integer(0, 2**31 - 1), "nothing ends an output within so many tokens"),
@@ -111,10 +127,39 @@ SERVING = (
     Field("return_token_ids", Flag(), "token ids beside the texts"),
     Field("return_tokens_as_token_ids", Flag(), "log probabilities name tokens token_id:N"),
 )
+# what no answer depends on here
 IGNORED = tuple(
-    Field(name, AsItIs(), "taken without effect")
+    Field(name, AsItIs(), "accepted, changes no answer")
     for name in (
-        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("spaces_between_special_tokens", "prompt_cache_retention"),
+        *("user", "store", "metadata", "service_tier", "safety_identifier", "prediction"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_prompt"),
+        *("keep_alive", "spaces_between_special_tokens", "guided_decoding_backend"),
     )
 )
+# what changes answers elsewhere, and the values that ask for nothing
+_NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "include_reasoning": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "options": ({},),
+    "reasoning": ({},),
+    "safe_prompt": (False,),
+    "thinking": ({"type": "disabled"},),
+    "truncate_prompt_tokens": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+NOT_SUPPORTED = tuple(
+    Field(name, NotSupported(neutral), "no effect: the header Warning says so")
+    for name, neutral in _NOT_SUPPORTED.items()
+)
+_ALIASES = {"repeat_penalty": "repetition_penalty"}  # other servers' names for fields
+
+
+def with_known_names(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the given fields by their names here; these win where both names are given."""
+    for alias, name in _ALIASES.items():
+        if alias in given:
+            given.setdefault(name, given.pop(alias))
+    return given

@@ -174,6 +174,9 @@ def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
 def _common(wanted: Wanted, card: ModelCard) -> dict[str, Any]:
     given, defaults = wanted.given, card.sampling_defaults
     chosen = {"temperature": 1.0, **defaults, **given}
+    if wanted.beam_width > 1:  # searched by log probabilities, and not sampled
+        defaults = {name: defaults[name] for name in defaults if name == "repetition_penalty"}
+        chosen = {**defaults, **given, "temperature": given.get("temperature") or 1.0}
     by_name = {
         ours: chosen[name] for name, ours in _BY_NAME.items() if chosen.get(name) is not None
     }

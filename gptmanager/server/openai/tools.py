@@ -154,7 +154,7 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -
         if name in parameters:
             raise _wrong(f"tools[{index}].function.name", f"{name!r} stands twice")
         parameters[name] = schema
-    choice = "auto" if tool_choice is None else tool_choice
+    choice, allowed = _allowed("auto" if tool_choice is None else tool_choice)
     named = _named(choice)
     if named is None and choice not in ("none", "auto", "required"):
         raise _wrong("tool_choice", "is none of 'none', 'auto', 'required', and names no function")
@@ -164,8 +164,13 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -
         return None
     if named is not None:
         if named not in parameters:
-            raise _wrong("tool_choice.function.name", f"{named!r} is none of the tools")
+            raise _wrong("tool_choice.function.name", f"{shown(named)} is none of the tools")
         return Tools(listed, {named: parameters[named]}, required=True, parallel=False)
+    for name in allowed or ():
+        if name not in parameters:
+            raise _wrong("tool_choice.allowed_tools.tools", f"{shown(name)} is none of the tools")
+    if allowed is not None:
+        parameters = {name: parameters[name] for name in allowed}
     return Tools(listed, parameters, choice == "required", parallel_tool_calls)
 
 
@@ -187,6 +192,24 @@ def _tool(tool: Any, where: str) -> tuple[str, Any]:
     if parameters.get("type", "object") != "object":
         raise _wrong(f"{where}.function.parameters.type", "arguments are of type object")
     return name, {**parameters, "type": "object"}
+
+
+def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
+    """Return the choice, and the names that it allows, None: all of them.
+
+    `{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}`
+    """
+    own = choice.get("allowed_tools") if isinstance(choice, Mapping) else None
+    if not isinstance(own, Mapping):
+        return choice, None
+    listed = own.get("tools")
+    if not isinstance(listed, list) or not 0 < len(listed) <= MAX_TOOLS:
+        raise _wrong("tool_choice.allowed_tools.tools", f"must be a list of 1 to {MAX_TOOLS} tools")
+    names = [_named(tool) for tool in listed]
+    if None in names:
+        index = names.index(None)
+        raise _wrong(f"tool_choice.allowed_tools.tools[{index}]", "must name a function")
+    return own.get("mode", "auto"), [name for name in names if name is not None]
 
 
 def _named(choice: Any) -> str | None:

@@ -1,0 +1,45 @@
+"""The fields of a request, and what its client should know of those that were ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from gptmanager.server.fields import Field, read_fields
+from gptmanager.server.warning_header import Warnings
+
+
+class NotSupported(NamedTuple):
+    """Any JSON, which has no effect; it is reported unless it is one of `neutral`."""
+
+    neutral: tuple[Any, ...] = ()
+
+    def read(self, where: str, value: Any) -> Any:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {}
+
+
+def read_request(
+    body: Mapping[str, Any], fields: Mapping[str, Field], *, lenient: bool
+) -> tuple[dict[str, Any], Warnings]:
+    """Return the values that are given, by name, and what the client is to be warned of.
+
+    ApiError as `read_fields`.
+    """
+    given, unknown = read_fields(body, fields, lenient=lenient)
+    warnings = Warnings()
+    warnings.add_ignored(unknown, "unknown fields are ignored")
+    warnings.add_ignored(_without_effect(given, fields), "fields that have no effect here")
+    return given, warnings
+
+
+def _without_effect(given: Mapping[str, Any], fields: Mapping[str, Field]) -> list[str]:
+    """Return the names of the given fields that ask for what the server does not do."""
+    found = []
+    for name, value in given.items():
+        kind = fields[name].kind
+        if isinstance(kind, NotSupported) and value not in kind.neutral:
+            found.append(name)
+    return found
