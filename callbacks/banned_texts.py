@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import weakref
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,7 +32,9 @@ Ints = npt.NDArray[np.int64]
 _CPU = torch.device("cpu")
 _TAIL = 4  # bytes by which the beginnings of words are looked up
 _MAX_ROOM = 1 << 27  # bytes of the beginnings of words in all lists
-_MAX_KEPT = 1 << 22  # token ids that the states of a list of words may keep: 32 MiB
+_MAX_KEPT = 1 << 19  # token ids that the states of a list of words may keep: 4 MiB
+# Of the words of one list. What is kept of a word grows with the square of its length.
+MAX_WORDS, MAX_WORD_LETTERS, MAX_LETTERS = 1024, 256, 8192
 
 
 class BannedTexts:
@@ -39,7 +42,7 @@ class BannedTexts:
 
     `tokenizer`: a `tokenizers.Tokenizer` whose decoder `token_bytes` knows. The end of the prompt
     counts as text: after "a red ba" the word "ball" is not completed. Special tokens are no text.
-    The last `max_word_lists` lists of words are kept for other requests, fewer if they are long.
+    A list has at most 1,024 words of at most 256 letters, and 8,192 letters in all. The last `max_word_lists` lists of words are kept for other requests, fewer if they are long.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:
@@ -51,21 +54,29 @@ class BannedTexts:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-banned-texts")
 
     def bind(self, words: Sequence[str]) -> BannedWords:
-        """ValueError for no words, or an empty one; TypeError for a text instead of a list."""
-        if isinstance(words, str):
-            raise TypeError(f"words = {words!r} is one text, expected several")
-        if not words or not all(words):
-            raise ValueError("words: one or more are needed, and each needs a letter")
+        """Return the processor that bans `words`, which requests with the same words share.
+
+        ValueError for no words, an empty one, or more than a list may have; TypeError for a text
+        instead of a list.
+        """
+        _check(words)
         key = tuple(sorted(set(words)))
         with self._lock:
             if key not in self._kept:
-                self._kept[key] = BannedWords(key, self._threads.submit(self._look_up, key))
+                self._kept[key] = self._started(key)
             self._kept.move_to_end(key)
             while len(self._kept) > self._max_word_lists or (
-                len(self._kept) > 1 and sum(map(_room, self._kept)) > _MAX_ROOM
+                len(self._kept) > 1 and sum(it.room for it in self._kept.values()) > _MAX_ROOM
             ):
                 self._kept.popitem(last=False)
             return self._kept[key]
+
+    def _started(self, words: tuple[str, ...]) -> BannedWords:
+        looking_up = self._threads.submit(self._look_up, words)
+        found = BannedWords(words, looking_up)
+        # a list that nobody waits for any more must not hold up those behind it
+        weakref.finalize(found, looking_up.cancel).atexit = False
+        return found
 
     def _look_up(self, words: tuple[str, ...]) -> _States:
         if self._vocabulary is None:
@@ -77,16 +88,42 @@ class BannedTexts:
         return _States(encoded, self._vocabulary)
 
 
+def _check(words: Sequence[str]) -> None:
+    """Raise what `bind` raises; the number of words is checked before any is read."""
+    if isinstance(words, str):
+        shown = words if len(words) <= MAX_WORD_LETTERS else f"{words[:MAX_WORD_LETTERS]}..."
+        raise TypeError(f"words = {shown!r} is one text, expected several")
+    if len(words) > MAX_WORDS:
+        raise ValueError(f"words: {len(words)} are given, at most {MAX_WORDS} are allowed")
+    if not words or not all(words):
+        raise ValueError("words: one or more are needed, and each needs a letter")
+    for index, word in enumerate(words):
+        if len(word) > MAX_WORD_LETTERS:
+            raise ValueError(
+                f"words[{index}] has {len(word)} letters, at most {MAX_WORD_LETTERS} are allowed"
+            )
+    num_letters = sum(map(len, words))
+    if num_letters > MAX_LETTERS:
+        raise ValueError(
+            f"words: {num_letters} letters are given, at most {MAX_LETTERS} are allowed in all"
+        )
+
+
 def _room(words: Sequence[str]) -> int:
-    """About so many bytes do the beginnings of words take."""
-    return sum(len(word) * (len(word) + 500) for word in words)
+    """Return about how many bytes the beginnings of words take."""
+    sizes = [len(word.encode(errors="replace")) for word in words]
+    return sum(size * (size + 500) for size in sizes)
 
 
 class BannedWords:
-    """The logits post-processor of a request; requests with the same words share it."""
+    """The logits post-processor of a request; requests with the same words share it.
+
+    `room`: about how many bytes it takes.
+    """
 
     def __init__(self, words: tuple[str, ...], states: Future[_States]) -> None:
         self.words = words
+        self.room = _room(words)
         self._states = states
 
     def prepare(self, device: str) -> Future[Any]:

@@ -1,6 +1,10 @@
 """BannedTexts against brute force: exactly the tokens that complete a word are banned."""
 
 import random
+import re
+import threading
+import tracemalloc
+import weakref
 
 import pytest
 import torch
@@ -150,8 +154,71 @@ def test_long_lists_of_words_are_not_kept_in_great_number(monkeypatch):
     texts = BannedTexts(byte_level([b"a"]))
     first = texts.bind(["a" * 150])
     assert texts.bind(["b"]) is texts.bind(["b"]) and texts.bind(["a" * 150]) is first
-    assert texts.bind(["c" * 1000]) is texts.bind(["c" * 1000])  # alone, and beyond the room
+    assert texts.bind(["c" * 256]) is texts.bind(["c" * 256])  # alone, and beyond the room
     assert texts.bind(["a" * 150]) is not first
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["a"] * 1025, "words: 1025 are given, at most 1024 are allowed"),
+        (["b", "a" * 257], "words[1] has 257 letters, at most 256 are allowed"),
+        (["\u65e5" * 256] * 33, "words: 8448 letters are given, at most 8192 are allowed in all"),
+    ],
+)
+def test_words_that_would_take_too_much_memory_are_refused(words, told):
+    texts = BannedTexts(byte_level([b"a"]))
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        texts.bind(words)
+    assert texts.bind(["\u65e5" * 256] * 32).prepare("cpu").result(20)
+
+
+def test_no_word_is_read_if_there_are_too_many():
+    words = Counted(["a"] * 10**6)
+    with pytest.raises(ValueError, match="1000000 are given"):
+        BannedTexts(byte_level([b"a"])).bind(words)
+    assert words.num_read == 0
+
+
+class Counted(list):
+    """A list that counts how many of its items are read."""
+
+    num_read = 0
+
+    def __iter__(self):
+        for item in super().__iter__():
+            self.num_read += 1
+            yield item
+
+
+def test_the_most_words_take_little_memory():
+    longest = ["".join(map(chr, range(i * 256 + 0x4E00, i * 256 + 0x4F00))) for i in range(32)]
+    texts = BannedTexts(byte_level([b"a"]))
+    tracemalloc.start()
+    texts.bind(longest).prepare("cpu").result(20)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+
+
+def test_letters_of_any_script_count_by_their_bytes(monkeypatch):
+    monkeypatch.setattr(banned_texts, "_MAX_ROOM", 100_000)
+    texts = BannedTexts(byte_level([b"a"]))
+    first = texts.bind(["a" * 100])
+    texts.bind(["b"])
+    assert texts.bind(["a" * 100]) is first
+    texts.bind(["\U0001f600" * 100])  # four bytes each
+    assert texts.bind(["a" * 100]) is not first
+
+
+def test_a_list_that_nobody_waits_for_is_not_looked_up():
+    texts, gate = BannedTexts(byte_level([b"a"]), max_word_lists=1), threading.Event()
+    texts._threads.submit(gate.wait, 20)
+    given_up = weakref.ref(texts.bind(["a"]))
+    waiting = given_up().prepare("cpu")
+    kept = texts.bind(["b"])
+    assert given_up() is None and waiting.cancelled()
+    gate.set()
+    assert kept.prepare("cpu").result(20)
 
 
 def test_bytes_of_sentencepiece_tokens():

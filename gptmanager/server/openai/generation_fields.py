@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from gptmanager.callbacks.banned_texts import MAX_WORD_LETTERS, MAX_WORDS
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.fields import (
     AsItIs,
@@ -25,7 +26,7 @@ MAX_CHOICES = 128  # of each prompt
 MAX_TOP_LOG_PROBS = 20
 MAX_STOPS = 64
 _MAX_BIASES = 1 << 16  # more take the event loop a noticeable time
-_MAX_WORDS, _LONGEST_WORD = 1024, 256  # the room that words take grows with their squares
+_MAX_STOP_TOKENS = 1024
 TEMPERATURE = Number(1e-30, 100, or_zero=True)
 DEADLINE = Number(0, 1e9, excludes_low=True)
 _INT64 = (-(2**63), 2**64 - 1)
@@ -103,10 +104,10 @@ SAMPLING = (
     Field("repetition_penalty", Number(0.01, 100), "above 1: repeated tokens are less likely"),
     Field("repeat_penalty", Number(0.01, 100), "repetition_penalty by another name"),
     Field("logit_bias", TokenBias(), "token id -> -100 to 100, added to its logit"),
-    Field("bad_words", TextOrTexts(_MAX_WORDS, _LONGEST_WORD), "texts that no output contains"),
+    Field("bad_words", TextOrTexts(MAX_WORDS, MAX_WORD_LETTERS), "texts that no output contains"),
     Field("min_tokens", Integer(0, 2**31 - 1), "nothing ends an output within so many tokens"),
     Field("stop", TextOrTexts(MAX_STOPS), "texts that end an output"),
-    Field("stop_token_ids", ListOf(Integer(0, 2**31 - 1), longest=_MAX_WORDS), "tokens that do"),
+    Field("stop_token_ids", ListOf(Integer(0, 2**31 - 1), longest=_MAX_STOP_TOKENS), "tokens that do"),
     Field("include_stop_str_in_output", Flag(), "what ended an output stays in its text"),
     Field("ignore_eos", Flag(), "the model's end token ends nothing"),
     Field("skip_special_tokens", Flag(), "absent: true"),

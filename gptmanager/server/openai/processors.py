@@ -16,7 +16,6 @@ from gptmanager.server.openai.structured import (
 from gptmanager.server.openai.tools import ToolFormat, Tools
 from gptmanager.server.warning_header import Warnings
 
-_MAX_LETTERS = 8192  # of all bad words of a request
 _OBJECT = AsItIs({"type": "object"})
 STRUCTURED = (
     Field("response_format", _OBJECT, "text, json_object, or json_schema"),
@@ -63,7 +62,4 @@ class Processors:
             return None
         if texts is None:
             raise wrong("bad_words", "bad_words needs a tokenizer, and the model has none")
-        length = sum(map(len, words))
-        if length > _MAX_LETTERS:
-            raise wrong("bad_words", f"bad_words has {length} letters, {_MAX_LETTERS} are allowed")
         return await prepared("bad_words", lambda: texts.bind(words))
