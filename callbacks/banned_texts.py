@@ -42,7 +42,8 @@ class BannedTexts:
 
     `tokenizer`: a `tokenizers.Tokenizer` whose decoder `token_bytes` knows. The end of the prompt
     counts as text: after "a red ba" the word "ball" is not completed. Special tokens are no text.
-    A list has at most 1,024 words of at most 256 letters, and 8,192 letters in all. The last `max_word_lists` lists of words are kept for other requests, fewer if they are long.
+    A list has at most 1,024 words of at most 256 letters, and 8,192 letters in all.
+    The last `max_word_lists` lists are kept for other requests, fewer if they are long.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:

@@ -363,6 +363,7 @@ server/                   a manager behind HTTP and gRPC
     keys                  who may use the server (no torch)
     fields                fields of JSON bodies, read and described (no torch)
     request_fields        the fields of a request, and which were ignored (no torch)
+    json_text             JSON, and what it would take in memory (no torch)
     body                  bodies of requests, within their limits (no torch)
     connections           how many connections there may be, and of whom (no torch)
     adapters              the adapters that clients may name
@@ -404,6 +405,7 @@ server/                   a manager behind HTTP and gRPC
     triton.described      paths below /v2 in the OpenAPI document
     triton.http_messages  bodies of HTTP's infer call (no torch)
     triton.http           /v2/..., with the generate extension
+    triton.wire           bytes of a message, before it is parsed (no torch)
     triton.grpc_messages  messages of the generated service
     triton.grpc_service   the service, and its server
     triton                what clients of the C++ backend know

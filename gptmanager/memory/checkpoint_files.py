@@ -5,8 +5,10 @@ Decides how large and how deep such a file may be; knows nothing of what it says
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import reprlib
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,13 +22,54 @@ _TOO_DEEP = f"its values are nested deeper than {_MAX_DEPTH} levels"
 _MAX_SHOWN, _MAX_TOLD = 200, 500  # characters of a value in an error, of another error
 
 
+class _Short(reprlib.Repr):
+    """Write out the first items of what is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+
+    def repr_dict(self, given: dict[Any, Any], level: int) -> str:
+        """As its base, which would sort all the keys first."""
+        some = dict(itertools.islice(given.items(), self.maxdict + 1))
+        return super().repr_dict(some, level)
+
+
+_SHORT = _Short()
+
+
 def shown(value: Any) -> str:
-    """A value as an error shows it: one that is long is cut."""
+    """Return a value as an error shows it. One that is long is cut before it is written out: what
+    an error costs must not grow with what somebody has sent.
+    """
+    if isinstance(value, (str, bytes)) and len(value) > _MAX_SHOWN:
+        start = value[:_MAX_SHOWN]
+        return f"{_written(start)[:_MAX_SHOWN]}... ({len(value)} characters)"
+    if _size(value, _MAX_SHOWN) > _MAX_SHOWN:
+        return _cut(_SHORT.repr(value), _MAX_SHOWN)
+    return _cut(_written(value), _MAX_SHOWN)
+
+
+def _written(value: Any) -> str:
     try:
-        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+        return ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     except Exception:  # nested too deep, an integer of too many digits, or an object of a host
-        text = f"a {type(value).__name__} that cannot be shown"
-    return _cut(text, _MAX_SHOWN)
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def _size(value: Any, limit: int) -> int:
+    """Return how many letters and items are in a value, counted until they are more than `limit`."""
+    size, left = 0, [value]
+    while left and size <= limit:
+        one = left.pop()
+        if isinstance(one, (str, bytes)):
+            size += len(one)
+        elif isinstance(one, (dict, list, tuple)):
+            size += 1 + len(one)
+            if size <= limit:
+                left.extend(one)
+                left.extend(one.values() if isinstance(one, dict) else ())
+    return size
 
 
 def told(error: BaseException) -> str:

@@ -23,7 +23,11 @@ _NFC = 9  # a text has at most as many times the bytes of its composed form
 
 
 class TextTooLongError(InvalidRequestError):
-    """A text has more bytes than the tokens of any request could hold."""
+    """A text has more bytes than the tokens of any request could hold. `num_tokens`: it has at least
+    as many; it was not encoded.
+    """
+
+    num_tokens = 0
 
 
 class TextEncoder:
@@ -76,10 +80,12 @@ class TextEncoder:
             return
         size, limit = len(text.encode()), self._max_tokens * self._longest_token
         if size > limit:
-            raise TextTooLongError(
+            error = TextTooLongError(
                 f"{name} has {size} bytes: the {self._max_tokens} tokens that a request may have, "
                 f"of at most {self._longest_token} bytes each, hold {limit}"
             )
+            error.num_tokens = -(-size // self._longest_token)
+            raise error
 
     @functools.cached_property
     def _longest_token(self) -> int | None:

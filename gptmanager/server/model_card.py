@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from gptmanager.callbacks import TokenDefaults, load_tokenizer
 from gptmanager.memory.checkpoint_files import read_object
+from gptmanager.models.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
@@ -22,15 +23,20 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do
 class ModelCard:
     """Lengths in tokens; `created` in seconds of the epoch.
 
-    `max_model_len`: of prompt and output together. `sampling_defaults`: of generation_config.json,
-    by its names. `special_tokens`: text by name, as tokenizer_config.json has them (`bos_token`,
-    `eos_token`, ...). `tokenizer` None: the folder has none, so prompts are token ids.
+    `max_model_len`: of prompt and output together. `adapter_rows`: modules that an adapter may
+    change; `adapter_width`: numbers of the largest, for each rank. `sampling_defaults`: of
+    generation_config.json, by its names. `special_tokens`: text by name, as tokenizer_config.json
+    has them (`bos_token`, `eos_token`, ...). `tokenizer` None: the folder has none, so prompts are
+    token ids.
     """
 
     name: str
     folder: Path
     vocab_size: int
     max_model_len: int
+    hidden_size: int
+    adapter_rows: int
+    adapter_width: int
     max_beam_width: int = 1
     tokenizer: Tokenizer | None = None
     token_defaults: TokenDefaults = TokenDefaults()
@@ -49,6 +55,7 @@ class ModelCard:
     ) -> ModelCard:
         """From the files of a checkpoint. ConfigError for a file that cannot be read."""
         spec = read_spec(read_object(folder / "config.json"), max_seq_len=max_seq_len)
+        modules = lora_modules(spec).values()
         tokenizer_config = _read(folder / "tokenizer_config.json")
         has_tokenizer = os.path.lexists(folder / "tokenizer.json")
         generation = _read(folder / "generation_config.json")
@@ -57,6 +64,9 @@ class ModelCard:
             folder=folder,
             vocab_size=spec.vocab_size,
             max_model_len=spec.max_seq_len,
+            hidden_size=spec.hidden_size,
+            adapter_rows=spec.num_layers * len(modules),
+            adapter_width=max(module.width for module in modules),
             max_beam_width=max_beam_width,
             tokenizer=load_tokenizer(folder) if has_tokenizer else None,
             token_defaults=TokenDefaults.of_folder(folder),

@@ -107,7 +107,9 @@ SAMPLING = (
     Field("bad_words", TextOrTexts(MAX_WORDS, MAX_WORD_LETTERS), "texts that no output contains"),
     Field("min_tokens", Integer(0, 2**31 - 1), "nothing ends an output within so many tokens"),
     Field("stop", TextOrTexts(MAX_STOPS), "texts that end an output"),
-    Field("stop_token_ids", ListOf(Integer(0, 2**31 - 1), longest=_MAX_STOP_TOKENS), "tokens that do"),
+    Field(
+        "stop_token_ids", ListOf(Integer(0, 2**31 - 1), longest=_MAX_STOP_TOKENS), "tokens that do"
+    ),
     Field("include_stop_str_in_output", Flag(), "what ended an output stays in its text"),
     Field("ignore_eos", Flag(), "the model's end token ends nothing"),
     Field("skip_special_tokens", Flag(), "absent: true"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 
@@ -33,30 +33,16 @@ NUMPY = {
     "BYTES": np.dtype(object),
     "BF16": np.dtype("<f4"),
 }
+Buffer = Union[bytes, memoryview]
 _LENGTH = struct.Struct("<I")
 _MOST_DIMS = 8
-_MOST_ELEMENTS = 1 << 40  # by the sizes that are not 0; NumPy has a limit there
 
 
-def check_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    count = math.prod(max(size, 1) for size in shape[: _MOST_DIMS + 1])
-    if len(shape) > _MOST_DIMS or min(shape, default=0) < 0 or count > _MOST_ELEMENTS:
-        raise invalid(name, f"inference input {shown(name)} has shape {shown(list(shape))}")
-    return tuple(shape)
-
-
-def check_datatype(name: str, datatype: str) -> np.dtype:
-    if datatype not in NUMPY:
-        raise invalid(
-            name, f"inference input {shown(name)} has the unknown data-type {shown(datatype)}"
-        )
-    return NUMPY[datatype]
-
-
-def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> np.ndarray:
-    """The tensor `name` of a request, from its bytes. ApiError for any other number of them."""
-    dtype, shape = check_datatype(name, datatype), check_shape(name, shape)
-    count = math.prod(shape)
+def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> np.ndarray:
+    """Return the tensor `name` of a request from its bytes. Its datatype and its shape are those
+    that the model allows: see `InputReader.check`. ApiError for any other number of bytes.
+    """
+    dtype, count = NUMPY[datatype], math.prod(shape)
     if datatype == "BYTES":
         return _objects(_split(name, raw, count), shape)
     size = 2 if datatype == "BF16" else dtype.itemsize
@@ -76,19 +62,17 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> np
 
 
 def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> np.ndarray:
-    """The tensor `name` of a request, from numbers, bools, texts or bytes, in lists of any depth.
-    ApiError for any other number of them, and for those that the datatype does not hold.
+    """Return the tensor `name` of a request from numbers, bools, texts or bytes, in lists of any
+    depth. Its datatype and its shape are those that the model allows. ApiError for any other number
+    of elements, which are then not read, and for those that the datatype does not hold.
     """
-    dtype, shape = check_datatype(name, datatype), check_shape(name, shape)
-    found = flat(name, values)
-    count = math.prod(shape)
+    dtype, count = NUMPY[datatype], math.prod(shape)
+    found = _flat(name, values, math.prod(max(size, 1) for size in shape))
     if len(found) != count:
-        raise invalid(
-            name, f"input {shown(name)} has {len(found)} elements, expected {count} by its shape"
-        )
+        raise _wrong_number(name, str(len(found)), count)
     if not _all_fit(dtype, found):
         index = next(index for index, value in enumerate(found) if not _all_fit(dtype, [value]))
-        told = f"{shown(name)}[{index}] = {shown(found[index])} is no {datatype}"
+        told = f"{shown(name)}[{index}] = {shown(found[index])} must be of datatype {datatype}"
         raise invalid(name, f"input {told}")
     if datatype == "BYTES":
         encoded = [one.encode() if isinstance(one, str) else one for one in found]
@@ -118,33 +102,27 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
     return int(found.min), int(found.max)
 
 
-def flat(name: str, values: Any) -> list[Any]:
-    """What is in lists of lists."""
+def _flat(name: str, values: Any, most: int) -> list[Any]:
+    """Return what is in lists of lists. ApiError for more than `most` on any level, of which none
+    is read.
+    """
     found = values if isinstance(values, list) else [values]
     for _ in range(_MOST_DIMS):
+        if len(found) > most:
+            raise _wrong_number(name, str(len(found)), most)
         if list not in set(map(type, found)):
             return found
+        size = sum(len(one) if isinstance(one, list) else 1 for one in found)
+        if size > most:
+            raise _wrong_number(name, str(size), most)
         found = [inner for one in found for inner in (one if isinstance(one, list) else [one])]
-    raise _too_deep(name)
+    raise invalid(name, f"input {shown(name)} has lists deeper than {_MOST_DIMS}")
 
 
-def shape_of(name: str, values: Any) -> tuple[int, ...]:
-    """Of lists in lists. ApiError for those whose lengths differ."""
-    sizes: list[int] = []
-    level = [values]
-    while list in (kinds := set(map(type, level))):
-        lengths = {len(one) for one in level if isinstance(one, list)}
-        if len(kinds) > 1 or len(lengths) > 1:
-            raise invalid(name, f"input {shown(name)} has lists of different lengths")
-        if len(sizes) == _MOST_DIMS:
-            raise _too_deep(name)
-        sizes.append(lengths.pop())
-        level = [inner for one in level for inner in one]
-    return tuple(sizes)
-
-
-def _too_deep(name: str) -> ApiError:
-    return invalid(name, f"input {shown(name)} has lists deeper than {_MOST_DIMS}")
+def _wrong_number(name: str, given: str, expected: int) -> ApiError:
+    return invalid(
+        name, f"input {shown(name)} has {given} elements, expected {expected} by its shape"
+    )
 
 
 def _objects(elements: Sequence[bytes], shape: Sequence[int]) -> np.ndarray:
@@ -166,14 +144,14 @@ def to_bytes(array: np.ndarray) -> bytes:
     return b"".join(_LENGTH.pack(len(one)) + one for one in array.reshape(-1))
 
 
-def _split(name: str, raw: bytes, count: int) -> list[bytes]:
+def _split(name: str, raw: Buffer, count: int) -> list[bytes]:
     elements: list[bytes] = []
     at = 0
     while at < len(raw) and len(elements) <= count:
         begin = at + _LENGTH.size
         if begin > len(raw) or (at := begin + _LENGTH.unpack_from(raw, begin - 4)[0]) > len(raw):
             raise invalid(name, f"incomplete string data for input {shown(name)}")
-        elements.append(raw[begin:at])
+        elements.append(bytes(raw[begin:at]))
     if len(elements) != count:
         more = "more" if len(elements) > count else str(len(elements))
         raise invalid(name, f"expected {count} string elements for input {shown(name)}, got {more}")

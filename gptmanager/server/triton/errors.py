@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from gptmanager.server.errors import ApiError
 
-INVALID = "invalid_argument"
-
 
 def invalid(param: str | None, message: str) -> ApiError:
-    """A call that does not fit the model's tensors: INVALID_ARGUMENT over gRPC, else a 400."""
-    return ApiError(400, message, param=param, code=INVALID)
+    """A call that cannot be run as it is: INVALID_ARGUMENT over gRPC, else a 400."""
+    return ApiError(400, message, param=param, code="InvalidRequestError")
 
 
 def unsupported(message: str) -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +11,16 @@ from tritonclient.grpc import service_pb2 as pb
 
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.errors import ApiError
-from gptmanager.server.triton.datatypes import check_datatype, from_bytes, from_values, to_bytes
+from gptmanager.server.triton.datatypes import from_bytes, from_values, to_bytes
 from gptmanager.server.triton.errors import invalid, unsupported
-from gptmanager.server.triton.inference import VERSION, Model
-from gptmanager.server.triton.messages import InferRequest, InferResponse, InputTensor, Parameter
+from gptmanager.server.triton.inference import VERSION, Model, check_outputs
+from gptmanager.server.triton.messages import (
+    PARAMETERS,
+    InferRequest,
+    InferResponse,
+    InputTensor,
+    Parameter,
+)
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -31,9 +38,13 @@ _CONTENTS = {
 }
 
 
-def read_request(message: Any, *, may_have_many: bool) -> InferRequest:
-    """A ModelInferRequest. ApiError for tensors that their bytes do not fit."""
+def read_request(message: Any, model: Model, *, may_have_many: bool) -> InferRequest:
+    """Return the call of a ModelInferRequest. ApiError for the first thing that is wrong; nothing
+    behind it is read.
+    """
     raw = message.raw_input_contents
+    model.reader.check_number(len(message.inputs))
+    check_outputs(len(message.outputs), model)
     if raw and len(raw) != len(message.inputs):
         raise invalid(
             None,
@@ -45,6 +56,7 @@ def read_request(message: Any, *, may_have_many: bool) -> InferRequest:
         if tensor.name in inputs:
             raise invalid(tensor.name, f"the input {shown(tensor.name)} is given twice")
         _check_in_message(tensor)
+        model.reader.check(tensor.name, tensor.datatype, tensor.shape)
         array = (
             from_bytes(tensor.name, tensor.datatype, tensor.shape, raw[index])
             if raw
@@ -61,7 +73,11 @@ def read_request(message: Any, *, may_have_many: bool) -> InferRequest:
         message.model_version,
         message.id,
         [tensor.name for tensor in message.outputs] or None,
-        {name: _parameter(value) for name, value in message.parameters.items()},
+        {
+            name: _parameter(message.parameters[name])
+            for name in PARAMETERS
+            if name in message.parameters
+        },
         may_have_many,
     )
 
@@ -73,11 +89,14 @@ def _check_in_message(tensor: Any) -> None:
 
 def _typed(tensor: Any) -> np.ndarray:
     name = tensor.name
-    check_datatype(name, tensor.datatype)
     field = _CONTENTS.get(tensor.datatype)
     if field is None:
-        raise invalid(name, f"input {shown(name)}: {tensor.datatype} has raw contents alone")
-    values = getattr(tensor.contents, field)
+        raise invalid(name, f"input {shown(name)}: {tensor.datatype} needs raw_input_contents")
+    values, count = getattr(tensor.contents, field), math.prod(tensor.shape)
+    if len(values) > count:
+        raise invalid(
+            name, f"input {shown(name)} has {len(values)} elements, expected {count} by its shape"
+        )
     return from_values(name, tensor.datatype, tensor.shape, list(values))
 
 

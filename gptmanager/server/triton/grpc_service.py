@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -16,23 +17,25 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from gptmanager.errors import ConfigError, GptManagerError
-from gptmanager.server.engine import Engine
+from gptmanager.server.engine import Engine, beside
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.keys import bearer, is_key
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
-from gptmanager.server.triton.errors import INVALID, invalid, not_here
+from gptmanager.server.triton.errors import invalid, not_here
 from gptmanager.server.triton.grpc_messages import (
     StreamedResponses,
     read_request,
     refused_response,
     write_response,
 )
-from gptmanager.server.triton.inference import Inference
+from gptmanager.server.triton.inference import Inference, Model
+from gptmanager.server.triton.messages import MAX_ID, InferRequest
+from gptmanager.server.triton.wire import small_problem, wire_problem
 
 _logger = logging.getLogger(__name__)
 _CODES = {
-    400: grpc.StatusCode.INTERNAL,  # the engine's own refusals, as the C++ backend has them
+    400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     404: grpc.StatusCode.NOT_FOUND,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -56,6 +59,9 @@ _NOT_HERE = {
     "LogSettings": "changing what is logged",
 }
 _MOST_ENDING = 16  # calls of a stream beyond those that may run and wait
+_MAX_STREAMS = 1024  # calls of a connection, streams among them
+_LARGE = 1 << 14  # elements: it takes a noticeable time to read them
+_CALLS = ("ModelInfer", "ModelStreamInfer")  # whose messages may be large
 
 
 class GrpcFront:
@@ -76,6 +82,7 @@ class GrpcFront:
             options=[
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
+                ("grpc.max_concurrent_streams", _MAX_STREAMS),
                 ("grpc.so_reuseport", 0),  # else a second server would share the port
             ],
         )
@@ -125,8 +132,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Bytes that are no message reach a method as a DecodeError: grpcio would log each with its
-    traceback, and tell the client nothing.
+    """Bytes that are no message, or too expensive to parse, reach a method as an ApiError: grpcio
+    would log each with its traceback, and tell the client nothing.
     """
 
     async def intercept_service(
@@ -137,20 +144,23 @@ class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(details)
         if handler is None:
             return None
-        read = handler.request_deserializer
+        read, is_call = handler.request_deserializer, details.method.rpartition("/")[2] in _CALLS
 
         def request_of(raw: bytes) -> Any:
+            problem = wire_problem(raw) if is_call else small_problem(raw)
+            if problem is not None:
+                return invalid(None, problem)
             try:
                 return read(raw)
             except DecodeError as error:
-                return error
+                return invalid(None, f"the message is not as the service defines it: {error}")
 
         return handler._replace(request_deserializer=request_of)
 
 
 def _check_message(message: Any) -> None:
-    if isinstance(message, DecodeError):
-        raise invalid(None, f"the message is not as the service defines it: {message}")
+    if isinstance(message, ApiError):
+        raise message
 
 
 def _told(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -176,8 +186,6 @@ def refusal(error: Exception) -> ApiError:
 
 
 def status_of(refused: ApiError) -> grpc.StatusCode:
-    if refused.code == INVALID:
-        return grpc.StatusCode.INVALID_ARGUMENT
     return _CODES.get(refused.status, grpc.StatusCode.INTERNAL)
 
 
@@ -229,9 +237,15 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
 
     @_told
     async def ModelInfer(self, message: Any) -> Any:
-        request = read_request(message, may_have_many=False)
-        response = await self._inference.one_response(request)
-        return write_response(response, self._inference.find(request.model_name))
+        model, request = await self._read(message, may_have_many=False)
+        return write_response(await self._inference.one_response(request), model)
+
+    async def _read(self, message: Any, *, may_have_many: bool) -> tuple[Model, InferRequest]:
+        _check_message(message)
+        model = self._inference.find(message.model_name, message.model_version)
+        read = functools.partial(read_request, message, model, may_have_many=may_have_many)
+        is_large = any(max(tensor.shape, default=0) >= _LARGE for tensor in message.inputs)
+        return model, await beside(read) if is_large else read()
 
     async def ModelStreamInfer(
         self, messages: AsyncIterator[Any], context: grpc.aio.ServicerContext
@@ -268,18 +282,16 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
         self, message: Any, write: Callable[[Any], Coroutine[Any, Any, None]]
     ) -> None:
         try:
-            _check_message(message)
-            request = read_request(message, may_have_many=True)
-            found = StreamedResponses(
-                self._inference.find(request.model_name, request.model_version)
-            )
+            model, request = await self._read(message, may_have_many=True)
+            found = StreamedResponses(model)
             async with contextlib.aclosing(self._inference.responses(request)) as responses:
                 async for response in responses:
                     await write(found.write(response))
         except grpc.aio.BaseError as error:
             _logger.debug("the client of a stream has gone", exc_info=error)
         except Exception as error:
-            await write(refused_response(getattr(message, "id", ""), refusal(error)))
+            request_id = getattr(message, "id", "")[:MAX_ID]
+            await write(refused_response(request_id, refusal(error)))
 
 
 def _refuses(what: str) -> Callable[..., Coroutine[Any, Any, Any]]:

@@ -6,7 +6,8 @@ Its errors are `{"error": "text"}`, as Triton's clients read them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -15,12 +16,12 @@ from starlette.routing import BaseRoute, Route
 
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.body import begun, read_body, read_json, until_disconnected
-from gptmanager.server.engine import Engine
+from gptmanager.server.engine import Engine, beside
 from gptmanager.server.errors import api_error
 from gptmanager.server.responses import EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
-from gptmanager.server.triton.datatypes import from_values, shape_of, to_values
+from gptmanager.server.triton.datatypes import from_values, to_values
 from gptmanager.server.triton.errors import invalid, not_here
 from gptmanager.server.triton.http_messages import (
     HEADER,
@@ -29,9 +30,14 @@ from gptmanager.server.triton.http_messages import (
     write_response,
 )
 from gptmanager.server.triton.inference import VERSION, Inference, Model
-from gptmanager.server.triton.messages import InferRequest, InferResponse, InputTensor
+from gptmanager.server.triton.messages import (
+    PARAMETERS,
+    InferRequest,
+    InferResponse,
+    InputTensor,
+)
 
-_NAMED = ("priority", "timeout")  # parameters that may stand beside the inputs
+_LARGE = 1 << 16  # bytes: it takes a noticeable time to read them
 _ONE_MODEL = "/v2/models/{name}"
 _ONE_VERSION = "/v2/models/{name}/versions/{version}"
 # paths of Triton's whose extensions are not here, and what they are about
@@ -117,8 +123,13 @@ class HttpFront:
         """One call, one response, in JSON or as bytes."""
         model = self._model(request)
         encoding = request.headers.get("content-encoding", "").strip().lower()
-        body = unpacked(await read_body(request), encoding, self._settings.max_body_bytes)
-        call, binary = read_request(body, request.headers.get(HEADER), model.name, VERSION)
+        body, length = await read_body(request), request.headers.get(HEADER)
+        limit = self._settings.max_body_bytes
+
+        def read() -> tuple[InferRequest, set[str] | None]:
+            return read_request(unpacked(body, encoding, limit), length, model)
+
+        call, binary = await beside(read) if len(body) >= _LARGE else read()
         response = await until_disconnected(request, self._inference.one_response(call))
         content, headers = write_response(response, model, binary)
         return Response(content, headers=headers)
@@ -126,14 +137,14 @@ class HttpFront:
     async def generate(self, request: Request) -> Response:
         """JSON by the tensors' names; there must be one response."""
         model = self._model(request)
-        call = _generate_request(await read_json(request), model)
+        call = await _generate_request(request, model)
         response = await until_disconnected(request, self._inference.one_response(call))
         return json_response(_told(response, model))
 
     async def generate_stream(self, request: Request) -> Response:
         """An event for each response."""
         model = self._model(request)
-        call = _generate_request(await read_json(request), model)
+        call = await _generate_request(request, model)
         call.may_have_many = True
         frames = self._frames(call, model)
         return EventStream(await until_disconnected(request, begun(frames)))
@@ -156,26 +167,42 @@ class HttpFront:
         return self._inference.find(**request.path_params)
 
 
-def _generate_request(body: Mapping[str, Any], model: Model) -> InferRequest:
+async def _generate_request(request: Request, model: Model) -> InferRequest:
+    body = await read_json(request)
+    is_large = int(request.headers.get("content-length", _LARGE)) >= _LARGE
+    read = functools.partial(_read_generate, body, model)
+    return await beside(read) if is_large else read()
+
+
+def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
     """The keys that are no inputs are parameters of the request, as Triton takes them; and what is
-    among `parameters`, but is an input, is one. Null is absent.
+    among `parameters`, but is an input, is one. Null is absent. Other keys are not read.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    request_id, parameters = given.get("id", ""), given.get("parameters", {})
-    if not isinstance(request_id, (str, int)) or isinstance(request_id, bool):
-        raise invalid("id", f"id = {shown(request_id)} is no text")
+    parameters = body.get("parameters")
+    parameters = {} if parameters is None else parameters
     if not isinstance(parameters, dict):
-        raise invalid("parameters", f"parameters = {shown(parameters)} is no JSON object")
+        raise invalid("parameters", f"parameters = {shown(parameters)} must be a JSON object")
+    request_id = body.get("id")
+    request_id = "" if request_id is None else request_id
+    if not isinstance(request_id, (str, int)) or isinstance(request_id, bool):
+        raise invalid("id", f"id = {shown(request_id)} must be a text")
+
+    def given(names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        for name in names:
+            value = body.get(name)
+            value = parameters.get(name) if value is None else value
+            if value is not None:
+                yield name, value
+
     inputs = {}
-    for name, value in {**parameters, **given}.items():
-        if name in model.inputs and value is not None:
-            datatype = model.inputs[name].datatype
-            shape = (1, *(shape_of(name, value) or (1,)))
-            inputs[name] = InputTensor(datatype, from_values(name, datatype, shape, value))
+    for name, value in given(model.inputs):
+        datatype, shape = model.inputs[name].datatype, model.reader.shape_of(name, value)
+        shape = (1, *(shape or (1,)))
+        model.reader.check(name, datatype, shape)
+        inputs[name] = InputTensor(datatype, from_values(name, datatype, shape, value))
     if not inputs:
         raise invalid(None, f"no input of model {shown(model.name)} is given")
-    named: dict[str, Any] = {name: given[name] for name in _NAMED if name in given}
-    return InferRequest(model.name, inputs, VERSION, str(request_id), None, {**parameters, **named})
+    return InferRequest(model.name, inputs, VERSION, str(request_id), None, dict(given(PARAMETERS)))
 
 
 def _told(response: InferResponse, model: Model) -> dict[str, Any]:

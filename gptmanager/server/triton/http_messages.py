@@ -3,63 +3,83 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
 
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.errors import ApiError
+from gptmanager.server.json_text import parse_json
 from gptmanager.server.triton.datatypes import from_bytes, from_values, to_bytes, to_values
 from gptmanager.server.triton.errors import invalid, unsupported
-from gptmanager.server.triton.inference import VERSION, Model
-from gptmanager.server.triton.messages import InferRequest, InferResponse, InputTensor
+from gptmanager.server.triton.inference import VERSION, Model, check_outputs
+from gptmanager.server.triton.messages import (
+    PARAMETERS,
+    InferRequest,
+    InferResponse,
+    InputTensor,
+)
 
 HEADER = "inference-header-content-length"  # bytes of JSON before the tensors
+# bytes that a packed body may unpack to, and more for each of its own
+_UNPACKED, _UNPACKED_OF_EACH = 16 << 20, 4
+_MOST_DIMS = 8
 
 
 def unpacked(body: bytes, encoding: str, limit: int) -> bytes:
-    """A body as it was before `Content-Encoding`; at most `limit` bytes of it."""
+    """Return a body as it was before `Content-Encoding`. ApiError 413 for more than `limit` bytes,
+    and for many more than the client has sent: a thousandfold costs it nothing.
+    """
     if encoding in ("", "identity"):
         return body
     if encoding not in ("gzip", "deflate"):
         raise ApiError(400, f"Content-Encoding {shown(encoding)} is none of gzip, deflate")
+    limit = min(limit, _UNPACKED + _UNPACKED_OF_EACH * len(body))
     reader = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either
     try:
         found = reader.decompress(body, limit + 1)
     except zlib.error as error:
         raise ApiError(400, f"the body is no {encoding}: {error}") from None
     if len(found) > limit:
-        raise ApiError(413, f"the body has more bytes than --max-body-bytes = {limit}")
+        raise ApiError(
+            413,
+            f"the body of {len(body)} bytes unpacks to more than {limit} bytes, which are allowed "
+            "for so few, or by --max-body-bytes",
+        )
     if not reader.eof:
         raise ApiError(400, f"the body is no {encoding}: its end is missing")
     return found
 
 
 def read_request(
-    body: bytes, header_length: str | None, name: str, version: str
+    body: bytes, header_length: str | None, model: Model
 ) -> tuple[InferRequest, set[str] | None]:
-    """The call, and the outputs that are wanted as bytes (None: all). ApiError 400."""
+    """Return the call, and the outputs that are wanted as bytes (None: all). ApiError 400 for the
+    first thing that is wrong; nothing behind it is read.
+    """
     length = _header_length(header_length, len(body))
-    try:
-        given = orjson.loads(body[:length])
-    except orjson.JSONDecodeError as error:
-        raise invalid(None, f"failed to parse the request JSON: {error}") from None
-    fields = _Object("the request", given)
-    rest = _Rest(body[length:])
+    fields = _Object("the request", parse_json(body[:length]))
+    rest = _Rest(memoryview(body)[length:])
     inputs: dict[str, InputTensor] = {}
+    model.reader.check_number(fields.number("inputs"))
     for tensor in fields.objects("inputs"):
         one = tensor.text("name")
         if one in inputs:
             raise invalid(one, f"the input {shown(one)} is given twice")
-        inputs[one] = _input(tensor, one, rest)
+        inputs[one] = _input(tensor, one, rest, model)
     rest.check_end()
-    outputs, binary = _outputs(fields)
+    outputs, binary = _outputs(fields, model)
     parameters = fields.parameters()
     if parameters.get("binary_data_output") is True and not outputs:
         binary = None
     request = InferRequest(
-        name, inputs, version, fields.text("id", ""), outputs or None, parameters
+        model.name,
+        inputs,
+        VERSION,
+        fields.text("id", ""),
+        outputs or None,
+        {name: parameters[name] for name in PARAMETERS if name in parameters},
     )
     return request, binary
 
@@ -72,14 +92,15 @@ def _header_length(given: str | None, size: int) -> int:
     return int(given)
 
 
-def _input(tensor: _Object, name: str, rest: _Rest) -> InputTensor:
+def _input(tensor: _Object, name: str, rest: _Rest, model: Model) -> InputTensor:
     datatype, shape, parameters = tensor.text("datatype"), tensor.shape(), tensor.parameters()
     _check_parameters(name, parameters)
+    model.reader.check(name, datatype, shape)
     size = parameters.get("binary_data_size")
     if size is not None:
         if "data" in tensor.given:
             raise invalid(
-                name, f"input {shown(name)} has data and binary_data_size: one is possible"
+                name, f"input {shown(name)} has data and binary_data_size: pass one of them"
             )
         return InputTensor(datatype, from_bytes(name, datatype, shape, rest.take(name, size)))
     if "data" not in tensor.given:
@@ -87,9 +108,10 @@ def _input(tensor: _Object, name: str, rest: _Rest) -> InputTensor:
     return InputTensor(datatype, from_values(name, datatype, shape, tensor.given["data"]))
 
 
-def _outputs(fields: _Object) -> tuple[list[str], set[str] | None]:
+def _outputs(fields: _Object, model: Model) -> tuple[list[str], set[str] | None]:
     names, binary = [], set()
-    for tensor in fields.objects("outputs", ()):
+    check_outputs(fields.number("outputs", ()), model)
+    for tensor in fields.objects("outputs"):
         name, parameters = tensor.text("name"), tensor.parameters()
         _check_parameters(name, parameters)
         names.append(name)
@@ -108,11 +130,11 @@ def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
 class _Rest:
     """The bytes behind the JSON, tensor by tensor."""
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: memoryview) -> None:
         self._raw = raw
         self._at = 0
 
-    def take(self, name: str, size: Any) -> bytes:
+    def take(self, name: str, size: Any) -> memoryview:
         left = len(self._raw) - self._at
         if type(size) is not int or not 0 <= size <= left:
             raise invalid(
@@ -134,32 +156,47 @@ class _Object:
 
     def __init__(self, where: str, given: Any) -> None:
         if not isinstance(given, dict):
-            raise invalid(None, f"{where} = {shown(given)} is no JSON object")
+            raise invalid(None, f"{where} = {shown(given)} must be a JSON object")
         self.given = given
         self._where = where
 
     def text(self, key: str, absent: str | None = None) -> str:
         found = self.given.get(key, absent)
         if not isinstance(found, str):
-            raise invalid(key, f"{self._where}: {key} = {shown(found)} is no text")
+            raise invalid(key, f"{self._where}: {key} = {shown(found)} must be a text")
         return found
 
-    def objects(self, key: str, absent: Any = None) -> list[_Object]:
+    def number(self, key: str, absent: Any = None) -> int:
+        """Return how many objects `objects` has."""
         found = self.given.get(key, absent)
         if not isinstance(found, (list, tuple)):
-            raise invalid(key, f"{self._where}: {key} = {shown(found)} is no list")
-        return [_Object(f"{key}[{index}]", one) for index, one in enumerate(found)]
+            raise invalid(key, f"{self._where}: {key} = {shown(found)} must be a list")
+        return len(found)
+
+    def objects(self, key: str) -> Iterator[_Object]:
+        for index, one in enumerate(self.given.get(key, ())):
+            yield _Object(f"{key}[{index}]", one)
 
     def shape(self) -> list[int]:
         found = self.given.get("shape")
-        if not isinstance(found, list) or any(type(size) is not int for size in found):
-            raise invalid("shape", f"{self._where}: shape = {shown(found)} is no list of integers")
+        if (
+            not isinstance(found, list)
+            or len(found) > _MOST_DIMS
+            or any(type(size) is not int for size in found)
+        ):
+            raise invalid(
+                "shape",
+                f"{self._where}: shape = {shown(found)} must be a list of at most {_MOST_DIMS} "
+                "integers",
+            )
         return found
 
     def parameters(self) -> dict[str, Any]:
         found = self.given.get("parameters", {})
         if not isinstance(found, dict):
-            raise invalid("parameters", f"{self._where}: parameters = {shown(found)} is no object")
+            raise invalid(
+                "parameters", f"{self._where}: parameters = {shown(found)} must be an object"
+            )
         return found
 
 

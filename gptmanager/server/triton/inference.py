@@ -21,11 +21,11 @@ from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton.errors import invalid
-from gptmanager.server.triton.messages import InferRequest, InferResponse
+from gptmanager.server.triton.messages import MAX_ID, InferRequest, InferResponse
 from gptmanager.server.triton.statistics import ModelStatistics
-from gptmanager.server.triton.tensors import TensorSpec, read_rows
+from gptmanager.server.triton.tensors import InputReader, Sizes, TensorSpec
 from gptmanager.server.triton.text_model import TextModel
-from gptmanager.server.triton.token_model import Tensors, TokenModel, refused
+from gptmanager.server.triton.token_model import Tensors, TokenModel
 
 VERSION = "1"  # of each model
 
@@ -46,7 +46,9 @@ class Reply(Protocol):
 
 
 class Model(Protocol):
-    """`inputs`, `outputs`: its tensors by name. `needs_outputs`: those that a client must list."""
+    """`inputs`, `outputs`: its tensors by name; `reader` reads the inputs of a call.
+    `needs_outputs`: those that a client must list.
+    """
 
     @property
     def name(self) -> str: ...
@@ -59,6 +61,9 @@ class Model(Protocol):
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]: ...
+
+    @property
+    def reader(self) -> InputReader: ...
 
     @property
     def needs_outputs(self) -> Sequence[str]: ...
@@ -83,12 +88,13 @@ class Inference:
         return found
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        tokens = TokenModel(engine, settings)
+        self.most_rows = settings.concurrency
+        sizes = sizes_of(engine, settings)
+        tokens = TokenModel(engine, settings, sizes)
         self.models: dict[str, Model] = {tokens.name: tokens}
         if engine.card.tokenizer is not None:
             for name in ("ensemble", "tensorrt_llm_bls"):
-                self.models[name] = TextModel(name, engine, settings, tokens)
-        self.most_rows = settings.concurrency
+                self.models[name] = TextModel(name, engine, settings, tokens, sizes)
         self.statistics = {name: ModelStatistics(name, VERSION) for name in self.models}
         self._engine = engine
         self._running: dict[str, set[_Running]] = defaultdict(set)  # by the clients' ids
@@ -132,7 +138,8 @@ class Inference:
         """
         model = self.find(request.model_name, request.model_version)
         with self.statistics[model.name].call() as record:
-            rows = read_rows(model.name, model.inputs, request.inputs, self.most_rows)
+            _check_id(request.id)
+            rows = model.reader.rows(request.inputs)
             _check_outputs(request, model)
             record.num_rows, has_failed = len(rows), False
             if any(row.get("stop") for row in rows):
@@ -141,7 +148,7 @@ class Inference:
                 yield InferResponse(request, {}, True)
                 return
             with self._listed(request.id) as running:
-                replies = await _replies(request, model, rows)
+                replies = await self._replies(request, model, rows)
                 wanted = [_with_parameters(it.request, request.parameters) for _, it in replies]
                 async with self._engine.submit(wanted) as call:
                     running.begin(call)
@@ -157,7 +164,7 @@ class Inference:
     def _stop(self, request_id: str) -> None:
         """All calls of this id; none is no error, since it may have ended."""
         if not request_id:
-            raise refused("Cannot send stop request without specifying a request_id")
+            raise invalid("id", "Cannot send stop request without specifying a request_id")
         for running in self._running.get(request_id, ()):
             running.stop()
 
@@ -174,6 +181,31 @@ class Inference:
             self._running[request_id].discard(running)
             if not self._running[request_id]:
                 del self._running[request_id]
+
+    async def _replies(
+        self, request: InferRequest, model: Model, rows: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[int, Reply]]:
+        """Return them, each with the index of its row. ApiError as soon as they are too many."""
+        found: list[tuple[int, Reply]] = []
+        for index, row in enumerate(rows):
+            found += [(index, reply) for reply in await model.replies(row)]
+            self._engine.check_number(len(found))
+            _check_one(request, [reply for _, reply in found])
+        return found
+
+
+def sizes_of(engine: Engine, settings: ServerSettings) -> Sizes:
+    """Return how large the inputs of a call may be."""
+    card = engine.card
+    highest = settings.manager.params.peft_cache_manager_config.max_adapter_size
+    return Sizes(
+        rows=settings.concurrency,
+        prompt=card.max_model_len - 1,
+        vocabulary=card.vocab_size,
+        hidden=card.hidden_size,
+        adapter_rows=card.adapter_rows,
+        adapter_width=card.adapter_width * highest,
+    )
 
 
 class _Running:
@@ -192,17 +224,6 @@ class _Running:
         self._is_stopped = True
         if self._call is not None:
             self._call.cancel()
-
-
-async def _replies(
-    request: InferRequest, model: Model, rows: Sequence[Mapping[str, Any]]
-) -> list[tuple[int, Reply]]:
-    """Each with the index of its row."""
-    found: list[tuple[int, Reply]] = []
-    for index, row in enumerate(rows):
-        found += [(index, reply) for reply in await model.replies(row)]
-    _check_one(request, [reply for _, reply in found])
-    return found
 
 
 async def _outputs(
@@ -230,6 +251,20 @@ async def _outputs(
             yield tensors, num_left == 0 and position == len(found) - 1
 
 
+def _check_id(request_id: str) -> None:
+    if len(request_id) > MAX_ID:
+        raise invalid("id", f"id has {len(request_id)} characters, at most {MAX_ID} are allowed")
+
+
+def check_outputs(number: int, model: Model) -> None:
+    """ApiError for a call that asks for more outputs than the model has."""
+    if number > len(model.outputs):
+        raise invalid(
+            "outputs",
+            f"{number} outputs are asked for, model {shown(model.name)} has {len(model.outputs)}",
+        )
+
+
 def _check_outputs(request: InferRequest, model: Model) -> None:
     for name in request.outputs or ():
         if name not in model.outputs:
@@ -238,7 +273,7 @@ def _check_outputs(request: InferRequest, model: Model) -> None:
             )
     for name in model.needs_outputs:
         if request.outputs is not None and name not in request.outputs:
-            raise refused(f"{name} is missing among the outputs of the request")
+            raise invalid(name, f"{name} is missing among the outputs of the request")
 
 
 def _check_one(request: InferRequest, replies: Sequence[Reply]) -> None:

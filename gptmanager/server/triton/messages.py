@@ -11,6 +11,8 @@ import numpy as np
 from gptmanager.server.errors import ApiError
 
 Parameter = Union[bool, int, float, str]
+PARAMETERS = ("priority", "timeout")  # of a call; others have no effect and are not read
+MAX_ID = 1024  # characters of a call's id, which each of its responses repeats
 
 
 class InputTensor(NamedTuple):

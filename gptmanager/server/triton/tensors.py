@@ -1,31 +1,64 @@
-"""`TensorSpec`: a tensor that a model takes or gives. `read_rows`: a call's inputs, checked."""
+"""`TensorSpec`: a tensor that a model takes or gives. `InputReader`: a call's inputs, checked.
+
+Decides which tensors of a call are looked at: nothing of a tensor is read before its name, its
+datatype and its sizes are checked against limits that the client does not choose.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from gptmanager.callbacks.banned_texts import MAX_WORDS
 from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.errors import ApiError
 from gptmanager.server.triton.errors import invalid
 from gptmanager.server.triton.messages import InputTensor
 
 _FLOATS = ("FP16", "FP32", "BF16")
+MAX_STOPS = 64
+
+
+class Sizes(NamedTuple):
+    """The largest sizes of dimensions that are of use to one server. `rows`: of a batch; `prompt`:
+    tokens before the first new one; `hidden`: numbers of an embedding; `word_ids`: token ids of all
+    words of a list; `adapter_rows`, `adapter_width`: modules of an adapter, and numbers of each.
+    """
+
+    rows: int
+    prompt: int
+    vocabulary: int
+    hidden: int
+    adapter_rows: int
+    adapter_width: int
+    word_ids: int = 1 << 18
+    stop_words: int = MAX_STOPS
+    bad_words: int = MAX_WORDS
+    bias_words: int = MAX_WORDS
 
 
 class TensorSpec(NamedTuple):
-    """`dims`: without the batch, -1 for any size. `is_of_model`: in any float datatype."""
+    """`dims`: without the batch, -1 for any size up to a limit; `most` names the limit of each -1
+    of an input, a field of `Sizes`. `is_of_model`: in any float datatype.
+    """
 
     name: str
     datatype: str
     dims: tuple[int, ...] = (1,)
     is_optional: bool = True
     is_of_model: bool = False
+    most: tuple[str, ...] = ()
 
     @property
     def is_scalar(self) -> bool:
         return self.dims == (1,) and self.datatype != "BYTES"
+
+    def limits(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return the largest size of each dimension."""
+        most = iter(self.most)
+        return tuple(getattr(sizes, next(most)) if size < 0 else size for size in self.dims)
 
 
 def table(*rows: tuple[Any, ...]) -> dict[str, TensorSpec]:
@@ -34,63 +67,135 @@ def table(*rows: tuple[Any, ...]) -> dict[str, TensorSpec]:
     return {spec.name: spec for spec in specs}
 
 
-def read_rows(
-    model: str,
-    specs: Mapping[str, TensorSpec],
-    inputs: Mapping[str, InputTensor],
-    most_rows: int,
-) -> list[dict[str, Any]]:
-    """For each row of the batch its inputs by name: arrays without the batch dimension, and what
-    is a scalar as Python's. ApiError for an input that `specs` does not know, or that does not fit.
-    """
-    for name, tensor in inputs.items():
-        if name not in specs:
+def input_table(*rows: tuple[Any, ...]) -> dict[str, TensorSpec]:
+    """As `table`, of inputs. ValueError for a dimension without a limit."""
+    found = table(*rows)
+    for spec in found.values():
+        if spec.dims.count(-1) != len(spec.most) or not set(spec.most) <= set(Sizes._fields):
+            raise ValueError(f"input {spec.name}: each -1 of {spec.dims} needs a limit of Sizes")
+    return found
+
+
+class InputReader:
+    """Reads the inputs of calls of the model that clients call `model`."""
+
+    def __init__(self, model: str, specs: Mapping[str, TensorSpec], sizes: Sizes) -> None:
+        self.specs = specs
+        self._model = model
+        self._sizes = sizes
+
+    def check_number(self, number: int) -> None:
+        """ApiError for more tensors than the model has."""
+        if number > len(self.specs):
             raise invalid(
-                name, f"unexpected inference input {shown(name)} for model {shown(model)}"
+                "inputs",
+                f"{number} inputs are given for model {shown(self._model)}, it has "
+                f"{len(self.specs)}",
             )
-        _check(model, specs[name], tensor)
-    for spec in specs.values():
-        if not spec.is_optional and spec.name not in inputs:
+
+    def check(self, name: str, datatype: str, shape: Sequence[int]) -> None:
+        """ApiError for an input that the model does not know, or that does not fit; nothing of its
+        data is needed.
+        """
+        spec = self.specs.get(name)
+        if spec is None:
             raise invalid(
-                spec.name, f"input {shown(spec.name)} is missing for model {shown(model)}"
+                name, f"unexpected inference input {shown(name)} for model {shown(self._model)}"
             )
-    first, count = next((name, len(it.array)) for name, it in inputs.items())
-    for name, tensor in inputs.items():
-        if len(tensor.array) != count:
+        if datatype != spec.datatype and not (spec.is_of_model and datatype in _FLOATS):
             raise invalid(
                 name,
-                f"input {shown(name)} has batch size {len(tensor.array)} for model "
-                f"{shown(model)}, while {shown(first)} has {count}",
+                f"inference input {shown(name)} data-type is {shown(datatype)}, but model "
+                f"{shown(self._model)} expects '{spec.datatype}'",
             )
-    if not 1 <= count <= most_rows:
-        raise invalid(
+        fits = len(shape) == len(spec.dims) + 1 and all(
+            size in (-1, given) for size, given in zip(spec.dims, shape[1:], strict=True)
+        )
+        if not fits or min(shape) < 0:
+            raise self._misshapen(spec, shape)
+        if shape[0] > self._sizes.rows:
+            raise self._wrong_batch(shape[0])
+        for index, most in enumerate(spec.limits(self._sizes)):
+            if shape[index + 1] > most:
+                raise self._too_large(spec, shape)
+
+    def shape_of(self, name: str, value: Any) -> tuple[int, ...]:
+        """Return the shape of a row that JSON holds as lists in lists; one element stands for a
+        list of it. A list is not read if it is longer than the input may be.
+        """
+        spec, sizes, level = self.specs[name], [], [value]
+        for depth, most in enumerate(spec.limits(self._sizes)):
+            kinds = set(map(type, level))
+            if list not in kinds:
+                break
+            lengths = {len(one) for one in level if isinstance(one, list)}
+            if len(kinds) > 1 or len(lengths) > 1:
+                raise invalid(name, f"input {shown(name)} has lists of different lengths")
+            sizes.append(lengths.pop())
+            if spec.dims[depth] == -1 and sizes[-1] > most:
+                raise self._too_large(spec, [1, *sizes])
+            if sizes[-1] > most:
+                raise self._misshapen(spec, [1, *sizes])
+            level = [inner for one in level for inner in one]
+        if list in set(map(type, level)):
+            raise invalid(name, f"input {shown(name)} has lists deeper than {len(spec.dims)}")
+        return tuple(sizes)
+
+    def rows(self, inputs: Mapping[str, InputTensor]) -> list[dict[str, Any]]:
+        """Return for each row of the batch its inputs by name: arrays without the batch dimension,
+        and what is a scalar as Python's. The inputs have passed `check`. ApiError where one is
+        missing, or has another number of rows than the others.
+        """
+        for spec in self.specs.values():
+            if not spec.is_optional and spec.name not in inputs:
+                raise invalid(
+                    spec.name,
+                    f"input {shown(spec.name)} is missing for model {shown(self._model)}",
+                )
+        first, count = next((name, len(it.array)) for name, it in inputs.items())
+        for name, tensor in inputs.items():
+            if len(tensor.array) != count:
+                raise invalid(
+                    name,
+                    f"input {shown(name)} has batch size {len(tensor.array)} for model "
+                    f"{shown(self._model)}, while {shown(first)} has {count}",
+                )
+        if count < 1:
+            raise self._wrong_batch(count)
+        return [
+            {name: _of_row(self.specs[name], tensor.array[row]) for name, tensor in inputs.items()}
+            for row in range(count)
+        ]
+
+    def _misshapen(self, spec: TensorSpec, shape: Sequence[int]) -> ApiError:
+        return invalid(
+            spec.name,
+            f"unexpected shape for input {shown(spec.name)} for model {shown(self._model)}. "
+            f"Expected {[-1, *spec.dims]}, got {shown(list(shape))}",
+        )
+
+    def _too_large(self, spec: TensorSpec, shape: Sequence[int]) -> ApiError:
+        if spec.most == ("prompt",) and not spec.is_optional:
+            return prompt_too_long(shape[1], self._sizes.prompt)
+        limits = spec.limits(self._sizes)
+        return invalid(
+            spec.name,
+            f"unexpected shape for input {shown(spec.name)} for model {shown(self._model)}. "
+            f"Expected {[-1, *spec.dims]}, at most {[self._sizes.rows, *limits]}, got "
+            f"{shown(list(shape))}",
+        )
+
+    def _wrong_batch(self, size: int) -> ApiError:
+        return invalid(
             None,
-            f"inference request batch-size must be from 1 to {most_rows} for model "
-            f"{shown(model)}, it is {count}",
+            f"inference request batch-size must be from 1 to {self._sizes.rows} for model "
+            f"{shown(self._model)}, it is {size}",
         )
-    return [
-        {name: _of_row(specs[name], tensor.array[row]) for name, tensor in inputs.items()}
-        for row in range(count)
-    ]
 
 
-def _check(model: str, spec: TensorSpec, tensor: InputTensor) -> None:
-    if tensor.datatype != spec.datatype and not (spec.is_of_model and tensor.datatype in _FLOATS):
-        raise invalid(
-            spec.name,
-            f"inference input {shown(spec.name)} data-type is {shown(tensor.datatype)}, but model "
-            f"{shown(model)} expects '{spec.datatype}'",
-        )
-    shape = tensor.array.shape
-    fits = len(shape) == len(spec.dims) + 1 and all(
-        size in (-1, given) for size, given in zip(spec.dims, shape[1:], strict=True)
-    )
-    if not fits:
-        raise invalid(
-            spec.name,
-            f"unexpected shape for input {shown(spec.name)} for model {shown(model)}. "
-            f"Expected {[-1, *spec.dims]}, got {list(shape)}",
-        )
+def prompt_too_long(length: int | str, most: int) -> ApiError:
+    """A prompt that leaves no room for a new token, in the words of the C++ backend."""
+    return invalid("input_ids", f"Prompt length ({length}) exceeds maximum input length ({most}).")
 
 
 def _of_row(spec: TensorSpec, array: np.ndarray) -> Any:

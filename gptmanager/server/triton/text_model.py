@@ -5,31 +5,40 @@ As in Triton's model repository they are `tensorrt_llm` with a tokenizer before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gptmanager.callbacks import BannedTexts, GenerationPart
-from gptmanager.memory.checkpoint_files import shown
-from gptmanager.server.engine import Engine
+from gptmanager.callbacks.banned_texts import MAX_WORD_LETTERS
+from gptmanager.run.text_encoder import TextTooLongError
+from gptmanager.server.engine import Engine, beside
 from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.outputs import Ends, Output
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.triton.tensors import table
+from gptmanager.server.triton.errors import invalid
+from gptmanager.server.triton.tensors import (
+    InputReader,
+    Sizes,
+    input_table,
+    prompt_too_long,
+    table,
+)
 from gptmanager.server.triton.token_model import (
     LOG_PROBS_AND_LOGITS,
     Tensors,
     TokenModel,
     TokenReply,
-    refused,
 )
 
-INPUTS = table(
+INPUTS = input_table(
     ("text_input", "BYTES", (1,), False),
     ("max_tokens", "INT32", (1,), False),
     ("decoder_text_input", "BYTES"),
-    ("bad_words stop_words", "BYTES", (-1,)),
+    ("bad_words", "BYTES", (-1,), True, False, ("bad_words",)),
+    ("stop_words", "BYTES", (-1,), True, False, ("stop_words",)),
     ("end_id pad_id top_k", "INT32"),
     ("top_p temperature length_penalty", "FP32"),
     ("repetition_penalty presence_penalty frequency_penalty", "FP32"),
@@ -38,16 +47,16 @@ INPUTS = table(
     ("return_log_probs return_context_logits return_generation_logits", "BOOL"),
     ("beam_width num_return_sequences", "INT32"),
     ("stream exclude_input_in_output", "BOOL"),
-    ("prompt_embedding_table", "FP16", (-1, -1), True, True),
+    ("prompt_embedding_table", "FP16", (-1, -1), True, True, ("prompt", "hidden")),
     ("prompt_vocab_size", "INT32"),
     ("prompt_table_extra_id", "UINT64"),
-    ("embedding_bias_words", "BYTES", (-1,)),
-    ("embedding_bias_weights", "FP32", (-1,)),
+    ("embedding_bias_words", "BYTES", (-1,), True, False, ("bias_words",)),
+    ("embedding_bias_weights", "FP32", (-1,), True, False, ("bias_words",)),
     ("lora_task_id", "UINT64"),
-    ("lora_weights", "FP16", (-1, -1), True, True),
-    ("lora_config", "INT32", (-1, 3)),
+    ("lora_weights", "FP16", (-1, -1), True, True, ("adapter_rows", "adapter_width")),
+    ("lora_config", "INT32", (-1, 3), True, False, ("adapter_rows",)),
 )
-BLS_INPUTS = {**INPUTS, **table(("num_draft_tokens", "INT32"), ("use_draft_logits", "BOOL"))}
+BLS_INPUTS = {**INPUTS, **input_table(("num_draft_tokens", "INT32"), ("use_draft_logits", "BOOL"))}
 OUTPUTS = {**table(("text_output", "BYTES", (-1,))), **LOG_PROBS_AND_LOGITS}
 _RENAMED = {
     "max_tokens": "request_output_len",
@@ -55,13 +64,13 @@ _RENAMED = {
     "top_p": "runtime_top_p",
     "length_penalty": "len_penalty",
 }
+_BYTES_OF_LETTER = 4  # in UTF-8, at most
 _OWN = frozenset(
     ("text_input", "decoder_text_input", "bad_words", "stop_words", "stream")
     + ("prompt_table_extra_id", "embedding_bias_words", "embedding_bias_weights")
     + ("exclude_input_in_output", "num_draft_tokens", "use_draft_logits")
 )
-_MAX_STOPS, _MAX_BANNED = 64, 1024
-_MAX_WORD = 1 << 16  # characters
+_MAX_STOP_LETTERS = 1 << 16  # of one word
 
 
 class TextModel:
@@ -71,11 +80,17 @@ class TextModel:
     needs_outputs = ()
 
     def __init__(
-        self, name: str, engine: Engine, settings: ServerSettings, tokens: TokenModel
+        self,
+        name: str,
+        engine: Engine,
+        settings: ServerSettings,
+        tokens: TokenModel,
+        sizes: Sizes,
     ) -> None:
         self.name = name
         self.backend = "python" if name == "tensorrt_llm_bls" else "ensemble"
         self.inputs = BLS_INPUTS if name == "tensorrt_llm_bls" else INPUTS
+        self.reader = InputReader(name, self.inputs, sizes)
         self._engine = engine
         self._tokens = tokens
         self._excludes_input = settings.manager.params.exclude_input_in_output
@@ -86,15 +101,19 @@ class TextModel:
     async def replies(self, row: Mapping[str, Any]) -> list[TextReply]:
         """One for each sequence that the row asks for. ApiError: the row cannot be run."""
         _check(row)
-        text = _text("text_input", row["text_input"][0])
-        prompt = await self._engine.encode("text_input", text)
-        prompt = [*self._virtual_tokens(row), *prompt]
-        if not prompt:
-            raise refused("text_input has no tokens, at least 1 is needed")
-        stops = _words("stop_words", row, _MAX_STOPS)
-        width, streams = row.get("beam_width", 1), row.get("stream", False)
+        _, width = self._tokens.check_outputs(row)
+        virtual, streams = self._virtual_tokens(row), row.get("stream", False)
+        stops = _words("stop_words", row, _MAX_STOP_LETTERS)
+        banned = _words("bad_words", row, MAX_WORD_LETTERS)
         if stops and width > 1:
-            raise refused(f"stop_words with beam_width = {width}: a search is not ended by texts")
+            raise invalid(
+                "stop_words",
+                f"stop_words with beam_width = {width}: a search is not ended by texts",
+            )
+        text = _text("text_input", row["text_input"][0])
+        prompt = [*virtual, *await self._encode(text)]
+        if not prompt:
+            raise invalid("text_input", "text_input has no tokens, at least 1 is needed")
         tokens_row = {_RENAMED.get(key, key): row[key] for key in row.keys() - _OWN}
         tokens_row.update(
             input_ids=np.array(prompt, dtype=np.int32),
@@ -106,13 +125,12 @@ class TextModel:
         if "prompt_table_extra_id" in row:
             tokens_row["prompt_table_extra_ids"] = np.array([row["prompt_table_extra_id"]])
         if "embedding_bias_words" in row:
-            tokens_row["embedding_bias"] = self._bias(row)
-        banned = _words("bad_words", row, _MAX_BANNED)
+            tokens_row["embedding_bias"] = await beside(functools.partial(self._bias, row))
         before = "" if streams or row.get("exclude_input_in_output", self._excludes_input) else text
         replies = []
         for reply in await self._tokens.replies(tokens_row, output_len="max_tokens"):
             if banned:
-                reply.request.by_name["logits_post_processor"] = self._banned.bind(banned)
+                reply.request.by_name["logits_post_processor"] = self._ban(banned)
             ends = Ends(stops=stops)
             outputs = [Output(self._tokenizer, prompt, ends) for _ in range(reply.num_beams)]
             replies.append(TextReply(reply, outputs, before, streams))
@@ -122,25 +140,46 @@ class TextModel:
         """Those of a prompt table stand before the text."""
         if "prompt_embedding_table" not in row:
             return range(0)
-        first = self._engine.card.vocab_size
-        return range(
-            first, first + row.get("prompt_vocab_size", len(row["prompt_embedding_table"]))
-        )
+        first, most = self._engine.card.vocab_size, len(row["prompt_embedding_table"])
+        size = row.get("prompt_vocab_size", most)
+        if not 1 <= size <= most:
+            raise invalid(
+                "prompt_vocab_size",
+                f"prompt_vocab_size = {size} is outside 1..{most}, that of prompt_embedding_table",
+            )
+        return range(first, first + size)
+
+    async def _encode(self, text: str) -> list[int]:
+        try:
+            return await self._engine.encode("text_input", text)
+        except ApiError as error:
+            if not isinstance(error.__cause__, TextTooLongError):
+                raise
+            raise prompt_too_long(
+                f"at least {error.__cause__.num_tokens}", self._engine.card.max_model_len - 1
+            ) from error
+
+    def _ban(self, words: Sequence[str]) -> Any:
+        try:
+            return self._banned.bind(words)
+        except ValueError as error:
+            raise invalid("bad_words", f"bad_words: {error}") from None
 
     def _bias(self, row: Mapping[str, Any]) -> np.ndarray:
         """Each token of a word gets its weight: of the word at the start, and after a space."""
-        words, weights = row["embedding_bias_words"], row.get("embedding_bias_weights", ())
+        words = _words("embedding_bias_words", row, MAX_WORD_LETTERS, keeps_empty=True)
+        weights = row.get("embedding_bias_weights", ())
         if len(words) != len(weights):
-            raise refused(
+            raise invalid(
+                "embedding_bias_weights",
                 f"embedding_bias_words has {len(words)} words, and embedding_bias_weights "
-                f"{len(weights)} weights"
+                f"{len(weights)} weights",
             )
         bias = np.zeros(self._engine.card.vocab_size, dtype=np.float32)
-        for index, (raw, weight) in enumerate(zip(words, weights, strict=True)):
-            word = _text(f"embedding_bias_words[{index}]", raw)
-            ids: set[int] = set()
-            for text in (word, " " + word):
-                ids.update(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        texts = [text for word in words for text in (word, " " + word)]
+        found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        for at_start, after_space, weight in zip(found[::2], found[1::2], weights, strict=True):
+            ids = {*at_start.ids, *after_space.ids}
             bias[[token for token in ids if token < len(bias)]] += weight
         return bias
 
@@ -194,25 +233,35 @@ class TextReply:
 
 def _check(row: Mapping[str, Any]) -> None:
     if "decoder_text_input" in row:
-        raise refused("decoder_text_input is not supported: the model has no encoder")
+        raise invalid(
+            "decoder_text_input", "decoder_text_input is not supported: the model has no encoder"
+        )
     for name in ("num_draft_tokens", "use_draft_logits"):
         if row.get(name):
-            raise refused(f"{name} = {row[name]} is not supported: there is no draft model")
+            raise invalid(name, f"{name} = {row[name]} is not supported: there is no draft model")
 
 
 def _text(name: str, raw: bytes) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"{name} is no UTF-8: {error}", param=name) from None
+        told = f"{error.reason} at byte {error.start}"
+        raise invalid(name, f"{name} must be text in UTF-8: {told}") from None
 
 
-def _words(name: str, row: Mapping[str, Any], most: int) -> tuple[str, ...]:
-    """Without the empty ones, which clients send for none."""
-    given = [_text(f"{name}[{index}]", raw) for index, raw in enumerate(row.get(name, ()))]
-    if len(given) > most:
-        raise refused(f"{name} has {len(given)} words, {most} are allowed")
-    for index, word in enumerate(given):
-        if len(word) > _MAX_WORD:
-            raise refused(f"{name}[{index}] = {shown(word)} is longer than {_MAX_WORD} characters")
-    return tuple(word for word in given if word)
+def _words(
+    name: str, row: Mapping[str, Any], most_letters: int, *, keeps_empty: bool = False
+) -> tuple[str, ...]:
+    """Return the texts of an input; `InputReader` has bounded their number. Empty ones stand for
+    none, as clients send them, unless `keeps_empty`. ApiError for one of too many letters.
+    """
+    found = []
+    for index, raw in enumerate(row.get(name, ())):
+        where = f"{name}[{index}]"
+        word = "" if len(raw) > _BYTES_OF_LETTER * most_letters else _text(where, raw)
+        if len(word) > most_letters or (raw and not word):
+            given = f"{len(word)} letters" if word else f"{len(raw)} bytes"
+            raise invalid(name, f"{where} has {given}, at most {most_letters} letters are allowed")
+        if word or keeps_empty:
+            found.append(word)
+    return tuple(found)

@@ -5,6 +5,8 @@ Decides what its inputs mean to the engine, and what the tensors of its response
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,21 +15,29 @@ import numpy as np
 from gptmanager.callbacks import GenerationPart, GenerationResult
 from gptmanager.server.call import EngineRequest, check_in_time
 from gptmanager.server.engine import Engine
-from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.sampling import mixed_seed
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.triton.tensors import table
+from gptmanager.server.triton.errors import invalid
+from gptmanager.server.triton.tensors import (
+    InputReader,
+    Sizes,
+    input_table,
+    prompt_too_long,
+    table,
+)
+
+_logger = logging.getLogger(__name__)
 
 Tensors = dict[str, np.ndarray]
-
-INPUTS = table(
-    ("input_ids", "INT32", (-1,), False),
+_PROMPT = (True, False, ("prompt",))
+INPUTS = input_table(
+    ("input_ids", "INT32", (-1,), False, False, ("prompt",)),
     ("input_lengths", "INT32", (1,), False),
     ("request_output_len", "INT32", (1,), False),
-    ("decoder_input_ids", "INT32", (-1,)),
+    ("decoder_input_ids", "INT32", (-1,), *_PROMPT),
     ("decoder_input_lengths end_id pad_id", "INT32"),
-    ("stop_words_list bad_words_list", "INT32", (2, -1)),
-    ("embedding_bias", "FP32", (-1,)),
+    ("stop_words_list bad_words_list", "INT32", (2, -1), True, False, ("word_ids",)),
+    ("embedding_bias", "FP32", (-1,), True, False, ("vocabulary",)),
     ("beam_width num_return_sequences", "INT32"),
     ("temperature repetition_penalty presence_penalty frequency_penalty", "FP32"),
     ("runtime_top_k", "INT32"),
@@ -39,17 +49,17 @@ INPUTS = table(
     ("random_seed", "UINT64"),
     ("return_log_probs return_context_logits return_generation_logits", "BOOL"),
     ("stop streaming", "BOOL"),
-    ("prompt_embedding_table", "FP16", (-1, -1), True, True),
+    ("prompt_embedding_table", "FP16", (-1, -1), True, True, ("prompt", "hidden")),
     ("prompt_vocab_size", "INT32"),
-    ("prompt_table_extra_ids", "UINT64", (-1,)),
-    ("draft_input_ids", "INT32", (-1,)),
-    ("draft_logits", "FP32", (-1, -1)),
+    ("prompt_table_extra_ids", "UINT64", (-1,), *_PROMPT),
+    ("draft_input_ids", "INT32", (-1,), *_PROMPT),
+    ("draft_logits", "FP32", (-1, -1), True, False, ("prompt", "vocabulary")),
     ("draft_acceptance_threshold", "FP32"),
     ("lora_task_id", "UINT64"),
-    ("lora_weights", "FP16", (-1, -1), True, True),
-    ("lora_config", "INT32", (-1, 3)),
+    ("lora_weights", "FP16", (-1, -1), True, True, ("adapter_rows", "adapter_width")),
+    ("lora_config", "INT32", (-1, 3), True, False, ("adapter_rows",)),
     ("exclude_input_in_output", "BOOL"),
-    ("context_phase_params", "UINT8", (-1,)),
+    ("context_phase_params", "UINT8", (-1,), *_PROMPT),
 )
 LOG_PROBS_AND_LOGITS = table(
     ("cum_log_probs", "FP32", (-1,)),
@@ -93,7 +103,8 @@ class TokenModel:
     outputs = OUTPUTS
     needs_outputs = ("output_ids", "sequence_length")
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings, sizes: Sizes) -> None:
+        self.reader = InputReader(self.name, self.inputs, sizes)
         self._card = engine.card
         self._params = settings.manager.params
 
@@ -104,13 +115,12 @@ class TokenModel:
 
         `output_len`: what the client calls that input.
         """
-        count = row.get("num_return_sequences", 1)
-        width = row.get("beam_width", 1)
-        if not 1 <= count <= MAX_SEQUENCES:
-            raise refused(f"num_return_sequences = {count} is outside 1..{MAX_SEQUENCES}")
+        count, width = self.check_outputs(row)
         is_streaming = row.get("streaming", False)
         if is_streaming and width > 1:
-            raise refused(f"beam_width = {width} with streaming: only one beam can be streamed")
+            raise invalid(
+                "beam_width", f"beam_width = {width} with streaming: only one beam can be streamed"
+            )
         by_name = self._by_name(row)
         prompt = self._prompt(row)
         most = self._max_new_tokens(row, len(prompt), output_len)
@@ -133,37 +143,63 @@ class TokenModel:
             found.append(TokenReply(request, asked, index))
         return found
 
+    def check_outputs(self, row: Mapping[str, Any]) -> tuple[int, int]:
+        """Return how many sequences a row asks for, and the beams of each search. ApiError for more
+        than there may be; so this comes before anything is made for each of them.
+        """
+        count, width = row.get("num_return_sequences", 1), row.get("beam_width", 1)
+        most = self._card.max_beam_width
+        if not 1 <= width <= most:
+            raise invalid("beam_width", f"beam_width = {width} is outside 1..{most}")
+        limit, told = (MAX_SEQUENCES, "") if width == 1 else (width, ", the beam_width")
+        if not 1 <= count <= limit:
+            raise invalid(
+                "num_return_sequences",
+                f"num_return_sequences = {count} is outside 1..{limit}{told}",
+            )
+        return count, width
+
     def _prompt(self, row: Mapping[str, Any]) -> list[int]:
         ids, length = row["input_ids"], row["input_lengths"]
         if not 1 <= length <= len(ids):
-            raise refused(f"input_lengths = {length} is outside 1..{len(ids)}, that of input_ids")
+            raise invalid(
+                "input_lengths",
+                f"input_lengths = {length} is outside 1..{len(ids)}, that of input_ids",
+            )
         prompt: list[int] = ids[:length].tolist()
         return prompt
 
     def _max_new_tokens(self, row: Mapping[str, Any], length: int, name: str) -> int:
+        """Return how many tokens to generate: as many as are asked for, or as have room behind the
+        prompt and its drafts, as the C++ backend does it.
+        """
         most: int = row["request_output_len"]
         limit = self._card.max_model_len
         if most < 1:
-            raise refused(f"{name} = {most} must be at least 1")
-        if length + most > limit:
-            raise refused(
-                f"the prompt has {length} tokens and {name} is {most}: together {length + most}, "
-                f"the model takes {limit}"
+            raise invalid(name, f"{name} = {most} must be at least 1")
+        if length >= limit:
+            raise prompt_too_long(length, limit - 1)
+        room = max(limit - length - len(row.get("draft_input_ids", ())), 1)
+        if most > room:
+            _logger.warning(
+                "%s = %d lowered to %d: prompt of %d tokens, max_seq_len = %d",
+                *(name, most, room, length, limit),
             )
-        return most
+        return min(most, room)
 
     def _by_name(self, row: Mapping[str, Any]) -> dict[str, Any]:
         for name, idle in _WITHOUT_EFFECT.items():
             if name in row and not any(row[name] == value for value in idle):
                 told = f", but for {idle[0]:g}" if idle else ""
-                raise refused(f"{name} is not supported{told}")
+                raise invalid(name, f"{name} is not supported{told}")
         by_name = {name: row[name] for name in _SAME if name in row}
         by_name["include_stop_in_output"] = False
         by_name.setdefault("end_id", -1)  # and not the checkpoint's
         if "early_stopping" in row:
             by_name["early_stopping"] = int(row["early_stopping"])
         if "prompt_table_extra_ids" in row:  # who has others must not share cached blocks
-            by_name["cache_salt"] = str(row["prompt_table_extra_ids"].tolist())
+            ids = np.ascontiguousarray(row["prompt_table_extra_ids"], dtype=np.uint64)
+            by_name["cache_salt"] = f"table {hashlib.blake2b(ids.tobytes()).hexdigest()}"
         return by_name
 
 
@@ -196,7 +232,8 @@ class TokenReply:
         self._context_logits = np.zeros((1, 1, 1), dtype=np.float32)
         self._not_asked = {
             "cum_log_probs": np.zeros((1, 1), dtype=np.float32),
-            "output_log_probs": np.zeros((1, 1, len(request.tokens)), dtype=np.float32),
+            # one number, however long the prompt is
+            "output_log_probs": np.broadcast_to(np.float32(0), (1, 1, len(request.tokens))),
             "context_logits": self._context_logits,
             "generation_logits": np.zeros((1, 1, 1, 1), dtype=np.float32),
             "sequence_index": np.array([[index]], dtype=np.int32),
@@ -274,8 +311,3 @@ def _piece(
         return np.zeros(nothing, dtype=np.float32)
     found: np.ndarray = part.tensors[name][:, :, begin:end].numpy()
     return found
-
-
-def refused(message: str) -> ApiError:
-    """As the engine refuses a request: INTERNAL over gRPC, else a 400."""
-    return ApiError(400, message, code="InvalidRequestError")

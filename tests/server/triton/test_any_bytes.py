@@ -18,7 +18,7 @@ from gptmanager.server.triton.token_model import INPUTS, OUTPUTS
 pb = grpcclient.service_pb2
 CODES = grpc_package.StatusCode
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
-REFUSED = (CODES.INTERNAL, CODES.INVALID_ARGUMENT, CODES.NOT_FOUND, CODES.UNIMPLEMENTED)
+REFUSED = (CODES.INVALID_ARGUMENT, CODES.NOT_FOUND, CODES.UNIMPLEMENTED)
 MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
 NAMES = sorted({*INPUTS, *BLS_INPUTS})
 HEADER = "inference-header-content-length"

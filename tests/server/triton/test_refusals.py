@@ -42,22 +42,49 @@ def refused(stub, call):
     "values, code, told",
     [
         ({"stop_words_list": [[1]]}, CODES.INVALID_ARGUMENT, "Expected [-1, 2, -1], got [1, 1, 1]"),
-        ({"input_lengths": 0}, CODES.INTERNAL, "input_lengths = 0 is outside 1..5"),
-        ({"request_output_len": 0}, CODES.INTERNAL, "request_output_len = 0 must be at least 1"),
-        ({"request_output_len": 600}, CODES.INTERNAL, "together 605, the model takes 512"),
-        ({"input_ids": [1, 2, 3, 4, 640]}, CODES.INTERNAL, "input_ids[4] = 640"),
-        ({"temperature": -1.0}, CODES.INTERNAL, "temperature = -1"),
-        ({"beam_width": 99}, CODES.INTERNAL, "beam_width = 99"),
-        ({"beam_width": 2, "streaming": True}, CODES.INTERNAL, "only one beam can be streamed"),
-        ({"num_return_sequences": 0}, CODES.INTERNAL, "num_return_sequences = 0 is outside 1..128"),
-        ({"runtime_top_p_decay": 0.5}, CODES.INTERNAL, "runtime_top_p_decay is not supported, but"),
-        ({"beam_search_diversity_rate": 1.0}, CODES.INTERNAL, "diversity_rate is not supported"),
-        ({"decoder_input_ids": [1]}, CODES.INTERNAL, "decoder_input_ids is not supported"),
-        ({"context_phase_params": [1, 2]}, CODES.INTERNAL, "context_phase_params is not supported"),
-        ({"draft_acceptance_threshold": 0.5}, CODES.INTERNAL, "draft_acceptance_threshold is not"),
+        ({"input_lengths": 0}, CODES.INVALID_ARGUMENT, "input_lengths = 0 is outside 1..5"),
+        (
+            {"request_output_len": 0},
+            CODES.INVALID_ARGUMENT,
+            "request_output_len = 0 must be at least 1",
+        ),
+        ({"input_ids": [1, 2, 3, 4, 640]}, CODES.INVALID_ARGUMENT, "input_ids[4] = 640"),
+        ({"temperature": -1.0}, CODES.INVALID_ARGUMENT, "temperature = -1"),
+        ({"beam_width": 99}, CODES.INVALID_ARGUMENT, "beam_width = 99"),
+        (
+            {"beam_width": 2, "streaming": True},
+            CODES.INVALID_ARGUMENT,
+            "only one beam can be streamed",
+        ),
+        (
+            {"num_return_sequences": 0},
+            CODES.INVALID_ARGUMENT,
+            "num_return_sequences = 0 is outside 1..128",
+        ),
+        (
+            {"runtime_top_p_decay": 0.5},
+            CODES.INVALID_ARGUMENT,
+            "runtime_top_p_decay is not supported, but",
+        ),
+        (
+            {"beam_search_diversity_rate": 1.0},
+            CODES.INVALID_ARGUMENT,
+            "diversity_rate is not supported",
+        ),
+        ({"decoder_input_ids": [1]}, CODES.INVALID_ARGUMENT, "decoder_input_ids is not supported"),
+        (
+            {"context_phase_params": [1, 2]},
+            CODES.INVALID_ARGUMENT,
+            "context_phase_params is not supported",
+        ),
+        (
+            {"draft_acceptance_threshold": 0.5},
+            CODES.INVALID_ARGUMENT,
+            "draft_acceptance_threshold is not",
+        ),
         ({"streaming": True}, CODES.INVALID_ARGUMENT, "use ModelStreamInfer"),
         ({"num_return_sequences": 2}, CODES.INVALID_ARGUMENT, "use ModelStreamInfer"),
-        ({"lora_task_id": 404}, CODES.INTERNAL, "404"),
+        ({"lora_task_id": 404}, CODES.INVALID_ARGUMENT, "404"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -99,7 +126,7 @@ def test_messages_that_contradict_themselves(stub):
     )
     assert "raw_input_contents, one for each input, got 2" in wrong(fewer=2)[1]
     assert "has 0 elements in" in wrong(fewer=0)[1] or "elements, expected" in wrong(fewer=0)[1]
-    assert "unknown data-type 'INT9'" in wrong(datatype="INT9")[1]
+    assert "data-type is 'INT9', but model" in wrong(datatype="INT9")[1]
     assert "unexpected inference input 'a'" in wrong(name="a")[1]
     assert "'input_ids' is given twice" in wrong(twice=True)[1]
     assert wrong(region="r")[0] is wrong(classes=2)[0] is CODES.UNIMPLEMENTED
@@ -110,11 +137,11 @@ def test_messages_that_contradict_themselves(stub):
 @pytest.mark.parametrize(
     "shape, raw, told",
     [
-        ([1, 2**62], b"", "has shape"),
-        ([1, 2**30], b"", "expected 1073741824 string elements for input 'text_input', got 0"),
-        ([0, 2**62], b"", "has shape"),
-        ([2**31, 2**31, 2**31], b"", "has shape"),
-        ([1, 0], b"\1\0\0\0a", "expected 0 string elements for input 'text_input', got more"),
+        ([1, 2**62], b"", f"Expected [-1, 1], got [1, {2**62}]"),
+        ([1, 1], b"", "expected 1 string elements for input 'text_input', got 0"),
+        ([0, 2**62], b"", f"Expected [-1, 1], got [0, {2**62}]"),
+        ([2**31, 1], b"", "batch-size must be from 1 to 32 for model 'ensemble', it is 2147483648"),
+        ([0, 1], b"\1\0\0\0a", "expected 0 string elements for input 'text_input', got more"),
         ([1, 1], b"\0\0\0\0" * 9, "expected 1 string elements for input 'text_input', got more"),
         ([1, 1], b"\2\0\0\0a", "incomplete string data"),
         ([1, 1], b"\xff\xff\xff\xffa", "incomplete string data"),
@@ -216,7 +243,7 @@ def test_any_tensors_are_answered_or_refused(stub, server, expected, data):
         answer = stub.ModelInfer(call, timeout=20)
         assert answer.id == "x"
     except grpc_package.RpcError as error:
-        assert error.code() in (CODES.INTERNAL, CODES.INVALID_ARGUMENT), error
+        assert error.code() is CODES.INVALID_ARGUMENT, error
         assert error.details() and "Traceback" not in error.details()
         assert "the server failed" not in error.details()
 

@@ -105,7 +105,7 @@ def test_a_stop_of_nothing(grpc):
     assert answer.id == "nobody" and not answer.outputs
     with pytest.raises(InferenceServerException, match="without specifying a request_id") as error:
         grpc.infer("tensorrt_llm", inputs)
-    assert "INTERNAL" in error.value.status()
+    assert "INVALID_ARGUMENT" in error.value.status()
 
 
 def test_a_cancelled_stream_runs_on_for_nobody(grpc, server):

@@ -157,12 +157,11 @@ def test_a_prompt_table_stands_before_the_text(infer, server):
 @pytest.mark.parametrize(
     "wrong, told",
     [
-        ({"text_input": [b"\xff"]}, "text_input is no UTF-8"),
+        ({"text_input": [b"\xff"]}, "text_input must be text in UTF-8"),
         ({"text_input": [b""]}, "text_input has no tokens"),
         ({"max_tokens": 0}, "max_tokens = 0 must be at least 1"),
-        ({"max_tokens": 10**6}, "the model takes 512"),
         ({"decoder_text_input": [b"a"]}, "decoder_text_input is not supported"),
-        ({"stop_words": words(*"a" * 65)}, "stop_words has 65 words, 64 are allowed"),
+        ({"stop_words": words(*"a" * 65)}, r"at most \[32, 64\], got \[1, 65\]"),
         ({"stop_words": words("a"), "beam_width": 2}, "stop_words with beam_width = 2"),
         ({"top_p": 2.0}, "runtime_top_p = 2"),
     ],

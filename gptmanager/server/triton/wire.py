@@ -1,0 +1,95 @@
+"""The bytes of a gRPC message, looked at before protobuf makes objects of them.
+
+Two bytes of a message make an empty tensor, which takes a hundred in memory, so the number of its
+fields is limited. Numbers and texts take at most eight times their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+MAX_FIELDS = 4096  # of a call, and of its tensors
+MAX_SMALL = 1 << 16  # bytes of what is no tensor's data: names, shapes, parameters
+MAX_CONTENTS = 4 << 20  # bytes of typed contents; raw ones are read as they are
+_TENSORS = (5, 6)  # inputs and outputs of a ModelInferRequest
+_RAW = 7
+_CONTENTS = 5  # of an input
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+class _Field(NamedTuple):
+    """`begin` and `end`: where its content is, if it has a length."""
+
+    number: int
+    begin: int
+    end: int
+
+
+def wire_problem(message: bytes) -> str | None:
+    """Return what makes a ModelInferRequest too expensive to parse; None: nothing. Bytes that are
+    no message are the parser's to refuse.
+    """
+    num_fields = size_of_contents = 0
+    for field in _fields(message, 0, len(message)):
+        num_fields += 1
+        size = field.end - field.begin
+        if field.number in _TENSORS:
+            for inner in _fields(message, field.begin, field.end):
+                num_fields += 1
+                inner_size = inner.end - inner.begin
+                if inner.number == _CONTENTS:
+                    size_of_contents += inner_size
+                elif inner_size > MAX_SMALL:
+                    return _too_long(inner_size)
+                if num_fields > MAX_FIELDS:
+                    break
+        elif field.number != _RAW and size > MAX_SMALL:
+            return _too_long(size)
+        if num_fields > MAX_FIELDS:
+            return f"the message has more than {MAX_FIELDS} fields"
+        if size_of_contents > MAX_CONTENTS:
+            return (
+                f"the typed contents of the inputs have more than {MAX_CONTENTS} bytes: pass large "
+                "tensors as raw_input_contents"
+            )
+    return None
+
+
+def small_problem(message: bytes) -> str | None:
+    """As `wire_problem`, of a message that carries no tensors."""
+    return _too_long(len(message)) if len(message) > MAX_SMALL else None
+
+
+def _too_long(size: int) -> str:
+    return f"a field of the message has {size} bytes, at most {MAX_SMALL} are allowed"
+
+
+def _fields(message: bytes, at: int, end: int) -> Iterator[_Field]:
+    """Yield the fields between `at` and `end`, as far as they can be read."""
+    while at < end:
+        tag, at = _varint(message, at, end)
+        kind, size = tag & 7, 0
+        if kind == _VARINT:
+            _, at = _varint(message, at, end)
+        elif kind == _BYTES:
+            size, at = _varint(message, at, end)
+        elif kind == _FIXED64:
+            at += 8
+        elif kind == _FIXED32:
+            at += 4
+        if at + size > end:
+            return
+        yield _Field(tag >> 3, at, at + size)
+        at += size
+
+
+def _varint(message: bytes, at: int, end: int) -> tuple[int, int]:
+    """Return a number of up to ten bytes, and where the next one begins."""
+    found = 0
+    for index in range(min(10, end - at)):
+        byte = message[at + index]
+        found |= (byte & 127) << 7 * index
+        if byte < 128:
+            return found, at + index + 1
+    return 0, end + 1
