@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import struct
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from gptmanager.callbacks import RequestQueue, TokenDefaults, generate, load_tok
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
 from gptmanager.memory import weights
+from gptmanager.memory.checkpoint_files import shown
 from gptmanager.models import load_model
 
 SPARE_BYTES = 3 << 30  # of address space that a hostile checkpoint may take
@@ -629,3 +631,23 @@ def test_it_is_the_sound_one_that_is_mangled(folder: Path) -> None:
     assert model.spec.max_seq_len == 160
     save_file({"a": torch.ones(1)}, folder / "b.safetensors")  # what no index names is not read
     start(folder)
+
+
+@pytest.mark.parametrize(
+    "value, told",
+    [
+        ("x" * 10**6, r"'x{199}\.\.\. \(1000002 characters\)"),
+        ([0] * 10**6, r"\[0, 0, .*\.\.\.\] \(more than 100000 characters\)"),
+        ([["x" * 10**6] * 3], r"\[\['x.*\(more than 100000 characters\)"),
+        (dict.fromkeys(range(10**6)), r"\{0: None, .*\(more than 100000 characters\)"),
+        ([0] * 1000, r"\[0, 0, .*\.\.\. \(3000 characters\)"),
+    ],
+    ids=["text", "list", "texts", "object", "short list"],
+)
+def test_what_a_value_shows_in_an_error_is_cut_before_it_is_written(value, told):
+    tracemalloc.start()
+    found = shown(value)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert re.fullmatch(told, found) and len(found) < 300
+    assert peak < 1 << 20

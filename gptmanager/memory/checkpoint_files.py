@@ -20,6 +20,7 @@ _MAX_JSON_BYTES = 64 << 20
 _MAX_DEPTH = 64
 _TOO_DEEP = f"its values are nested deeper than {_MAX_DEPTH} levels"
 _MAX_SHOWN, _MAX_TOLD = 200, 500  # characters of a value in an error, of another error
+_MAX_WRITTEN = 100_000  # characters of a value that is written out before it is cut
 
 
 class _Short(reprlib.Repr):
@@ -42,11 +43,11 @@ def shown(value: Any) -> str:
     """Return a value as an error shows it. One that is long is cut before it is written out: what
     an error costs must not grow with what somebody has sent.
     """
-    if isinstance(value, (str, bytes)) and len(value) > _MAX_SHOWN:
-        start = value[:_MAX_SHOWN]
-        return f"{_written(start)[:_MAX_SHOWN]}... ({len(value)} characters)"
-    if _size(value, _MAX_SHOWN) > _MAX_SHOWN:
-        return _cut(_SHORT.repr(value), _MAX_SHOWN)
+    if isinstance(value, str) and len(value) > _MAX_WRITTEN:
+        start = _written(value[:_MAX_SHOWN])[:_MAX_SHOWN]
+        return f"{start}... ({len(value) + 2} characters)"
+    if _size(value, _MAX_WRITTEN) > _MAX_WRITTEN:
+        return f"{_SHORT.repr(value)[:_MAX_SHOWN]} (more than {_MAX_WRITTEN} characters)"
     return _cut(_written(value), _MAX_SHOWN)
 
 
