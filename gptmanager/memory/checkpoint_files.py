@@ -59,7 +59,7 @@ def _written(value: Any) -> str:
 
 
 def _size(value: Any, limit: int) -> int:
-    """Return how many letters and items are in a value, counted until they are more than `limit`."""
+    """Return how many letters and items a value has, counted until they are more than `limit`."""
     size, left = 0, [value]
     while left and size <= limit:
         one = left.pop()

@@ -23,8 +23,9 @@ _NFC = 9  # a text has at most as many times the bytes of its composed form
 
 
 class TextTooLongError(InvalidRequestError):
-    """A text has more bytes than the tokens of any request could hold. `num_tokens`: it has at least
-    as many; it was not encoded.
+    """A text has more bytes than the tokens of any request could hold, and was not encoded.
+
+    `num_tokens`: it has at least as many.
     """
 
     num_tokens = 0
