@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gptmanager.distribution import install_command
 from gptmanager.errors import CallbackError, ConfigError, response_text
 from gptmanager.host.rank_messages import pack_requests, unpack_requests
 from gptmanager.request.inference_request import InferenceRequest
@@ -82,6 +83,6 @@ def _world() -> Any:
         from mpi4py import MPI
     except ImportError as error:
         raise ConfigError(
-            "broadcast(transport='mpi') needs mpi4py: pip install 'gptmanager[mpi]', and an MPI"
+            f"broadcast(transport='mpi') needs mpi4py: {install_command('mpi')}, and an MPI"
         ) from error
     return MPI.COMM_WORLD

@@ -17,6 +17,7 @@ import gptmanager
 from gptmanager import GptManager, InferenceRequest, NamedTensor
 from gptmanager.callbacks.metric_counts import Histogram, IterationCounts, RequestCounts
 from gptmanager.callbacks.metric_names import METRIC, METRICS, TRITON, VLLM, checked_prefix
+from gptmanager.distribution import install_command
 from gptmanager.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -349,5 +350,5 @@ def _prometheus_client() -> Any:
         return importlib.import_module("prometheus_client")
     except ImportError as error:
         raise ConfigError(
-            "PrometheusSink needs prometheus_client: pip install 'gptmanager[server]'"
+            f"PrometheusSink needs prometheus_client: {install_command('metrics')}"
         ) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gptmanager.distribution import install_command
 from gptmanager.errors import ConfigError
 
 
@@ -16,8 +17,8 @@ def find_cupy() -> Any:
         import cupy
     except ImportError as error:
         raise ConfigError(
-            "device='cuda' needs CuPy: pip install 'gptmanager[cuda13]', or 'gptmanager[cuda12]' "
-            f"if the driver is older than CUDA 13 ({error})"
+            f"device='cuda' needs CuPy: {install_command('cuda13')}; if the driver is older than "
+            f"CUDA 13: {install_command('cuda12')} ({error})"
         ) from error
     try:
         cupy.cuda.runtime.getDeviceCount()  # raises where there is none, too

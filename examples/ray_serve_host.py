@@ -1,6 +1,6 @@
 """Replicas behind one address: a Ray Serve deployment. Each replica holds a manager.
 
-    pip install 'gptmanager[ray]'
+    pip install -e '.[ray]'      # in the folder of the checkout
     python examples/ray_serve_host.py [MODEL_FOLDER]
     curl -N localhost:8000 -d '{"prompt": "17 + 25 =", "max_new_tokens": 20}'
 

@@ -1,35 +1,36 @@
 """Run GPT-style models behind four callbacks: see `GptManager`."""
 
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING
 
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "setup.cfg").exists():  # a checkout: callbacks/ and cuda/ lie beside this folder
     __path__.append(str(_root))
 
-from gptmanager.config import (  # noqa: E402
-    CapacitySchedulerPolicy,
-    ContextChunkingPolicy,
-    FinishReason,
-    KvCacheConfig,
-    ModelType,
-    OptionalParams,
-    ParallelConfig,
-    PeftCacheManagerConfig,
-    PromptLookup,
-    SchedulerConfig,
-)
-from gptmanager.decoding.guided import GuidedDecoding  # noqa: E402
-from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor  # noqa: E402
-from gptmanager.lifecycle.state import Health, ManagerState  # noqa: E402
-from gptmanager.loop.responses import REQUEST_METRICS  # noqa: E402
-from gptmanager.manager.gpt_manager import GptManager  # noqa: E402
-from gptmanager.request.inference_request import (  # noqa: E402
-    InferenceRequest,
-    NamedTensor,
-    word_list,
-)
+from gptmanager.distribution import VERSION  # noqa: E402
+from gptmanager.lazy_names import lazy_names  # noqa: E402
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from gptmanager.config import (
+        CapacitySchedulerPolicy,
+        ContextChunkingPolicy,
+        FinishReason,
+        KvCacheConfig,
+        ModelType,
+        OptionalParams,
+        ParallelConfig,
+        PeftCacheManagerConfig,
+        PromptLookup,
+        SchedulerConfig,
+    )
+    from gptmanager.decoding.guided import GuidedDecoding
+    from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
+    from gptmanager.lifecycle.state import Health, ManagerState
+    from gptmanager.loop.responses import REQUEST_METRICS
+    from gptmanager.manager.gpt_manager import GptManager
+    from gptmanager.request.inference_request import InferenceRequest, NamedTensor, word_list
+
+__version__ = VERSION
 
 __all__ = [
     "REQUEST_METRICS",
@@ -52,3 +53,34 @@ __all__ = [
     "SchedulerConfig",
     "word_list",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "gptmanager.config": (
+            "CapacitySchedulerPolicy",
+            "ContextChunkingPolicy",
+            "FinishReason",
+            "KvCacheConfig",
+            "ModelType",
+            "OptionalParams",
+            "ParallelConfig",
+            "PeftCacheManagerConfig",
+            "PromptLookup",
+            "SchedulerConfig",
+        ),
+        "gptmanager.decoding.guided": ("GuidedDecoding",),
+        "gptmanager.decoding.raw_kernel": ("RawKernelLogitsPostProcessor",),
+        "gptmanager.lifecycle.state": (
+            "Health",
+            "ManagerState",
+        ),
+        "gptmanager.loop.responses": ("REQUEST_METRICS",),
+        "gptmanager.manager.gpt_manager": ("GptManager",),
+        "gptmanager.request.inference_request": (
+            "InferenceRequest",
+            "NamedTensor",
+            "word_list",
+        ),
+    },
+)

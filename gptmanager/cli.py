@@ -1,12 +1,14 @@
 """The command line: `gptmanager COMMAND`, also as `python -m gptmanager`.
 
-Lists the commands, and decides how each of them may end.
+Lists the commands, and decides how each of them may end. What a command runs is loaded when its
+arguments are read: neither `--help` nor `--version` needs torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import logging
 import signal
 import sys
@@ -14,10 +16,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-import torch
-
-from gptmanager import __version__, bench, picture, replay, run, server, simulator
+from gptmanager import __version__
+from gptmanager.bench.command import add_command as add_bench
 from gptmanager.errors import ConfigError, GptManagerError, RecordingError
+from gptmanager.lazy_names import named
+from gptmanager.picture.command import add_command as add_picture
+from gptmanager.replay.command import add_command as add_replay
+from gptmanager.run.command import add_command as add_run
+from gptmanager.server.command import add_command as add_serve
+from gptmanager.simulator.command import add_command as add_simulate
 from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.streams import flushed, open_closed_streams, tell
@@ -59,11 +66,11 @@ def _call(arguments: Sequence[str] | None) -> int:
     options.region = LiveRegion(sys.stderr)
     _start_log(options.region, options.verbose)
     if options.threads is not None:
-        torch.set_num_threads(options.threads)
+        importlib.import_module("torch").set_num_threads(options.threads)
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(options.region.clear)  # before anything is told
-            code: int = options.command(options)
+            code: int = named(options.command)(options)
         return code
     except BrokenPipeError:  # the reader has gone; nobody can be told
         return 1
@@ -116,8 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gptmanager {__version__}")
     parser.set_defaults(command=None, parser=parser, json=False, threads=None, verbose=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for part in (run, server, bench, replay, simulator, picture):
-        part.add_command(commands)
+    for add in (add_run, add_serve, add_bench, add_replay, add_simulate, add_picture):
+        add(commands)
     return parser
 
 

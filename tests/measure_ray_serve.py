@@ -1,6 +1,6 @@
 """What Ray Serve costs: requests a second and latencies of a manager alone, and of its replicas.
 
-python tests/measure_ray_serve.py      # with gptmanager[ray]; prints the table of docs/ranks.md
+python tests/measure_ray_serve.py      # with the extra `ray`; prints the table of docs/ranks.md
 """
 
 from __future__ import annotations

@@ -475,7 +475,7 @@ def test_no_error_ends_in_a_traceback(run, monkeypatch, error, code):
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr("gptmanager.run.command.serve_file", fail)
+    monkeypatch.setattr("gptmanager.run.main.serve_file", fail)
     outcome = run({"prompt": "Once"})
     assert outcome.code == code and "Traceback" not in outcome.err
     assert outcome.err.startswith("gptmanager: ")

@@ -29,6 +29,7 @@ from gptmanager import (
 from gptmanager.decoding.guided import Grammar
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
+from gptmanager.distribution import install_command
 from gptmanager.errors import ConfigError
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
@@ -388,7 +389,7 @@ def test_a_compilation_takes_no_time_of_others(monkeypatch):
 
 def test_llguidance_is_asked_for_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=r"pip install 'gptmanager\[guided\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("guided"))):
         GuidedDecoding(byte_tokenizer(), [END_ID])
 
 

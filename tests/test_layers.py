@@ -6,6 +6,7 @@ too. docs/architecture.md shows the packages in the same words.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from importlib.util import resolve_name
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 LAYERS = """
 errors                    every error, in one tree
+lazy_names                names of a package that are loaded when they are first used (no torch)
+distribution              the package as pip knows it (no torch)
 lifecycle/                a manager's states; its clock, log, latch and watchdog
     clock                 the system's clocks, whatever becomes of the module time (no torch)
     log                   the library's logger, for code that must go on (no torch)
@@ -315,7 +318,8 @@ testing/                  what hosts and researchers test with
     conformance           does a scheduler keep the rules?
 replay/                   runs a recorded run again, and finds the first difference
     replaying             a recorded run, once more, and where it goes another way
-    command               replay, on the command line
+    main                  replay, once its arguments are read
+    command               what replay accepts (no torch)
 simulator/                the real loop under a virtual clock, without a model
     load                  which requests arrive when, and how long they are
     known_outputs         what each step yields, of outputs that a load knows
@@ -325,7 +329,8 @@ simulator/                the real loop under a virtual clock, without a model
     simulation            a schedule without a model
     comparison            the manager that is simulated
     report                what simulate tells, for people and as JSON
-    command               simulate, on the command line
+    main                  simulate, once its arguments are read
+    command               what simulate accepts (no torch)
 picture/                  a schedule, drawn: SVG, a page to zoom into, a Perfetto trace
     trace                 what became of each request in each iteration (no torch)
     waiting               why the first that waits does (no torch)
@@ -338,9 +343,10 @@ picture/                  a schedule, drawn: SVG, a page to zoom into, a Perfett
     load                  batch, tokens and memory below
     drawing               a schedule, seen
     stages                who of a pipeline works on which micro batch when
-    page                  the picture as a page to zoom into
-    chrome_trace          the same for Perfetto
-    command               picture, on the command line
+    zoom_page             the picture as a page to zoom into
+    perfetto              the same for Perfetto
+    main                  picture, once its arguments are read
+    command               what picture accepts (no torch)
 run/                      a file of requests, run by a manager
     text_encoder          texts as token ids, and which are too long for any request
     adapter_folders       adapters that lines name by their folders
@@ -351,7 +357,8 @@ run/                      a file of requests, run by a manager
     follow                another rank's part in a command
     live_view             what a person sees while requests run
     watch                 a run, followed on the terminal's thread
-    command               run, on the command line
+    main                  run, once its arguments are read
+    command               what run accepts (no torch)
 server/                   a manager behind HTTP and gRPC
     access                who may reach a server, and with how much, checked
     settings              what a server is told, checked
@@ -414,8 +421,10 @@ server/                   a manager behind HTTP and gRPC
     app                   all endpoints as one application
     http_protocol         HTTP's bytes, within bounds (no torch)
     serving               a server from its settings to its end
-    command               serve, on the command line
+    main                  serve, once its arguments are read
+    command               what serve accepts (no torch)
 bench/                    measures speed, its own and that of other libraries
+    names                 names that arguments of benchmarks may have (no torch)
     timing                how long one call takes, and how much time is left
     roofline              what a device can do at best, and the floors of a model
     machine               what a figure was measured on
@@ -443,14 +452,17 @@ bench/                    measures speed, its own and that of other libraries
     workbench             device, model and manager of the end-to-end benchmark
     end_to_end            the end-to-end benchmark, part by part
     table                 reports as tables
-    command               bench, bench kernels and bench e2e, on the command line
-cli                       the command line
+    main                  bench, bench kernels and bench e2e, once their arguments are read
+    command               what those accept (no torch)
+cli                       the command line (no torch)
 __main__
 """
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("gptmanager", "callbacks", "cuda")
-Statement = ast.Import | ast.ImportFrom
+Statement = ast.Import | ast.ImportFrom | ast.Constant
+LATER = re.compile(r"gptmanager(\.\w+)+(:\w+)?")  # MODULE:NAME, or a module where one is loaded:
+LOADERS = {"lazy_names", "load_extra"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -482,17 +494,30 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def imports(node: ast.AST, in_function: bool = False) -> Iterator[tuple[Statement, bool]]:
-    """Every import below `node`, and whether it stands in a function."""
+def imports(
+    node: ast.AST, in_function: bool = False, loads: bool = False
+) -> Iterator[tuple[Statement, bool]]:
+    """Every import below `node`, and whether it stands in a function; a name in a string is
+    imported later, wherever it stands.
+    """
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, Statement):
+        if isinstance(child, ast.Constant):
+            text = str(child.value)
+            if LATER.fullmatch(text) and (loads or ":" in text):
+                yield child, False
+        elif isinstance(child, Statement):
             yield child, in_function
         else:
-            yield from imports(child, in_function or isinstance(child, FUNCTIONS))
+            loads_here = isinstance(child, ast.Call) and getattr(child.func, "id", "") in LOADERS
+            yield from imports(
+                child, in_function or isinstance(child, FUNCTIONS), loads or loads_here
+            )
 
 
 def targets(statement: Statement, package: str, known: dict[str, str]) -> list[str]:
     """What a statement imports; `from a import b` means a.b where that is a module."""
+    if isinstance(statement, ast.Constant):
+        return [statement.value.partition(":")[0]]
     if isinstance(statement, ast.Import):
         return [alias.name for alias in statement.names]
     source = resolve_name("." * statement.level + (statement.module or ""), package)
@@ -560,6 +585,12 @@ PLANTED = [
     ("gptmanager/high.py", "def f():\n    from .low import x", "imports low inside a function"),
     ("cuda/op.py", "def f():\n    import gptmanager.low", "imports low inside a function"),
     ("cuda/op.py", "import cupy", "imports cupy before a CUDA device is asked for"),
+    ("gptmanager/low.py", "x = 'gptmanager.high:main'", f"imports high, {ABOVE}"),
+    (
+        "gptmanager/high.py",
+        "lazy_names(x, {'gptmanager.lost': 1})",
+        "imports lost, which is not in",
+    ),
     ("gptmanager/low.py", "def f():\n    import torch", "imports torch, and its line says"),
 ]
 
@@ -582,7 +613,7 @@ def test_what_is_allowed_is_not_reported(tmp_path):
     (tmp_path / "gptmanager/pack/a.py").write_text("import torch\nfrom ..low import x\n")
     (tmp_path / "gptmanager/pack/__init__.py").write_text("from .a import x\n")
     (tmp_path / "gptmanager/high.py").write_text(
-        "from gptmanager import low, pack\nfrom gptmanager.pack import a\n"
+        "x = 'gptmanager.lost'\nfrom gptmanager import low, pack\nfrom gptmanager.pack import a\n"
         "def f():\n    import cupy\n    import transformers\n"
     )
 

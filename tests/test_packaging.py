@@ -4,6 +4,7 @@ import configparser
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from gptmanager import distribution
+from gptmanager.distribution import install_command
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {
@@ -99,7 +103,7 @@ def test_wheel_tells_its_command_version_and_licence(wheel):
         texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist()}
 
     assert "gptmanager = gptmanager.cli:main" in texts["entry_points.txt"]
-    assert {"Name: gptmanager", "License: Apache-2.0"} <= set(texts["METADATA"].splitlines())
+    assert {"Name: gptmanager-engine", "License: Apache-2.0"} <= set(texts["METADATA"].splitlines())
     assert texts["LICENSE"] == (ROOT / "LICENSE").read_text()
 
 
@@ -137,7 +141,8 @@ def test_mapped_packages_import(source, pip, wheel, tmp_path, installed, started
 def test_importing_the_library_imports_its_requirements_and_nothing_else():
     requirements = re.findall(r"^\w+", setup_cfg()["options"]["install_requires"], re.MULTILINE)
     new = run_code(
-        f"import sys, {', '.join(requirements)}; before = set(sys.modules); import gptmanager\n"
+        f"import sys, {', '.join(requirements)}; before = set(sys.modules)\n"
+        "from gptmanager import *\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "print(*sorted(new - sys.stdlib_module_names))",
         cwd=ROOT,
@@ -171,3 +176,72 @@ def test_no_file_of_cuda_has_a_name_of_nvidias():
 @pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is an extra, faked above")
 def test_cupy_imports_from_the_root():
     run_code("import cupy, gptmanager.cuda.device", cwd=ROOT, path=THIRD_PARTY)
+
+
+# Until the distribution is on a package index, its name there may be anybody's --------------------
+
+OURS = r"gptmanager(?:[-_]engine)?"
+FROM_AN_INDEX = re.compile(
+    rf"\b{OURS}\[[\w,-]+\](?! @)"  # gptmanager[server], but not `... @ file:///...`
+    rf"|\b(?:pip3?|pipx|uv|poetry|conda)\b[^\n`]*\b(?:install|add)\b[^\n`]*[ '\"]{OURS}"
+    r"(?=[ '\"`=<>~;.,)]|$)(?! @)",
+    re.MULTILINE,
+)
+
+
+def texts() -> dict[str, str]:
+    """Every text of the repository that a person may follow, by its path."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.split() or [str(it.relative_to(ROOT)) for it in ROOT.rglob("*.md")]
+    kinds = (".py", ".md", ".cfg", ".toml", ".html", ".yml", "Makefile", ".sh")
+    return {
+        name: (ROOT / name).read_text("utf-8")
+        for name in names
+        if name.endswith(kinds) and name != "tests/test_packaging.py" and (ROOT / name).exists()
+    }
+
+
+def test_no_text_installs_ours_from_an_index():
+    found = [
+        f"{name}: {hit[0]}"
+        for name, text in texts().items()
+        for hit in FROM_AN_INDEX.finditer(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("pip install gptmanager", True),
+        ("pip install 'gptmanager[server]'", True),
+        ("the extra gptmanager[ray]", True),
+        ("uv add gptmanager-engine", True),
+        ("pip install torch gptmanager==1", True),
+        ("pip install -e '.[server]'", False),
+        ("pip install dist/gptmanager_engine-0.1.0-py3-none-any.whl", False),
+        ("pip install 'dist/gptmanager_engine-0.1.0-py3-none-any.whl[server]'", False),
+        ("pip install 'gptmanager-engine[server] @ file:///x.whl'", False),
+        ("`pip install -e .` and then `gptmanager run`", False),
+    ],
+)
+def test_what_installs_from_an_index(text, is_found):
+    assert bool(FROM_AN_INDEX.search(text)) is is_found
+
+
+@pytest.mark.parametrize("extra", ["server", "triton", "guided", "metrics", "mpi", "cuda13", "ray"])
+def test_the_command_for_an_extra_installs_what_it_lists(monkeypatch, extra):
+    listed = setup_cfg()["options.extras_require"][extra]
+    wanted = [line for line in listed.split("\n") if line and not line.startswith("#")]
+    metadata = [f'{it}; extra == "{extra}"' for it in wanted]
+    metadata += ["torch>=2", 'other>=1; extra == "another"']
+    monkeypatch.setattr(distribution.metadata, "requires", lambda name: metadata)
+    assert shlex.split(install_command(extra)) == ["pip", "install", *wanted]
+
+
+def test_in_a_checkout_that_nobody_has_installed_the_command_names_the_checkout(monkeypatch):
+    def refuse(name):
+        raise distribution.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(distribution.metadata, "requires", refuse)
+    assert install_command("server") == f"pip install -e '{ROOT}[server]'"

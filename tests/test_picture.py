@@ -20,19 +20,20 @@ from gptmanager.assembly.blueprint import Blueprint, _scheduler
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.config import CapacitySchedulerPolicy, KvCacheConfig, SchedulerConfig
 from gptmanager.errors import ConfigError
+from gptmanager.lazy_names import named
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.picture import builder as builder_module
 from gptmanager.picture.builder import TraceBuilder
-from gptmanager.picture.chrome_trace import chrome_trace
 from gptmanager.picture.command import add_command
 from gptmanager.picture.drawing import draw, layout_of
 from gptmanager.picture.layout import PANEL
 from gptmanager.picture.observer import observe
-from gptmanager.picture.page import page
+from gptmanager.picture.perfetto import chrome_trace
 from gptmanager.picture.recorded import trace_of
 from gptmanager.picture.rows import DASHES
 from gptmanager.picture.svg import STYLE
 from gptmanager.picture.trace import Bounds, Phase, Reason, Span
+from gptmanager.picture.zoom_page import page
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.recording import read_recording
 from gptmanager.scheduler.waiting import Wait, WaitReason, untold
@@ -413,7 +414,7 @@ def picture(*arguments):
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
     options = parser.parse_args(["picture", *map(str, arguments)])
-    return options.command(options)
+    return named(options.command)(options)
 
 
 def test_the_command_writes_page_svg_and_trace(tmp_path, capsys):

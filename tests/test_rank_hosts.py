@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -407,11 +408,12 @@ def test_ranks_that_differ_end_with_the_same_sentence(monkeypatch, own, text):
 
 
 def test_another_version_is_a_difference(monkeypatch):
-    names = iter(["1.0", "1.1"])
-    monkeypatch.setattr(ranks.metadata, "version", lambda name: next(names))
+    versions = iter(["1.0", "1.1"])
+    platform = SimpleNamespace(python_version=lambda: next(versions))
+    monkeypatch.setattr(ranks, "platform", platform)
     first, second = start_all(monkeypatch, 2, new_hosts())
     assert str(first) == str(second)
-    assert "rank 1 differs from rank 0: version of gptmanager = '1." in str(first)
+    assert "rank 1 differs from rank 0: version of Python = '1." in str(first)
 
 
 def test_hosts_of_own_means_must_all_poll_or_none(monkeypatch):

@@ -24,9 +24,11 @@ from recorded_runs import (
 
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError, RecordingError
+from gptmanager.lazy_names import named
 from gptmanager.recorder.recording import End, RunEnd, read_recording
 from gptmanager.replay import completed, difference, replay
-from gptmanager.replay.command import add_command, imported
+from gptmanager.replay.command import add_command
+from gptmanager.replay.main import imported
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.testing import ScriptedModel
 
@@ -286,7 +288,7 @@ def command(arguments):
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers(required=True))
     options = parser.parse_args(arguments)
-    return options.command(options)
+    return named(options.command)(options)
 
 
 def test_the_command_says_that_all_is_well(run, tmp_path, capsys):

@@ -25,6 +25,7 @@ from recorded_runs import (
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, PromptLookup
 from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.errors import ConfigError, RecordingError, SchedulerError
+from gptmanager.lazy_names import named
 from gptmanager.loop.token_loop import LoopState
 from gptmanager.peft_cache import CacheSizes
 from gptmanager.recorder import Recorder
@@ -534,7 +535,7 @@ def command(*arguments):
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers(required=True))
     options = parser.parse_args(["simulate", *map(str, arguments)])
-    return options.command(options)
+    return named(options.command)(options)
 
 
 def test_the_command_prints_policies_side_by_side(capsys):

@@ -16,7 +16,6 @@ from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ import torch
 
 from gptmanager.assembly.sizing import Room, Sizes
 from gptmanager.config import ModelType, OptionalParams, ParallelConfig, SchedulerConfig
+from gptmanager.distribution import VERSION
 from gptmanager.errors import ConfigError, RankError, response_text
 from gptmanager.executor.rank_executor import RankPlace
 from gptmanager.lifecycle.latch import Latch
@@ -298,12 +298,8 @@ def _compare(links: Links, given: list[dict[str, Any]]) -> None:
 
 
 def _versions(params: OptionalParams) -> dict[str, Any]:
-    try:
-        own = metadata.version("gptmanager")
-    except metadata.PackageNotFoundError:  # a checkout that nobody has installed
-        own = "unknown"
     return {
-        "version of gptmanager": own,
+        "version of gptmanager": VERSION,
         "version of torch": torch.__version__,
         "version of Python": platform.python_version(),
         "kind of OptionalParams.device": (params.device or "cpu").partition(":")[0],

@@ -1,14 +1,18 @@
 """How fast it is: a load beside a peer on any machine, kernels and a whole model on one GPU."""
 
-from gptmanager.bench.command import add_command
-from gptmanager.bench.end_to_end import bench_end_to_end
-from gptmanager.bench.engine import Figures, run_manager
-from gptmanager.bench.kernels import KernelOptions, bench_kernels
-from gptmanager.bench.load import LLAMA_8B, SHAPES, SMALL_LLAMA, Load, random_llama
-from gptmanager.bench.throughput import BenchOptions, bench
-from gptmanager.bench.transformers_peer import TransformersPeer
-from gptmanager.bench.vllm_peer import VllmPeer
-from gptmanager.bench.workbench import EndToEndOptions
+from typing import TYPE_CHECKING
+
+from gptmanager.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from gptmanager.bench.end_to_end import bench_end_to_end
+    from gptmanager.bench.engine import Figures, run_manager
+    from gptmanager.bench.kernels import KernelOptions, bench_kernels
+    from gptmanager.bench.load import LLAMA_8B, SHAPES, SMALL_LLAMA, Load, random_llama
+    from gptmanager.bench.throughput import BenchOptions, bench
+    from gptmanager.bench.transformers_peer import TransformersPeer
+    from gptmanager.bench.vllm_peer import VllmPeer
+    from gptmanager.bench.workbench import EndToEndOptions
 
 __all__ = [
     "LLAMA_8B",
@@ -21,10 +25,38 @@ __all__ = [
     "Load",
     "TransformersPeer",
     "VllmPeer",
-    "add_command",
     "bench",
     "bench_end_to_end",
     "bench_kernels",
     "random_llama",
     "run_manager",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "gptmanager.bench.end_to_end": ("bench_end_to_end",),
+        "gptmanager.bench.engine": (
+            "Figures",
+            "run_manager",
+        ),
+        "gptmanager.bench.kernels": (
+            "KernelOptions",
+            "bench_kernels",
+        ),
+        "gptmanager.bench.load": (
+            "LLAMA_8B",
+            "Load",
+            "SHAPES",
+            "SMALL_LLAMA",
+            "random_llama",
+        ),
+        "gptmanager.bench.throughput": (
+            "BenchOptions",
+            "bench",
+        ),
+        "gptmanager.bench.transformers_peer": ("TransformersPeer",),
+        "gptmanager.bench.vllm_peer": ("VllmPeer",),
+        "gptmanager.bench.workbench": ("EndToEndOptions",),
+    },
+)

@@ -1,27 +1,11 @@
-"""The command `gptmanager bench`, and those below it, `kernels` and `e2e`."""
+"""What `gptmanager bench` accepts, and the commands below it, `kernels` and `e2e`."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import orjson
-
-from gptmanager.bench.end_to_end import PARTS, bench_end_to_end
-from gptmanager.bench.engine import Figures
-from gptmanager.bench.kernels import KernelOptions, bench_kernels
-from gptmanager.bench.load import SHAPES, Load
-from gptmanager.bench.table import end_to_end_table, kernel_table
-from gptmanager.bench.throughput import BenchOptions, bench
-from gptmanager.bench.workbench import CPU_SCALE, GPU_SCALE, ON_CPU, EndToEndOptions
-from gptmanager.errors import GptManagerError
-from gptmanager.run.follow import is_follower
+from gptmanager.bench.names import PARTS, SHAPE_NAMES
 from gptmanager.terminal.arguments import (
     device,
     minutes,
@@ -38,12 +22,8 @@ from gptmanager.terminal.options import (
     add_manager_options,
     add_model,
     add_parser,
-    manager_options,
 )
-from gptmanager.terminal.progress import ProgressBars
-from gptmanager.terminal.tables import Piece, print_report
 
-_Options = TypeVar("_Options", KernelOptions, EndToEndOptions)
 _HELP = """\
 Time a synthetic load: greedy requests of random tokens, submitted at once, that never end early.
 Without --model: random weights of a small Llama (hidden 256, 8 layers, vocabulary 4096), or of the
@@ -90,7 +70,7 @@ def add_command(commands: Any) -> None:
     parser = add_parser(
         commands,
         "bench",
-        _bench,
+        "gptmanager.bench.main:main",
         help="time a synthetic load, beside a peer",
         usage="gptmanager bench [kernels | e2e] [options]",
         description=_HELP,
@@ -99,7 +79,7 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     weights = parser.add_mutually_exclusive_group()
     add_model(weights)
-    weights.add_argument("--shape", choices=[*SHAPES], help="of random weights (default small)")
+    weights.add_argument("--shape", choices=SHAPE_NAMES, help="of random weights (default small)")
     add("--num-requests", type=positive, default=64, metavar="N", help="(default %(default)s)")
     lengths: dict[str, Any] = {"type": span, "metavar": "A:B"}
     add("--prompt-len", default=(16, 256), help="tokens, from A to B (default 16:256)", **lengths)
@@ -125,7 +105,7 @@ def _add_kernels(commands: Any) -> None:
     parser = add_parser(
         commands,
         "kernels",
-        _kernels,
+        "gptmanager.bench.main:kernels",
         help="time the CUDA kernels on one GPU",
         usage="gptmanager bench kernels [options]",
         description=_KERNELS_HELP,
@@ -142,7 +122,7 @@ def _add_end_to_end(commands: Any) -> None:
     parser = add_parser(
         commands,
         "e2e",
-        _end_to_end,
+        "gptmanager.bench.main:end_to_end",
         help="time a whole model on one GPU",
         usage="gptmanager bench e2e [options]",
         description=_E2E_HELP,
@@ -175,112 +155,3 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     told = "write the report as JSON to FILE, too: after each part the report so far"
     add("--output", type=writable, metavar="FILE", help=told)
-
-
-def _bench(options: argparse.Namespace) -> int:
-    bars = ProgressBars(options.region, patience_s=0)
-
-    def ran(name: str, figures: Figures) -> None:
-        options.region.write(f"{name:17} {figures.tokens_per_second:10,.1f} output tokens/s\n")
-
-    given = manager_options(options)
-    given.params.on_progress = bars.tell
-    report = bench(
-        BenchOptions(
-            model=options.model,
-            shape=options.shape,
-            load=Load(options.num_requests, options.prompt_len, options.output_len),
-            repeats=options.repeats,
-            peer=options.peer,
-            peer_python=options.peer_python,
-            adapters=options.adapters,
-            adapter_size=options.adapter_size,
-            params=given.params,
-            scheduler=given.scheduler,
-            model_type=given.model_type,
-        ),
-        on_start=partial(_tell_start, bars, "runs"),
-        on_run=ran,
-    )
-    bars.close()
-    if not is_follower(given.params):
-        print_report(report, as_json=options.json)
-    return 0
-
-
-def _kernels(options: argparse.Namespace) -> int:
-    bars = ProgressBars(options.region, patience_s=0)
-    report = bench_kernels(
-        _as(KernelOptions, options),
-        on_report=partial(_keep, options.output),
-        on_start=partial(_tell_start, bars, "cases"),
-    )
-    bars.close()
-    bad = {row["engines"]["gptmanager"]["status"] for row in report["kernels"]} - {"ok", "skipped"}
-    return _tell(options, report, kernel_table(report), is_right=not bad)
-
-
-def _end_to_end(options: argparse.Namespace) -> int:
-    scale = CPU_SCALE if options.device in ON_CPU else GPU_SCALE
-    given = {
-        name: getattr(options, name) for name in ("requests", "lengths", "batches", "contexts")
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    if "lengths" in given:
-        longest = options.lengths[1]
-        given["max_seq_len"] = max(scale.max_seq_len, 2 * longest)
-        given["max_num_tokens"] = max(scale.max_num_tokens, longest)
-    if "requests" in given:
-        given["peer_requests"] = min(scale.peer_requests, options.requests)
-    bars = ProgressBars(options.region, patience_s=0)
-    report = bench_end_to_end(
-        _as(
-            EndToEndOptions,
-            options,
-            scale=replace(scale, **given) if given else None,
-            ablations=tuple(dict.fromkeys(options.ablations or ())),
-        ),
-        on_report=partial(_keep, options.output),
-        on_start=partial(_tell_start, bars, "parts"),
-        on_progress=bars.tell,
-    )
-    bars.close()
-    parts = [report[name] for name in (*PARTS, "ablations") if name in report]
-    bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
-    return _tell(options, report, end_to_end_table(report), is_right=not bad)
-
-
-def _as(kind: Callable[..., _Options], options: argparse.Namespace, **others: Any) -> _Options:
-    """Options of a benchmark: `others`, and by name what the command line says."""
-    others["command"] = ("gptmanager", *sys.argv[1:])
-    names = inspect.signature(kind).parameters.keys() - others
-    return kind(**others, **{name: getattr(options, name) for name in names})
-
-
-def _tell(
-    options: argparse.Namespace,
-    report: Mapping[str, Any],
-    parts: Iterable[Piece],
-    *,
-    is_right: bool,
-) -> int:
-    _keep(options.output, report)
-    print_report(report, parts, as_json=options.json)
-    if report.get("interrupted"):
-        sys.stdout.flush()
-        raise KeyboardInterrupt
-    return 0 if is_right else 1
-
-
-def _tell_start(bars: ProgressBars, what: str, name: str, number: int, count: int) -> None:
-    """Shows which of them runs."""
-    bars.tell(what, number, count, f"{name}, {number + 1} of {count}")
-
-
-def _keep(output: Path | None, report: Mapping[str, Any]) -> None:
-    if output is None:
-        return
-    try:
-        output.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
-    except OSError as error:
-        raise GptManagerError(f"--output {output}: {error.strerror}") from error

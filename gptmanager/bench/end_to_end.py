@@ -19,6 +19,7 @@ import torch
 from gptmanager.bench.dense_reference import compare, why_not
 from gptmanager.bench.load import uniform_requests
 from gptmanager.bench.machine import find_gpu, header
+from gptmanager.bench.names import PARTS
 from gptmanager.bench.serving_parts import compare_policies, time_load, time_steps, trace_steps
 from gptmanager.bench.timing import Budget
 from gptmanager.bench.transformers_peer import TooSlow, TransformersPeer
@@ -26,7 +27,6 @@ from gptmanager.bench.workbench import ON_CPU, EndToEndOptions, Workbench
 from gptmanager.config import OptionalParams, ProgressCallback
 from gptmanager.errors import ConfigError
 
-PARTS = ("check", "steps", "load", "transformers", "saturated", "pressure")
 _LONG = ("saturated", "pressure")
 # what a manager does otherwise; run only where they are asked for
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gptmanager.bench.names import SHAPE_NAMES
 from gptmanager.errors import ConfigError
 from gptmanager.memory.checkpoint_files import check_file, read_object
 from gptmanager.models.fields import Fields
@@ -48,7 +49,9 @@ QWEN2_HALF_B: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
 }
-SHAPES: Mapping[str, Mapping[str, Any]] = {"small": SMALL_LLAMA, "qwen2-0.5b": QWEN2_HALF_B}
+SHAPES: Mapping[str, Mapping[str, Any]] = dict(
+    zip(SHAPE_NAMES, (SMALL_LLAMA, QWEN2_HALF_B), strict=True)
+)
 
 # what figures of one large GPU are compared on
 LLAMA_8B: dict[str, Any] = {

@@ -16,10 +16,11 @@ import torch
 
 from gptmanager.cuda.device import find_cupy
 from gptmanager.cuda.features import Features
+from gptmanager.distribution import DISTRIBUTION
 from gptmanager.errors import ConfigError
 
 REPORT_VERSION = 1
-_PACKAGES = ("gptmanager", "torch", "numpy", "numba", "cupy-cuda13x", "cupy-cuda12x",
+_PACKAGES = (DISTRIBUTION, "torch", "numpy", "numba", "cupy-cuda13x", "cupy-cuda12x",
              "flashinfer-python", "transformers")  # fmt: skip
 _SMI = {"driver_version": "driver_version", "clocks.max.sm": "clock", "power.limit": "power_limit"}
 

@@ -31,6 +31,7 @@ from gptmanager.decoding.grammar_matcher import (
 )
 from gptmanager.decoding.grammar_trial import GrammarTrial
 from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
+from gptmanager.distribution import install_command
 from gptmanager.errors import ConfigError, InvalidRequestError, LogitsError, RequestError
 from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.request.post_processor import BoundProcessor
@@ -73,7 +74,7 @@ class GuidedDecoding(RowProcessor):
             import llguidance
         except ImportError as error:
             raise ConfigError(
-                f"guided decoding needs llguidance: pip install 'gptmanager[guided]' ({error})"
+                f"guided decoding needs llguidance: {install_command('guided')} ({error})"
             ) from error
         self._llguidance: Any = llguidance
         try:

@@ -1,11 +1,27 @@
 """A schedule, seen: traces of what ran when, drawn as SVG, a page to zoom into, or for Perfetto."""
 
-from gptmanager.picture.chrome_trace import chrome_trace
-from gptmanager.picture.command import add_command
-from gptmanager.picture.drawing import draw
-from gptmanager.picture.observer import observe
-from gptmanager.picture.page import page
-from gptmanager.picture.recorded import trace_of
-from gptmanager.picture.trace import Trace
+from typing import TYPE_CHECKING
 
-__all__ = ["Trace", "add_command", "chrome_trace", "draw", "observe", "page", "trace_of"]
+from gptmanager.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from gptmanager.picture.drawing import draw
+    from gptmanager.picture.observer import observe
+    from gptmanager.picture.perfetto import chrome_trace
+    from gptmanager.picture.recorded import trace_of
+    from gptmanager.picture.trace import Trace
+    from gptmanager.picture.zoom_page import page
+
+__all__ = ["Trace", "chrome_trace", "draw", "observe", "page", "trace_of"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "gptmanager.picture.perfetto": ("chrome_trace",),
+        "gptmanager.picture.drawing": ("draw",),
+        "gptmanager.picture.observer": ("observe",),
+        "gptmanager.picture.zoom_page": ("page",),
+        "gptmanager.picture.recorded": ("trace_of",),
+        "gptmanager.picture.trace": ("Trace",),
+    },
+)

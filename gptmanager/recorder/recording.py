@@ -12,11 +12,11 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from typing import IO, Any, NamedTuple
 
 import orjson
 
+from gptmanager import distribution
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.errors import GptManagerError, RecordingError, response_text
 from gptmanager.lifecycle.log import logger
@@ -137,7 +137,7 @@ def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[st
         "kind": "header",
         "format": FORMAT,
         "version": VERSION,
-        "library": _library_version(),
+        "library": distribution.VERSION,
         "blueprint": legible(
             replace(
                 blueprint,
@@ -256,7 +256,7 @@ def _read_header(value: Mapping[str, Any], allowance: Allowance) -> tuple[Header
     version = value.get("version")
     if version not in (_ONE_PENDING, _ONE_END_ID, VERSION):
         raise RecordingError(
-            f"it has format version {reprlib.repr(version)}, this library ({_library_version()}) "
+            f"it has format version {reprlib.repr(version)}, this library ({distribution.VERSION}) "
             f"reads versions {_ONE_PENDING} to {VERSION}: look at it with the library that "
             f"wrote it ({reprlib.repr(value.get('library'))}), or record the run again"
         )
@@ -286,10 +286,3 @@ def _with_end_ids(params: dict[str, Any]) -> dict[str, Any]:
     """Sampling parameters as they are written today."""
     end_id = params.get("end_id", -1)
     return {**params, "end_ids": [] if end_id == -1 else [end_id]}
-
-
-def _library_version() -> str:
-    try:
-        return metadata.version("gptmanager")
-    except metadata.PackageNotFoundError:
-        return "unknown"

@@ -1,7 +1,22 @@
 """A recorded run, once more and without its model: where does it go another way?"""
 
-from gptmanager.recorder.difference import difference
-from gptmanager.replay.command import add_command
-from gptmanager.replay.replaying import completed, replay
+from typing import TYPE_CHECKING
 
-__all__ = ["add_command", "completed", "difference", "replay"]
+from gptmanager.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from gptmanager.recorder.difference import difference
+    from gptmanager.replay.replaying import completed, replay
+
+__all__ = ["completed", "difference", "replay"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "gptmanager.recorder.difference": ("difference",),
+        "gptmanager.replay.replaying": (
+            "completed",
+            "replay",
+        ),
+    },
+)

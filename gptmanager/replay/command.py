@@ -1,24 +1,11 @@
-"""The command `gptmanager replay`."""
+"""What `gptmanager replay` accepts."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import operator
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from gptmanager.errors import ConfigError, response_text
-from gptmanager.recorder.recording import read_recording
-from gptmanager.replay.replaying import replay
 from gptmanager.terminal.options import add_json, add_parser, add_scheduler, add_verbose
-from gptmanager.terminal.printable import printable_lines
-from gptmanager.terminal.progress import ProgressBars
 
 _HELP = """\
 Run a recording again without its model and compare every schedule.
@@ -33,7 +20,7 @@ def add_command(commands: Any) -> None:
     parser = add_parser(
         commands,
         "replay",
-        _replay,
+        "gptmanager.replay.main:main",
         help="run a recording again without its model, and compare",
         usage="gptmanager replay FILE [options]",
         description=_HELP,
@@ -43,66 +30,3 @@ def add_command(commands: Any) -> None:
     add_scheduler(parser, "the create_scheduler of a run that had one of its own")
     add_json(parser, "the report as JSON on stdout")
     add_verbose(parser, "loop")
-
-
-def _replay(options: argparse.Namespace) -> int:
-    recording = read_recording(options.recording)
-    bars = ProgressBars(options.region)
-
-    def track(iterations: Iterable[Any]) -> Iterator[Any]:
-        for number, iteration in enumerate(iterations):
-            bars.tell("iterations", number, len(recording.iterations))
-            yield iteration
-
-    report = replay(
-        recording,
-        create_scheduler=imported(options.scheduler) if options.scheduler else None,
-        track=track,
-    )
-    bars.close()
-    divergence = report.divergence
-    if options.json:
-        plain = None if divergence is None else divergence.plain()
-        result = {
-            "iterations": report.iterations,
-            "compared": report.compared,
-            "divergence": plain,
-            "broke_off": report.broke_off,
-        }
-        print(orjson.dumps(result).decode())
-    elif divergence is not None:
-        text = f"diverged after {report.iterations - 1} iterations\n{divergence}"
-        print(printable_lines(text))
-    else:
-        print(f"{report.iterations} iterations, {report.compared} compared: no divergence")
-        if report.broke_off:
-            text = f"the recorded run failed in the last one: {report.broke_off}"
-            print(printable_lines(text))
-    return 0 if divergence is None else 1
-
-
-def imported(name: str) -> Callable[..., Any]:
-    """The callable that `MODULE:NAME` names; raises ConfigError if there is none.
-
-    Modules of the current folder are found, as `python -m` finds them.
-    """
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise ConfigError(f"--scheduler {name}: expected MODULE:NAME, such as my_sched:make")
-    if (folder := os.getcwd()) not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        found = operator.attrgetter(attribute)(importlib.import_module(module))
-    except Exception as error:  # whatever the module does when it is imported
-        raise ConfigError(f"--scheduler {name}: {response_text(error)}") from error
-    if not callable(found):
-        raise ConfigError(f"--scheduler {name}: {found!r} is not callable")
-
-    def create(**options: Any) -> Any:
-        try:
-            return found(**options)
-        except Exception as error:  # whatever it was written for
-            raise ConfigError(f"--scheduler {name}: {response_text(error)}") from error
-
-    create.__qualname__ = getattr(found, "__qualname__", type(found).__name__)
-    return create

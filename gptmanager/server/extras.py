@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from gptmanager.distribution import install_command
 from gptmanager.errors import ConfigError
 
 _PACKAGES = {
@@ -21,6 +22,5 @@ def load_extra(extra: str, module: str) -> Any:
         if error.name is None or error.name.partition(".")[0] not in _PACKAGES[extra]:
             raise
         raise ConfigError(
-            f"gptmanager serve needs {error.name}, which is not installed: "
-            f"pip install 'gptmanager[{extra}]'"
+            f"gptmanager serve needs {error.name}, which is not installed: {install_command(extra)}"
         ) from error

@@ -1,11 +1,15 @@
 """A schedule without a model: the real loop under a virtual clock and a model of step costs."""
 
-from gptmanager.simulator.command import add_command
-from gptmanager.simulator.comparison import Machine, hypothetical, variant
-from gptmanager.simulator.cost_model import CostModel, fit
-from gptmanager.simulator.figures import Figures
-from gptmanager.simulator.load import Load, RecordedLoad, SyntheticLoad
-from gptmanager.simulator.simulation import World, simulate
+from typing import TYPE_CHECKING
+
+from gptmanager.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from gptmanager.simulator.comparison import Machine, hypothetical, variant
+    from gptmanager.simulator.cost_model import CostModel, fit
+    from gptmanager.simulator.figures import Figures
+    from gptmanager.simulator.load import Load, RecordedLoad, SyntheticLoad
+    from gptmanager.simulator.simulation import World, simulate
 
 __all__ = [
     "CostModel",
@@ -15,9 +19,33 @@ __all__ = [
     "RecordedLoad",
     "SyntheticLoad",
     "World",
-    "add_command",
     "fit",
     "hypothetical",
     "simulate",
     "variant",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "gptmanager.simulator.comparison": (
+            "Machine",
+            "hypothetical",
+            "variant",
+        ),
+        "gptmanager.simulator.cost_model": (
+            "CostModel",
+            "fit",
+        ),
+        "gptmanager.simulator.figures": ("Figures",),
+        "gptmanager.simulator.load": (
+            "Load",
+            "RecordedLoad",
+            "SyntheticLoad",
+        ),
+        "gptmanager.simulator.simulation": (
+            "World",
+            "simulate",
+        ),
+    },
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gptmanager.config import (
@@ -21,16 +20,15 @@ POLICIES = tuple(policy.name.lower() for policy in CapacitySchedulerPolicy)
 _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}
 
 
-def add_parser(
-    commands: Any, name: str, call: Callable[[argparse.Namespace], int], **texts: Any
-) -> argparse.ArgumentParser:
-    """A command below `commands`, which are of `add_subparsers`. `call` returns its exit status;
-    `texts`: help, usage, description and epilog, shown as they are.
+def add_parser(commands: Any, name: str, call: str, **texts: Any) -> argparse.ArgumentParser:
+    """Add a command below `commands`, which are of `add_subparsers`. `call` is the MODULE:NAME of
+    the function that runs it and returns its exit status: loaded then, not before. `texts`: help,
+    usage, description and epilog, shown as they are.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
-    nothing = LiveRegion(None)  # draws nothing; a caller of `call` may put its own there
+    nothing = LiveRegion(None)  # draws nothing; who runs the command may put its own there
     parser.set_defaults(command=call, parser=parser, region=nothing)
     return parser
 

@@ -17,6 +17,7 @@ from gptmanager.assembly.backend import DeviceBackend
 from gptmanager.cuda import emulator
 from gptmanager.cuda.launch import DeviceLauncher
 from gptmanager.decoding import raw_kernel
+from gptmanager.distribution import install_command
 from gptmanager.errors import ConfigError
 
 BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
@@ -73,7 +74,7 @@ def toolchain():
     except ConfigError as error:
         skip(str(error))
     if found.headers is None:
-        skip("the emulator needs NVIDIA's headers here: pip install 'gptmanager[test-cuda]'")
+        skip(f"the emulator needs NVIDIA's headers here: {install_command('test-cuda')}")
     return found
 
 

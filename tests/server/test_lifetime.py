@@ -18,8 +18,9 @@ from running_server import MODEL, settings_of, wait_for
 from starlette.routing import Route
 
 from gptmanager import ManagerState, cli
+from gptmanager.distribution import install_command
 from gptmanager.errors import ConfigError, ManagerDeadError, SchedulerError
-from gptmanager.server import app, command
+from gptmanager.server import app, main
 from gptmanager.server.call import EngineRequest
 from gptmanager.server.responses import DONE, EventStream, event
 from gptmanager.server.serving import address_of, bind, serve, welcome
@@ -163,12 +164,12 @@ def test_a_missing_model_is_one_sentence(capsys, tmp_path):
 @pytest.mark.parametrize("package", ["uvicorn", "starlette"])
 def test_a_missing_extra_is_one_sentence(capsys, monkeypatch, package):
     for name in [it for it in sys.modules if it.startswith(("gptmanager.server.", package))]:
-        if name not in ("gptmanager.server.command", "gptmanager.server.settings"):
+        if name not in ("gptmanager.server.main", "gptmanager.server.settings"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     code, error = told(capsys)
     assert code == 2 and error.count("\n") == 1
-    assert "pip install 'gptmanager[server]'" in error and package in error
+    assert install_command("server") in error and package in error
 
 
 def test_settings_are_checked_by_name():
@@ -192,11 +193,11 @@ def test_of_few_cores_one_is_left_to_others(monkeypatch, cores, threads, told, l
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if told is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", told)
-    monkeypatch.setattr(command, "num_cores", lambda: cores)
+    monkeypatch.setattr(main, "num_cores", lambda: cores)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        command.leave_a_core()
+        main.leave_a_core()
         assert torch.get_num_threads() == left
     finally:
         torch.set_num_threads(before)

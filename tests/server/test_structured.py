@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from gptmanager.callbacks import load_tokenizer
+from gptmanager.distribution import install_command
 from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.structured import OutputRule, StructuredOutputs, read_output_rule
 from gptmanager.server.openai.tools import HERMES, read_tools
@@ -144,7 +145,7 @@ def test_what_is_missing_is_named(monkeypatch):
     assert "no tokenizer" in refusal(StructuredOutputs(None, []), rule)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     without = StructuredOutputs(load_tokenizer("examples/tiny_llama"), [0])
-    assert "pip install 'gptmanager[guided]'" in refusal(without, rule)
+    assert install_command("guided") in refusal(without, rule)
     assert with_tools(without, None, "auto") is None
     with pytest.raises(ApiError, match="pip install"):
         with_tools(without, None, "required")

@@ -1,0 +1,33 @@
+"""Names of a package that are loaded when they are first used.
+
+A command's `--help` needs neither torch nor Numba, and packages that re-export would load both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of `package`; `homes`: module -> the names it defines."""
+    home_of = {name: home for home, names in homes.items() for name in names}
+
+    def load(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(home_of[name]), name)
+        setattr(sys.modules[package], name, value)  # once: from then on it is found at once
+        return value
+
+    return load, lambda: sorted({*vars(sys.modules[package]), *home_of})
+
+
+def named(name: str) -> Any:
+    """Return what `MODULE:NAME` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,67 @@
+"""`gptmanager picture` once its arguments are read: a recording as pictures."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gptmanager.errors import ConfigError
+from gptmanager.picture.drawing import draw
+from gptmanager.picture.perfetto import chrome_trace
+from gptmanager.picture.recorded import trace_of
+from gptmanager.picture.trace import Trace
+from gptmanager.picture.zoom_page import page
+from gptmanager.recorder.recording import located, read_recording
+from gptmanager.terminal.arguments import check_distinct
+from gptmanager.terminal.printable import printable
+from gptmanager.terminal.progress import ProgressBars
+
+
+def main(options: argparse.Namespace) -> int:
+    """Return the exit status."""
+    if options.output is None and options.chrome_trace is None:
+        raise ConfigError("nothing to do: give --output FILE or --chrome-trace FILE")
+    check_distinct(
+        {
+            "RECORDING": options.recording,
+            "--output": options.output,
+            "--chrome-trace": options.chrome_trace,
+        }
+    )
+    bars = ProgressBars(options.region)
+    bars.tell("steps", 0, 3, "reading")
+    recording = read_recording(options.recording)
+    bars.tell("steps", 1, 3, "following")
+    with located(str(options.recording)):
+        trace = trace_of(recording)
+    if options.iterations is not None:
+        trace = trace.window(*options.iterations)
+    if options.running:
+        trace = trace.without_idle()
+    if not trace.columns:
+        raise ConfigError(f"{options.recording} has no iteration to draw")
+    bars.tell("steps", 2, 3, "drawing")
+    written = _write(options, trace)
+    bars.close()
+    for path, size in written:
+        print(f"{printable(str(path))}  {size / 1024:.0f} KiB")
+    return 0
+
+
+def _write(options: argparse.Namespace, trace: Trace) -> list[tuple[Path, int]]:
+    """The files, with their sizes in bytes."""
+    contents: list[tuple[Path, bytes]] = []
+    output: Path | None = options.output
+    if output is not None:
+        title = printable(options.title or options.recording.name)
+        is_svg = options.svg or output.suffix == ".svg"
+        text = draw(trace, title) if is_svg else page(trace, title)
+        contents.append((output, text.encode()))
+    if options.chrome_trace is not None:
+        contents.append((options.chrome_trace, chrome_trace(trace)))
+    for path, content in contents:
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+    return [(path, len(content)) for path, content in contents]

@@ -1,0 +1,53 @@
+"""`gptmanager serve` once its arguments are read. What needs the extra is loaded here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+
+import torch
+
+from gptmanager.run.follow import follow, is_follower
+from gptmanager.server.extras import load_extra
+from gptmanager.server.settings import ServerSettings
+from gptmanager.terminal.options import manager_options
+from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.streams import tell
+
+_FEW_CORES = 4
+
+
+def leave_a_core() -> None:
+    """Of few cores, one is left to the event loop and to the clients on this machine: each product
+    waits for its slowest thread, so that one busy core would hold up all. Without effect where the
+    environment says how many threads compute, and where torch leaves a core itself.
+    """
+    cores, is_told = num_cores(), "OMP_NUM_THREADS" in os.environ
+    if not is_told and cores <= min(torch.get_num_threads(), _FEW_CORES):
+        torch.set_num_threads(max(cores - 1, 1))
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def main(options: argparse.Namespace) -> int:
+    """Return the exit status."""
+    if options.threads is None:
+        leave_a_core()
+    given = manager_options(options)
+    names = ServerSettings.__dataclass_fields__.keys() - {"manager"}
+    settings = ServerSettings(manager=given, **{name: getattr(options, name) for name in names})
+    if is_follower(given.params):
+        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when all end
+            signal.signal(number, signal.SIG_IGN)
+        model = settings.model, settings.params, given.scheduler, given.model_type
+        follow(*model, settings.max_beam_width)
+        return 0
+    given.params.on_progress = ProgressBars(options.region).tell
+    load_extra("server", "gptmanager.server.serving").serve(settings, tell)
+    return 0
