@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.distribution import install_command
+from gptmanager.environment.distribution import install_command
 from gptmanager.errors import CallbackError, ConfigError, response_text
 from gptmanager.host.rank_messages import pack_requests, unpack_requests
 from gptmanager.request.inference_request import InferenceRequest

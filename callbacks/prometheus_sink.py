@@ -17,7 +17,7 @@ import gptmanager
 from gptmanager import GptManager, InferenceRequest, NamedTensor
 from gptmanager.callbacks.metric_counts import Histogram, IterationCounts, RequestCounts
 from gptmanager.callbacks.metric_names import METRIC, METRICS, TRITON, VLLM, checked_prefix
-from gptmanager.distribution import install_command
+from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 
 if TYPE_CHECKING:

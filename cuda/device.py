@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gptmanager.distribution import install_command
+from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 
 

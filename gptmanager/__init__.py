@@ -7,8 +7,8 @@ _root = _Path(__file__).resolve().parent.parent
 if (_root / "setup.cfg").exists():  # a checkout: callbacks/ and cuda/ lie beside this folder
     __path__.append(str(_root))
 
-from gptmanager.distribution import VERSION  # noqa: E402
-from gptmanager.lazy_names import lazy_names  # noqa: E402
+from gptmanager.environment.distribution import VERSION  # noqa: E402
+from gptmanager.environment.lazy_names import lazy_names  # noqa: E402
 
 if TYPE_CHECKING:
     from gptmanager.config import (

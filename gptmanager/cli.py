@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from gptmanager import __version__
 from gptmanager.bench.command import add_command as add_bench
+from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError, GptManagerError, RecordingError
-from gptmanager.lazy_names import named
 from gptmanager.picture.command import add_command as add_picture
 from gptmanager.replay.command import add_command as add_replay
 from gptmanager.run.command import add_command as add_run

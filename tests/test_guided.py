@@ -29,7 +29,7 @@ from gptmanager import (
 from gptmanager.decoding.guided import Grammar
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
-from gptmanager.distribution import install_command
+from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay

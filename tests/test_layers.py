@@ -15,8 +15,9 @@ import pytest
 
 LAYERS = """
 errors                    every error, in one tree
-lazy_names                names of a package that are loaded when they are first used (no torch)
-distribution              the package as pip knows it (no torch)
+environment/              what the library runs in: its distribution, the limits of the machine
+    lazy_names            names of a package that are loaded when they are first used (no torch)
+    distribution          the package as pip knows it (no torch)
 lifecycle/                a manager's states; its clock, log, latch and watchdog
     clock                 the system's clocks, whatever becomes of the module time (no torch)
     log                   the library's logger, for code that must go on (no torch)

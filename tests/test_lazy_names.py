@@ -12,7 +12,7 @@ import pytest
 
 import gptmanager
 from gptmanager import cli
-from gptmanager.lazy_names import lazy_names, named
+from gptmanager.environment.lazy_names import lazy_names, named
 
 PACKAGES = ["gptmanager", *(f"gptmanager.{it}" for it in "bench picture replay simulator".split())]
 HEAVY = ("torch", "numba", "numpy", "tokenizers", "rich")

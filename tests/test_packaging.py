@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gptmanager import distribution
-from gptmanager.distribution import install_command
+from gptmanager.environment import distribution
+from gptmanager.environment.distribution import install_command
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {

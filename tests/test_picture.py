@@ -19,8 +19,8 @@ from gptmanager import InferenceRequest, ModelType, OptionalParams
 from gptmanager.assembly.blueprint import Blueprint, _scheduler
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.config import CapacitySchedulerPolicy, KvCacheConfig, SchedulerConfig
+from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError
-from gptmanager.lazy_names import named
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.picture import builder as builder_module
 from gptmanager.picture.builder import TraceBuilder

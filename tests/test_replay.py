@@ -23,8 +23,8 @@ from recorded_runs import (
 )
 
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
+from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError, RecordingError
-from gptmanager.lazy_names import named
 from gptmanager.recorder.recording import End, RunEnd, read_recording
 from gptmanager.replay import completed, difference, replay
 from gptmanager.replay.command import add_command

@@ -24,8 +24,8 @@ from recorded_runs import (
 
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, PromptLookup
 from gptmanager.assembly.adapter_sizing import AdapterSizes
+from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError, RecordingError, SchedulerError
-from gptmanager.lazy_names import named
 from gptmanager.loop.token_loop import LoopState
 from gptmanager.peft_cache import CacheSizes
 from gptmanager.recorder import Recorder

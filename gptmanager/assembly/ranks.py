@@ -24,7 +24,7 @@ import torch
 
 from gptmanager.assembly.sizing import Room, Sizes
 from gptmanager.config import ModelType, OptionalParams, ParallelConfig, SchedulerConfig
-from gptmanager.distribution import VERSION
+from gptmanager.environment.distribution import VERSION
 from gptmanager.errors import ConfigError, RankError, response_text
 from gptmanager.executor.rank_executor import RankPlace
 from gptmanager.lifecycle.latch import Latch

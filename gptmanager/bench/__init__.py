@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from gptmanager.lazy_names import lazy_names
+from gptmanager.environment.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from gptmanager.bench.end_to_end import bench_end_to_end

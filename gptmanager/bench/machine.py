@@ -16,7 +16,7 @@ import torch
 
 from gptmanager.cuda.device import find_cupy
 from gptmanager.cuda.features import Features
-from gptmanager.distribution import DISTRIBUTION
+from gptmanager.environment.distribution import DISTRIBUTION
 from gptmanager.errors import ConfigError
 
 REPORT_VERSION = 1

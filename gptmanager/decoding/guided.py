@@ -31,7 +31,7 @@ from gptmanager.decoding.grammar_matcher import (
 )
 from gptmanager.decoding.grammar_trial import GrammarTrial
 from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
-from gptmanager.distribution import install_command
+from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError, InvalidRequestError, LogitsError, RequestError
 from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.request.post_processor import BoundProcessor

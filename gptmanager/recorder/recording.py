@@ -16,8 +16,8 @@ from typing import IO, Any, NamedTuple
 
 import orjson
 
-from gptmanager import distribution
 from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.environment import distribution
 from gptmanager.errors import GptManagerError, RecordingError, response_text
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.token_loop import LoopState

@@ -17,7 +17,7 @@ from gptmanager.assembly.backend import DeviceBackend
 from gptmanager.cuda import emulator
 from gptmanager.cuda.launch import DeviceLauncher
 from gptmanager.decoding import raw_kernel
-from gptmanager.distribution import install_command
+from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 
 BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}

@@ -18,7 +18,7 @@ from running_server import MODEL, settings_of, wait_for
 from starlette.routing import Route
 
 from gptmanager import ManagerState, cli
-from gptmanager.distribution import install_command
+from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError, ManagerDeadError, SchedulerError
 from gptmanager.server import app, main
 from gptmanager.server.call import EngineRequest

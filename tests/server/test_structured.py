@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from gptmanager.callbacks import load_tokenizer
-from gptmanager.distribution import install_command
+from gptmanager.environment.distribution import install_command
 from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.structured import OutputRule, StructuredOutputs, read_output_rule
 from gptmanager.server.openai.tools import HERMES, read_tools

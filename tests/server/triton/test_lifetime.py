@@ -18,7 +18,7 @@ from triton_calls import inputs_of, prompt
 from tritonclient.utils import InferenceServerException
 
 from gptmanager import cli
-from gptmanager.distribution import install_command
+from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 from gptmanager.server.settings import ServerSettings
 

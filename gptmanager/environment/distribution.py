@@ -14,7 +14,7 @@ def install_command(extra: str) -> str:
     try:
         needed = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # a checkout that nobody has installed
-        return f"pip install -e '{Path(__file__).resolve().parent.parent}[{extra}]'"
+        return f"pip install -e '{Path(__file__).resolve().parents[2]}[{extra}]'"
     names = [line.partition(";") for line in needed]
     wanted = [name.strip() for name, _, when in names if f'extra == "{extra}"' in when]
     return " ".join(["pip install", *(f"'{name}'" for name in wanted)])

@@ -1,0 +1,1 @@
+"""What the library runs in: its distribution, modules that load late, limits of the machine."""
