@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import sys
 import threading
@@ -26,7 +27,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.decoding.guided import Grammar
+from gptmanager.decoding.grammar_masks import Grammar
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.environment.distribution import install_command
@@ -343,8 +344,9 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept():
     guided = GuidedDecoding(byte_tokenizer(), [END_ID], max_grammars=2)
     first = guided.json_schema(SCHEMA)
     assert guided.json_schema(dict(SCHEMA)).compiled is first.compiled
-    guided.regex("a")
-    guided.regex("b")
+    assert first.compiled.result()
+    for pattern in ("a", "b"):
+        guided.regex(pattern).compiled.result()
     assert guided.json_schema(SCHEMA).compiled is not first.compiled
 
 
@@ -352,10 +354,10 @@ def test_a_compilation_takes_no_time_of_others(monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     compile_it = GuidedDecoding._compile
 
-    def slowly(self, kind, grammar):
+    def slowly(self, kind, grammar, is_wanted):
         begun.set()
         assert go_on.wait(20)
-        return compile_it(self, kind, grammar)
+        return compile_it(self, kind, grammar, is_wanted)
 
     monkeypatch.setattr(GuidedDecoding, "_compile", slowly)
     guided = GuidedDecoding(byte_tokenizer(), [END_ID])
@@ -385,6 +387,24 @@ def test_a_compilation_takes_no_time_of_others(monkeypatch):
         go_on.set()
         assert not host.final(1).error
         assert byte_tokenizer().decode(host.output(1)) == "yes"
+
+
+def test_a_choice_of_many_texts_of_any_characters(guided):
+    chance = random.Random(3)
+    letters = [
+        chr(c)
+        for c in (*range(0x79), *range(0x7A, 0x300), 0x2028, 0xFEFF, 0xFFFF, 0x1F600, 0x10FFFF)
+    ]
+    options = ["".join(chance.choices(letters, k=20)) for _ in range(9000)]
+    options += [f"x{letter}" for letter in letters]
+    options += ["a" * length for length in range(10_000 - len(options))]
+    matcher = guided.choice(options).compiled.result()
+    assert len(options) == 10_000
+    for option in (options[8999], options[-1], *(f"x{letter}" for letter in letters)):
+        ids = guided._tokenizer.tokenize_str(option)
+        own = matcher.deep_copy()
+        assert own.try_consume_tokens(ids) == len(ids) and own.is_accepting(), option
+    assert not matcher.deep_copy().try_consume_tokens(guided._tokenizer.tokenize_str("y"))
 
 
 def test_llguidance_is_asked_for_by_name(monkeypatch):

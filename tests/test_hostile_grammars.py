@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import subprocess
+import threading
 import time
 
 import jsonschema
@@ -19,10 +21,17 @@ from test_guided import MODEL, asked
 
 from gptmanager import InferenceRequest
 from gptmanager.callbacks import load_guided_decoding
+from gptmanager.decoding.grammar_masks import GuidedSession, _Progress
 from gptmanager.decoding.grammar_matcher import readable_schema
-from gptmanager.decoding.grammar_trial import GrammarTrial
-from gptmanager.decoding.guided import GuidedDecoding, _Progress, _Session
-from gptmanager.errors import InvalidRequestError, LogitsError
+from gptmanager.decoding.grammar_trial import GrammarTrials
+from gptmanager.decoding.guided import GuidedDecoding
+from gptmanager.errors import CapacityError, InvalidRequestError, LogitsError
+from gptmanager.lifecycle.child_process import (
+    NoAnswerError,
+    NotStartedError,
+    RefusedError,
+    TooSlowError,
+)
 
 NUM_SCHEMAS = 40 * FUZZ
 ENDLESS = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}
@@ -57,7 +66,7 @@ def fault_of(guided, kind, argument):
         ("json_schema", {"items": {"exclusiveMinimum": 1e300}}, "exclusiveMinimum = 1e+300 is"),
         ("json_schema", {"const": 2**53 + 1}, "const holds 9007199254740993, which double"),
         ("json_schema", {"enum": ["a", {"b": [10**40]}]}, "enum holds 1000"),
-        ("json_schema", '{"type":"array","items":' * 10**5 + "{}" + "}" * 10**5, "too deeply"),
+        ("json_schema", '{"type":"array","items":' * 10**4 + "{}" + "}" * 10**4, "too deeply"),
         ("json_schema", '{"minimum": 1' + "0" * 5000 + "}", "json_schema: "),
         ("regex", r"[^\s\S]", "regex: no text fits the grammar"),
         ("regex", r"x[^\s\S]|[^\s\S]", "regex: no text fits the grammar"),
@@ -126,15 +135,31 @@ def test_bounds_that_are_no_doubles_are_narrowed(bounds, read):
 
 
 def test_one_that_compiles_for_ever_ends(tokenizer):
-    trial = GrammarTrial(tokenizer.to_str(), [0], timeout_s=1.0)
-    with pytest.raises(ValueError, match=r"more than 1 s \(compile_timeout_s\) to compile"):
-        trial.run("json_schema", json.dumps(ENDLESS))
+    trials = GrammarTrials(tokenizer.to_str(), [0], timeout_s=1.0)
+    with pytest.raises(TooSlowError, match=r"more than 1 s"):
+        trials.run("json_schema", json.dumps(ENDLESS))
+    guided = GuidedDecoding(tokenizer, [0], compile_timeout_s=1.0)
+    told = r"it takes more than 1 s to compile \(compile_timeout_s\)"
+    with pytest.raises(InvalidRequestError, match=told):
+        guided.json_schema(ENDLESS).compiled.result()
 
 
-def test_neighbors_go_on_while_a_grammar_compiles_for_ever(tokenizer):
+def recording_popen(processes):
+    """A `subprocess.Popen` that keeps those it starts."""
+
+    class Recorded(subprocess.Popen):
+        def __init__(self, *args, **keywords):
+            super().__init__(*args, **keywords)
+            processes.append(self)
+
+    return Recorded
+
+
+def test_neighbors_go_on_while_a_grammar_compiles_for_ever(tokenizer, monkeypatch):
     base = load_guided_decoding(MODEL)
     guided = GuidedDecoding(tokenizer, sorted(base.end_ids), compile_timeout_s=600.0)
-    guided.choice(["green"]).compiled.result()  # the process is there
+    processes = []
+    monkeypatch.setattr(subprocess, "Popen", recording_popen(processes))
     endless, blue = guided.json_schema(ENDLESS), guided.choice(["blue"])
     neighbors = {2, 3}
 
@@ -143,8 +168,8 @@ def test_neighbors_go_on_while_a_grammar_compiles_for_ever(tokenizer):
         if len(tokens[0]) == 25:
             assert not endless.compiled.done()
             while not endless.compiled.done():  # it may not have begun
-                if guided._trial._process is not None:
-                    guided._trial._process.kill()
+                for process in processes:
+                    process.kill()
                 time.sleep(0.2)
 
     last = InferenceRequest.from_tokens(2, [5] * 6, 20, logits_post_processor=ended)
@@ -163,24 +188,88 @@ def test_neighbors_go_on_while_a_grammar_compiles_for_ever(tokenizer):
     assert tokenizer.decode(host.output(4)) == "blue"  # it was compiled behind the other
 
 
-def test_one_that_takes_too_much_memory_ends_alone(tokenizer, guided):
-    trial = GrammarTrial(tokenizer.to_str(), [0], timeout_s=60.0, max_bytes=1 << 28)
-    with pytest.raises(ValueError, match="more than 268435456 bytes to compile"):
-        trial.run("lark", "start: /a{1000}/{100000}")
-    trial.run("regex", "a+")
-    first = trial._process
-    with pytest.raises(ValueError, match="unclosed group"):
-        trial.run("regex", "(")
-    assert trial._process is first
-    first.kill()
-    first.wait()
-    trial.run("regex", "b+")  # another process takes over
+def test_one_that_takes_too_much_memory_ends_alone(tokenizer, monkeypatch):
+    processes = []
+    monkeypatch.setattr(subprocess, "Popen", recording_popen(processes))
+    trials = GrammarTrials(tokenizer.to_str(), [0], timeout_s=60.0, max_bytes=1 << 28)
+    with pytest.raises(NoAnswerError, match="more than 268435456 bytes of memory"):
+        trials.run("lark", "start: /a{1000}/{100000}")
+    trials.run("regex", "a+")
+    with pytest.raises(RefusedError, match="unclosed group"):
+        trials.run("regex", "(")
+    assert len(processes) == 2
+    processes[-1].kill()
+    processes[-1].wait()
+    trials.run("regex", "b+")  # another process takes over
+    assert len(processes) == 3
 
 
-def test_without_another_process_grammars_go_untried(tokenizer, monkeypatch, caplog):
-    monkeypatch.setattr("sys.executable", "/nonexistent/python")
-    GrammarTrial(tokenizer.to_str(), [0], 1.0).run("regex", "(")
-    assert "grammars are compiled without a trial" in caplog.text
+@pytest.mark.parametrize("fault", [OSError(24, "Too many open files"), MemoryError()])
+def test_without_a_process_for_its_trial_a_grammar_is_refused(tokenizer, monkeypatch, fault):
+    """It might take all memory, or never compile. With the next one it is tried again."""
+
+    def refuse(*args, **keywords):
+        raise fault
+
+    guided = GuidedDecoding(tokenizer, [0])
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(NotStartedError, match="no process can be started"):
+            GrammarTrials(tokenizer.to_str(), [0], 1.0).run("regex", "(")
+        error = guided.regex("ab").compiled.exception()
+        assert isinstance(error, CapacityError)
+        assert str(error).startswith("logits_post_processor regex: no process can be started: ")
+    guided.regex("ab").compiled.result()
+
+
+def test_an_interpreter_that_ends_at_once_is_told(tokenizer, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(NotStartedError, match="no process can be started: it takes more than"):
+        GrammarTrials(tokenizer.to_str(), [0], 1.0).run("regex", "a")
+
+
+# Compilations that nobody wants ------------------------------------------------------------------
+
+
+def test_a_grammar_that_nobody_refers_to_is_not_compiled(tokenizer, monkeypatch):
+    tried, go_on = [], threading.Event()
+
+    def run(self, kind, text, is_wanted):
+        tried.append(text)
+        while is_wanted() and not go_on.wait(0.01):
+            pass
+        if not is_wanted():
+            raise NoAnswerError("it is not wanted any more")
+
+    monkeypatch.setattr(GrammarTrials, "run", run)
+    guided = GuidedDecoding(tokenizer, [0])
+    num_trials = guided._threads._max_workers
+    wanted = guided.regex("wanted")
+    running = [guided.regex(f"x{i}") for i in range(num_trials - 1)]
+    waiting = [guided.regex(f"y{i}") for i in range(50)]
+    also_wanted = guided.regex("also wanted")
+    del waiting  # before its turn
+    del running  # in its turn: that of the last one is now
+    while "also wanted" not in tried:
+        time.sleep(0.01)
+    go_on.set()
+    assert wanted.compiled.result() and also_wanted.compiled.result()
+    assert not any(text.startswith("y") for text in tried)
+
+
+def test_an_equal_grammar_that_waits_is_the_same(guided):
+    first, second = guided.regex("(a|b){3}c"), guided.regex("(a|b){3}c")
+    assert first.compiled is second.compiled
+    assert guided.regex("(a|b){3}c").compiled is first.compiled
+    assert first.compiled.result()
+
+
+def test_the_size_of_a_grammar_is_bounded(guided):
+    with pytest.raises(ValueError, match="options has 10001 texts, at most 10000 are allowed"):
+        guided.choice(["a"] * 10_001)
+    for make in (guided.regex, guided.lark, guided.json_schema):
+        with pytest.raises(ValueError, match="has 1048577 bytes, at most 1048576 are allowed"):
+            make("a" * (2**20 + 1))
 
 
 def test_a_mask_of_a_parser_that_has_failed_is_an_error(guided):
@@ -196,7 +285,7 @@ def test_a_mask_of_a_parser_that_has_failed_is_an_error(guided):
         def get_error(self):
             return "lexer error: too many expressions constructed"
 
-    session = _Session(64, frozenset([0]), None)
+    session = GuidedSession(64, frozenset([0]), None)
     masks = np.ones((1, 2), dtype=np.int32)
     with pytest.raises(LogitsError, match="generated token 4: lexer error: too many"):
         session._compute(masks, 0, -1, _Progress(Failed(), 3))

@@ -21,6 +21,8 @@ environment/              what the library runs in: its distribution, the limits
 lifecycle/                a manager's states; its clock, log, latch and watchdog
     clock                 the system's clocks, whatever becomes of the module time (no torch)
     log                   the library's logger, for code that must go on (no torch)
+    child_loop            answers questions in a process of its own (no torch)
+    child_process         asks them, bounded in time and memory (no torch)
     latch                 an event that signal handlers may wait for (no torch)
     watchdog              a callback that overstays its budget
     state                 the states of a manager, and its health
@@ -181,9 +183,10 @@ decoding/                 from logits to tokens, and to the end of an output
     rows                  what a step gives to logits post-processors
     stream_watch          who works on another stream than the model's
     logits                who is called for which rows, and what becomes of one that fails
-    grammar_matcher       a grammar compiled, and the program that does so on trial (no torch)
+    grammar_matcher       a grammar compiled, here or in a process of its own (no torch)
     grammar_trial         a grammar compiled in a process that may be ended (no torch)
-    guided                grammars as masks
+    grammar_masks         which tokens a grammar permits, as masks of logits
+    guided                grammars for a tokenizer, compiled in the background
     kernel_signature      what a kernel over rows is passed
     raw_kernel            a logits post-processor given as CUDA source
     random_numbers        functions of seed and position
@@ -382,7 +385,7 @@ server/                   a manager behind HTTP and gRPC
     health                whether the server lives, and takes requests
     live                  the live page of the server (no torch)
     models                the model and its adapters
-    openai.template_program  a chat template filled in, and the program that does so (no torch)
+    openai.template_program  a chat template filled in, here or in a process of its own (no torch)
     openai.templates      where chat templates are, and how one is filled in within bounds
     openai.messages       messages of a chat, as templates want them
     openai.tools          tools that a model may call, and what calls look like

@@ -1,11 +1,10 @@
-"""From the text of a grammar to llguidance's matcher; and the program of a trial of that.
+"""From the text of a grammar to llguidance's matcher.
 
 The matcher has bounds of 64 bits and constants of double precision for the numbers of a schema, and
 takes others for the nearest ones, so that what it permits would not fit the schema. Bounds are
 narrowed to what it can hold; what cannot be held is refused by name.
 
-As a program it imports nothing of this package, so that it starts in no time: it reads a line with
-the tokenizer, says "" when it is ready, and answers a line for each grammar: what is wrong with it.
+`answerer` is for a `ChildProcess`: with llguidance alone, it starts in no time.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import sys
+from collections.abc import Callable
 from typing import Any
 
 NO_TEXT = "no text fits the grammar"
@@ -160,35 +159,13 @@ def new_tokenizer(llguidance: Any, text: str, end_ids: list[int]) -> Any:
     return llguidance.LLTokenizer(text, eos_token=end_ids or None)
 
 
-def _bound_memory(max_bytes: int) -> None:
-    """Of what is taken from now on."""
-    try:
-        import resource
-
-        with open("/proc/self/statm") as file:
-            pages = int(file.read().split()[0])
-    except (ImportError, OSError):  # no Linux: time alone is bounded
-        return
-    most = pages * resource.getpagesize() + max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
-def _serve() -> None:
-    given = json.loads(sys.stdin.readline())
-    sys.path[:] = given["path"]
+def answerer(tokenizer: str, end_ids: list[int]) -> Callable[[list[str]], None]:
+    """The function that compiles grammars on trial, in a process of its own."""
     llguidance = importlib.import_module("llguidance")
-    tokenizer = new_tokenizer(llguidance, given["tokenizer"], given["end_ids"])
-    new_matcher(llguidance, tokenizer, "regex", "a")  # starts threads, which need room of their own
-    _bound_memory(given["max_bytes"])
-    print('""', flush=True)
-    for line in sys.stdin:
-        fault = ""
-        try:
-            new_matcher(llguidance, tokenizer, *json.loads(line))
-        except BaseException as error:  # noqa: B036 - a panic of llguidance, too
-            fault = str(error) or type(error).__name__
-        print(json.dumps(fault), flush=True)
+    made = new_tokenizer(llguidance, tokenizer, end_ids)
+    new_matcher(llguidance, made, "regex", "a")  # starts threads, which need memory of their own
 
+    def answer(question: list[str]) -> None:
+        new_matcher(llguidance, made, *question)
 
-if __name__ == "__main__":
-    _serve()
+    return answer

@@ -1,53 +1,43 @@
 """Guided decoding: output that fits a JSON schema, a regular expression, a choice, or a grammar.
 
-Decides which tokens may come next, and writes that into the logits; llguidance parses. Grammars
-are compiled in a thread of their own, and requests wait for theirs. Knows nothing of sampling: what
-comes of the logits afterwards is checked when it comes back as history.
+Grammars are compiled in threads of their own, on trial in a bounded process first, and requests
+wait for theirs; llguidance parses.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from gptmanager.cuda import token_masks
 from gptmanager.cuda.streams import Stream
-from gptmanager.cuda.uploads import Uploads
-from gptmanager.decoding.grammar_matcher import (
-    fault_of,
-    new_matcher,
-    new_tokenizer,
-    rule_of,
-    text_of,
-)
-from gptmanager.decoding.grammar_trial import GrammarTrial
-from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
+from gptmanager.decoding.grammar_masks import Grammar, GuidedSession
+from gptmanager.decoding.grammar_matcher import new_matcher, new_tokenizer, rule_of, text_of
+from gptmanager.decoding.grammar_trial import GrammarTrials
+from gptmanager.decoding.rows import RowProcessor, RowSession
 from gptmanager.environment.distribution import install_command
-from gptmanager.errors import ConfigError, InvalidRequestError, LogitsError, RequestError
+from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError
 from gptmanager.kernels.token_masks import mask_logits
-from gptmanager.request.post_processor import BoundProcessor
+from gptmanager.lifecycle.child_process import (
+    NoAnswerError,
+    NotStartedError,
+    RefusedError,
+    TooSlowError,
+)
 
-_NUM_BUFFERS = 4  # of masks: more than steps are under way
-Words = npt.NDArray[np.int32]
-
-
-class TextBans(Protocol):
-    """What bans tokens by the text before them; a processor that may stand beside a grammar."""
-
-    def prepare(self, device: str) -> Future[Any]: ...
-
-    def banned_after(self, history: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Ids of tokens that may not come next, prompt and output being `history`."""
-        ...
+MAX_TEXTS = 10_000  # of a choice
+MAX_GRAMMAR_BYTES = 1 << 20
+_MAX_TRIALS = 4  # at once
+_Key = tuple[str, str]
 
 
 class GuidedDecoding(RowProcessor):
@@ -56,8 +46,10 @@ class GuidedDecoding(RowProcessor):
     `tokenizer`: a `tokenizers.Tokenizer`. `end_ids`: tokens that end a text, none: those that the
     tokenizer's names suggest. They, and the end ids of a request, may come exactly where the
     output is complete. Equal grammars are compiled once; the last `max_grammars` are kept. One
-    that does not compile, in `compile_timeout_s` seconds, ends its request. Raises ConfigError
-    without llguidance.
+    that does not compile, in `compile_timeout_s` seconds, ends its request. One that nobody refers
+    to any more is not compiled. Raises ConfigError without llguidance.
+
+    A grammar has at most 1 MiB, and a choice 10,000 texts: the methods raise ValueError for more.
     """
 
     name = "guided decoding"
@@ -85,10 +77,14 @@ class GuidedDecoding(RowProcessor):
         self.vocab_size: int = self._tokenizer.vocab_size
         self.end_ids = frozenset(end_ids) or frozenset(self._tokenizer.eos_tokens)
         self._max_grammars = max_grammars
-        self._compiled: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
+        self._compiled: OrderedDict[_Key, Future[Any]] = OrderedDict()
+        # referred to by those who wait for them, so that nobody compiles for clients that are gone
+        self._waiting: weakref.WeakValueDictionary[_Key, Future[Any]]
+        self._waiting = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
-        self._trial = GrammarTrial(*given, compile_timeout_s)
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-grammars")
+        self._trials = GrammarTrials(*given, compile_timeout_s)
+        num_trials = max(2, min(os.cpu_count() or 1, _MAX_TRIALS))
+        self._threads = ThreadPoolExecutor(num_trials, thread_name_prefix="gptmanager-grammars")
         # compiled here, not when the first request runs
         mask_logits(torch.zeros(1, 1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
 
@@ -109,13 +105,15 @@ class GuidedDecoding(RowProcessor):
         return self._grammar("regex", pattern)
 
     def choice(self, options: Sequence[str]) -> Grammar:
-        """One of the texts."""
+        """One of the texts, at most 10,000 of any characters."""
         if isinstance(options, str):
             raise TypeError(f"options = {options!r} is one text, expected several")
         if not options:
             raise ValueError("options is empty: no text would be allowed")
-        alternatives = " | ".join(json.dumps(str(text), ensure_ascii=False) for text in options)
-        return self._grammar("choice", f"start: {alternatives}")
+        if len(options) > MAX_TEXTS:
+            raise ValueError(f"options has {len(options)} texts, at most {MAX_TEXTS} are allowed")
+        # a single terminal: the parser cannot hold so many alternatives of a rule
+        return self._grammar("choice", f"start: TEXT\nTEXT: {' | '.join(map(_quoted, options))}")
 
     def lark(
         self, grammar: str, *, schemas: Mapping[str, Mapping[str, Any] | bool | str] | None = None
@@ -130,263 +128,68 @@ class GuidedDecoding(RowProcessor):
         return self._grammar("lark", "\n".join((grammar, *rules)))
 
     def open(self, num_lines: int, stream: Stream | None) -> RowSession:
-        return _Session(self.vocab_size, self.end_ids, stream)
+        return GuidedSession(self.vocab_size, self.end_ids, stream)
 
     def _grammar(self, kind: str, text: str) -> Grammar:
+        size = len(text.encode(errors="surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise ValueError(
+                f"the {kind} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed in a grammar"
+            )
         key = kind, text
         with self._lock:
-            if key not in self._compiled:
-                self._compiled[key] = self._threads.submit(self._compile, kind, text)
-            self._compiled.move_to_end(key)
+            compiled = self._compiled.get(key) or self._waiting.get(key)
+            if compiled is None:
+                compiled = self._waiting[key] = Future()
+                try:
+                    self._threads.submit(self._compile_waiting, key, weakref.ref(compiled))
+                except RuntimeError as error:  # no thread can be started
+                    raise CapacityError(f"the {kind} cannot be compiled: {error}") from None
+            elif key in self._compiled:
+                self._compiled.move_to_end(key)
+            return Grammar(self, kind, compiled)
+
+    def _compile_waiting(self, key: _Key, waiting: weakref.ref[Future[Any]]) -> None:
+        """Compile a grammar unless, or until, nobody waits for it."""
+
+        def is_wanted() -> bool:
+            return waiting() is not None
+
+        result = error = None
+        if is_wanted():
+            try:
+                result = self._compile(*key, is_wanted)
+            except BaseException as raised:  # noqa: B036 - a panic of llguidance, too
+                error = raised
+        compiled = waiting()
+        if compiled is None:
+            return
+        with self._lock:
+            self._waiting.pop(key, None)
+            if not isinstance(error, CapacityError):  # another time there may be a process
+                self._compiled[key] = compiled
             while len(self._compiled) > self._max_grammars:
                 self._compiled.popitem(last=False)
-            return Grammar(self, kind, self._compiled[key])
-
-    def _compile(self, kind: str, text: str) -> Any:
-        """A matcher at its start, which is never moved on: sequences have copies."""
-        try:
-            self._trial.run(kind, text)
-            return new_matcher(self._llguidance, self._tokenizer, kind, text)
-        except ValueError as error:
-            raise InvalidRequestError(f"logits_post_processor {kind}: {error}") from None
-
-
-class Grammar(BoundProcessor):
-    """A grammar that is being compiled, or has been; any number of requests may bring it."""
-
-    def __init__(
-        self, owner: GuidedDecoding, kind: str, compiled: Future[Any], bans: TextBans | None = None
-    ) -> None:
-        super().__init__(owner)
-        self.kind = kind
-        self.compiled = compiled
-        self.bans = bans
-
-    @property
-    def name(self) -> str:
-        return self.kind
-
-    def without(self, bans: TextBans) -> Grammar:
-        """The same, but for texts that hold a banned word: `grammar.without(banned.bind(words))`
-        of a `BannedTexts`.
-        """
-        return Grammar(self.owner, self.kind, self.compiled, bans)
-
-    def prepare(self, device: str) -> Future[Any]:
-        if self.bans is None:
-            return self.compiled
-        return _both(self.compiled, self.bans.prepare(device))
-
-
-@dataclass(slots=True, eq=False)
-class _Progress:
-    """How far a sequence has come in its grammar.
-
-    `num_tokens`: generated tokens that the matcher has taken; `ended_at`: so many, of which the
-    last one ended the text.
-    """
-
-    matcher: Any
-    num_tokens: int = 0
-    ended_at: int | None = None
-
-    def copy(self) -> _Progress:
-        return _Progress(self.matcher.deep_copy(), self.num_tokens, self.ended_at)
-
-    def follow(self, generated: npt.NDArray[np.int32], end_ids: frozenset[int]) -> None:
-        """Take the history's new tokens, or go back to a shorter one after a pause.
-
-        Raises InvalidRequestError for a token that the grammar does not permit there.
-        """
-        count = len(generated)
-        if self.ended_at is not None and count < self.ended_at:
-            self.ended_at = None
-        if count < self.num_tokens:
-            if not self.matcher.rollback(self.num_tokens - count):
-                raise InvalidRequestError(self.matcher.get_error())
-            self.num_tokens = count
-        if count == self.num_tokens or self.ended_at is not None:
-            return
-        tokens = generated[self.num_tokens :].tolist()
-        for index, token in enumerate(tokens):
-            if token in end_ids:
-                self.ended_at = self.num_tokens + index + 1
-                tokens = tokens[:index]
-                break
-        taken = self.matcher.try_consume_tokens(tokens)
-        self.num_tokens += taken
-        if taken < len(tokens) and self.matcher.is_error():
-            raise _dead_end(self)
-        if taken < len(tokens):
-            raise InvalidRequestError(
-                f"token {tokens[taken]} at place {self.num_tokens} of the output does not continue "
-                "the grammar: other inputs (min_length, bad words) permitted none that does"
-            )
-
-
-class _Beams:
-    """Progress of the beams of one request, by their texts: so they fork as they like.
-
-    A beam goes on from a copy of what its text was a step ago; after a pause, from the start.
-    """
-
-    def __init__(self) -> None:
-        self._length = -1
-        self._last: dict[bytes, _Progress] = {}
-        self._now: dict[bytes, _Progress] = {}
-
-    def follow(
-        self, bound: Grammar, generated: npt.NDArray[np.int32], end_ids: frozenset[int]
-    ) -> _Progress:
-        """Raises InvalidRequestError for a text that is not the grammar's."""
-        if len(generated) != self._length:
-            self._length = len(generated)
-            self._last, self._now = self._now, {}
-        text = generated.tobytes()
-        progress = self._now.get(text)
-        if progress is None:
-            before = self._last.get(text[: -generated.itemsize])
-            progress = _started(bound) if before is None else before.copy()
-            progress.follow(generated, end_ids)
-            self._now[text] = progress
-        return progress
-
-
-class _Session(RowSession):
-    """Computes masks on the loop's thread.
-
-    llguidance has threads for that, too; but to wait for them is to hand over the interpreter lock,
-    which costs milliseconds beside a busy host thread, and a mask takes 20 us. On a device a
-    kernel applies them, and nothing waits for that.
-    """
-
-    def __init__(self, vocab_size: int, end_ids: frozenset[int], stream: Stream | None) -> None:
-        self._stream = stream
-        self._uploads = None if stream is None else Uploads(stream, _NUM_BUFFERS)
-        self._end_ids = end_ids
-        self._num_words = -(-vocab_size // 32)
-        self._masks: Words = np.empty((0, 0), dtype=np.int32)
-        self._address = 0  # of the masks: NumPy takes 3 us to tell
-
-    def load(self, line: int, bound: Grammar) -> None:
-        """All that a sequence needs goes with its request."""
-
-    def process(self, rows: Rows) -> Errors:
-        errors: dict[int, BaseException] = {}
-        masks = self._masks_for(rows)
-        progresses: dict[int, _Progress] = {}  # of rows that have not failed
-        lines, lengths = rows.lines.tolist(), rows.lengths.tolist()
-        for index, sequence in enumerate(rows.sequences):
-            try:
-                history = rows.tokens[lines[index], sequence.orig_prompt_len : lengths[index]]
-                progress = self._followed(sequence, history)
-                self._compute(masks, index, sequence.end_ids, progress)
-                if sequence.bound.bans is not None:
-                    text = rows.tokens[lines[index], : lengths[index]]
-                    _clear_bits(masks[index], sequence.bound.bans.banned_after(text))
-                progresses[index] = progress
-            except BaseException as error:  # noqa: B036 - a panic of llguidance, too
-                errors[index] = error
-                masks[index] = 0
-        if self._apply(masks, rows) > len(errors):  # nothing may come, though nothing has failed
-            for index in np.flatnonzero(~masks.any(axis=1)).tolist():
-                if index in progresses:
-                    bound = rows.sequences[index].bound
-                    errors[index] = _dead_end(progresses[index], has_bans=bound.bans is not None)
-        # a search pads its beams with dead ones, of any text, where the grammar permits too few
-        return {
-            index: error
-            for index, error in errors.items()
-            if not (rows.sequences[index].is_searched and isinstance(error, RequestError))
-        }
-
-    def _apply(self, masks: Words, rows: Rows) -> int:
-        """Write the masks into the logits; how many permit nothing."""
-        if self._stream is None or self._uploads is None:
-            return mask_logits(rows.logits, rows.index, masks)
-        index, sent = self._uploads.upload((rows.index.astype(np.int32), masks))
-        token_masks.mask_logits(self._stream.launcher, rows.logits, index, sent)
-        return len(masks) - int(masks.any(axis=1).sum())
-
-    def _masks_for(self, rows: Rows) -> Words:
-        """Room for a mask each; those before are overwritten."""
-        count = len(rows.sequences)
-        if len(self._masks) < count:  # the width is that of the manager's model, or the tokenizer's
-            width = max(-(-rows.logits.shape[1] // 32), self._num_words)
-            self._masks = np.zeros((count, width), dtype=np.int32)
-            self._address = self._masks.ctypes.data
-        return self._masks[:count]
-
-    def _compute(
-        self, masks: Words, index: int, end_ids: frozenset[int], progress: _Progress
-    ) -> None:
-        """The mask of one row; the tokenizer's words, and none behind them but for the end.
-
-        `end_ids`, the request's, may come where the text is complete, and nothing behind them.
-        """
-        width = masks.shape[1]
-        if width > self._num_words:
-            masks[index, self._num_words :] = 0
-        if progress.ended_at is not None:
-            masks[index] = 0
-            for token in end_ids or self._end_ids:
-                _set_bit(masks[index], token, True)
-            return
-        address = self._address + index * width * 4
-        progress.matcher.unsafe_compute_mask_ptr(address, self._num_words * 4)
-        if progress.matcher.is_error():  # the mask permits an end, which is none of the grammar
-            raise _dead_end(progress)
-        for token in end_ids - self._end_ids:
-            _set_bit(masks[index], token, progress.matcher.is_accepting())
-
-    def _followed(self, sequence: ProcessedSequence, history: npt.NDArray[np.int32]) -> _Progress:
-        kept, ends = sequence.request.kept, self._end_ids | sequence.end_ids
-        if sequence.beam_width > 1:
-            beams: _Beams = kept or _Beams()
-            sequence.request.kept = beams
-            return beams.follow(sequence.bound, history, ends)
-        progress: _Progress = kept or _started(sequence.bound)
-        sequence.request.kept = progress
-        progress.follow(history, ends)
-        return progress
-
-
-def _set_bit(mask: Words, token: int, may_come: bool) -> None:
-    bits, bit = mask.view(np.uint8), 1 << (token & 7)
-    bits[token >> 3] = bits[token >> 3] & (255 - bit) | (bit if may_come else 0)
-
-
-def _clear_bits(mask: Words, tokens: npt.NDArray[np.int64]) -> None:
-    bits = mask.view(np.uint8)
-    tokens = tokens[tokens < 8 * len(bits)]
-    np.bitwise_and.at(bits, tokens >> 3, 255 - (1 << (tokens & 7)).astype(np.uint8))
-
-
-def _dead_end(progress: _Progress, *, has_bans: bool = False) -> LogitsError:
-    text = f"no token continues the grammar as generated token {progress.num_tokens + 1}"
-    text += " without a bad word" if has_bans else ""
-    fault = fault_of(progress.matcher)
-    return LogitsError(f"{text}: {fault}" if fault else text)
-
-
-def _both(first: Future[Any], second: Future[Any]) -> Future[Any]:
-    """Done when both are, or when one has failed."""
-    joined: Future[Any] = Future()
-    joined.set_running_or_notify_cancel()  # nobody can cancel it from now on
-
-    def then(done: Future[Any], go_on: Callable[[], None]) -> None:
-        error = CancelledError() if done.cancelled() else done.exception()
-        if error is None:
-            go_on()
+        if error is not None:
+            compiled.set_exception(error)
         else:
-            joined.set_exception(error)
+            compiled.set_result(result)
 
-    def end(done: Future[Any]) -> None:
-        then(done, lambda: joined.set_result(None))
+    def _compile(self, kind: str, text: str, is_wanted: Callable[[], bool]) -> Any:
+        """A matcher at its start, which is never moved on: sequences have copies."""
+        where = f"logits_post_processor {kind}"
+        try:
+            self._trials.run(kind, text, is_wanted)
+            return new_matcher(self._llguidance, self._tokenizer, kind, text)
+        except NotStartedError as error:
+            raise CapacityError(f"{where}: {error} to compile it") from None
+        except TooSlowError as error:
+            raise InvalidRequestError(f"{where}: {error} to compile (compile_timeout_s)") from None
+        except (ValueError, TypeError, RefusedError, NoAnswerError) as error:
+            raise InvalidRequestError(f"{where}: {error}") from None
 
-    first.add_done_callback(lambda done: then(done, lambda: second.add_done_callback(end)))
-    return joined
 
-
-def _started(bound: Grammar) -> _Progress:
-    return _Progress(bound.compiled.result().deep_copy())
+def _quoted(text: str) -> str:
+    """A text as a grammar has it, which escapes more than JSON must."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", quoted)

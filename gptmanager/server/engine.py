@@ -6,9 +6,10 @@ Decides which requests are taken, all of a call or none. Its methods are called 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from gptmanager import GptManager, ManagerState
@@ -63,6 +64,7 @@ class Engine:
         self.context_length = ContextLength(card.max_model_len)
         self._encoder = TextEncoder(card.tokenizer, card.max_model_len, long_text=LONG_TEXT)
         self._calls: set[Call] = set()
+        self._num_preparing = 0
         self._request_ids = itertools.count(1)
 
     @property
@@ -127,6 +129,20 @@ class Engine:
         if self.is_draining:
             raise ApiError(503, "the server shuts down", code="shutting_down")
 
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Count a request as one that waits while its grammar is compiled.
+
+        Raises ApiError: 429 where too much waits, 503 while the server ends, or is dead.
+        """
+        self._check_open()
+        self._check_number_waiting(1)
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+
     def check_number(self, number: int) -> None:
         """That so many requests may be made at once. ApiError 400: a 429 would be tried again for
         ever.
@@ -143,19 +159,9 @@ class Engine:
             )
 
     def _check_room(self, requests: Sequence[EngineRequest]) -> None:
-        settings = self._settings
-        running, limit = self.queue.num_open, settings.max_queued_tokens
-        waiting = running + len(requests) - settings.concurrency
-        if waiting <= 0:
+        settings, limit = self._settings, self._settings.max_queued_tokens
+        if self._check_number_waiting(len(requests)) <= 0:
             return
-        self.check_number(len(requests))
-        if waiting > settings.max_queued_requests:
-            raise ApiError(
-                429,
-                f"{running} requests run or wait, {len(requests)} more would make {waiting} wait: "
-                f"--max-queued-requests allows {settings.max_queued_requests}",
-                code="queue_full",
-            )
         tokens = sum(len(request.tokens) for request in requests)
         if limit is not None and len(requests) > settings.concurrency and tokens > limit:
             raise ApiError(
@@ -172,6 +178,22 @@ class Engine:
                 f"--max-queued-tokens = {limit}",
                 code="queue_full",
             )
+
+    def _check_number_waiting(self, number: int) -> int:
+        """How many requests would wait if `number` more came; ApiError 429 for too many."""
+        settings = self._settings
+        running = self.queue.num_open + self._num_preparing
+        waiting = running + number - settings.concurrency
+        if waiting > 0:
+            self.check_number(number)
+        if waiting > settings.max_queued_requests:
+            raise ApiError(
+                429,
+                f"{running} requests run or wait, {number} more would make {waiting} wait: "
+                f"--max-queued-requests allows {settings.max_queued_requests}",
+                code="queue_full",
+            )
+        return waiting
 
     def _start(
         self, request: EngineRequest, adapter: Adapter | None, with_weights: bool

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -209,5 +211,19 @@ def test_a_template_is_bounded_and_the_next_request_does_not_notice(process, tem
         with pytest.raises(TemplateError, match=message):
             await process.fill_in(template, SHORT, {})
         assert await process.fill_in("{{ messages[0].role }}", SHORT, {}) == "user"
+
+    asyncio.run(both())
+
+
+def test_a_stopped_process_does_not_hang_the_chats(process):
+    """Also with a prompt that is longer than the buffer of a pipe."""
+    large = [says("user", "x" * 400_000)]
+
+    async def both():
+        for messages in (SHORT, large):
+            assert await process.fill_in("{{ messages[0].role }}", SHORT, {}) == "user"
+            os.kill(process._child._process.pid, signal.SIGSTOP)
+            with pytest.raises(TemplateError, match=r"it takes more than 0\.6 s"):
+                await process.fill_in("{{ messages[0].role }}", messages, {})
 
     asyncio.run(both())

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gptmanager.lifecycle.child_process import NotStartedError
 from gptmanager.server.engine import Engine, beside
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import AsItIs, Field, Flag, ListOf, Object, Text
@@ -182,6 +183,10 @@ class ChatPrompts:
             )
         except TemplateError as error:
             raise ApiError(400, f"messages: the chat template: {error}", param="messages") from None
+        except NotStartedError as error:
+            raise ApiError(
+                503, f"messages: the chat template: {error}", code="no_process"
+            ) from None
 
 
 def _trial(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

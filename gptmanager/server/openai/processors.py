@@ -9,6 +9,7 @@ from gptmanager.callbacks import BannedTexts
 from gptmanager.server.engine import Engine
 from gptmanager.server.fields import AsItIs, Field, wrong
 from gptmanager.server.openai.structured import (
+    OutputRule,
     StructuredOutputs,
     prepared,
     read_output_rule,
@@ -31,6 +32,7 @@ class Processors:
     """Those of one model; what takes long to prepare is prepared once."""
 
     def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._structured = StructuredOutputs.of(engine)
         tokenizer = engine.card.tokenizer
         self._texts = None if tokenizer is None else BannedTexts(tokenizer)
@@ -46,15 +48,23 @@ class Processors:
 
         `tools` may be called, in `form`. `warnings` gets what is not enforced. ApiError 400.
         """
-        rule, bans = read_output_rule(given), await self._bans(given.get("bad_words"))
-        grammar = None
-        if tools is not None and form is not None:
-            grammar = await self._structured.processor_with_tools(rule, tools, form)
-        elif rule is not None:
-            grammar = await self._structured.processor(rule)
+        rule, words = read_output_rule(given), given.get("bad_words")
+        is_guided = rule is not None or (tools is not None and form is not None)
+        if not words and not is_guided:
+            return None
+        with self._engine.preparing():
+            bans = await self._bans(words)
+            grammar = await self._grammar(rule, tools, form)
         if grammar is None or bans is None:
             return bans if grammar is None else grammar
         return grammar.without(bans)
+
+    async def _grammar(
+        self, rule: OutputRule | None, tools: Tools | None, form: ToolFormat | None
+    ) -> Any:
+        if tools is not None and form is not None:
+            return await self._structured.processor_with_tools(rule, tools, form)
+        return None if rule is None else await self._structured.processor(rule)
 
     async def _bans(self, words: Sequence[str] | None) -> Any:
         texts = self._texts

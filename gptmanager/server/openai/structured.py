@@ -7,8 +7,10 @@ before a request runs, so that a wrong one is refused in words.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -17,7 +19,7 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 
 from gptmanager import GuidedDecoding
-from gptmanager.errors import ConfigError, RequestError
+from gptmanager.errors import CapacityError, ConfigError, RequestError
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.tools import ToolFormat, Tools, marks_of
@@ -190,16 +192,47 @@ class StructuredOutputs:
 
 
 async def prepared(where: str, make: Callable[[], Any]) -> Any:
-    """The logits post-processor that `make` gives, when it is ready; ApiError (400) if it cannot
-    be.
+    """The logits post-processor that `make` gives, when it is ready.
+
+    ApiError: 400 if it cannot be, 503 if there is nothing to make it with.
     """
+    processor = None
     try:
         processor = await asyncio.to_thread(make)
-        # others may wait for the same one, so that who goes away must not cancel it
-        await asyncio.shield(asyncio.wrap_future(processor.prepare("cpu")))
+        await _finished(processor.prepare("cpu"))
+    except CapacityError as error:
+        raise ApiError(503, f"{where}: {_without_field(error)}", param=where) from None
     except (ValueError, RequestError) as error:  # a ConfigError is a ValueError, too
-        raise _wrong(where, str(error).removeprefix("logits_post_processor ")) from None
+        raise _wrong(where, _without_field(error)) from None
+    except asyncio.CancelledError:
+        processor = None  # nobody wants it now, whatever still refers to this frame
+        raise
     return processor
+
+
+async def _finished(future: Future[Any]) -> None:
+    """Wait for a future, and raise its error.
+
+    `asyncio.wrap_future` would make a cycle of references: the grammar of a client that is gone
+    would stay alive, and be compiled, until the garbage collector runs.
+    """
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(wake)
+    try:
+        await done.wait()
+    except asyncio.CancelledError:
+        future = Future()  # nobody waits for it, whatever still refers to this frame
+        raise
+    future.result()
+
+
+def _without_field(error: Exception) -> str:
+    return str(error).removeprefix("logits_post_processor ")
 
 
 def _wrong(where: str, what: str) -> ApiError:

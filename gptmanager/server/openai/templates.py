@@ -9,11 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
-import subprocess
-import sys
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +17,12 @@ from typing import Any
 import orjson
 
 from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.child_process import (
+    ChildProcess,
+    NoAnswerError,
+    NotStartedError,
+    RefusedError,
+)
 from gptmanager.server.openai import template_program
 from gptmanager.server.openai.template_program import TemplateError
 
@@ -30,7 +31,6 @@ MAX_BYTES = 1 << 29  # of memory
 
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
-_START_S = 30.0  # Python and jinja2 are read: no fault of a template
 
 
 def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
@@ -97,9 +97,7 @@ class TemplateProcess:
 
     def __init__(self, max_seconds: float = MAX_SECONDS, max_bytes: int = MAX_BYTES) -> None:
         self._max_seconds = max_seconds
-        self._max_bytes = max_bytes
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[..., TemplateProcess] | None = None
+        self._child = ChildProcess(template_program.__name__, {}, max_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-chat-template")
 
     async def fill_in(
@@ -110,83 +108,33 @@ class TemplateProcess:
         *,
         continue_final_message: bool = False,
     ) -> str:
-        """What `template_program.fill_in` returns; TemplateError for all that goes wrong."""
+        """Return what `template_program.fill_in` returns.
+
+        Raises TemplateError for what the template or its process refuses, and NotStartedError
+        where there is no process.
+        """
         given = {
             "template": template,
             "messages": messages,
             "variables": variables,
             "continue_final_message": continue_final_message,
         }
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, given)
+        try:
+            filling = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, given)
+        except RuntimeError as error:  # no thread can be started
+            raise NotStartedError(f"no process can be started: {error}") from None
+        return await filling
 
     def close(self) -> None:
         """End the process; it may be started again."""
-        self._thread.submit(self._stop).result()
+        self._thread.submit(self._child.stop).result()
 
     def _ask(self, given: Mapping[str, Any]) -> str:
         try:
-            line = orjson.dumps(given)
+            return str(self._child.ask(orjson.dumps(given), self._max_seconds))
         except TypeError as error:
             raise TemplateError(f"cannot be given to a chat template: {error}") from None
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        answer = self._exchange(line, self._max_seconds)
-        if "error" in answer:
-            raise TemplateError(answer["error"])
-        return str(answer["text"])
-
-    def _start(self) -> None:
-        self._stop()
-        command = [sys.executable or "python", "-I", "-S", str(Path(template_program.__file__))]
-        pipe = subprocess.PIPE
-        try:
-            self._process = process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0
-            )
-        except OSError as error:
-            raise TemplateError(f"no process can be started for it: {error}") from None
-        self._end = weakref.finalize(self, _end, process)
-        self._exchange(orjson.dumps({"path": sys.path, "max_bytes": self._max_bytes}), _START_S)
-
-    def _stop(self) -> None:
-        self._process = None
-        if self._end is not None:
-            self._end()
-
-    def _exchange(self, line: bytes, seconds: float) -> dict[str, Any]:
-        """One line out, one line in, within `seconds`."""
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        until = time.monotonic() + seconds
-        answered, found = select.poll(), [b""]
-        answered.register(process.stdout, select.POLLIN)
-        try:
-            _write(process.stdin.fileno(), line + b"\n")
-            while not found[-1].endswith(b"\n"):
-                if not answered.poll(max(0.0, until - time.monotonic()) * 1000):
-                    raise TemplateError(f"it takes more than {seconds:g} s")
-                found.append(os.read(process.stdout.fileno(), 1 << 20))
-                if not found[-1]:
-                    raise TemplateError(f"it takes more than {self._max_bytes} bytes")
-        except OSError as error:
-            self._stop()
-            raise TemplateError(f"its process has ended: {error}") from None
-        except TemplateError:
-            self._stop()
+        except NotStartedError:
             raise
-        answer: dict[str, Any] = orjson.loads(b"".join(found))
-        return answer
-
-
-def _write(file: int, line: bytes) -> None:
-    view = memoryview(line)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
+        except (NoAnswerError, RefusedError) as error:
+            raise TemplateError(str(error)) from None

@@ -1,0 +1,61 @@
+"""The program of a `ChildProcess`: it answers questions, a line of JSON each.
+
+It is started by its path and imports one module of this package, without the packages' own imports,
+so that it starts in no time. That module has a function `answerer(**given)`, which returns the
+function that answers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+
+def _import_alone(name: str, root: str) -> Any:
+    """Import a module without running the `__init__` of the packages that it is in."""
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        package = types.ModuleType(".".join(parts[:count]))
+        package.__path__ = ["/".join([root, *parts[1:count]])]
+        sys.modules[package.__name__] = package
+    return importlib.import_module(name)
+
+
+def _bound_memory(max_bytes: int) -> None:
+    """Bound what is taken from now on."""
+    try:
+        import resource
+
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+    except (ImportError, OSError):  # no Linux: time alone is bounded
+        return
+    most = pages * resource.getpagesize() + max_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _say(answer: Mapping[str, Any]) -> None:
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _serve() -> None:
+    start = json.loads(sys.stdin.buffer.readline())
+    sys.path[:] = start["path"]
+    answer = _import_alone(start["module"], start["root"]).answerer(**start["given"])
+    _bound_memory(start["max_bytes"])
+    _say({"answer": None})
+    for line in sys.stdin.buffer:
+        try:
+            found = {"answer": answer(json.loads(line))}
+        except BaseException as error:  # noqa: B036 - a panic of a Rust library, too
+            found = {"error": str(error) or type(error).__name__}
+        _say(found)
+
+
+if __name__ == "__main__":
+    _serve()

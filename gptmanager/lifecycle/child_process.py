@@ -1,0 +1,159 @@
+"""`ChildProcess`: a module of this package in a process of its own, bounded in time and memory.
+
+What takes too long, too much memory, or the process with it, does so there and not in the server.
+Every wait has an end: also for a process that is stopped, reads nothing, or cannot be started.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gptmanager.lifecycle import child_loop
+
+_START_S = 30.0  # the interpreter and libraries are read
+_LOOK_S = 0.1  # how often it is asked whether anybody still wants an answer
+_ROOT = Path(__file__).parents[1]
+
+
+class NoAnswerError(Exception):
+    """The process has given no answer; says why, as a sentence that begins with "it"."""
+
+
+class TooSlowError(NoAnswerError):
+    """The answer takes too long."""
+
+
+class NotStartedError(NoAnswerError):
+    """No process could be started, which is no fault of the question."""
+
+
+class RefusedError(Exception):
+    """The module has raised an error; its text."""
+
+
+class ChildProcess:
+    """Asks the function `answerer(**given)` of `module`. For one thread.
+
+    The process starts with the first question, and anew after it has ended. `max_bytes`: memory
+    that it may take beyond what it has after its start (where there is Linux).
+    """
+
+    def __init__(self, module: str, given: Mapping[str, Any], max_bytes: int) -> None:
+        self._start_line = orjson.dumps(
+            {
+                "path": sys.path,
+                "root": str(_ROOT),
+                "module": module,
+                "given": given,
+                "max_bytes": max_bytes,
+            }
+        )
+        self._max_bytes = max_bytes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., ChildProcess] | None = None
+
+    def ask(
+        self, question: bytes, max_seconds: float, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Any:
+        """The answer to a question, which is a line of JSON.
+
+        `is_wanted` is asked now and then. Raises RefusedError for what the module refuses,
+        NotStartedError, and NoAnswerError where it takes too much or nobody wants the answer; the
+        process is ended then.
+        """
+        try:
+            answer = self._exchange(self._running(), question, max_seconds, is_wanted)
+        except BaseException:
+            self.stop()
+            raise
+        if "error" in answer:
+            raise RefusedError(answer["error"])
+        return answer["answer"]
+
+    def stop(self) -> None:
+        """End the process; the next question starts another."""
+        self._process = None
+        if self._end is not None:
+            self._end()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.stop()
+        command = [sys.executable or "python", "-I", "-S", str(Path(child_loop.__file__))]
+        pipe = subprocess.PIPE
+        try:
+            process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0
+            )
+        except (OSError, MemoryError) as error:
+            raise NotStartedError(f"no process can be started: {error}") from None
+        self._process = process
+        self._end = weakref.finalize(self, _end, process)
+        try:
+            self._exchange(process, self._start_line, _START_S, lambda: True)
+        except NoAnswerError as error:
+            raise NotStartedError(f"no process can be started: {error}") from None
+        return process
+
+    def _exchange(
+        self,
+        process: subprocess.Popen[bytes],
+        line: bytes,
+        max_seconds: float,
+        is_wanted: Callable[[], bool],
+    ) -> dict[str, Any]:
+        """One line out, one line in, within `max_seconds`."""
+        assert process.stdin is not None and process.stdout is not None
+        give_up = time.monotonic() + max_seconds
+        writing, reading, found = process.stdin.fileno(), process.stdout.fileno(), [b""]
+        os.set_blocking(writing, False)
+        left, ready = memoryview(line + b"\n"), select.poll()
+        ready.register(reading, select.POLLIN)
+        ready.register(writing, select.POLLOUT)
+        while not found[-1].endswith(b"\n"):
+            seconds = give_up - time.monotonic()
+            if seconds <= 0:
+                raise TooSlowError(f"it takes more than {max_seconds:g} s")
+            if not is_wanted():
+                raise NoAnswerError("it is not wanted any more")
+            files = [file for file, _ in ready.poll(min(seconds, _LOOK_S) * 1000)]
+            if writing in files:
+                left = left[_write(writing, left) :]
+                if not left:
+                    ready.unregister(writing)
+            if reading in files:
+                found.append(os.read(reading, 1 << 20))
+                if not found[-1]:
+                    most = f"{self._max_bytes} bytes of memory"
+                    raise NoAnswerError(f"it takes more than {most}, or its process was killed")
+        answer: dict[str, Any] = orjson.loads(b"".join(found))
+        return answer
+
+
+def _write(file: int, data: memoryview) -> int:
+    """How many bytes are written; all of them if nobody reads any more, which the answer tells."""
+    try:
+        return os.write(file, data)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        return len(data)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()

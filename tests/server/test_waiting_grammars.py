@@ -1,0 +1,112 @@
+"""Requests that wait for their grammar are counted, and forgotten when their client goes."""
+
+import subprocess
+import threading
+
+import httpx
+import pytest
+from running_server import running_server, settings_of, wait_for
+
+from gptmanager.decoding.grammar_trial import GrammarTrials
+from gptmanager.lifecycle.child_process import NoAnswerError
+
+BODY = {"prompt": "Tom had", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def busy():
+    """A server that runs one request, of which one more may wait."""
+    with running_server(settings_of(max_concurrency=1, max_queued_requests=1)) as running:
+        yield running
+
+
+@pytest.fixture
+def slow_trials(monkeypatch):
+    """Patterns that begin with "slow" are tried until nobody wants them; what is tried."""
+    tried, run = [], GrammarTrials.run
+
+    def slowly(self, kind, text, is_wanted):
+        tried.append(text)
+        while text.startswith("slow") and is_wanted():
+            threading.Event().wait(0.01)
+        if not is_wanted():
+            raise NoAnswerError("it is not wanted any more")
+        run(self, kind, text, is_wanted)
+
+    monkeypatch.setattr(GrammarTrials, "run", slowly)
+    return tried
+
+
+def post(server, body, **options):
+    url = f"{server.url}/v1/completions"
+    return httpx.post(url, json={**BODY, **body}, **{"timeout": 30, **options})
+
+
+def leave(server, patterns):
+    """Clients that ask for something slow, and go away."""
+
+    def ask(pattern):
+        with pytest.raises(httpx.ReadTimeout):
+            post(server, {"guided_regex": pattern}, timeout=1.0)
+
+    threads = [threading.Thread(target=ask, args=(pattern,)) for pattern in patterns]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_what_clients_that_are_gone_had_asked_for_is_not_compiled(server, slow_trials):
+    leave(server, [f"slow{i}" for i in range(12)])
+    wait_for(lambda: not server.engine._num_preparing)
+    assert post(server, {"guided_regex": "ab"}).status_code == 200
+    assert slow_trials[-1] == "ab"
+
+
+def test_requests_that_wait_for_a_grammar_count_as_waiting(busy, slow_trials):
+    threads = [threading.Thread(target=leave, args=(busy, [f"slow {i}"])) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: busy.engine._num_preparing == 2)
+    for body in ({"guided_regex": "ab"}, {}):
+        refused = post(busy, body)
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "queue_full"
+    for thread in threads:
+        thread.join()
+    wait_for(lambda: not busy.engine._num_preparing)
+    assert post(busy, {"guided_regex": "ab"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"guided_choice": ["a"] * 10_001}, "options has 10001 texts, at most 10000 are allowed"),
+        ({"guided_regex": "a" * (2**20 + 1)}, "the regex has 1048577 bytes, at most 1048576 are"),
+        ({"guided_grammar": "a" * (2**20 + 1)}, "has 1048577 bytes"),
+        ({"guided_json": {"title": "a" * 2**20}}, "at most 1048576 are allowed"),
+    ],
+)
+def test_a_grammar_that_is_too_large_is_refused(server, body, text):
+    refused = post(server, body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, *body)
+    assert text in refused.json()["error"]["message"]
+
+
+def test_without_a_process_requests_get_an_error_and_later_ones_work(monkeypatch):
+    def refuse(*args, **keywords):
+        raise OSError(24, "Too many open files")
+
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    with running_server(settings_of()) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refuse)
+            refusals = [
+                post(server, {"guided_regex": "abc"}),
+                httpx.post(f"{server.url}/v1/chat/completions", json=chat),
+            ]
+        for refused in refusals:
+            assert refused.status_code == 503, refused.text
+            assert "no process can be started" in refused.json()["error"]["message"]
+        assert post(server, {"guided_regex": "abc"}).status_code == 200
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=chat).status_code == 200
