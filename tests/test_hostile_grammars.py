@@ -288,7 +288,7 @@ def test_a_mask_of_a_parser_that_has_failed_is_an_error(guided):
     session = GuidedSession(64, frozenset([0]), None)
     masks = np.ones((1, 2), dtype=np.int32)
     with pytest.raises(LogitsError, match="generated token 4: lexer error: too many"):
-        session._compute(masks, 0, -1, _Progress(Failed(), 3))
+        session._compute(masks, 0, frozenset(), _Progress(Failed(), 3))
 
 
 def test_what_goes_wrong_later_is_no_end_of_the_text(guided, tokenizer):
