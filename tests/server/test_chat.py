@@ -338,6 +338,31 @@ def test_a_call_that_is_cut_off_says_so(qwen):
     assert choice.finish_reason == "length"
 
 
+def test_deprecated_functions_are_answered_in_their_own_shape(qwen):
+    functions = [tool["function"] for tool in TOOLS]
+    says = CALLS.partition("</tool_call>")[0] + "</tool_call>"
+    fields = {"tools": openai.omit, "functions": functions}
+    (choice,) = qwen(says, **fields).choices
+    assert choice.finish_reason == "function_call" and choice.message.tool_calls is None
+    call = choice.message.function_call
+    assert [call.name, call.arguments] == FOUND[0] and choice.message.content == "I look."
+    told, reasons = ["", ""], []
+    for chunk in qwen(says, stream=True, **fields):
+        (one,) = chunk.choices
+        reasons.append(one.finish_reason)
+        assert one.delta.tool_calls is None
+        if one.delta.function_call:
+            told[0] += one.delta.function_call.name or ""
+            told[1] += one.delta.function_call.arguments
+    assert told == FOUND[0] and reasons[-1] == "function_call"
+    result = {"role": "function", "name": call.name, "content": "Sun."}
+    messages = [*ADD, choice.message.model_dump(), result]
+    (choice,) = qwen("Fine.", messages=messages, **fields).choices
+    assert (choice.message.content, choice.finish_reason) == ("Fine.", "stop")
+    (choice,) = qwen("No.", **fields, function_call={"name": "stop"}).choices
+    assert choice.message.function_call.name == "stop"
+
+
 @pytest.mark.parametrize("ends", [{"max_tokens": 40}, {"stop": ["days"]}])
 def test_after_a_call_that_was_cut_off_the_chat_goes_on(qwen, ends):
     """A client's loop sends back what it got, with whatever result."""

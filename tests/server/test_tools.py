@@ -8,6 +8,7 @@ import pytest
 from gptmanager import GuidedDecoding
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.server.errors import ApiError
+from gptmanager.server.openai.functions import has_functions, read_functions
 from gptmanager.server.openai.tools import HERMES, LLAMA_3, format_of, marks_of, read_tools
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
@@ -25,6 +26,13 @@ PARAMETERS = {
     "$defs": {"Letter": {"enum": ["x", "y"]}},  # as pydantic writes them
 }
 TOOLS = [tool("add", PARAMETERS), tool("stop")]
+
+
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 ADD = {"type": "function", "function": {"name": "add"}}
 
 
@@ -49,6 +57,9 @@ def test_what_may_be_called():
     assert required.required and not required.parallel and required.listed is TOOLS
     named = read_tools(TOOLS, ADD)
     assert list(named.parameters) == ["add"] and named.required and named.listed is TOOLS
+    some = read_tools(TOOLS, allowed("required", "stop"))
+    assert list(some.parameters) == ["stop"] and some.required and some.listed is TOOLS
+    assert not read_tools(TOOLS, allowed("auto", "stop", "add")).required
 
 
 @pytest.mark.parametrize(
@@ -65,6 +76,12 @@ def test_what_may_be_called():
         (TOOLS, "any", "tool_choice"),
         (TOOLS, {"type": "function"}, "tool_choice"),
         (TOOLS, {"type": "function", "function": {"name": "other"}}, "tool_choice.function.name"),
+        (TOOLS, allowed("often", "add"), "tool_choice"),
+        (TOOLS, allowed("auto", "other"), "tool_choice.allowed_tools.tools"),
+        (TOOLS, allowed("auto"), "tool_choice.allowed_tools.tools"),
+        (TOOLS, allowed("auto", *["add"] * 129), "tool_choice.allowed_tools.tools"),
+        (TOOLS, allowed("auto", "add", 5), "tool_choice.allowed_tools.tools[1]"),
+        (None, allowed("required", "add"), "tool_choice"),
         (None, "required", "tool_choice"),
         ([], ADD, "tool_choice"),
     ],
@@ -74,6 +91,46 @@ def test_wrong_tools_are_refused_by_name(tools, choice, param):
         read_tools(tools, choice)
     assert refused.value.status == 400 and refused.value.param == param
     assert param in refused.value.message
+
+
+FUNCTIONS = [tool["function"] for tool in TOOLS]
+
+
+def test_deprecated_functions_are_tools():
+    assert not has_functions({"tools": TOOLS}) and has_functions({"function_call": "auto"})
+    assert read_functions(None, "auto") is None and read_functions(FUNCTIONS, "none") is None
+    auto = read_functions(FUNCTIONS, None)
+    assert list(auto.parameters) == ["add", "stop"] and not auto.required and not auto.parallel
+    assert auto.listed == TOOLS
+    named = read_functions(FUNCTIONS, {"name": "add"})
+    assert list(named.parameters) == ["add"] and named.required
+
+
+@pytest.mark.parametrize(
+    ("functions", "call", "param"),
+    [
+        ({}, None, "functions"),
+        (FUNCTIONS * 65, None, "functions"),
+        (["add"], None, "functions[0]"),
+        ([{"name": "a b"}], None, "functions[0].name"),
+        ([{"name": "a", "parameters": []}], None, "functions[0].parameters"),
+        (FUNCTIONS, "sometimes", "function_call"),
+        (FUNCTIONS, {"name": "x" * 10**5}, "function_call.name"),
+        (None, {"name": "add"}, "function_call"),
+    ],
+)
+def test_wrong_functions_are_refused_by_the_names_that_were_sent(functions, call, param):
+    with pytest.raises(ApiError) as refused:
+        read_functions(functions, call)
+    assert refused.value.status == 400 and refused.value.param == param
+    assert param in refused.value.message and "tool_choice" not in refused.value.message
+    assert len(refused.value.message) < 1000
+
+
+@pytest.mark.parametrize("mixed", [("functions", "tools"), ("function_call", "tool_choice")])
+def test_fields_of_both_kinds_are_refused(mixed):
+    with pytest.raises(ApiError, match=f"either {mixed[0]} or {mixed[1]}"):
+        has_functions(dict.fromkeys(mixed, "auto"))
 
 
 # Grammars
