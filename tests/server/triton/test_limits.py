@@ -1,0 +1,342 @@
+"""What is checked before it is read: numbers of items, sizes, bytes; and the memory it takes."""
+
+import gzip
+import logging
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import orjson
+import pytest
+import tritonclient.grpc as grpcclient
+from counted import Counted
+from triton_calls import message_of, prompt
+from tritonclient.utils import InferenceServerException
+
+from gptmanager.callbacks.banned_texts import MAX_WORD_LETTERS
+from gptmanager.server.errors import ApiError
+from gptmanager.server.json_text import parse_json
+from gptmanager.server.triton import http_messages
+from gptmanager.server.triton.datatypes import from_bytes, from_values
+from gptmanager.server.triton.grpc_messages import read_request
+from gptmanager.server.triton.inference import sizes_of
+from gptmanager.server.triton.tensors import InputReader, Sizes, input_table
+from gptmanager.server.triton.text_model import BLS_INPUTS
+from gptmanager.server.triton.text_model import OUTPUTS as TEXT_OUTPUTS
+from gptmanager.server.triton.token_model import INPUTS, OUTPUTS
+from gptmanager.server.triton.wire import MAX_CONTENTS, MAX_FIELDS, MAX_SMALL, wire_problem
+
+pb = grpcclient.service_pb2
+MANY = 10**6
+SIZES = Sizes(rows=8, prompt=63, vocabulary=640, hidden=128, adapter_rows=32, adapter_width=4096)
+TOKENS = InputReader("tensorrt_llm", INPUTS, SIZES)
+TEXTS = InputReader("ensemble", BLS_INPUTS, SIZES)
+MODEL = SimpleNamespace(name="tensorrt_llm", inputs=INPUTS, outputs=OUTPUTS, reader=TOKENS)
+TEXT_MODEL = SimpleNamespace(name="ensemble", inputs=BLS_INPUTS, outputs=TEXT_OUTPUTS, reader=TEXTS)
+HUGE, EMPTY_TEXTS = ["a"] * MANY, b"\0\0\0\0" * MANY
+VARIABLE = [
+    (reader, name)
+    for reader in (TOKENS, TEXTS)
+    for name, spec in reader.specs.items()
+    if -1 in spec.dims
+]
+
+
+@pytest.fixture
+def little_memory():
+    """Far less than anything that is made of a million items."""
+    tracemalloc.start()
+    yield
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def refused(work, *given, **by_name):
+    with pytest.raises(ApiError) as error:
+        work(*given, **by_name)
+    assert error.value.status in (400, 413)
+    return error.value.message
+
+
+@pytest.mark.parametrize("reader, name", VARIABLE)
+def test_no_dimension_is_without_a_limit(reader, name, little_memory):
+    spec = reader.specs[name]
+    shape = [1, *(1 if size < 0 else size for size in spec.dims)]
+    limits = [SIZES.rows, *spec.limits(SIZES)]
+    for axis, size in enumerate([-1, *spec.dims]):
+        for given in (MANY, 2**31 - 1, 2**63 - 1, -1):
+            wrong = [given if index == axis else size for index, size in enumerate(shape)]
+            told = refused(reader.check, name, spec.datatype, wrong)
+            assert str(given) in told
+        if size == -1:
+            largest = [limits[axis] if index == axis else it for index, it in enumerate(shape)]
+            reader.check(name, spec.datatype, largest)
+
+
+def test_an_input_without_a_limit_cannot_be_declared():
+    for most in ((), ("rows",) * 2, ("nothing",)):
+        with pytest.raises(ValueError, match="input new: each -1"):
+            input_table(("new", "INT32", (-1,), True, False, most))
+
+
+@pytest.mark.parametrize("name", ["stop_words", "bad_words", "embedding_bias_words"])
+def test_a_long_list_in_json_is_not_read(name, little_memory):
+    told = refused(TEXTS.shape_of, name, HUGE)
+    assert f"'{name}'" in told and "1000000" in told
+
+
+def test_more_elements_than_the_shape_says_are_not_read(little_memory):
+    for values in (HUGE, [HUGE], [HUGE[:1], HUGE]):
+        assert "expected 2 by its shape" in refused(from_values, "x", "BYTES", (1, 2), values)
+
+
+def test_a_long_prompt_gets_the_words_of_the_contract():
+    told = "Prompt length (1000000) exceeds maximum input length (63)."
+    assert refused(TOKENS.check, "input_ids", "INT32", [1, MANY]) == told
+    assert refused(TOKENS.shape_of, "input_ids", [0] * MANY) == told
+
+
+def test_a_bytes_tensor_is_split_as_far_as_its_shape_goes(little_memory):
+    assert "expected 3" in refused(from_bytes, "x", "BYTES", (1, 3), EMPTY_TEXTS)
+
+
+@pytest.mark.parametrize("key", ["inputs", "outputs"])
+def test_tensors_of_a_call_are_counted_first(key, monkeypatch):
+    many = Counted([{"name": "input_ids"}] * MANY)
+    body = {"inputs": [], key: many}
+    monkeypatch.setattr(http_messages, "parse_json", lambda text: body)
+    told = refused(http_messages.read_request, b"", None, MODEL)
+    assert told.startswith("1000000 ") and many.num_read == 0
+
+
+def test_a_shape_of_many_dimensions_is_not_read(monkeypatch):
+    shape = Counted([1] * MANY)
+    body = {"inputs": [{"name": "input_ids", "datatype": "INT32", "shape": shape, "data": []}]}
+    monkeypatch.setattr(http_messages, "parse_json", lambda text: body)
+    assert "at most 8" in refused(http_messages.read_request, b"", None, MODEL)
+    assert shape.num_read < 300  # what the error shows of it
+
+
+class Message:
+    """As a ModelInferRequest, whose parts may be anything."""
+
+    model_name, model_version, id = "tensorrt_llm", "", "x"
+
+    def __init__(self, **parts):
+        self.inputs, self.outputs, self.raw_input_contents = (), (), ()
+        self.parameters = {}
+        self.__dict__.update(parts)
+
+
+def test_parts_of_a_message_are_counted_first():
+    for parts in ({"inputs": Counted([None] * MANY)}, {"outputs": Counted([None] * MANY)}):
+        told = refused(read_request, Message(**parts), MODEL, may_have_many=False)
+        assert told.startswith("1000000 ")
+        assert all(part.num_read == 0 for part in parts.values())
+
+
+def test_typed_contents_are_counted_first():
+    values = Counted([1] * MANY)
+    contents = SimpleNamespace(int_contents=values)
+    tensor = SimpleNamespace(
+        name="end_id", datatype="INT32", shape=[1, 1], parameters={}, contents=contents
+    )
+    told = refused(read_request, Message(inputs=[tensor]), MODEL, may_have_many=False)
+    assert told == "input 'end_id' has 1000000 elements, expected 1 by its shape"
+    assert values.num_read == 0
+
+
+def test_parameters_without_effect_are_not_read():
+    call = message_of(**prompt(9, 30, 71))
+    for index in range(1000):
+        call.parameters[f"other{index}"].string_param = "x"
+    call.parameters["priority"].int64_param = 3
+    assert read_request(call, MODEL, may_have_many=False).parameters == {"priority": 3}
+
+
+# Bytes of messages ----------------------------------------------------------------------------
+
+
+def filled(**parts):
+    call = message_of(**prompt(9, 30, 71))
+    call.MergeFrom(pb.ModelInferRequest(**parts))
+    return call.SerializeToString()
+
+
+def tensor(**parts):
+    return pb.ModelInferRequest.InferInputTensor(**parts)
+
+
+@pytest.mark.parametrize(
+    "message, told",
+    [
+        (filled(inputs=[tensor()] * MAX_FIELDS), f"more than {MAX_FIELDS} fields"),
+        (filled(raw_input_contents=[b""] * MAX_FIELDS), f"more than {MAX_FIELDS} fields"),
+        (
+            filled(outputs=[pb.ModelInferRequest.InferRequestedOutputTensor()] * MAX_FIELDS),
+            f"more than {MAX_FIELDS} fields",
+        ),
+        (
+            filled(inputs=[tensor(parameters={str(i): pb.InferParameter() for i in range(5000)})]),
+            f"more than {MAX_FIELDS} fields",
+        ),
+        (filled(id="x" * (MAX_SMALL + 1)), f"has {MAX_SMALL + 1} bytes, at most {MAX_SMALL}"),
+        (filled(inputs=[tensor(name="x" * (MAX_SMALL + 1))]), f"has {MAX_SMALL + 1} bytes"),
+        (filled(inputs=[tensor(shape=[1] * (MAX_SMALL + 1))]), f"has {MAX_SMALL + 1} bytes"),
+        (
+            filled(
+                inputs=[tensor(contents=pb.InferTensorContents(uint64_contents=[1] * MAX_CONTENTS))]
+            ),
+            f"more than {MAX_CONTENTS} bytes: pass large tensors as raw_input_contents",
+        ),
+    ],
+    ids=["inputs", "raw", "outputs", "parameters", "id", "name", "shape", "contents"],
+)
+def test_messages_that_would_take_much_more_memory_than_bytes(message, told, call_with):
+    problem = wire_problem(message)
+    assert problem is not None and told in problem
+    assert call_with(message) == problem
+
+
+@pytest.fixture(scope="module")
+def call_with(front):
+    """What a call with these bytes is told."""
+    import grpc as grpc_package
+
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc_package.insecure_channel(f"127.0.0.1:{front.port}", options) as channel:
+
+        def call(message):
+            with pytest.raises(grpc_package.RpcError) as error:
+                channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(message)
+            assert error.value.code() is grpc_package.StatusCode.INVALID_ARGUMENT
+            return error.value.details()
+
+        yield call
+
+
+def test_large_tensors_and_bytes_of_any_kind_pass():
+    assert wire_problem(filled(raw_input_contents=[b"\xff" * (1 << 24)])) is None
+    whole = message_of(**prompt(9, 30, 71)).SerializeToString()
+    assert wire_problem(whole) is None
+    for at in range(len(whole)):  # what is no message is the parser's to refuse
+        wire_problem(whole[:at] + b"\xff" + whole[at + 1 :])
+        wire_problem(whole[:at])
+
+
+# JSON -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [b"[],", b"{},", b'"ab",', b'{"a":[]},'], ids=str)
+def test_json_that_would_take_much_more_memory_than_text(part):
+    text = b"[" + part * (12_000_000 // len(part)) + b"0]"
+    assert "MiB in memory" in refused(parse_json, text)
+    few = b"[" + part * 1000 + b"0]"
+    assert parse_json(few) == orjson.loads(few)
+
+
+def test_json_of_many_numbers_is_parsed():
+    assert parse_json(b"[" + b"0," * MANY + b"0]") == [0] * (MANY + 1)
+    assert refused(parse_json, b"[1").startswith("the body is not JSON")
+
+
+def test_packed_bodies_unpack_to_a_multiple_of_what_was_sent():
+    limit = 1 << 30
+    bomb = gzip.compress(b"\0" * (32 << 20))
+    assert len(bomb) < 1 << 16
+    assert "unpacks to more than" in refused(http_messages.unpacked, bomb, "gzip", limit)
+    fair = gzip.compress(np.random.default_rng(0).bytes(1 << 16) * 20)
+    assert len(http_messages.unpacked(fair, "gzip", limit)) == 20 << 16
+
+
+# Calls ----------------------------------------------------------------------------------------
+
+
+def text(**given):
+    return {"text_input": [b"Tom"], "max_tokens": 2, **given}
+
+
+@pytest.mark.parametrize(
+    "model, given, told",
+    [
+        (
+            "tensorrt_llm",
+            prompt(9, beam_width=2**31 - 1),
+            "beam_width = 2147483647 is outside 1..4",
+        ),
+        ("ensemble", text(beam_width=2**31 - 1), "beam_width = 2147483647 is outside 1..4"),
+        ("ensemble", text(beam_width=-1), "beam_width = -1 is outside 1..4"),
+        ("ensemble", text(beam_width=2, num_return_sequences=3), "is outside 1..2, the beam_width"),
+        (
+            "ensemble",
+            text(prompt_embedding_table=np.zeros((2, 128)), prompt_vocab_size=2**31 - 1),
+            "prompt_vocab_size = 2147483647 is outside 1..2, that of prompt_embedding_table",
+        ),
+        ("ensemble", text(bad_words=[b"a" * 257]), "bad_words[0] has 257 letters, at most 256"),
+        ("ensemble", text(bad_words=[b"a" * 4000]), "bad_words[0] has 4000 bytes, at most 256"),
+        ("ensemble", text(bad_words=[b"a" * 256] * 33), "bad_words: words: 8448 letters are"),
+        ("ensemble", text(bad_words=[b"a"] * 1025), "at most [32, 1024], got [1, 1025]"),
+        ("ensemble", text(stop_words=[b"a" * 70_000]), "stop_words[0] has 70000 letters, at most"),
+        (
+            "ensemble",
+            text(embedding_bias_words=[b"a"] * 1025, embedding_bias_weights=[0.0] * 1025),
+            "at most [32, 1024], got [1, 1025]",
+        ),
+        (
+            "ensemble",
+            text(embedding_bias_words=[b"a" * 257], embedding_bias_weights=[0.0]),
+            f"embedding_bias_words[0] has 257 letters, at most {MAX_WORD_LETTERS}",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_too_much_is_refused_by_name(infer, model, given, told):
+    with pytest.raises(InferenceServerException) as error:
+        infer(model, **given)
+    assert "INVALID_ARGUMENT" in error.value.status() and told in error.value.message()
+
+
+def test_sequences_of_many_rows_are_counted(stream, server):
+    """As many as may run and wait together; nothing is made for those beyond."""
+    rows = {
+        name: np.repeat([[value]], 32, 0)
+        for name, value in prompt(9).items()
+        if name != "input_ids"
+    }
+    rows["input_ids"] = np.full((32, 1), 9)
+    stream.send(**{**rows, "num_return_sequences": np.full((32, 1), 128)})
+    assert "requests at once" in str(stream.next().error)
+
+
+def test_ids_are_short(grpc, stream):
+    stream.send(id="x" * 1025, **prompt(9))
+    assert "id has 1025 characters, at most 1024" in str(stream.next().error)
+    stream.send(id="x" * 1024, **prompt(9, new=1))
+    assert stream.next().error is None
+
+
+def test_what_is_more_than_the_room_is_lowered_with_a_warning(infer, caplog):
+    drafts = {"draft_input_ids": [5, 6]}
+    with caplog.at_level(logging.WARNING):
+        for given, length in (({}, 512), (drafts, 510)):
+            arrays = infer(**prompt(*range(1, 501), new=2**31 - 1, **given))
+            assert arrays["sequence_length"][0, 0] == length
+    told = [record.getMessage() for record in caplog.records]
+    start = "request_output_len = 2147483647 lowered to"
+    end = "prompt of 500 tokens, max_seq_len = 512"
+    assert told == [f"{start} 12: {end}", f"{start} 10: {end}"]
+
+
+def test_a_text_without_room_gets_the_words_of_the_contract(infer):
+    for length, told in ((600, "Prompt length ("), (10**6, "Prompt length (at least ")):
+        with pytest.raises(InferenceServerException) as error:
+            infer("ensemble", **text(text_input=[b"a " * length]))
+        assert error.value.message().startswith(told)
+        assert error.value.message().endswith(") exceeds maximum input length (511).")
+
+
+def test_limits_are_those_of_the_model(server):
+    sizes = sizes_of(server.engine, server.settings)
+    assert (sizes.rows, sizes.prompt, sizes.vocabulary, sizes.hidden) == (32, 511, 640, 128)
+    assert sizes.adapter_rows == 32 and sizes.adapter_width >= 64 * 256
