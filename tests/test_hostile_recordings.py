@@ -120,6 +120,14 @@ def changed(lines, number, change):
     return b"\n".join([*lines[:number], orjson.dumps(value), *lines[number + 1 :]])
 
 
+def enlarge(header, **sizes):
+    """Other sizes, as if the options had asked for no less."""
+    blueprint = header["blueprint"]
+    blueprint["sizes"].update(sizes)
+    blueprint["params"]["max_seq_len"] = None
+    blueprint["params"]["kv_cache_config"].update(max_tokens=None, enable_block_reuse=True)
+
+
 def test_a_fill_stands_for_no_more_than_the_file_could_hold(run, tmp_path, capsys):
     path, number = tmp_path / "r.jsonl", first_request(run)
     for shape in ([2**36], [2**31 - 1, 2**31 - 1], [2**22]):
@@ -166,6 +174,68 @@ def test_a_header_that_no_run_has_is_refused(run, tmp_path, capsys, change):
         assert err.startswith(f"gptmanager: {path}, line 1: ") and "\x1b" not in err
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_blocks": 1 << 20, "num_host_blocks": (1 << 20) + 1},
+        {"num_blocks": (1 << 21) + 1},
+        {"num_blocks": 1 << 20, "tokens_per_block": 1 << 20},
+        {"contiguous": True, "tokens_per_block": 48},
+        {"max_input_len": 1 << 20},
+    ],
+)
+def test_sizes_that_disagree_are_refused_before_memory_is_taken(
+    run, tmp_path, capsys, monkeypatch, sizes
+):
+    for module in (replaying, simulation):
+        monkeypatch.setattr(module, "build_loop", None)
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(changed(run, 0, lambda header: enlarge(header, **sizes)))
+    for command in COMMANDS:
+        assert call(command, path, tmp_path) == 2
+        assert capsys.readouterr().err.startswith(f"gptmanager: {path}, line 1: sizes.")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header["blueprint"]["params"].update(max_seq_len=8),
+        lambda header: header["blueprint"]["params"]["kv_cache_config"].update(max_tokens=8),
+        lambda header: header["blueprint"]["sizes"].update(num_host_blocks=3),
+    ],
+)
+def test_sizes_that_the_options_would_not_give_are_refused(run, tmp_path, capsys, change):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(changed(run, 0, lambda header: (enlarge(header), change(header))))
+    path.write_bytes(
+        path.read_bytes().replace(b'"enable_block_reuse":true', b'"enable_block_reuse":false')
+    )
+    assert call("replay", path, tmp_path) == 2
+    assert capsys.readouterr().err.startswith(f"gptmanager: {path}, line 1: sizes.")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"num_blocks": 1 << 20}, ["--tokens-per-block", "1"]),
+        ({"num_blocks": 1 << 10, "num_host_blocks": 1 << 20}, ["--tokens-per-block", "1"]),
+        ({}, ["--kv-cache-tokens", str((1 << 31) - 1)]),
+    ],
+)
+def test_what_options_make_of_a_file_is_checked_like_a_file(
+    run, tmp_path, capsys, monkeypatch, sizes, options
+):
+    """A file of 7 KB took all memory: the blocks of its sizes became smaller ones."""
+    monkeypatch.setattr(simulation, "build_loop", None)
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(changed(run, 0, lambda header: enlarge(header, **sizes)))
+    loads = [["--recording", str(path)], *([] if sizes else [[]])]
+    for loaded in loads:
+        assert main(["simulate", *loaded, *options]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("gptmanager: the simulated manager: sizes.num_"), err
+
+
 def test_what_is_no_file_is_refused(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, "/dev/zero", tmp_path / "none"):
@@ -193,7 +263,7 @@ def test_a_simulation_runs_no_further_than_the_recording_could_tell(tmp_path, ca
         tensor["data"] = [2**31 - 1]
 
     header = orjson.loads(lines[0])
-    header["blueprint"]["sizes"].update(max_seq_len=2**24, num_blocks=2**22, max_input_len=99)
+    enlarge(header, max_seq_len=2**18, num_blocks=2**16, max_input_len=99)
     lines[0] = orjson.dumps(header)
     path.write_bytes(changed(lines, 1, lengthen))
     monkeypatch.setattr("gptmanager.simulator.load._SPARE_STEPS", 500)
@@ -293,7 +363,7 @@ def test_a_state_that_contradicts_itself_is_refused(box, tmp_path, capsys, names
     path = tmp_path / "r.jsonl"
     path.write_bytes(spoil(box, names, change))
     assert call("replay", path, tmp_path) == 2
-    assert capsys.readouterr().err.startswith("gptmanager: ")
+    assert capsys.readouterr().err.startswith(f"gptmanager: {path}, line 1: ")
     path.write_bytes(spoil(box, names, lambda value: value))
     assert call("replay", path, tmp_path) == 0
 
@@ -409,9 +479,7 @@ def test_whatever_a_recording_says_ends_in_a_named_error(box, run, tmp_path, cap
 
 def test_a_request_that_would_run_alone_for_ever_ends_a_simulation_soon(run, tmp_path, capsys):
     lines = [orjson.loads(line) for line in run]
-    lines[0]["blueprint"]["sizes"] |= {
-        "num_blocks": 1 << 16, "max_seq_len": 1 << 16, "max_input_len": 1 << 15,
-    }  # fmt: skip
+    enlarge(lines[0], num_blocks=1 << 16, max_seq_len=1 << 16, max_input_len=1 << 15)
     tensors = {
         "input_ids": {"numpy": "int32", "shape": [1], "data": [3]},
         "request_output_len": {"numpy": "int32", "shape": [1], "data": [(1 << 16) - 2]},

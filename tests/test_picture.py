@@ -464,7 +464,12 @@ def test_what_began_before_the_first_schedule_is_drawn_from_there():
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
     blueprint = Blueprint(
-        OptionalParams(max_batch_size=4, max_num_tokens=16, run_ahead=run_ahead),
+        OptionalParams(
+            kv_cache_config=KvCacheConfig(tokens_per_block=4),
+            max_batch_size=4,
+            max_num_tokens=16,
+            run_ahead=run_ahead,
+        ),
         SchedulerConfig(MAX_UTILIZATION),
         Sizes(16, 4, 64, 63, False, True, 16),
         vocab_size=100,

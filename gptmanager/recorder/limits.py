@@ -12,12 +12,13 @@ from typing import Any
 from gptmanager.assembly.adapter_sizing import MAX_PAGES, AdapterSizes
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.options import checked_optional_params
+from gptmanager.assembly.sizing import Sizes
 from gptmanager.config import OptionalParams
 from gptmanager.errors import RecordingError
 from gptmanager.request.adapter import LORA_MODULE_NAMES
 from gptmanager.step import Intake, Row, Schedule, StepResult
 
-_BLOCKS = 1 << 22
+_BLOCKS = 1 << 21  # of the pool and the host tier together: their accounts take 200 bytes each
 _TOKENS = 1 << 24  # of a sequence, or of a block, which may be a whole one
 _INT32 = (1 << 31) - 1
 _TABLES = 1 << 24  # entries of all block tables of one request
@@ -51,12 +52,16 @@ def without_code(params: OptionalParams) -> OptionalParams:
 
 
 def checked_blueprint(blueprint: Blueprint) -> Blueprint:
-    """Without what names a file or code; raises RecordingError for the first field out of range."""
+    """Return it without what names a file or code.
+
+    Raises RecordingError for the first field that is out of range or contradicts another one.
+    """
     params = without_code(blueprint.params)
     checked_optional_params(params)
     sizes = blueprint.sizes
     for name, bounds in _SIZES.items():
         _require(f"sizes.{name}", getattr(sizes, name), *bounds)
+    _check_sizes(sizes, params)
     if params.speculative_decoding_config is not None:
         for name, bounds in _LOOKUP.items():
             _require(name, getattr(params.speculative_decoding_config, name), *bounds)
@@ -69,6 +74,25 @@ def checked_blueprint(blueprint: Blueprint) -> Blueprint:
     longest = -(-sizes.max_seq_len // sizes.tokens_per_block)
     _require("max_beam_width", blueprint.max_beam_width, 1, min(1 << 10, _TABLES // longest))
     return replace(blueprint, params=params)
+
+
+def _check_sizes(sizes: Sizes, params: OptionalParams) -> None:
+    """As `assembly.sizing.size` makes them of the options; that a variant is sized anew rests on
+    this.
+    """
+    config = params.kv_cache_config
+    num_blocks = sizes.num_blocks + sizes.num_host_blocks
+    _require("sizes.num_blocks + sizes.num_host_blocks", num_blocks, 1, _BLOCKS)
+    longest = params.max_seq_len or sizes.max_seq_len
+    _require("sizes.max_seq_len", sizes.max_seq_len, 2, longest)
+    _require("sizes.max_input_len", sizes.max_input_len, 1, sizes.max_seq_len - 1)
+    size = sizes.max_seq_len if sizes.contiguous else config.tokens_per_block
+    _require("sizes.tokens_per_block", sizes.tokens_per_block, size, size)
+    if config.max_tokens is not None:
+        most = max(1, -(-config.max_tokens // size))
+        _require("sizes.num_blocks", sizes.num_blocks, 1, most)
+    if not config.enable_block_reuse:
+        _require("sizes.num_host_blocks", sizes.num_host_blocks, 0, 0)
 
 
 def _check_adapters(sizes: AdapterSizes) -> None:

@@ -116,11 +116,22 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A whole recorded run, or the end of one."""
+    """A whole recorded run, or the end of one. `name`: of its file; `lines`: those of the
+    iterations in it, counted from 1.
+    """
 
     header: Header
     iterations: tuple[Iteration, ...] = ()
     end: RunEnd | None = None
+    name: str = "recording"
+    lines: tuple[int, ...] = ()
+
+    def where(self, iteration: int | None = None) -> str:
+        """Return where in the file the header is, or the iteration at this place in the tuple."""
+        if iteration is None:
+            return f"{self.name}, line 1"
+        line = self.lines[iteration] if iteration < len(self.lines) else iteration + 2
+        return f"{self.name}, line {line}"
 
     @property
     def duration_s(self) -> float:
@@ -176,6 +187,7 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
     with located(f"{name}, line 1"):
         header, decoder, bounds = _read_header(first, allowance)
     iterations: list[Iteration] = []
+    numbers: list[int] = []
     end: RunEnd | None = None
     for number, value in values:
         kind = value.get("kind")
@@ -191,11 +203,12 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
                 if iteration.index <= (iterations[-1].index if iterations else -1):
                     raise RecordingError(f"iteration {iteration.index} comes too late")
                 iterations.append(iteration)
+                numbers.append(number)
             elif kind == "end":
                 end = decoder.decode(RunEnd, value)
             else:
                 raise RecordingError(f"unknown kind {reprlib.repr(kind)}")
-    return Recording(header, tuple(iterations), end)
+    return Recording(header, tuple(iterations), end, name, tuple(numbers))
 
 
 @contextmanager

@@ -138,7 +138,8 @@ class _Replay:
         self._recording = recording
         self.world = _RecordedWorld()
         self.broke_off = ""
-        with located("the state that the recording begins with"):
+        self._num_steps = 0
+        with located(f"{recording.where()}: the state that the recording begins with"):
             self.loop = self._new_loop(recording.header.state)
 
     def _new_loop(self, state: LoopState | None) -> TokenLoop:
@@ -154,10 +155,12 @@ class _Replay:
         return loop
 
     def step(self, iteration: Iteration) -> Divergence | None:
-        world = self.world
+        world, number = self.world, self._num_steps
+        self._num_steps += 1
         world.begin(iteration)
         if iteration.recovered is not None:  # how far it came nobody knows
-            with located(f"the state after iteration {iteration.index}"):
+            where = self._recording.where(number)
+            with located(f"{where}: the state after iteration {iteration.index}"):
                 self.loop = self._new_loop(iteration.recovered)
             world.schedule, world.ends = iteration.schedule, list(iteration.ends or ())
             return None

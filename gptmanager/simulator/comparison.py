@@ -17,6 +17,8 @@ from gptmanager.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from gptmanager.recorder.limits import checked_blueprint
+from gptmanager.recorder.recording import located
 from gptmanager.simulator.load import VOCAB_SIZE
 from gptmanager.testing import ScriptedSpec
 
@@ -46,7 +48,7 @@ def hypothetical(machine: Machine, max_seq_len: int) -> Blueprint:
         kv_cache_config=KvCacheConfig(max_tokens=_DEFAULT_KV_TOKENS), max_seq_len=max_seq_len
     )
     fused = ModelType.INFLIGHT_FUSED_BATCHING
-    return _sized(params, SchedulerConfig(), VOCAB_SIZE, max_seq_len, machine, fused)
+    return _checked(_sized(params, SchedulerConfig(), VOCAB_SIZE, max_seq_len, machine, fused))
 
 
 def variant(
@@ -55,7 +57,11 @@ def variant(
     machine: Machine = Machine(),  # noqa: B008 - frozen
     create_scheduler: Callable[..., Any] | None = None,
 ) -> Blueprint:
-    """The same manager under another policy and other options, set up as a manager would be."""
+    """The same manager under another policy and other options, set up as a manager would be.
+
+    Raises RecordingError for sizes that no recording may have: the options multiply those of a
+    file.
+    """
     scheduler = dataclasses.replace(
         blueprint.scheduler, capacity_scheduler_policy=policy, create_scheduler=create_scheduler
     )
@@ -79,12 +85,20 @@ def variant(
     # the bytes of a block are the recorded model's, so that the host tier is taken over in tokens
     host_tokens = sizes.num_host_blocks * sizes.tokens_per_block
     num_host_blocks = host_tokens // resized.sizes.tokens_per_block
-    return dataclasses.replace(
-        resized,
-        sizes=dataclasses.replace(resized.sizes, num_host_blocks=num_host_blocks),
-        hidden_size=blueprint.hidden_size,
-        adapters=blueprint.adapters,
+    return _checked(
+        dataclasses.replace(
+            resized,
+            sizes=dataclasses.replace(resized.sizes, num_host_blocks=num_host_blocks),
+            hidden_size=blueprint.hidden_size,
+            adapters=blueprint.adapters,
+        )
     )
+
+
+def _checked(blueprint: Blueprint) -> Blueprint:
+    """Return it as a reader of recordings would: sizes may ask for no more memory than a file."""
+    with located("the simulated manager"):
+        return checked_blueprint(blueprint)
 
 
 def _sized(

@@ -159,7 +159,7 @@ class RecordedLoad:
     here. `arrivals`: "time", when a request came to its host, as far as the recording tells (see
     `host_queue`); "turns", in which iteration Get returned it; "at_once", all at the start. Stop
     signals keep their place; failures of the host are left out. `queue` is how "time" was found.
-    `max_request_steps`: far more than the recorded run took.
+    `max_request_steps`: far more than the recorded run took. `name`: of the recording.
 
     Raises RecordingError for a black box: it does not hold whole requests.
     """
@@ -169,6 +169,7 @@ class RecordedLoad:
     ) -> None:
         if recording.header.state is not None or not recording.iterations:
             raise RecordingError("a load needs a recording from the start of a run")
+        self.name = recording.name
         self.by_turns = arrivals == "turns"
         self.max_request_steps = _SPARE_STEPS
         self._requests: list[InferenceRequest] = []

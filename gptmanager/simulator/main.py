@@ -118,7 +118,7 @@ def _simulate_one(
     recorder = None if path is None else Recorder(path)
     where: AbstractContextManager[None] = nullcontext()
     if isinstance(load, RecordedLoad) and blueprint.scheduler.create_scheduler is None:
-        where = located("the recorded load")
+        where = located(f"{load.name}: the recorded load")
     with where:
         figures = simulate(blueprint, load, cost, recorder=recorder, on_progress=on_progress)
     if recorder is not None and recorder.error:
