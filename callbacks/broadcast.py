@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
+from gptmanager.callables import ordinary
 from gptmanager.callbacks.mpi_transport import MpiTransport
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.request.inference_request import (
@@ -27,6 +28,9 @@ def broadcast(
     exchange an iteration. "mpi": mpi4py does, for hosts under mpirun; extra `mpi`. ConfigError
     where there is none, ValueError for a `transport` that is unknown.
     """
+    for name, callback in (("get", get), ("poll", poll)):
+        if callback is not None:
+            ordinary(name, callback, may_yield=True)
     if transport == "mpi":
         mpi = MpiTransport()
         return functools.partial(mpi.get, get), functools.partial(mpi.poll, poll)

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from gptmanager.callables import check_answer, ordinary
+
 _logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,6 +22,8 @@ def fan_out(first: Callable[P, R], *observers: Callable[P, object]) -> Callable[
 
         return_batch_manager_stats_cb=fan_out(JsonLinesSink("stats.jsonl"), LoggingSink())
     """
+    for number, callback in enumerate((first, *observers)):
+        ordinary(f"callback {number} of fan_out()", callback, may_yield=number == 0)
     failed: set[int] = set()
 
     def call_all(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -28,7 +32,7 @@ def fan_out(first: Callable[P, R], *observers: Callable[P, object]) -> Callable[
         finally:
             for index, observer in enumerate(observers):
                 try:
-                    observer(*args, **kwargs)
+                    check_answer("it", observer(*args, **kwargs))
                 except Exception as error:
                     known = index in failed
                     failed.add(index)

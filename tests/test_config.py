@@ -135,5 +135,5 @@ def test_equal_values_of_other_types_are_taken():
 def test_a_scheduler_config_is_checked():
     with pytest.raises(ConfigError, match="capacity_scheduler_policy = 1 is not a"):
         checked_scheduler_config(SchedulerConfig(1))
-    with pytest.raises(ConfigError, match="create_scheduler must be callable"):
+    with pytest.raises(ConfigError, match="create_scheduler = 3 is not callable"):
         checked_scheduler_config(SchedulerConfig(create_scheduler=3))

@@ -27,6 +27,7 @@ lifecycle/                a manager's states; its clock, log, latch and watchdog
     watchdog              a callback that overstays its budget
     state                 the states of a manager, and its health
 arguments                 arguments of constructors, checked by name (no torch)
+callables                 callables of a host: ordinary functions, done on return (no torch)
 config                    what a host configures, and the enums of the contract (no torch)
 terminal/                 what commands share: arguments, and texts that a terminal may show
     printable             texts from anywhere, as a terminal may show them (no torch)

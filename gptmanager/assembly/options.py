@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from gptmanager.arguments import flag
+from gptmanager.callables import checked, ordinary
 from gptmanager.config import (
     DEVICE,
     CapacitySchedulerPolicy,
@@ -28,7 +29,7 @@ from gptmanager.config import (
 )
 from gptmanager.errors import ConfigError
 from gptmanager.memory.checkpoint_files import shown
-from gptmanager.request.post_processor import is_post_processor
+from gptmanager.request.post_processor import problem_of
 
 _MAX_LINES = 2**31 - 1  # int32
 _DTYPES = (None, "float32", "bfloat16", "float16", "float64")
@@ -130,8 +131,8 @@ def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
     _require_member(config, "capacity_scheduler_policy", CapacitySchedulerPolicy)
     if config.context_chunking_policy is not None:
         _require_member(config, "context_chunking_policy", ContextChunkingPolicy)
-    if config.create_scheduler is not None and not callable(config.create_scheduler):
-        raise ConfigError("SchedulerConfig.create_scheduler must be callable")
+    if config.create_scheduler is not None:
+        ordinary("SchedulerConfig.create_scheduler", config.create_scheduler)
     return config
 
 
@@ -211,14 +212,11 @@ def _check_objects(params: OptionalParams) -> None:
         path = getattr(params, name)
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(f"OptionalParams.{name} = {path!r} is no path")
-    if params.on_progress is not None and not callable(params.on_progress):
-        raise ConfigError(f"OptionalParams.on_progress = {params.on_progress!r} is not callable")
+    if params.on_progress is not None:
+        params.on_progress = checked("OptionalParams.on_progress", params.on_progress)
     batched = params.logits_post_processor_batched
-    if batched is not None and not is_post_processor(batched):
-        raise ConfigError(
-            f"OptionalParams.logits_post_processor_batched is a {type(batched).__name__}, expected "
-            "an object with a method process_batch"
-        )
+    if batched is not None and (problem := problem_of(batched)):
+        raise ConfigError(f"OptionalParams.logits_post_processor_batched is {problem}")
 
 
 def _check_modes(params: OptionalParams) -> None:

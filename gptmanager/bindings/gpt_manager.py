@@ -15,6 +15,7 @@ from gptmanager.bindings.optional_params import (
     with_policy,
 )
 from gptmanager.bindings.requests import NamedTensor, as_id
+from gptmanager.callables import check_answer, ordinary
 from gptmanager.errors import ConfigError
 
 _BEGIN = ("trt_engine_path", "model_type")
@@ -66,10 +67,10 @@ class GptManager:
             _model_type(given["model_type"]),
             max_beam_width,
             scheduler,
-            get and self._fetching(get),
-            send and _sending(send),
+            get and self._fetching(ordinary("get_inference_requests_cb", get, may_yield=True)),
+            send and _sending(ordinary("send_response_cb", send)),
             poll,
-            self._reporting(stats),
+            self._reporting(stats and ordinary("return_batch_manager_stats_cb", stats)),
             params,
         )
         MemoryCounters.begin(self._last_record)
@@ -104,6 +105,7 @@ class GptManager:
     ) -> Callable[[int], Iterable[InferenceRequest]]:
         def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
             requests = () if self._is_ending else get(max_num_requests)
+            check_answer("GetInferenceRequests", requests, may_yield=True)
             if self._terminate_id is not None and not self._is_ending:
                 requests = list(requests)
                 kept = [it for it in requests if it.request_id != self._terminate_id]
@@ -115,20 +117,20 @@ class GptManager:
 
         return fetch
 
-    def _reporting(self, stats: Callable[[str], Any] | None) -> Callable[[str], None]:
+    def _reporting(self, stats: Callable[[str], Any] | None) -> Callable[[str], Any]:
         last = self._last_record
 
-        def report(record: str) -> None:
+        def report(record: str) -> Any:
             last.record = record
-            if stats is not None:
-                stats(record)
+            return None if stats is None else stats(record)
 
         return report
 
 
-def _sending(send: Callable[..., Any]) -> Callable[..., None]:
-    def respond(request_id: int, tensors: Any, is_final: bool, error: str) -> None:
-        send(request_id, [NamedTensor(it.tensor, it.name) for it in tensors], is_final, error)
+def _sending(send: Callable[..., Any]) -> Callable[..., Any]:
+    def respond(request_id: int, tensors: Any, is_final: bool, error: str) -> Any:
+        named = [NamedTensor(it.tensor, it.name) for it in tensors]
+        return send(request_id, named, is_final, error)
 
     return respond
 

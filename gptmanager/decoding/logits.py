@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.callables import UnfinishedAnswer, check_answer
 from gptmanager.cuda.streams import Stream
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.rows import (
@@ -192,11 +193,13 @@ class PostProcessing:
             sequences[index].error = self._told(error, shared)
 
     def _call(self, call: Callable[[], Any], logits: Tensor) -> Any:
-        if not self._watches_streams:
-            return call()
-        answer, wrong = watched(call, logits)
-        if wrong:
-            raise _Misuse(f"{wrong}: work within `with stream:`")
+        if self._watches_streams:
+            answer, wrong = watched(call, logits)
+            if wrong:
+                raise _Misuse(f"{wrong}: work within `with stream:`")
+        else:
+            answer = call()
+        check_answer("it", answer)
         return answer
 
     def _session(self, shared: RowProcessor) -> RowSession:
@@ -240,6 +243,8 @@ class PostProcessing:
         text = f"logits_post_processor {name_of(shared)}"
         if isinstance(error, _Misuse):
             return CallbackError(f"{text} {error}")
+        if isinstance(error, UnfinishedAnswer):
+            return CallbackError(f"{text}: {error}")
         if isinstance(error, RequestError) and isinstance(shared, RowProcessor):
             return type(error)(f"{text}: {error}")
         return CallbackError(f"{text} raised {response_text(error)}")
@@ -329,6 +334,7 @@ class _Step:
         """Take the logits that a processor returned instead of those it was given."""
         if answer is None or answer is given:
             return
+        check_answer("it", answer)
         if not isinstance(answer, Tensor):
             raise _Misuse(f"returned a {type(answer).__name__}, expected None or a tensor")
         expected = (torch.float32, list(given.shape), self.logits.device)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from gptmanager.assembly.assemble import Assembly
+from gptmanager.callables import UnfinishedAnswer, check_answer, ordinary
 from gptmanager.config import ModelType
 from gptmanager.errors import CallbackError, ConfigError, InvalidRequestError, response_text
 from gptmanager.executor.rank_executor import RankExecutor
@@ -93,9 +94,9 @@ class CallbackHost:
         self.get_failures = GetFailures(max_get_failures)
         self.is_accepting = True  # False: Get is not called any more
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
-        self._get = _required(get_inference_requests, "get_inference_requests_cb")
+        self._get = _required(get_inference_requests, "get_inference_requests_cb", may_yield=True)
         self._send = _required(send_response, "send_response_cb")
-        self._poll = _optional(poll_stop_signal, "poll_stop_signal_cb")
+        self._poll = _optional(poll_stop_signal, "poll_stop_signal_cb", may_yield=True)
         self._return_stats = _optional(return_stats, "return_batch_manager_stats_cb")
         self._receiver = Receiver(self.lifecycle)
         self._stops: set[int] = set()
@@ -194,7 +195,8 @@ class CallbackHost:
         for request_id in owed.beyond(()):
             if owed.settle(request_id):
                 with self._guarded(CallbackTimer("SendResponse")):  # the other is the loop's
-                    self._send(request_id, [], True, response_text(error))
+                    answer = self._send(request_id, [], True, response_text(error))
+                    check_answer("SendResponse", answer)
         return True
 
     # What makes cached blocks stale ----------------------------------------------------------
@@ -255,12 +257,15 @@ class CallbackHost:
             if is_final and not self._receiver.owed.settle(request_id):
                 return  # it has had its final response
             try:
-                self._send(request_id, tensors, is_final, error)
+                check_answer("SendResponse", self._send(request_id, tensors, is_final, error))
             except BaseException as raised:  # noqa: B036 - the loop outlives any callback
                 timer.errors += 1
                 if not is_final:
-                    failure = CallbackError(f"SendResponse raised {response_text(raised)}")
-                    self.fail(Failure(request_id, failure))
+                    is_ours = isinstance(raised, UnfinishedAnswer)
+                    text = (
+                        str(raised) if is_ours else f"SendResponse raised {response_text(raised)}"
+                    )
+                    self.fail(Failure(request_id, CallbackError(text)))
                 logger.exception(
                     "SendResponse raised for request %d%s",
                     *(request_id, " (final)" if is_final else ""),
@@ -277,6 +282,7 @@ class CallbackHost:
             return
         with self._guarded(self.timers.poll):
             stops = self._poll()
+            check_answer("PollStopSignal", stops, may_yield=True)
             if stops is not None:
                 _collect_ids(stops, self._stops)
 
@@ -288,7 +294,7 @@ class CallbackHost:
             return
         record = self.statistics.record(counts, phase_times)
         with self._guarded(self.timers.stats):
-            self._return_stats(record)
+            check_answer("ReturnBatchManagerStats", self._return_stats(record))
 
     # How it calls them ---------------------------------------------------------------------
 
@@ -303,6 +309,7 @@ class CallbackHost:
         before = len(receiver.received)
         with self._guarded(self.timers.get) as raised:
             answer = self._get(-1 if room is None else room)
+            check_answer("GetInferenceRequests", answer, may_yield=True)
             try:  # nothing of ours that may fail stands between the answer and its items' queue
                 items = iter(answer)
             except TypeError:
@@ -346,16 +353,14 @@ class CallbackHost:
             timer.stop()
 
 
-def _required(callback: Any, name: str) -> Any:
+def _required(callback: Any, name: str, *, may_yield: bool = False) -> Any:
     if callback is None:
         raise ConfigError(f"{name} is mandatory")
-    return _optional(callback, name)
+    return ordinary(name, callback, may_yield=may_yield)
 
 
-def _optional(callback: Any, name: str) -> Any:
-    if callback is not None and not callable(callback):
-        raise ConfigError(f"{name} = {callback!r} is not callable")
-    return callback
+def _optional(callback: Any, name: str, *, may_yield: bool = False) -> Any:
+    return None if callback is None else ordinary(name, callback, may_yield=may_yield)
 
 
 def _taken(queue: deque[_T]) -> tuple[_T, ...]:

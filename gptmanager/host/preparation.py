@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
 
+from gptmanager.callables import check_answer
 from gptmanager.errors import CallbackError, ManagerDeadError, RequestError, response_text
 from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.watchdog import CallbackTimer
@@ -117,7 +118,9 @@ class Preparation:
     def _called(self, prepare: Callable[[str], Future[Any]]) -> Future[Any]:
         self._timer.start()
         try:
-            return prepare(self.device)
+            future = prepare(self.device)
+            check_answer("prepare", future)
+            return future
         finally:
             self._timer.stop()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from gptmanager.callables import check_answer, ordinary
 from gptmanager.config import FinishReason
 from gptmanager.errors import ManagerDeadError
 from gptmanager.lifecycle.clock import monotonic
@@ -92,6 +93,7 @@ class Watchers:
         """
         if not hasattr(loop, "executor"):
             raise ManagerDeadError("watch: the loop has ended")
+        ordinary("see", see)
         now, kv_cache = monotonic(), loop.allocator.kv_cache
         see(
             Beginning(
@@ -118,7 +120,7 @@ class Watchers:
     def tell(self, event: Event) -> None:
         for see in self._sees:
             try:
-                see(event)
+                check_answer("it", see(event))
             except Exception:
                 # the taps stay where they are: this may be a call that they pass on
                 logger.exception("%r raised, and sees no more of the loop", see)

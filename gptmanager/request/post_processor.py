@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gptmanager.callables import kind_of_deferred
 from gptmanager.errors import InvalidRequestError
 
 
@@ -61,17 +62,29 @@ def read_post_processor(value: Any) -> RequestProcessor | None:
     """Return a request's post-processor; InvalidRequestError if it cannot be called."""
     if value is None:
         return None
-    if not is_post_processor(value):
-        raise InvalidRequestError(
-            f"logits_post_processor is a {type(value).__name__}, expected a callable (request_id, "
-            "logits, tokens, stream, client_id), or an object with a method process_batch"
-        )
+    if problem := problem_of(
+        value, "a callable (request_id, logits, tokens, stream, client_id), or "
+    ):
+        raise InvalidRequestError(f"logits_post_processor is {problem}")
     return RequestProcessor(value)
 
 
+def problem_of(value: Any, expected: str = "") -> str:
+    """Return what is wrong with a processor, "" if nothing is. `expected`: what it may be besides
+    an object with `process_batch`.
+    """
+    if isinstance(value, BoundProcessor):
+        return ""
+    process = getattr(value, "process_batch", None)
+    if not callable(process) and not callable(value):
+        kind = type(value).__name__
+        return f"a {kind}, expected {expected}an object with a method process_batch"
+    deferred = kind_of_deferred(process if callable(process) else value)
+    return f"{deferred}: nobody would await it" if deferred else ""
+
+
 def is_post_processor(value: Any) -> bool:
-    is_batched = callable(getattr(value, "process_batch", None))
-    return is_batched or isinstance(value, BoundProcessor) or callable(value)
+    return not problem_of(value)
 
 
 def name_of(processor: Any) -> str:

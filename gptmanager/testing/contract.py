@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.callables import UnfinishedAnswer, check_answer
 from gptmanager.errors import response_text
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.request.inference_request import (
@@ -58,10 +59,11 @@ class ContractChecker:
     follows a final. The host: Get returns an iterable of
     InferenceRequests, each once, with ids that are not in use (unless `tolerates_duplicates`: a
     manager answers them), does not change them afterwards, and does not raise; SendResponse does
-    not raise for a final response; Poll gives request ids and does not raise; none of them takes
-    longer than `callback_budget_s`, since the loop stands still meanwhile. `check` raises
-    ContractViolation with a sentence for all that was seen, and for what is still missing. `notes`
-    are of what is allowed, and perhaps not meant: more requests than there was room for.
+    not raise for a final response; Poll gives request ids and does not raise; none of them returns
+    a coroutine, which nobody would await, or takes longer than `callback_budget_s`, since the loop
+    stands still meanwhile. `check` raises ContractViolation with a sentence for all that was seen,
+    and for what is still missing. `notes` are of what is allowed, and perhaps not meant: more
+    requests than there was room for.
     """
 
     def __init__(
@@ -120,9 +122,9 @@ class ContractChecker:
         self._inspect(request_id, dict(tensors), is_final, error)
         begin = self._clock()
         try:
-            self._send(request_id, tensors, is_final, error)
+            self._finished("SendResponse", self._send(request_id, tensors, is_final, error))
         except Exception as raised:
-            if is_final:
+            if is_final and not isinstance(raised, UnfinishedAnswer):
                 self._complain(
                     f"SendResponse raised {response_text(raised)} for the final response to "
                     f"request {request_id}, which is lost"
@@ -164,12 +166,23 @@ class ContractChecker:
     def _called(self, name: str, callback: Callable[..., Any], *arguments: Any) -> Any:
         begin = self._clock()
         try:
-            return callback(*arguments)
+            return self._finished(name, callback(*arguments))
+        except UnfinishedAnswer:
+            raise
         except Exception as error:
             self._complain(f"{name} raised {response_text(error)}")
             raise
         finally:
             self._watch(name, begin)
+
+    def _finished(self, name: str, answer: Any) -> Any:
+        """Raise UnfinishedAnswer, as a manager would note it, for what would have to be awaited."""
+        try:
+            check_answer(name, answer, may_yield=name != "SendResponse")
+        except UnfinishedAnswer as error:
+            self._complain(str(error))
+            raise
+        return answer
 
     def _watch(self, name: str, begin: float) -> None:
         taken = self._clock() - begin

@@ -1,0 +1,85 @@
+"""Callables of a host: ordinary functions, which have done their work when they return.
+
+A coroutine function only returns a coroutine. Nobody awaits it, so nothing would happen, and nobody
+would notice. Such functions are refused, and such answers are errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from gptmanager.errors import CallbackError, ConfigError
+
+_T = TypeVar("_T")
+
+_HINT = (
+    "an ordinary function is needed, which does its work when it is called (for asyncio, one that "
+    "calls loop.call_soon_threadsafe)"
+)
+
+
+class UnfinishedAnswer(CallbackError):
+    """A callback has returned something that would have to be awaited."""
+
+
+def ordinary(name: str, function: _T, *, may_yield: bool = False) -> _T:
+    """Return `function` if a call of it does something.
+
+    Raise ConfigError, which calls it `name`, if it cannot be called, or if a call only returns a
+    coroutine, an async generator or, unless it `may_yield`, a generator.
+    """
+    if not callable(function):
+        raise ConfigError(f"{name} = {function!r} is not callable")
+    kind = kind_of_deferred(function, may_yield=may_yield)
+    if kind:
+        raise ConfigError(f"{name} = {function!r} is {kind}: {_HINT}")
+    return function
+
+
+def kind_of_deferred(function: Any, *, may_yield: bool = False) -> str:
+    """Return "a coroutine function" or the like, "" for an ordinary function.
+
+    Partial functions, bound methods and objects with `__call__` are looked through.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not (inspect.isroutine(function) or inspect.isclass(function)):
+        function = type(function).__call__
+    if inspect.iscoroutinefunction(function):
+        return "a coroutine function"
+    if inspect.isasyncgenfunction(function):
+        return "an async generator function"
+    if inspect.isgeneratorfunction(function) and not may_yield:
+        return "a generator function"
+    return ""
+
+
+def check_answer(name: str, answer: Any, *, may_yield: bool = False) -> None:
+    """Raise UnfinishedAnswer if what `name` has returned would have to be awaited, or iterated
+    over.
+
+    A coroutine is closed: Python does not warn that it was never awaited.
+    """
+    if answer is None:
+        return
+    is_generator = inspect.isgenerator(answer) and not may_yield
+    if is_generator or inspect.isawaitable(answer) or inspect.isasyncgen(answer):
+        if inspect.iscoroutine(answer) or inspect.isgenerator(answer):
+            answer.close()
+        raise UnfinishedAnswer(f"{name} returned a {type(answer).__name__}: {_HINT}")
+
+
+def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an ordinary function that calls `function` and checks its answer."""
+    ordinary(name, function)
+
+    @functools.wraps(function, updated=())
+    def call(*arguments: Any) -> Any:
+        answer = function(*arguments)
+        check_answer(name, answer)
+        return answer
+
+    return call
