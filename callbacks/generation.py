@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from types import TracebackType
@@ -19,6 +20,7 @@ import torch
 from gptmanager import InferenceRequest, NamedTensor
 from gptmanager.callbacks.result import GenerationResult, ResponseCollector, error_of
 from gptmanager.callbacks.wakeups import AsyncWaiter, AsyncWakeups
+from gptmanager.errors import ManagerDeadError
 
 
 class GenerationPart(NamedTuple):
@@ -66,6 +68,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         super().__init__()
         self.request = request
         self.request_id: int = request.request_id
+        self._process = os.getpid()
         self._ask_to_cancel = cancel
         self._wakeups = wakeups
         self._responses = ResponseCollector(request, exclude_input=exclude_input)
@@ -75,6 +78,12 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         self._async_waiters: list[AsyncWaiter] = []
         self._is_ending = False  # all tokens are here, the result not yet
         self._has_ended = False  # with its result, or its error
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"the handle of request {self.request_id} cannot be pickled or copied: a manager of "
+            "this process answers it; pickle its result()"
+        )
 
     def __repr__(self) -> str:
         state = "done" if self.done() else f"{len(self._tokens)} tokens so far"
@@ -86,6 +95,24 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         A request that the manager has not fetched ends at once.
         """
         return self._ask_to_cancel(self.request_id)
+
+    def result(self, timeout: float | None = None) -> GenerationResult:
+        """Return how the request has ended, or raise its error. Wait at most `timeout` seconds.
+
+        Raise ManagerDeadError in a forked process, where no manager answers.
+        """
+        self._refuse_to_wait_in_fork()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._refuse_to_wait_in_fork()
+        return super().exception(timeout)
+
+    def _refuse_to_wait_in_fork(self) -> None:
+        if os.getpid() != self._process and not self._has_ended:
+            raise ManagerDeadError(
+                f"request {self.request_id} is answered in process {self._process}, not in its fork"
+            )
 
     # Reading --------------------------------------------------------------------------------
 
@@ -110,6 +137,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
 
         A request without `is_streaming` has one part. Several readers each see everything.
         """
+        self._refuse_to_wait_in_fork()
         waiter = self._wakeups.waiter()
         reader = PartReader(self)
         try:
@@ -125,6 +153,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             raise
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
+        self._refuse_to_wait_in_fork()
         return asyncio.wrap_future(self).__await__()
 
     def __enter__(self) -> Generation:
@@ -141,6 +170,8 @@ class Generation(concurrent.futures.Future[GenerationResult]):
 
     def _wait_for_tokens(self, seen: int, timeout: float | None) -> list[int]:
         """The tokens after the first `seen`; an empty list at the end."""
+        if len(self._tokens) == seen:
+            self._refuse_to_wait_in_fork()
         with self._news:
             while len(self._tokens) == seen and not self.done():
                 if not self._news.wait(timeout):

@@ -19,7 +19,8 @@ class JsonLinesSink:
     loses none. If a crash or a full disk cut a line short, the next record begins on a new line.
     Before the file grows over `max_bytes` (None: no limit), it becomes `path.1`, the old `path.1`
     becomes `path.2`, and so on. `backups` of them are kept. A single record over `max_bytes` gets
-    a file of its own.
+    a file of its own. If another program moves, deletes or truncates the file, as logrotate does,
+    the next record goes to `path` all the same.
 
     Never raises in the manager's loop: a record that cannot be written is counted in
     `num_dropped`, and the first of a series is logged. The constructor raises OSError. Thread-safe,
@@ -79,6 +80,7 @@ class JsonLinesSink:
     def _open(self) -> io.FileIO:
         # unbuffered: the rest of a record that was not written is known at once
         file = io.FileIO(self._path, "a+")
+        self._identity = os.fstat(file.fileno())
         self._size = file.seek(0, os.SEEK_END)
         if self._size:
             file.seek(-1, os.SEEK_END)
@@ -87,10 +89,23 @@ class JsonLinesSink:
             self._is_torn = False
         return file
 
+    def _is_at_path(self) -> bool:
+        """Whether the open file is still the one that a reader finds; note its size."""
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:
+            return False
+        self._size = found.st_size
+        self._is_torn = self._is_torn and self._size > 0
+        return os.path.samestat(found, self._identity)
+
     def _append(self, line: bytes) -> None:
         if self._is_closed:
             raise ValueError("the sink is closed")
-        if self._file is None:  # the last rotation failed
+        if self._file is not None and not self._is_at_path():
+            self._file.close()
+            self._file = None
+        if self._file is None:  # or the last rotation failed
             self._file = self._open()
         if self._max_bytes is not None and 0 < self._size > self._max_bytes - len(line):
             self._file.close()

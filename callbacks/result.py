@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,6 +55,15 @@ class GenerationResult:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Every response tensor by name; streamed parts are joined."""
         return MappingProxyType({name: _joined(name, parts) for name, parts in self._parts.items()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors of a step share memory, of which a copy takes only their own."""
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        parts = {name: [part.clone() for part in own] for name, own in self._parts.items()}
+        return {**state, "metrics": dict(self.metrics), "_parts": parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, metrics=MappingProxyType(state["metrics"]))
 
 
 class ResponseCollector:

@@ -36,6 +36,7 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.manager import gpt_manager as manager_module
 from gptmanager.models import load_model
+from gptmanager.request.inference_request import KEYWORDS, TENSOR_ALIASES, TENSORS
 from gptmanager.scheduler import (
     CapacityScheduler,
     LlmRequest,
@@ -167,9 +168,44 @@ def test_requests_and_options_are_copied_and_pickled_whole(clone):
     assert clone(config) == config
 
 
-def test_a_request_with_a_post_processor_is_not_pickled():
-    with pytest.raises(TypeError, match="logits_post_processor cannot be pickled"):
-        pickle.dumps(request(1, [1], 1, logits_post_processor=print))
+def test_a_request_with_a_post_processor_is_copied_and_not_pickled():
+    given = request(8, [1], 1, logits_post_processor=threading.Lock().acquire)
+    with pytest.raises(TypeError, match="request 8 cannot be pickled: its logits_post_processor"):
+        pickle.dumps(given)
+    for clone in (copy.copy, copy.deepcopy):
+        copied = clone(given)
+        assert copied.logits_post_processor is given.logits_post_processor
+        copied.input_ids = np.array([9])
+        assert given.input_ids.tolist() == [1] and copied.request_id == 8
+    assert copy.copy(given).input_ids is given.input_ids
+    assert copy.deepcopy(given).input_ids is not given.input_ids
+
+
+def test_a_subclass_of_a_request_is_copied_as_it_is():
+    class Mine(InferenceRequest):
+        def __init__(self, *args, **keywords):
+            super().__init__(*args, **keywords)
+            self.__dict__["tag"] = "mine"
+
+    copied = copy.copy(Mine(3, {"input_ids": np.array([1])}))
+    assert type(copied) is Mine and copied.tag == "mine" and copied.input_ids.tolist() == [1]
+
+
+def test_none_means_not_given_for_every_keyword():
+    names = (*KEYWORDS, *TENSORS, *TENSOR_ALIASES)
+    given = dict.fromkeys(set(names) - {"input_ids", "request_output_len", "max_new_tokens"})
+    made = InferenceRequest.from_tokens(1, [1, 2], 3, **given)
+    plain = InferenceRequest.from_tokens(1, [1, 2], 3)
+    assert {name: getattr(made, name) for name in KEYWORDS} == {
+        name: getattr(plain, name) for name in KEYWORDS
+    }
+    assert made.tensors.keys() == plain.tensors.keys()
+
+
+def test_none_means_the_default_to_the_manager(host):
+    host.submit(request(1, [1], 2, **dict.fromkeys(set(KEYWORDS) | {"end_id", "temperature"})))
+    with start(host):
+        assert host.final(1).error == ""
 
 
 # What a host gets back ---------------------------------------------------------------------------

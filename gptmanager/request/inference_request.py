@@ -7,6 +7,7 @@ impossible id raise in the host's own line.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -144,7 +145,7 @@ class InferenceRequest:
         ids), and the constructor's keywords. None stands for "not given".
         """
         keywords = {key: by_name.pop(key) for key in KEYWORDS if key in by_name}
-        request = cls(request_id, **keywords)
+        request = cls(request_id, **{k: v for k, v in keywords.items() if v is not None})
         for name, value in {
             "input_ids": input_ids,
             "request_output_len": max_new_tokens,
@@ -172,9 +173,24 @@ class InferenceRequest:
             raise AttributeError(f"Undefined tensor: {_TENSOR_OF_PROPERTY[name]}")
         raise AttributeError(f"InferenceRequest has no property {name!r}")
 
+    def __copy__(self) -> InferenceRequest:
+        return self._copied(dict(self.tensors))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InferenceRequest:
+        """The logits post-processor is shared: it may hold what cannot be copied."""
+        return self._copied(copy.deepcopy(self.tensors, memo))
+
+    def _copied(self, tensors: dict[str, TensorLike]) -> InferenceRequest:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__, tensors=tensors)
+        return made
+
     def __reduce__(self) -> Any:
         if self.logits_post_processor is not None:
-            raise TypeError("a request with a logits_post_processor cannot be pickled")
+            raise TypeError(
+                f"request {self.request_id} cannot be pickled: its logits_post_processor is code "
+                "(set it in the process that serves the request)"
+            )
         keywords = {name: getattr(self, name) for name in KEYWORDS}
         return functools.partial(InferenceRequest, **keywords), (self.request_id, self.tensors)
 

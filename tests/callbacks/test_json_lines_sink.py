@@ -42,6 +42,40 @@ def test_a_line_that_a_crash_cut_short_spoils_no_other(tmp_path):
     assert lines(path) == [RECORD, RECORD[:5], RECORD]
 
 
+@pytest.mark.parametrize("way", ["move", "delete", "replace", "truncate"])
+def test_a_file_that_another_program_takes_away_is_opened_anew(tmp_path, way):
+    path, other = tmp_path / "stats.jsonl", tmp_path / "stats.jsonl-20261126"
+    with JsonLinesSink(path, max_bytes=90) as sink:
+        for _ in range(3):
+            sink(RECORD)
+        if way == "truncate":  # copytruncate of logrotate
+            os.truncate(path, 0)
+        elif way == "delete":
+            path.unlink()
+        else:
+            path.rename(other)
+        if way == "replace":  # create of logrotate
+            path.write_text("")
+        for _ in range(3):
+            sink(RECORD)
+    assert lines(path) == [RECORD] * 3 and sink.num_dropped == 0
+    assert not (tmp_path / "stats.jsonl.1").exists()
+    if way in ("move", "replace"):
+        assert lines(other) == [RECORD] * 3
+
+
+def test_a_folder_that_is_taken_away_drops_records_until_it_is_back(tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    with JsonLinesSink(folder / "stats.jsonl") as sink:
+        folder.rename(tmp_path / "old")
+        sink(RECORD)
+        assert sink.num_dropped == 1
+        folder.mkdir()
+        sink(RECORD)
+        assert lines(folder / "stats.jsonl") == [RECORD] and sink.num_dropped == 1
+
+
 def test_files_are_rotated_by_size(tmp_path):
     path = tmp_path / "stats.jsonl"
     records = [json.dumps({"n": number}) for number in range(10, 17)]  # 10 bytes each

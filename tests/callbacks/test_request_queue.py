@@ -1,5 +1,7 @@
 import asyncio
+import copy
 import os
+import pickle
 import queue as std_queue
 import signal
 import threading
@@ -217,6 +219,45 @@ def test_a_forked_child_does_not_wait_for_a_queue(queue):
             os._exit(0)
 
         assert in_thread(fork).result(TIMEOUT) == 0
+
+
+def test_an_inherited_handle_raises_where_it_would_wait(queue):
+    done, waits = queue.submit([1], 5), queue.submit([1], 5)
+    queue.get_inference_requests(-1)
+    queue.send_response(1, whole([1, 7]), True, "")
+
+    async def ask():
+        await waits
+
+    async def iterate():
+        async for _ in waits:
+            pass
+
+    def fork():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 warns of threads
+            if os.fork():
+                return os.wait()[1]
+        signal.alarm(10)
+        calls = (waits.result, waits.exception, lambda: next(iter(waits)),
+                 lambda: asyncio.run(ask()), lambda: asyncio.run(iterate()))  # fmt: skip
+        for call in calls:
+            with suppress(ManagerDeadError):
+                call()
+                os._exit(1)
+        assert done.result().generated_ids == ((7,),) and [*done] == [7]
+        os._exit(0)
+
+    assert in_thread(fork).result(TIMEOUT) == 0
+    queue.send_response(2, whole([1, 8]), True, "")
+    assert waits.result(TIMEOUT).generated_ids == ((8,),)
+
+
+def test_a_handle_says_why_it_is_not_pickled_or_copied(queue):
+    generation = queue.submit([1], 5)
+    for clone in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"handle of request 1 .* pickle its result\(\)"):
+            clone(generation)
 
 
 def test_only_a_manager_can_be_attached(queue):

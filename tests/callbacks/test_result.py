@@ -1,4 +1,6 @@
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -28,6 +30,27 @@ def test_a_whole_response_is_cut_into_prompt_and_generated_tokens():
     assert done.tensors["output_ids"].shape == (1, 1, 12)
     with pytest.raises(AttributeError):
         done.request_id = 5
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))]
+)
+def test_a_result_is_copied_and_pickled_whole(clone):
+    step = torch.arange(1000.0).reshape(1, 1, 1000)  # whose parts responses hold
+    collector = ResponseCollector(request())
+    collector.add([*whole([1, 2, 3, 9, 8]), NamedTensor("output_log_probs", step[..., :2])])
+    done = collector.result()
+    assert done.tensors.keys() and done.output_ids  # they are kept, but not pickled
+
+    copied = clone(done)
+
+    assert copied.output_ids == done.output_ids and copied.request_id == 4
+    assert copied.metrics == done.metrics and copied.finish_reasons == done.finish_reasons
+    assert copied.tensors["output_log_probs"].tolist() == [[[0.0, 1.0]]]
+    assert copied.tensors.keys() == done.tensors.keys()
+    assert len(pickle.dumps(done)) < 2500
+    with pytest.raises(TypeError):
+        copied.metrics["x"] = 1
 
 
 def test_beams_have_lengths_of_their_own():
