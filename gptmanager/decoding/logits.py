@@ -199,7 +199,8 @@ class PostProcessing:
                 raise _Misuse(f"{wrong}: work within `with stream:`")
         else:
             answer = call()
-        check_answer("it", answer)
+        if answer is not None:
+            check_answer("it", answer)
         return answer
 
     def _session(self, shared: RowProcessor) -> RowSession:

@@ -39,6 +39,7 @@ from gptmanager.step import Failure, Intake
 
 _T = TypeVar("_T")
 
+_READY = frozenset({list, tuple, set, frozenset})  # what most callbacks answer
 _POLL_S = 0.002  # how often a SendResponse that should return is looked at
 
 
@@ -257,7 +258,9 @@ class CallbackHost:
             if is_final and not self._receiver.owed.settle(request_id):
                 return  # it has had its final response
             try:
-                check_answer("SendResponse", self._send(request_id, tensors, is_final, error))
+                answer = self._send(request_id, tensors, is_final, error)
+                if answer is not None:
+                    check_answer("SendResponse", answer)
             except BaseException as raised:  # noqa: B036 - the loop outlives any callback
                 timer.errors += 1
                 if not is_final:
@@ -282,7 +285,8 @@ class CallbackHost:
             return
         with self._guarded(self.timers.poll):
             stops = self._poll()
-            check_answer("PollStopSignal", stops, may_yield=True)
+            if type(stops) not in _READY:
+                check_answer("PollStopSignal", stops, may_yield=True)
             if stops is not None:
                 _collect_ids(stops, self._stops)
 
@@ -294,7 +298,9 @@ class CallbackHost:
             return
         record = self.statistics.record(counts, phase_times)
         with self._guarded(self.timers.stats):
-            check_answer("ReturnBatchManagerStats", self._return_stats(record))
+            answer = self._return_stats(record)
+            if answer is not None:
+                check_answer("ReturnBatchManagerStats", answer)
 
     # How it calls them ---------------------------------------------------------------------
 
@@ -309,7 +315,8 @@ class CallbackHost:
         before = len(receiver.received)
         with self._guarded(self.timers.get) as raised:
             answer = self._get(-1 if room is None else room)
-            check_answer("GetInferenceRequests", answer, may_yield=True)
+            if type(answer) not in _READY:
+                check_answer("GetInferenceRequests", answer, may_yield=True)
             try:  # nothing of ours that may fail stands between the answer and its items' queue
                 items = iter(answer)
             except TypeError:
