@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-from gptmanager.callables import ordinary
 from gptmanager.callbacks.mpi_transport import MpiTransport
 from gptmanager.host.broadcast import Broadcast
+from gptmanager.lifecycle.callables import ordinary
 from gptmanager.request.inference_request import (
     GetInferenceRequestsCallback,
     PollStopSignalCallback,

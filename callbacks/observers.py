@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from gptmanager.callables import check_answer, ordinary
+from gptmanager.lifecycle.callables import check_answer, ordinary
 
 _logger = logging.getLogger(__name__)
 P = ParamSpec("P")

@@ -17,9 +17,9 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.assembly.options import checked_optional_params
-from gptmanager.callables import check_answer, kind_of_deferred
 from gptmanager.callbacks import broadcast, fan_out
 from gptmanager.errors import CallbackError, ConfigError
+from gptmanager.lifecycle.callables import check_answer, kind_of_deferred
 from gptmanager.testing import ContractChecker, ContractViolation, RecordingCallbacks, ScriptedModel
 
 

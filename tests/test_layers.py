@@ -19,6 +19,7 @@ environment/              what the library runs in: its distribution, the limits
     lazy_names            names of a package that are loaded when they are first used (no torch)
     distribution          the package as pip knows it (no torch)
 lifecycle/                a manager's states; its clock, log, latch and watchdog
+    callables             callables of a host: ordinary functions, done on return (no torch)
     clock                 the system's clocks, whatever becomes of the module time (no torch)
     log                   the library's logger, for code that must go on (no torch)
     child_loop            answers questions in a process of its own (no torch)
@@ -27,7 +28,6 @@ lifecycle/                a manager's states; its clock, log, latch and watchdog
     watchdog              a callback that overstays its budget
     state                 the states of a manager, and its health
 arguments                 arguments of constructors, checked by name (no torch)
-callables                 callables of a host: ordinary functions, done on return (no torch)
 config                    what a host configures, and the enums of the contract (no torch)
 terminal/                 what commands share: arguments, and texts that a terminal may show
     printable             texts from anywhere, as a terminal may show them (no torch)

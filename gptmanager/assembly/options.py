@@ -14,7 +14,6 @@ from numbers import Integral, Real
 from typing import Any
 
 from gptmanager.arguments import flag
-from gptmanager.callables import checked, ordinary
 from gptmanager.config import (
     DEVICE,
     CapacitySchedulerPolicy,
@@ -28,6 +27,7 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.callables import checked, ordinary
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.request.post_processor import problem_of
 

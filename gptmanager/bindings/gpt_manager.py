@@ -15,8 +15,8 @@ from gptmanager.bindings.optional_params import (
     with_policy,
 )
 from gptmanager.bindings.requests import NamedTensor, as_id
-from gptmanager.callables import check_answer, ordinary
 from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.callables import check_answer, ordinary
 
 _BEGIN = ("trt_engine_path", "model_type")
 _CALLBACKS = (

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.callables import UnfinishedAnswer, check_answer
 from gptmanager.cuda.streams import Stream
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.rows import (
@@ -34,6 +33,7 @@ from gptmanager.decoding.rows import (
 )
 from gptmanager.decoding.stream_watch import watched
 from gptmanager.errors import CallbackError, RequestError, response_text
+from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer
 from gptmanager.lifecycle.clock import perf_counter
 from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.watchdog import CallbackTimer

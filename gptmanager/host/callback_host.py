@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from gptmanager.assembly.assemble import Assembly
-from gptmanager.callables import UnfinishedAnswer, check_answer, ordinary
 from gptmanager.config import ModelType
 from gptmanager.errors import CallbackError, ConfigError, InvalidRequestError, response_text
 from gptmanager.executor.rank_executor import RankExecutor
@@ -22,6 +21,7 @@ from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.host.preparation import Preparation
 from gptmanager.host.receiver import Receiver, not_iterable
 from gptmanager.host.retries import GetFailures
+from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer, ordinary
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger

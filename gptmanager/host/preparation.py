@@ -13,8 +13,8 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
 
-from gptmanager.callables import check_answer
 from gptmanager.errors import CallbackError, ManagerDeadError, RequestError, response_text
+from gptmanager.lifecycle.callables import check_answer
 from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.request.inference_request import InferenceRequest

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gptmanager.callables import check_answer, ordinary
 from gptmanager.config import FinishReason
 from gptmanager.errors import ManagerDeadError
+from gptmanager.lifecycle.callables import check_answer, ordinary
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.active_request import ActiveRequest

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gptmanager.callables import kind_of_deferred
 from gptmanager.errors import InvalidRequestError
+from gptmanager.lifecycle.callables import kind_of_deferred
 
 
 class BoundProcessor:

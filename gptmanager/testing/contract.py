@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.callables import UnfinishedAnswer, check_answer
 from gptmanager.errors import response_text
+from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.request.inference_request import (
     GetInferenceRequestsCallback,
