@@ -17,7 +17,7 @@ CODE := $(wildcard gptmanager callbacks cuda tests examples)
 # The formatter reads no setup.cfg, so that its settings stand here.
 FORMAT := $(BIN)/ruff format --isolated --line-length 100
 
-.PHONY: help demo serve test marathon bench compile-check mutants lint style types format clean
+.PHONY: help demo serve test marathon bench compile-check mutants card lint style types format clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -46,8 +46,13 @@ bench: $(DEV)  ## time what the tests only run once
 mutants: $(DEV)  ## plant mistakes in the kernels, and tell which the tests find; ARGS="--help"
 	$(BIN)/python tests/mutants $(ARGS)
 
+# It uses the machine's Python, neither .venv nor the network: a machine with a GPU may have neither.
+card:  ## run a phase of a first GPU run: PHASE=a|b|c, OUT=folder, WHEELS=folder; ARGS="--help"
+	@$(PYTHON) tests/card $(PHASE) --out "$(or $(OUT),build/card)" --wheels "$(WHEELS)" \
+	  --minutes $(or $(MINUTES),9) --only "$(ONLY)" --again "$(AGAIN)" $(ARGS)
+
 compile-check: $(DEV)  ## compile every CUDA kernel for every architecture, and write the table
-	$(BIN)/python -m gptmanager.cuda.matrix docs/cuda_kernels.md
+	$(BIN)/python -m gptmanager.cuda.matrix --workers 0 docs/cuda_kernels.md
 
 lint: style types  ## check format, style and types
 

@@ -3,17 +3,23 @@
     python -m gptmanager.cuda.matrix docs/cuda_kernels.md
 
 compiles all for every architecture, writes the table of registers, spills and shared memory, and
-fails if one spills.
+fails if one spills. `--arch device` compiles for the GPU of this machine alone: what managers,
+benchmarks and tests launch there is then in the cache.
 """
 
 from __future__ import annotations
 
+import argparse
+import multiprocessing
+import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.progress import track
 
 from gptmanager.cuda import (
@@ -34,8 +40,9 @@ from gptmanager.cuda import (
     token_masks,
     warpgroup_attention,
 )
-from gptmanager.cuda.compiler import ARCHITECTURES, Figures, compile
-from gptmanager.cuda.launch import NAMES, Program
+from gptmanager.cuda.compiler import ARCHITECTURES, CompilationError, Figures, compile
+from gptmanager.cuda.launch import NAMES, Program, architecture
+from gptmanager.errors import ConfigError
 
 PROGRAMS: tuple[Program, ...] = (
     norms.PROGRAM,
@@ -57,6 +64,10 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
+_SLOW = ("sampling.cu", "beam_step.cu")  # they are compiled first
+Choice = tuple[Program, str, str]  # a kernel of a program, for an architecture
+
+
 @dataclass(frozen=True)
 class Row:
     """What one instantiation uses on one architecture."""
@@ -71,7 +82,7 @@ class Row:
         return bool(self.figures.spill_stores or self.figures.spill_loads)
 
 
-def compile_all(choices: Iterable[tuple[Program, str, str]]) -> Iterator[Row]:
+def compile_all(choices: Iterable[Choice]) -> Iterator[Row]:
     """Compile kernels of programs for architectures, each by itself, as it is for a launch: what
     is inlined, and so what spills, depends on what else calls it.
     """
@@ -80,13 +91,49 @@ def compile_all(choices: Iterable[tuple[Program, str, str]]) -> Iterator[Row]:
         yield Row(program.file, name, arch, cubin.figures[name])
 
 
-def whole_matrix() -> Iterator[tuple[Program, str, str]]:
-    return (
-        (program, name, arch)
-        for program in PROGRAMS
-        for arch in program.architectures
-        for name in program.kernels
-    )
+def compile_side_by_side(
+    choices: Sequence[Choice], num_workers: int, on_error: Callable[[str], None]
+) -> Iterator[Row]:
+    """Compile as `compile_all`, in so many processes. Rows are in the order of the choices.
+
+    `on_error`: gets what the compiler says of a kernel that it refuses; the others are compiled.
+    """
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(num_workers, mp_context=processes) as workers:
+        futures = {
+            choice: workers.submit(_compile_one, choice)
+            for choice in sorted(choices, key=lambda it: it[0].file not in _SLOW)
+        }
+        for choice in choices:
+            try:
+                yield futures[choice].result()
+            except CompilationError as error:
+                on_error(f"{choice[1]} for {choice[2]}: {error}")
+
+
+def _compile_one(choice: Choice) -> Row:
+    (row,) = compile_all([choice])
+    return row
+
+
+def whole_matrix(arch: str = "", word: str = "") -> Iterator[Choice]:
+    """Every kernel for every architecture, or for `arch` alone. `word`: only kernels that have it
+    in their name, and those that serve all dtypes.
+    """
+    for program in PROGRAMS:
+        for own in _architectures(program, arch):
+            for name in program.kernels:
+                if word in name or not any(dtype in name for dtype in NAMES.values()):
+                    yield program, name, own
+
+
+def _architectures(program: Program, arch: str) -> tuple[str, ...]:
+    """A kernel for all architectures compiles for any device; one for Hopper only for that."""
+    if not arch:
+        return program.architectures
+    is_for_all = program.architectures == ARCHITECTURES
+    return (arch,) if is_for_all or arch in program.architectures else ()
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -130,16 +177,49 @@ def write(page: Path, rows: list[Row]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    choices = list(whole_matrix())
-    rows = list(compile_all(track(choices, "compile", transient=True)))
-    if arguments:
-        write(Path(arguments[0]), rows)
+    options = _parser().parse_args(arguments)
+    try:
+        arch = _device_architecture() if options.arch == "device" else options.arch
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    choices = list(whole_matrix(arch, options.only))
+    num_workers = options.workers or len(os.sched_getaffinity(0))
+    errors: list[str] = []
+    compiled = (
+        compile_all(choices)
+        if num_workers == 1
+        else compile_side_by_side(choices, num_workers, errors.append)
+    )
+    rows = list(track(compiled, "compile", total=len(choices), transient=True))
+    if options.page is not None:
+        write(options.page, rows)
     spilling = [row for row in rows if row.spills]
     for row in spilling:
         print(f"{row.arch} {row.file} {row.kernel}: {row.figures}")
     num_kernels = len({(row.file, row.kernel) for row in rows})
-    print(f"{len(rows)} cubins of {num_kernels} kernels, {len(spilling)} spill")
-    return bool(spilling)
+    print(*errors, sep="\n", end="\n" if errors else "")
+    print(
+        f"{len(rows)} cubins of {num_kernels} kernels, {len(spilling)} spill, {len(errors)} failed"
+    )
+    return bool(spilling or errors)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m gptmanager.cuda.matrix")
+    add = parser.add_argument
+    add("page", nargs="?", type=Path, help="the page whose table is written")
+    add("--arch", default="", help="one architecture, as sm_90a, or that of the device (all)")
+    add("--only", default="", metavar="WORD", help="kernels that have this in their name")
+    add("--workers", type=int, default=1, help="processes (default 1; 0: one a core)")
+    return parser
+
+
+def _device_architecture() -> str:
+    if not torch.cuda.is_available():
+        raise ConfigError(f"no CUDA device: torch {torch.__version__} finds none")
+    properties = torch.cuda.get_device_properties()
+    return architecture(properties.major, properties.minor)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from devices import there_is
 from requirements import skip
 from separate_device import DeviceTensor, SeparateDevice, SeparateStream, pin_in, real
+from sticky_errors import StickyErrors
 
 from gptmanager.assembly import assemble as assembly
 from gptmanager.assembly.backend import DeviceBackend
@@ -21,6 +22,10 @@ from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 
 BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(StickyErrors(), "sticky errors")
 
 
 class EmulatedMachine:
