@@ -3,7 +3,7 @@
     python tests/card a --out FOLDER --wheels FOLDER
 
 Needs no environment of the project's and no network: only this Python, with torch, CuPy, numba and
-what else the library imports. Writes FOLDER/a.txt, a summary, and FOLDER/a.tar.gz, logs and results.
+what else the library imports. Writes FOLDER/a.txt, a summary, and FOLDER/a.tar.gz, its logs.
 Exit status: 0 all steps are right, 1 some are not, 2 there is no GPU or the call was wrong.
 """
 
@@ -107,7 +107,7 @@ def chosen(steps: Sequence[Step], only: Sequence[str]) -> list[Step]:
 
 
 def forget(steps: Sequence[Step], folder: Path, again: Sequence[str]) -> None:
-    """Drop what is known of steps that are to run again: `all`, `failed`, or beginnings of names."""
+    """Drop what is known of steps that run again: `all`, `failed`, or beginnings of names."""
     for step in steps:
         record = read_record(folder, step.name)
         if record is None:

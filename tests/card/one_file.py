@@ -22,6 +22,8 @@ from outcomes import Outcomes
 MOST_PROCESSES = 6
 TEST_S, SLOW_S = 60, 0  # until a test counts as hanging; 0: never
 NO_TESTS = 5  # pytest's exit status
+# Plugins that happen to be installed cost each process seconds.
+ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def main(arguments: list[str]) -> int:
@@ -29,7 +31,7 @@ def main(arguments: list[str]) -> int:
     status = 0
     for _ in range(MOST_PROCESSES):
         before = Outcomes.read(options.outcomes)
-        environment = {**os.environ, "CARD_OUTCOMES": str(options.outcomes)}
+        environment = {**os.environ, **ENVIRONMENT, "CARD_OUTCOMES": str(options.outcomes)}
         status = subprocess.run(
             [*shlex.split(options.under), *pytest_command(options)], env=environment, check=False
         ).returncode
@@ -51,7 +53,7 @@ def pytest_command(options: argparse.Namespace) -> list[str]:
     command += ["-p", "outcomes", "-p", "no:cacheprovider", "-W", "default", "-o", "addopts="]
     if find_spec("pytest_timeout") is not None:
         seconds = SLOW_S if options.slow else TEST_S
-        command += [f"--timeout={seconds}", "--timeout-method=thread"]
+        command += ["-p", "pytest_timeout", f"--timeout={seconds}", "--timeout-method=thread"]
     return command
 
 

@@ -1,7 +1,7 @@
 """A plugin of pytest that notes the outcome of each test in a file, and leaves out what is there.
 
-The file is named by the environment variable CARD_OUTCOMES: a line "started NODE" before a test, "passed
-NODE" or another outcome behind it, and "end" when no test is left.
+The environment variable CARD_OUTCOMES names the file. It has a line "started NODE" of each that
+began, "passed NODE" or another outcome behind it, and "end" when no test is left.
 """
 
 from __future__ import annotations

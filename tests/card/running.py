@@ -22,7 +22,8 @@ from pathlib import Path
 
 from card_steps import Step
 
-TIMED_OUT = (124, 137)  # the exit status of `timeout`, by its first signal and by its second
+# of `timeout`, where its first signal sufficed and where the second one ended itself, too
+TIMED_OUT = (124, 137, -signal.SIGKILL)
 _KILL_S = 5.0  # from the first signal to the second
 _STUCK_S = 10.0  # after both: a process that waits inside the driver may outlive them
 _BACKSTOP_S = 15.0  # kept for the archive
@@ -139,16 +140,18 @@ class Phase:
             try:
                 status = process.wait(limit_s + _KILL_S + _STUCK_S)
             except subprocess.TimeoutExpired:  # it cannot even be killed: the others go on
-                status = TIMED_OUT[1]
+                status = -signal.SIGKILL
             finally:
                 del self._running[process.pid]
                 _kill(process, signal.SIGKILL)  # whatever it has left behind
-        was_cut = status in TIMED_OUT and limit_s < step.limit_s
-        note = "ran to its limit" if status in TIMED_OUT else ""
+        seconds = self._clock() - started
+        is_late = status in TIMED_OUT and seconds > limit_s - 1
+        was_cut = is_late and limit_s < step.limit_s
+        note = "ran to its limit" if is_late else ""
         record = Record(
             step.name,
             status,
-            round(self._clock() - started, 1),
+            round(seconds, 1),
             "cut off by the end of the phase" if was_cut or self._is_ending else note,
             is_done=not was_cut and not self._is_ending,
             code=self._code,

@@ -1,4 +1,4 @@
-"""Hooks of pytest for a GPU whose context an error has broken: every later call of the process fails.
+"""Hooks of pytest for a GPU whose context an error has broken: all later calls fail with it.
 
 After a failed GPU test the device is waited for. If that fails too, the session ends with a
 sentence, so that one error is not reported as hundreds.

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 from requirements import skip
 
-from gptmanager.cuda import compiler
-from gptmanager.cuda.matrix import PROGRAMS, Row, compile_all, table
+from gptmanager.cuda import block_copy, compiler
+from gptmanager.cuda.launch import Program
+from gptmanager.cuda.matrix import (
+    PROGRAMS,
+    Row,
+    compile_all,
+    compile_side_by_side,
+    table,
+    whole_matrix,
+)
 from gptmanager.errors import ConfigError
 
 SOURCE = """
@@ -150,3 +158,26 @@ def test_no_ptx_but_in_one_file():
     folder = Path(compiler.__file__).parent
     files = {path.name for path in folder.glob("*.cu*") if "asm" in path.read_text("utf-8")}
     assert files == {"intrinsics.cuh"}
+
+
+def test_kernels_are_compiled_side_by_side(nvrtc, monkeypatch, tmp_path, capsys):
+    """In the order of the choices; one that does not compile does not stop the others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    broken = Program("block_copy.cu", ("no_such_kernel",))
+    choices = [(broken, "no_such_kernel", "sm_90a"), (block_copy.PROGRAM, "copy_blocks", "sm_80")]
+    errors = []
+    rows = list(compile_side_by_side(choices, 2, errors.append))
+    assert [(row.kernel, row.arch) for row in rows] == [("copy_blocks", "sm_80")]
+    assert len(errors) == 1 and "no_such_kernel for sm_90a: " in errors[0]
+
+
+def test_which_kernels_are_compiled():
+    every = list(whole_matrix())
+    assert {arch for _, _, arch in every} == set(compiler.ARCHITECTURES)
+    one = [(program.file, name, arch) for program, name, arch in whole_matrix("sm_86", "bfloat16")]
+    assert {arch for _, _, arch in one} == {"sm_86"}
+    files = {file for file, _, _ in one}
+    assert "warpgroup_attention.cu" not in files and "block_copy.cu" in files
+    assert all("half" not in name and "<float" not in name for _, name, _ in one)
+    hopper = {program.file for program, _, _ in whole_matrix("sm_90a")}
+    assert hopper == {program.file for program in PROGRAMS}
