@@ -10,10 +10,11 @@ import argparse
 import contextlib
 import importlib
 import logging
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from gptmanager import __version__
@@ -46,12 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminated.
     """
     open_closed_streams()
+    is_server = (sys.argv[1:] if arguments is None else arguments)[:1] == ["serve"]
     try:
-        with _terminable():
+        with _leaving() if is_server else _terminable():
             code = _call(arguments)
     except SystemExit as exit_:  # argparse has told what a call must be
         exit_.code = flushed(exit_.code if isinstance(exit_.code, int) else 2)
         raise
+    if is_server and arguments is None:  # Python's own end would show a traceback
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
     return flushed(code)
 
 
@@ -89,21 +94,39 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM: launchers of ranks end the others by it when one has died."""
 
 
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
+def _terminable() -> contextlib.AbstractContextManager[None]:
     """SIGTERM ends what runs as Ctrl-C does: each request is answered, files are whole."""
+
+    def terminate(*_: Any) -> None:
+        raise _Terminated
+
+    return _handled(terminate, signal.SIGTERM)
+
+
+def _leaving() -> contextlib.AbstractContextManager[None]:
+    """A server handles signals itself while it serves. Before that and after it nobody waits for
+    it, so it leaves at once, with status 0, also as the first process of a container, which would
+    be deaf to signals. No exception does that: imports swallow some.
+    """
+
+    def leave(*_: Any) -> None:
+        os._exit(0)
+
+    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as nohup wants it
+    return _handled(leave, signal.SIGTERM, *(() if is_deaf else (signal.SIGHUP,)))
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[..., None], *numbers: signal.Signals) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def on_signal(*_: Any) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, on_signal)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, other in before.items():
+            signal.signal(number, other)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -372,6 +372,7 @@ server/                   a manager behind HTTP and gRPC
     model_card            what a server knows of its model beside the weights
     warning_header        what a client should know about its answer (no torch)
     responses             JSON, errors as one object, server-sent events (no torch)
+    hosts                 which names the server answers to (no torch)
     keys                  who may use the server (no torch)
     fields                fields of JSON bodies, read and described (no torch)
     request_fields        the fields of a request, and which were ignored (no torch)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gptmanager.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccessSettings:
-    """`api_key`: what clients must bring. `max_body_bytes`: of a request's body.
+    """`api_key`: what clients must bring; `api_key_file`: a file with it, which a signal reloads.
+    `allowed_hosts`: names by which clients may call the server, besides those of its own machine;
+    none: whatever they say, except on loopback without a key. `max_body_bytes`: of a request's
+    body.
 
     `max_connections`: at once, None: as many as descriptors allow; `max_connections_per_address`:
     of one client, None: any number; behind one of `forwarded_allow_ips`, addresses or networks of
@@ -20,6 +24,8 @@ class AccessSettings:
     """
 
     api_key: str | None = field(default=None, repr=False)
+    api_key_file: Path | None = None
+    allowed_hosts: Sequence[str] = ()
     max_body_bytes: int = 32 << 20
     max_connections: int | None = None
     max_connections_per_address: int | None = None
@@ -32,9 +38,24 @@ class AccessSettings:
         for name in ("keep_alive_timeout", "read_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be more than 0 seconds")
-        if self.api_key is not None:
-            check_key("api_key", self.api_key)
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ConfigError("pass either api_key or api_key_file, not both")
+        self.read_key()
         networks_of(self.forwarded_allow_ips)
+
+    @property
+    def has_key(self) -> bool:
+        return self.api_key is not None or self.api_key_file is not None
+
+    def read_key(self) -> str | None:
+        """The key, from its file as that is now. ConfigError for one that no client could bring."""
+        if self.api_key_file is None:
+            return None if self.api_key is None else _checked("api_key", self.api_key)
+        try:
+            text = self.api_key_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_key_file cannot be read: {error}") from error
+        return _checked(f"api_key_file = {self.api_key_file}: the key", text.rstrip("\r\n"))
 
     def _check_least(self, **least: int) -> None:
         for name, limit in least.items():
@@ -43,14 +64,14 @@ class AccessSettings:
                 raise ConfigError(f"{name} = {value} must be at least {limit}")
 
 
-def check_key(where: str, key: str) -> None:
-    """ConfigError for a key that no client could bring."""
+def _checked(where: str, key: str) -> str:
     if key == "":
         raise ConfigError(f"{where} is empty: without a key leave it out")
     if not (key.isprintable() and key == key.strip()):
         raise ConfigError(
             f"{where} must be printable, without spaces around it: a header could not bring it"
         )
+    return key
 
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network

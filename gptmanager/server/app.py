@@ -17,6 +17,7 @@ from gptmanager.server import health, live, metrics, models, openapi, tokenizati
 from gptmanager.server.connections import AddressLimit
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
+from gptmanager.server.hosts import HostGuard, needs_guard
 from gptmanager.server.keys import KeyGuard
 from gptmanager.server.openai import chat, completions
 from gptmanager.server.responses import DIRECT_SEND, IS_WHOLE, error_response
@@ -64,12 +65,16 @@ class _App(Starlette):
 
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     """Every error of an endpoint becomes one error object; `--api-key` guards all but health."""
-    guard = [] if settings.api_key is None else [Middleware(KeyGuard, key=settings.api_key)]
+    guards = []
     if settings.max_connections_per_address is not None:
-        guard.insert(0, Middleware(AddressLimit, most=settings.max_connections_per_address))
+        guards.append(Middleware(AddressLimit, most=settings.max_connections_per_address))
+    if needs_guard(settings.host, settings):
+        guards.append(Middleware(HostGuard, allowed=settings.allowed_hosts))
+    if settings.has_key:
+        guards.append(Middleware(KeyGuard, key=engine.key))
     app = _App(
         routes=[route for routes in _FRONTS for route in routes(engine, settings)],
-        middleware=guard,
+        middleware=guards,
         exception_handlers={
             ApiError: _refuse,
             GptManagerError: _refuse,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
+from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.errors import ApiError
 from gptmanager.server.responses import disconnected
 
@@ -32,7 +33,11 @@ async def read_body(request: Request) -> bytes:
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """The body as a JSON object; a 413 or 400 where it is none."""
+    """The body as a JSON object; a 413, 415 or 400 where it is none."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        told = f"Content-Encoding is {shown(encoding)}: the body must come as it is"
+        raise ApiError(415, told, param="content-encoding", code="unsupported_encoding")
     body = await read_body(request)
     try:
         found = orjson.loads(body)

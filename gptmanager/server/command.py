@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +44,11 @@ def add_command(commands: Any) -> None:
     add("--served-model-name", metavar="NAME", help="(default: the name of the folder)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="(default %(default)s)")
     add("--port", type=natural, default=8000, metavar="N", help="0: any (default %(default)s)")
-    add("--api-key", metavar="KEY", help="what clients must bring (default: nothing)")
     add("--max-concurrency", help="requests that run at once (default: a batch)", **number)
-    told = "connections at once (default: three quarters of the descriptors)"
-    add("--max-connections", help=told, **number)
-    told = "of one client (default: any number)"
-    add("--max-connections-per-address", help=told, **number)
-    told = "proxies whose X-Forwarded-For names the client (default: those of this machine)"
-    add("--forwarded-allow-ips", nargs="+", default=("127.0.0.1", "::1"), metavar="IP", help=told)
-    told = "how long an idle connection stays open (default %(default)g)"
-    add("--keep-alive-timeout", type=seconds, default=130.0, metavar="S", help=told)
-    told = "in which a request must have arrived (default %(default)g)"
-    add("--read-timeout", type=seconds, default=60.0, metavar="S", help=told)
     told = "requests that may wait beyond those; more get a 429 (default %(default)s)"
     add("--max-queued-requests", type=natural, default=1024, metavar="N", help=told)
     told = "of the prompts of those that wait (default: any number)"
     add("--max-queued-tokens", type=natural, metavar="N", help=told)
-    told = "of a request (default %(default)s)"
-    add("--max-body-bytes", default=32 << 20, help=told, **number)
     told = "the most beams of a request (default %(default)s)"
     add("--max-beam-width", default=1, help=told, **number)
     told = "what runs longer is ended (default: no limit)"
@@ -77,4 +65,34 @@ def add_command(commands: Any) -> None:
     add("--grpc-port", type=natural, metavar="N", help="the same over gRPC; implies --triton")
     told = "of the names of metrics (default %(default)s)"
     add("--metrics-prefix", default="gptmanager", metavar="NAME", help=told)
+    _add_access(parser.add_argument)
     add_manager_options(parser)
+
+
+def _add_access(add: Callable[..., Any]) -> None:
+    """Options of `AccessSettings`."""
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
+    add("--api-key", metavar="KEY", help="what clients must bring (default: nothing)")
+    told = "a file with the key, which SIGHUP reloads"
+    add("--api-key-file", type=Path, metavar="FILE", help=told)
+    told = "a name that clients may call this server by, besides localhost; may be repeated"
+    add(
+        "--allowed-host",
+        action="append",
+        dest="allowed_hosts",
+        default=[],
+        metavar="NAME",
+        help=told,
+    )
+    told = "connections at once (default: three quarters of the descriptors)"
+    add("--max-connections", help=told, **number)
+    told = "of one client (default: any number)"
+    add("--max-connections-per-address", help=told, **number)
+    told = "proxies whose X-Forwarded-For names the client (default: those of this machine)"
+    add("--forwarded-allow-ips", nargs="+", default=("127.0.0.1", "::1"), metavar="IP", help=told)
+    told = "how long an idle connection stays open (default %(default)g)"
+    add("--keep-alive-timeout", type=seconds, default=130.0, metavar="S", help=told)
+    told = "in which a request must have arrived (default %(default)g)"
+    add("--read-timeout", type=seconds, default=60.0, metavar="S", help=told)
+    told = "of a request (default %(default)s)"
+    add("--max-body-bytes", default=32 << 20, help=told, **number)

@@ -21,6 +21,7 @@ from gptmanager.server.adapters import FIRST_OWN_TASK, Adapter, Adapters
 from gptmanager.server.call import Call, EngineRequest
 from gptmanager.server.context_length import ContextLength
 from gptmanager.server.errors import ApiError, api_error
+from gptmanager.server.keys import ServerKey
 from gptmanager.server.metrics import ServerMetrics, counts_of
 from gptmanager.server.model_card import ModelCard
 from gptmanager.server.settings import ServerSettings
@@ -59,6 +60,7 @@ class Engine:
         self.metrics = metrics
         self.adapters = Adapters(card.folder, settings.adapter_dir)
         self.has_adapters = has_adapters
+        self.key = ServerKey(settings)
         self.is_draining = False
         self._settings = settings
         self.context_length = ContextLength(card.max_model_len)

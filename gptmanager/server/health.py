@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute, Route
 
 from gptmanager import __version__
 from gptmanager.server.engine import Engine
+from gptmanager.server.errors import RETRY_AFTER_S
 from gptmanager.server.responses import json_response
 from gptmanager.server.settings import ServerSettings
 
@@ -20,12 +21,12 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     async def live(request: Request) -> Response:
         health = engine.manager.health()
         is_well = health.alive and health.progressing
-        return json_response({"status": "live" if is_well else "dead"}, 200 if is_well else 503)
+        return _told("live" if is_well else "dead", is_well)
 
     async def ready(request: Request) -> Response:
         is_ready = engine.is_ready
         status = "ready" if is_ready else "draining" if engine.is_draining else "dead"
-        return json_response({"status": status}, 200 if is_ready else 503)
+        return _told(status, is_ready)
 
     async def version(request: Request) -> Response:
         python = ".".join(map(str, sys.version_info[:3]))
@@ -37,3 +38,8 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         Route("/health/live", live),
         Route("/version", version),
     ]
+
+
+def _told(status: str, is_well: bool) -> Response:
+    headers = {} if is_well else {"Retry-After": str(RETRY_AFTER_S)}
+    return json_response({"status": status}, 200 if is_well else 503, headers)

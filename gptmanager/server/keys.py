@@ -1,4 +1,4 @@
-"""Who may use the server: the key of `--api-key`.
+"""Who may use the server: the key of `--api-key`, or of `--api-key-file`.
 
 HTTP brings it as `Authorization: Bearer KEY`. The live page is opened with `?key=KEY` once; then a
 cookie stands for it, which does not hold the key itself.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, parse_qsl, urlencode
@@ -15,15 +16,35 @@ from urllib.parse import parse_qs, parse_qsl, urlencode
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gptmanager.errors import ConfigError
+from gptmanager.server.access import AccessSettings
 from gptmanager.server.errors import ApiError
 from gptmanager.server.responses import error_response
 
+_logger = logging.getLogger(__name__)
 OPEN_PATHS = (
     *("/health", "/health/live", "/health/ready"),
     *("/v2/health/live", "/v2/health/ready"),
 )
 PAGE_PATHS = ("/", "/live/events")
 _COOKIE = "gptmanager_key"
+
+
+class ServerKey:
+    """The key that clients must bring; `value` None: there is none."""
+
+    def __init__(self, access: AccessSettings) -> None:
+        self._access = access
+        self.value = access.read_key()
+
+    def reload(self) -> None:
+        """Read the file anew. What is wrong with it is logged, and the key stays."""
+        try:
+            self.value = self._access.read_key()
+        except ConfigError as error:
+            _logger.error("the key stays as it is: %s", error)
+        else:
+            _logger.info("the key has been read anew")
 
 
 def is_key(given: str | bytes | None, key: str | None) -> bool:
@@ -49,17 +70,16 @@ def bearer(header: str | bytes | None) -> bytes | None:
 class KeyGuard:
     """ASGI middleware: a 401 for every path but those of health without the key."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, key: ServerKey) -> None:
         self._app = app
         self._key = key
-        self._cookie = hmac.new(_bytes(key), b"live page", hashlib.sha256).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         headers = {name: value for name, value in scope["headers"]}
-        if is_key(bearer(headers.get(b"authorization")), self._key):
+        if is_key(bearer(headers.get(b"authorization")), self._key.value):
             await self._app(scope, receive, send)
         elif scope["path"] in PAGE_PATHS and self._has_cookie(headers.get(b"cookie", b"")):
             await self._app(scope, receive, send)
@@ -79,18 +99,30 @@ class KeyGuard:
             found = SimpleCookie(header.decode("latin-1")).get(_COOKIE)
         except CookieError:
             return False
-        return found is not None and is_key(found.value, self._cookie)
+        return found is not None and is_key(found.value, self._cookie())
+
+    def _cookie(self) -> str:
+        """Who has it had the key."""
+        return hmac.new(_bytes(self._key.value or ""), b"live page", hashlib.sha256).hexdigest()
 
     def _is_in_query(self, query: bytes) -> bool:
         given = parse_qs(query.decode("latin-1")).get("key", [])
-        return bool(given) and is_key(given[0], self._key)
+        return bool(given) and is_key(given[0], self._key.value)
 
     def _to_page(self, scope: Scope) -> RedirectResponse:
-        """The same page without the key, so that no history and no log keeps it."""
+        """The same page without the key, so that no history and no log keeps it.
+
+        The place is relative: a proxy may serve this server below a prefix, which is then the
+        cookie's path, too.
+        """
         query: Iterable[tuple[str, str]] = parse_qsl(scope["query_string"].decode("latin-1"))
         rest = urlencode([(name, value) for name, value in query if name != "key"])
-        response = RedirectResponse(scope["path"] + ("?" + rest if rest else ""), 303)
-        response.set_cookie(_COOKIE, self._cookie, httponly=True, samesite="strict")
+        place = "./" + scope["path"].rpartition("/")[2]
+        response = RedirectResponse(place + ("?" + rest if rest else ""), 303)
+        is_https = scope.get("scheme") == "https"
+        response.set_cookie(
+            _COOKIE, self._cookie(), path=None, secure=is_https, httponly=True, samesite="strict"
+        )
         return response
 
 

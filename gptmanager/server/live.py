@@ -23,12 +23,13 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         return Response(live_page.html, media_type="text/html", headers=live_page.headers)
 
     async def events(request: Request) -> Response:
+        headers = {"Cache-Control": "no-store"}
+        if request.method == "HEAD":  # nobody looks
+            return Response(media_type="text/event-stream", headers=headers)
         if live_page.is_full:
             message = "as many browsers as may look at the live page do so"
             raise ApiError(503, message, headers={"Retry-After": "10"})
-        return StreamingResponse(
-            until_drained(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-        )
+        return StreamingResponse(until_drained(), media_type="text/event-stream", headers=headers)
 
     async def until_drained() -> AsyncIterator[bytes]:
         async for event in live_page.events():

@@ -43,7 +43,7 @@ def main(options: argparse.Namespace) -> int:
     names = ServerSettings.__dataclass_fields__.keys() - {"manager"}
     settings = ServerSettings(manager=given, **{name: getattr(options, name) for name in names})
     if is_follower(given.params):
-        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when all end
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides when all end
             signal.signal(number, signal.SIG_IGN)
         model = settings.model, settings.params, given.scheduler, given.model_type
         follow(*model, settings.max_beam_width)

@@ -111,7 +111,7 @@ def _check_caller(request: Request, settings: ServerSettings) -> None:
     """With a key, who comes so far has it; without one, adapters are for this machine."""
     host = request.client.host if request.client is not None else ""
     origin = request.headers.get("origin", "")
-    if settings.api_key is None and (not _is_loopback(host) or _is_foreign(origin)):
+    if not settings.has_key and (not _is_loopback(host) or _is_foreign(origin)):
         raise ApiError(
             403, "adapters are loaded for callers of this machine, or with a key (--api-key)"
         )

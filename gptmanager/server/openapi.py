@@ -25,7 +25,9 @@ _ERRORS = {
     "401": "the key is wrong, or missing",
     "403": "not for this caller",
     "404": "there is no such model",
+    "408": "the request did not arrive in time",
     "413": "the body is too large",
+    "415": "the body is compressed",
     "429": "too much waits; try again after `Retry-After` seconds",
     "500": "the server failed",
     "501": "this server cannot do that",
@@ -106,7 +108,7 @@ ENDPOINTS = (
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     found = document(
-        has_key=settings.api_key is not None,
+        has_key=settings.has_key,
         lenient=settings.lenient,
         loads_adapters=settings.adapter_dir is not None,
         has_triton=settings.serves_triton,

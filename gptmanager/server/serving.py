@@ -31,16 +31,17 @@ from gptmanager.server.model_card import ModelCard
 from gptmanager.server.settings import ServerSettings
 
 _GRPC = "gptmanager.server.triton.grpc_service"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_S = 0.1  # between looks whether the manager is alive
 _LAST_WRITES_S = 1  # a client that does not read its last events holds up the end as long
 
 
 def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
-    """Until SIGTERM or SIGINT. ConfigError: a model or a port that cannot be. ManagerDeadError:
-    the manager has failed, and its requests have been told.
+    """Until SIGTERM, SIGINT, or SIGHUP, which reloads a key's file if there is one.
 
-    `tell` gets a text for people when the server is ready: the first line ends with the address.
+    ConfigError: a model or a port that cannot be. ManagerDeadError: the manager has failed, and its
+    requests have been told. `tell` gets a text for people when the server is ready: the first line
+    ends with the address.
     """
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         if settings.grpc_port is not None:
@@ -153,8 +154,13 @@ async def _serve(
         else:
             ending.append(loop.create_task(_end(server, engine, settings.shutdown_timeout)))
 
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, end)
+    loop.add_signal_handler(signal.SIGINT, end)
+    loop.add_signal_handler(signal.SIGTERM, end)
+    if settings.api_key_file is not None:
+        loop.add_signal_handler(signal.SIGHUP, engine.key.reload)
+        engine.key.reload()  # it may have changed since the start
+    elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup wants it
+        loop.add_signal_handler(signal.SIGHUP, end)
     async with _grpc(engine, settings, server) as grpc_port:
         lines = welcome(engine, settings, address_of(listener), grpc_port)
         server.on_start = lambda: tell(lines)
@@ -200,7 +206,7 @@ def welcome(
     engine: Engine, settings: ServerSettings, address: str, grpc_port: int | None = None
 ) -> str:
     """What a person may do next; a key is not shown."""
-    has_key, name = settings.api_key is not None, engine.card.name
+    has_key, name = settings.has_key, engine.card.name
     is_text = engine.card.tokenizer is not None
     body = {"model": name, "prompt": "17 + 25 =" if is_text else [1, 2, 3], "max_tokens": 16}
     key = "-H 'Authorization: Bearer KEY' " if has_key else ""

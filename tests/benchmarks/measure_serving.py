@@ -70,7 +70,7 @@ async def one_client(port: int, name: str, prompt: list[int], num_tokens: int) -
         "ignore_eos": True, "temperature": 0,
     }  # fmt: skip
     data = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     start, first, events = time.perf_counter(), 0.0, 0
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)

@@ -10,10 +10,12 @@ from running_server import running_server, settings_of
 from starlette.requests import Request
 
 from gptmanager.callbacks import load_peft_adapter
+from gptmanager.errors import ConfigError
 from gptmanager.server.adapters import FIRST_OWN_TASK
 from gptmanager.server.call import EngineRequest
 from gptmanager.server.errors import ApiError
-from gptmanager.server.keys import bearer, is_key
+from gptmanager.server.hosts import needs_guard
+from gptmanager.server.keys import ServerKey, bearer, is_key
 from gptmanager.server.models import _check_caller
 
 KEY = "sécret"
@@ -64,8 +66,9 @@ def test_the_key_guards_everything_but_health(guarded, with_key):
 def test_the_page_keeps_a_cookie_instead_of_the_key(guarded):
     with httpx.Client(base_url=guarded.url, params={}) as browser:
         first = browser.get("/", params={"key": KEY, "scale": "2"})
-        assert first.status_code == 303 and first.headers["location"] == "/?scale=2"
+        assert first.status_code == 303 and first.headers["location"] == "./?scale=2"
         cookie = first.headers["set-cookie"]
+        assert "path" not in cookie.lower()  # a proxy's prefix is the cookie's path then
         assert KEY not in cookie and "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
         assert browser.get("/").status_code == 200
         with browser.stream("GET", "/live/events") as events:
@@ -74,6 +77,106 @@ def test_the_page_keeps_a_cookie_instead_of_the_key(guarded):
     assert httpx.get(guarded.url, params={"key": "wrong"}).status_code == 401
     assert httpx.get(guarded.url, cookies={"gptmanager_key": "0" * 64}).status_code == 401
     assert httpx.get(guarded.url + "/v1/models", params={"key": KEY}).status_code == 401
+
+
+def test_the_page_is_opened_below_a_proxy_s_prefix_too(guarded):
+    for path, place in [("/", "./"), ("/live/events", "./events")]:
+        answer = httpx.get(guarded.url + path, params={"key": KEY})
+        assert answer.headers["location"] == place
+        given = httpx.URL("https://somewhere.example/llm" + path).join(place)
+        assert given == httpx.URL("https://somewhere.example/llm" + path)
+
+
+def test_a_key_s_file_is_read_anew(tmp_path, caplog):
+    file = tmp_path / "key"
+    file.write_text("one\n")
+    settings = settings_of(api_key_file=file)
+    assert settings.has_key
+    key = ServerKey(settings)
+    file.write_text("two")
+    assert key.value == "one"
+    key.reload()
+    assert key.value == "two"
+    for wrong in (" three", "", "a\nb"):
+        file.write_text(wrong)
+        key.reload()
+        assert key.value == "two" and "the key stays as it is: api_key_file" in caplog.text
+        with pytest.raises(ConfigError, match="api_key_file"):
+            settings_of(api_key_file=file)
+        caplog.clear()
+    for given in ({"api_key_file": tmp_path / "none"}, {"api_key_file": file, "api_key": "a"}):
+        with pytest.raises(ConfigError, match="api_key_file"):
+            settings_of(**given)
+
+
+ROUTES = ("/", "/health", "/metrics", "/v1/models", "/v2", "/live/events", "/nothing")
+STRANGERS = [
+    {"Host": "somebody.example"},
+    {"Host": "somebody.example:8000"},
+    {"Host": "localhost.somebody.example"},
+    {"Host": "[::2]"},
+    {"Host": ""},
+    {"Origin": "https://somebody.example"},
+    {"Origin": "null"},
+    {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+]
+
+
+@pytest.mark.parametrize("headers", STRANGERS, ids=str)
+def test_no_web_page_of_somebody_else_gets_in(server, client, headers):
+    for path in ROUTES:
+        answer = client.get(path, headers=headers)
+        assert answer.status_code == 403 and "--allowed-host" in answer.text, path
+    body = b'{"prompt": [5], "max_tokens": 1}'
+    posted = client.post(
+        "/v1/completions", content=body, headers={**headers, "Content-Type": "text/plain"}
+    )
+    assert posted.status_code == 403
+    assert server.engine.counts == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "LOCALHOST:1"},
+        {"Host": "127.0.0.1"},
+        {"Host": "[::1]:8000"},
+        {"Host": "localhost."},
+        {"Origin": "http://localhost:3000"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},  # a link leads here
+        {"Sec-Fetch-Site": "cross-site", "Origin": "http://127.0.0.1:1"},
+    ],
+    ids=str,
+)
+def test_this_machine_gets_in_by_any_of_its_names(client, headers):
+    assert client.get("/health", headers=headers).status_code == 200
+
+
+def test_whoever_may_call_the_server_by_another_name_is_told_to_it():
+    def needs(**fields):
+        settings = settings_of(**fields)
+        return needs_guard(settings.host, settings)
+
+    assert needs() and needs(host="::1") and needs(host="localhost")
+    assert not needs(api_key="a") and not needs(host="0.0.0.0")
+    assert needs(host="0.0.0.0", allowed_hosts=["a"]) and needs(api_key="a", allowed_hosts=["a"])
+    with running_server(settings_of(allowed_hosts=["Models.Example"])) as server:
+        for headers, status in [
+            ({"Host": "models.example:80", "Origin": "https://models.example"}, 200),
+            ({"Host": "localhost"}, 200),
+            ({"Host": "models.example", "Origin": "https://other.example"}, 403),
+        ]:
+            assert httpx.get(server.url + "/health", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "x" * 5000])
+def test_a_compressed_body_is_refused_by_name(client, encoding):
+    answer = client.post("/tokenize", content=b"", headers={"Content-Encoding": encoding})
+    assert answer.status_code == 415 and answer.json()["error"]["param"] == "content-encoding"
+    answer = client.post(
+        "/tokenize", json={"prompt": "a"}, headers={"Content-Encoding": "identity"}
+    )
+    assert answer.status_code == 200
 
 
 def test_keys_are_compared_whatever_they_hold():

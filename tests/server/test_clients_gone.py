@@ -66,7 +66,7 @@ def ends(server):
 def connect(server, path, body=b"{}"):
     """A client that has sent its request."""
     client = socket.create_connection((server.settings.host, int(server.url.rpartition(":")[2])))
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     client.sendall(head.encode() + body)
     return client
 

@@ -16,9 +16,9 @@ from gptmanager.server import http_protocol
 from gptmanager.server.connections import Connections, Proxies, RefusalLog
 from gptmanager.server.responses import EventStream, disconnected, event
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = b'{"prompt":"hi"}'
-POST = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -46,7 +46,7 @@ def told(connection):
         (POST + b"Content-Length: -5\r\n\r\n" + BODY, 400),
         (POST + b"Content-Length: 15\r\nContent-Length: 3\r\n\r\n" + BODY, 400),
         (POST + b"Content-Length: 15\r\nTransfer-Encoding: chunked\r\n\r\nf\r\n" + BODY, 400),
-        (b"GET /v1/models/\xff HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"GET /v1/models/\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
         (HEALTH[:-2] + b"X: " + b"a" * (1 << 20), 431),
         (b"GET /" + b"a" * (1 << 20), 431),
         (HEALTH[:-2] + b"X: a\r\n" * 100_000, 431),
@@ -183,7 +183,10 @@ def test_an_address_has_only_so_many_connections_and_a_proxy_s_client_so_many_re
             for count in range(1, 4):
                 for name in (b"1.2.3.4", b"1.2.3.5"):
                     connection = stack.enter_context(connect(server))
-                    head = b"GET /wait HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: %b\r\n\r\n" % name
+                    head = (
+                        b"GET /wait HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-For: %b\r\n\r\n"
+                        % name
+                    )
                     connection.sendall(head)
                     if count == 3:
                         assert told(connection)[0] == 429
@@ -215,7 +218,9 @@ def test_trailers_are_passed_over(server):
 def test_a_body_that_nobody_read_ends_its_connection(server):
     """A refusal does not wait for the rest, and what comes of it is no other request."""
     with connect(server) as connection:
-        connection.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n")
+        connection.sendall(
+            b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n"
+        )
         with connection.makefile("rb") as answer:
             head = answer.readline(), *iter(answer.readline, b"\r\n")
             assert head[0].startswith(b"HTTP/1.1 404") and b"connection: close\r\n" in head
@@ -247,7 +252,7 @@ def test_who_takes_nothing_of_a_long_stream_is_cut_off():
     with running_server(settings_of(keep_alive_timeout=0.2)) as server:
         server.server.config.app.router.routes.append(Route("/endless", stream))
         with connect(server) as connection:
-            connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
             wait_for(lambda: ends)
             wait_for(lambda: not server.server.server_state.connections)
 

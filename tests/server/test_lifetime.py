@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -83,7 +86,7 @@ def status(url):
     return httpx.get(url).status_code
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_requests_end_and_takes_no_new_ones(monkeypatch, number):
     seen = []
 
@@ -96,6 +99,8 @@ def test_a_signal_lets_requests_end_and_takes_no_new_ones(monkeypatch, number):
             wait_for(lambda: outside.engine.is_draining)
             assert status(outside.url + "/health/ready") == 503
             assert status(outside.url + "/health/live") == 200
+            refused = httpx.get(outside.url + "/health/ready")
+            assert refused.headers["retry-after"] == "1"
             other = httpx.get(outside.url + "/test/stream")
             assert b"shuts down" in other.content
             outside.may_end.set()
@@ -134,6 +139,69 @@ def test_a_second_signal_ends_at_once(monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         Outside(act).serve(monkeypatch, shutdown_timeout=3000.0)
+
+
+def test_any_number_of_signals_shows_no_traceback():
+    with subprocess.Popen(SERVE, stderr=subprocess.PIPE, text=True) as process:
+        process.stderr.readline()
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 130
+
+
+def test_a_hangup_reloads_the_key_where_it_has_a_file(monkeypatch, tmp_path):
+    file = tmp_path / "key"
+    file.write_text("one")
+
+    def act(outside):
+        def status_with(key):
+            headers = {"Authorization": f"Bearer {key}"}
+            return httpx.get(outside.url + "/v1/models", headers=headers).status_code
+
+        assert (status_with("one"), status_with("two")) == (200, 401)
+        file.write_text("two")
+        os.kill(os.getpid(), signal.SIGHUP)
+        wait_for(lambda: status_with("two") == 200)
+        assert status_with("one") == 401
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Outside(act).serve(monkeypatch, api_key_file=file)
+
+
+SERVE = [
+    sys.executable,
+    "-m",
+    "gptmanager",
+    "serve",
+    "--model",
+    MODEL,
+    "--port",
+    "0",
+    "--threads",
+    "1",
+]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_server_serves_ends_it_with_0(tmp_path, number):
+    """It is sent while the server reads a part of its model."""
+    config = tmp_path / "config.json"
+    config.symlink_to(MODEL / "config.json")
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    command = [tmp_path if it == MODEL else it for it in SERVE]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: b"serve" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+        wait_for(lambda: catches(process.pid, number))
+        process.send_signal(number)
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
+def catches(pid, number):
+    found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1], 16) >> (number - 1) & 1
 
 
 def told(capsys, *arguments):
@@ -204,10 +272,7 @@ def test_of_few_cores_one_is_left_to_others(monkeypatch, cores, threads, told, l
 
 
 def test_the_command_serves_and_ends_with_0():
-    command = [sys.executable, "-m", "gptmanager", "serve", "--model", MODEL, "--port", "0"]
-    with subprocess.Popen(
-        [*command, "--threads", "1"], stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(SERVE, stderr=subprocess.PIPE, text=True) as process:
         line = process.stderr.readline()
         url = line.strip().rpartition(" ")[2]
         assert status(url + "/health") == 200

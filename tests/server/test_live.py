@@ -54,3 +54,10 @@ def test_open_pages_do_not_hold_up_the_end():
                 began = time.monotonic()
                 assert [line for line in lines][-1:] == [""]
     assert time.monotonic() - began < 60  # the stream has ended by itself
+
+
+def test_who_asks_for_the_head_of_the_events_takes_nobody_s_place(client):
+    for _ in range(17):
+        assert client.head("/live/events").status_code == 200
+    with client.stream("GET", "/live/events") as answer:
+        assert answer.status_code == 200

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2_grpc
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.server.engine import Engine, beside
 from gptmanager.server.errors import ApiError, api_error
-from gptmanager.server.keys import bearer, is_key
+from gptmanager.server.keys import ServerKey, bearer, is_key
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
 from gptmanager.server.triton.errors import invalid, not_here
@@ -75,8 +75,8 @@ class GrpcFront:
     async def start(cls, engine: Engine, settings: ServerSettings) -> GrpcFront:
         """ConfigError: the port cannot be used."""
         interceptors: list[grpc.aio.ServerInterceptor] = [BadMessages()]
-        if settings.api_key is not None:
-            interceptors.insert(0, KeyInterceptor(settings.api_key))
+        if settings.has_key:
+            interceptors.insert(0, KeyInterceptor(engine.key))
         server = grpc.aio.server(
             interceptors=interceptors,
             options=[
@@ -107,7 +107,7 @@ class GrpcFront:
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """The server's key comes as metadata: `authorization`, "Bearer KEY"."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: ServerKey) -> None:
         self._key = key
 
         async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
@@ -126,7 +126,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> Any:
         method = details.method.rpartition("/")[2]
         given = dict(details.invocation_metadata or ()).get("authorization")
-        if method in _OPEN or is_key(bearer(given), self._key):
+        if method in _OPEN or is_key(bearer(given), self._key.value):
             return await continuation(details)
         return self._refuse_stream if method == "ModelStreamInfer" else self._refuse
 
