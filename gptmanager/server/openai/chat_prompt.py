@@ -7,6 +7,7 @@ generated.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class ChatPrompts:
             self._templates = read_template_file(settings.chat_template)
         else:
             self._templates = read_chat_templates(engine.card.folder)
-        self._one_call: dict[str, bool] = {}  # of templates that have been tried
+        self._one_call: dict[bytes, bool] = {}  # of templates that have been tried
         self._process = TemplateProcess()
         self._process_of_requests = TemplateProcess()
 
@@ -110,14 +111,15 @@ class ChatPrompts:
 
         A template is tried once: what it refuses cannot be read from its text.
         """
-        if template not in self._one_call:
-            takes = [await self._takes(template, process, number) for number in (1, 2)]
-            if not takes[0]:  # it says nothing of two
+        key = hashlib.sha256(template.encode()).digest()  # a template may be long
+        if key not in self._one_call:
+            if not await self._takes(template, process, 1):  # it says nothing of two
                 return False
+            takes_two = await self._takes(template, process, 2)
             if len(self._one_call) >= _MOST_TRIED:
                 self._one_call.clear()
-            self._one_call[template] = not takes[1]
-        return self._one_call[template]
+            self._one_call[key] = not takes_two
+        return self._one_call[key]
 
     async def _takes(self, template: str, process: TemplateProcess, num_calls: int) -> bool:
         messages, tools = _trial(num_calls)
