@@ -262,6 +262,7 @@ host/                     the host's four callbacks, called safely
     broadcast             a callback whose answers all ranks get
     packed_requests       requests as bytes
     rank_messages         an intake of rank 0 as a message to the other ranks
+    rank_answers          what one rank's host has answered, to be compared with another's
     ranked_host           the callbacks of a host whose model has several ranks
 manager/                  a thread around the loop: `GptManager`
     inbox                 what other threads want of the loop

@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 from ranks_by_hand import free_port, outputs, start_ranks
 
+from gptmanager import OptionalParams
 from gptmanager.cli import main
+from gptmanager.run.follow import is_follower
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = str(ROOT / "examples" / "tiny_llama")
@@ -39,6 +42,18 @@ def test_a_file_of_requests_runs_on_ranks_as_on_one(tmp_path):
         for path in written
     )
     assert alone == parts == stages
+
+
+@pytest.mark.parametrize(
+    ("size", "config", "warns"), [("2", None, True), ("1", None, False), ("x", None, False)]
+)
+def test_processes_of_a_launcher_that_share_nothing_are_warned(
+    monkeypatch, caplog, size, config, warns
+):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert not is_follower(OptionalParams(parallel_config=config))
+    text = "a launcher has started 2 processes, and each of them runs everything"
+    assert (text in caplog.text) == warns
 
 
 def test_a_server_over_ranks_answers_and_ends_on_both():

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+import orjson
 import pytest
 import torch
 from rank_hosts import TINY, serving
@@ -31,8 +33,10 @@ from gptmanager import (
 from gptmanager.assembly import ranks
 from gptmanager.assembly.backend import CpuBackend
 from gptmanager.errors import ConfigError, RankError
+from gptmanager.host.rank_answers import answers_difference, answers_of
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.recorder.requests import RecordedPreparation
+from gptmanager.recorder.values import to_json
 from gptmanager.scheduler import RequestScheduler
 from gptmanager.testing import RecordingCallbacks
 
@@ -233,39 +237,48 @@ def test_hosts_that_bring_the_requests_themselves(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "text"),
     [
-        [(0, [1, 2, 4], 6)],  # another prompt
-        [(1, [1, 2, 3], 6)],
-        [],
-        [(0, [1, 2, 3], 6), (1, [1], 3)],
+        (
+            [(0, [1, 2, 4], 6)],
+            "request 0 with input_ids = [1, 2, 4] (<i8 [3]), not [1, 2, 3] (<i8 [3])",
+        ),
+        (
+            [(0, [1, 2, 3], 7)],
+            "request 0 with request_output_len = [7] (<i8 []), not [6] (<i8 [])",
+        ),
+        ([(1, [1, 2, 3], 6)], "the requests [1], not [0]"),
+        ([], "the requests [], not [0]"),
+        ([(0, [1, 2, 3], 6), (1, [1], 3)], "the requests [0, 1], not [0]"),
     ],
 )
-def test_answers_of_get_that_differ_end_all(monkeypatch, given):
+def test_answers_of_get_that_differ_end_all_in_the_same_words(monkeypatch, given, text):
     hosts = new_hosts([(0, [1, 2, 3], 6)], given)
     with serving(monkeypatch, 2, own_means=True, hosts=hosts) as it:
         first, second = errors(it.managers)
         assert it.host.final(0).error == f"RankError: {first}"
-    ids = [number for number, *_ in given]
-    text = f"GetInferenceRequests answered otherwise than on rank 0: here requests {ids}"
-    assert second == text
-    assert first == f"rank 1 failed: RankError: {text}"
+    assert first == second
+    assert first == f"rank 1 differs from rank 0: GetInferenceRequests returned {text}"
 
 
 def test_a_request_that_only_another_rank_gets_ends_all(monkeypatch):
     with serving(monkeypatch, 2, own_means=True) as it:
         it.hosts[1].submit(request(4, [1], 3))
-        first, _ = errors(it.managers)
-    assert "where it had nothing: here requests [4]" in first
+        first, second = errors(it.managers)
+    text = "GetInferenceRequests returned the requests [4], not []"
+    assert first == second == f"rank 1 differs from rank 0: {text}"
 
 
-def test_stops_that_differ_end_all(monkeypatch):
+def test_stops_that_differ_end_all(monkeypatch, caplog):
     hosts = new_hosts([(3, [1], 100)], [(3, [1], 100)])
     with serving(monkeypatch, 2, own_means=True, hosts=hosts) as it:
         hosts[1].stop(3)
-        first, _ = errors(it.managers)
+        first, second = errors(it.managers)
         assert it.host.final(3).error == f"RankError: {first}"
-    assert "PollStopSignal answered otherwise than on rank 0: here [3]" in first
+    assert first == second == "rank 1 differs from rank 0: PollStopSignal returned [3], not []"
+    told = [it for it in caplog.records if it.getMessage() == f"the token loop has failed: {first}"]
+    assert len(told) == 2, "one sentence on each rank"
+    assert not any(it.exc_info for it in caplog.records)
 
 
 # Post-processors of each rank's own host ---------------------------------------------------
@@ -326,8 +339,7 @@ def test_a_rank_that_cannot_prepare_ends_the_others_with_its_text(monkeypatch):
         first, second = errors(it.managers)
         assert it.host.final(5).error == f"RankError: {first}"
     text = "logits_post_processor prepared cannot be prepared: LookupError: no such grammar"
-    assert second == f"request 5: CallbackError: {text}"
-    assert first == f"rank 1 failed: RankError: {second}"
+    assert first == second == f"rank 1 failed: request 5: CallbackError: {text}"
 
 
 def test_other_ranks_prepare_nothing_for_rank_0(monkeypatch):
@@ -405,6 +417,13 @@ def test_ranks_that_differ_end_with_the_same_sentence(monkeypatch, own, text):
     first, second = map(str, found)
     assert first == second
     assert first.startswith(f"rank 1 differs from rank 0: {text}")
+
+
+def test_a_folder_that_one_rank_lacks_is_named(monkeypatch, tmp_path):
+    by_rank = {1: {"model_path": tmp_path / "lost"}}
+    first, second = map(str, start_all(monkeypatch, 2, new_hosts(), by_rank=by_rank))
+    assert first == second
+    assert f"none, there is no file {tmp_path / 'lost' / 'config.json'}" in first
 
 
 def test_another_version_is_a_difference(monkeypatch):
@@ -501,3 +520,41 @@ def test_starts_and_ends_leave_nothing_open(monkeypatch):
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
     assert not [it.name for it in threading.enumerate() if it.name.startswith("gptmanager")]
+
+
+# What a difference is called ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "there", "text"),
+    [
+        ("priority", 0.5, 0.9, "priority = 0.9, not nothing"),
+        ("cache_salt", "a", "b", "cache_salt = 'b', not 'a'"),
+        ("temperature", None, np.float32(2), "temperature = 2.0, not nothing"),
+        (
+            "lora_weights",
+            np.zeros((2, 9), np.float32),
+            np.eye(2, 9, 8, dtype=np.float32),
+            "[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ...] (<f4 [2, 9]), not the same at its "
+            "beginning, but other values behind",
+        ),
+        (
+            "stop_words_list",
+            torch.ones(2, dtype=torch.bfloat16),
+            torch.zeros(2, dtype=torch.bfloat16),
+            "values (torch.bfloat16 [2])",
+        ),
+    ],
+)
+def test_a_difference_names_request_field_and_both_values(name, here, there, text):
+    def answers(value):
+        one = request(7, [1, 2], 3)
+        if value is not None:
+            setattr(one, name, value)
+        return answers_of([one], [])
+
+    plain = orjson.loads(to_json(answers(there)))
+    told = answers_difference(answers(here), plain)
+    assert told.startswith("GetInferenceRequests returned request 7 with ") and text in told
+    same = answers_difference(answers(there), plain)
+    assert same == "its host answered the same"

@@ -332,9 +332,9 @@ def _checkpoint(source: Any) -> dict[str, str]:
     elif isinstance(source, (str, os.PathLike)):
         folder = Path(source)
         file = folder / "config.json"
-        config = file.read_bytes() if file.is_file() else b""  # loading tells what is wrong
-        if not config:
-            return {}
+        if not file.is_file():  # on every rank: loading says what is wrong
+            return {"digest of config.json": f"none, there is no file {file.absolute()}"}
+        config = file.read_bytes()
         opened = SafetensorsFolder(folder)
         headers = opened.describe()
         opened.close()

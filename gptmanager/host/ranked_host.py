@@ -9,8 +9,8 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import orjson
 
@@ -22,6 +22,7 @@ from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.host.callback_host import CallbackHost, Fetched
 from gptmanager.host.preparation import Preparation
+from gptmanager.host.rank_answers import Answers, answers_difference, answers_of
 from gptmanager.host.rank_messages import (
     Turn,
     Unpacker,
@@ -92,6 +93,8 @@ class LeadingHost(RankedHost):
     def __init__(self, config: ParallelConfig, *callbacks: Any, **options: Any) -> None:
         super().__init__(config, *callbacks, **options)
         self._schedules: deque[Schedule] = deque(maxlen=_KEPT)
+        self._num_turns = 0
+        self._answers: deque[tuple[int, Answers]] = deque(maxlen=_KEPT)  # of turns that had any
 
     def attach(self, assembly: Assembly) -> None:
         super().attach(assembly)
@@ -108,6 +111,9 @@ class LeadingHost(RankedHost):
         if not self._broadcasts:  # each rank's own host answers, and only tells whether it differs
             own = requests_digest(intake.requests), stops_digest(intake.stops)
             bare = _without_answers(intake)
+            self._num_turns += 1
+            if intake.requests or intake.stops:
+                self._answers.append((self._num_turns, answers_of(intake.requests, intake.stops)))
             turn = turn._replace(intake=bare, requests=own[0], stops=own[1])
         self.links.send(Message.INTAKE, pack(turn))
         return intake
@@ -125,7 +131,12 @@ class LeadingHost(RankedHost):
         self.links.send(Message.DECISION, _DIGEST.pack(schedule_digest(schedule)))
 
     def _difference(self, rank: int, data: Any) -> str:
-        """Between what a rank has decided and what this one has, for people. Of any thread."""
+        """Between what a rank has decided or was answered and what this one, for people. Of any
+        thread.
+        """
+        if "turn" in data:
+            answers = dict([*self._answers]).get(data["turn"], Answers([], []))
+            return answers_difference(answers, data["answers"])
         kept = list(self._schedules)  # the loop's thread goes on
         own = next((it for it in kept if it.iteration == data["iteration"]), None)
         if own is None:
@@ -154,6 +165,7 @@ class FollowingHost(RankedHost):
         self._calls_processors = False  # of this rank's own host
         self._own_failures: dict[int, str] = {}  # of requests whose post-processor is not ready
         self._own_jobs: dict[int, AdapterDone] = {}
+        self._num_turns = 0
 
     def attach(self, assembly: Assembly) -> None:
         super().attach(assembly)
@@ -193,12 +205,12 @@ class FollowingHost(RankedHost):
                 if frame.kind == Message.END:
                     self._check_alone()
                     if is_active:
-                        raise RankError("rank 0 has answered all requests, this rank has not")
+                        self.links.give_up("rank 0 has answered all requests, this rank has not")
                 self._is_ended, self._is_aborted = True, frame.kind == Message.ABORT
             elif frame.kind == Message.DECISION:
-                raise RankError("rank 0 has a step where this rank has none")
+                self.links.give_up("rank 0 has a step where this rank has none")
             else:
-                raise RankError(f"rank 0 sent message {frame.kind} between two iterations")
+                self.links.give_up(f"rank 0 sent message {frame.kind} between two iterations")
         return self._is_ended, self._is_aborted
 
     def peek(self, room: int | None) -> bool:
@@ -257,26 +269,23 @@ class FollowingHost(RankedHost):
 
     def _check_alone(self) -> None:
         """An iteration would have come for what Get returned on rank 0, too."""
-        ids = [request.request_id for request in self._receiver.received]
-        if ids:
-            raise RankError(
-                "GetInferenceRequests answered otherwise than on rank 0, where it had nothing: "
-                f"here requests {ids[:8]}"
-            )
+        if self._receiver.received:
+            self._tell_answers(self._receiver.received, (), 0)
 
     def _with_own_answers(self, turn: Turn) -> Intake:
         requests, self._receiver.received = tuple(self._receiver.received), []
         stops, self._stops = frozenset(self._stops), set()
-        if requests_digest(requests) != turn.requests:
-            ids = [request.request_id for request in requests]
-            raise RankError(
-                f"GetInferenceRequests answered otherwise than on rank 0: here requests {ids[:8]}"
-            )
-        if stops_digest(stops) != turn.stops:
-            raise RankError(
-                f"PollStopSignal answered otherwise than on rank 0: here {sorted(stops)[:8]}"
-            )
+        self._num_turns += 1
+        if (requests_digest(requests), stops_digest(stops)) != (turn.requests, turn.stops):
+            self._tell_answers(requests, stops, self._num_turns)
         return _with_answers(turn.intake, requests, stops)
+
+    def _tell_answers(
+        self, requests: Iterable[InferenceRequest], stops: Iterable[int], turn: int
+    ) -> NoReturn:
+        """This rank's host has not answered as rank 0's did in that turn; 0: which had nothing."""
+        plain = {"turn": turn, "answers": answers_of(requests, stops)}
+        self.links.tell_difference("differs from rank 0", to_json(plain))
 
     def _await_own(self, intake: Intake) -> None:
         """What rank 0 has ready this rank must have, too: it is about as fast."""
@@ -297,10 +306,10 @@ class FollowingHost(RankedHost):
             if jobs <= self._own_jobs.keys() and ready <= self._own_ready:
                 break
             for request_id in sorted(ready & self._own_failures.keys()):
-                raise RankError(f"request {request_id}: {self._own_failures[request_id]}")
+                self.links.give_up(f"request {request_id}: {self._own_failures[request_id]}")
             self.links.check()
             if monotonic() > deadline:
-                raise RankError(
+                self.links.give_up(
                     f"what rank 0 has had ready for {self.links.timeout_s:g} s this rank has not: "
                     f"jobs of adapters {sorted(jobs - self._own_jobs.keys())}, post-processors of "
                     f"requests {sorted(ready - self._own_ready)}"
@@ -310,10 +319,10 @@ class FollowingHost(RankedHost):
         for done in intake.adapters:
             own = self._own_jobs.pop(done.job, None)
             if own is not None and done.error is None and own != done:
-                why = "other content" if own.error is None else response_text(own.error)
-                raise RankError(
-                    f"job {done.job} of adapters came out otherwise than on rank 0: {why}"
-                )
+                why = f"the digest {own.digest!r}, not {done.digest!r}"
+                if own.error is not None:
+                    why = f"the error {response_text(own.error)}, and none on rank 0"
+                self.links.give_up(f"job {done.job} of adapters has {why}")
 
 
 def _forget(schedule: Schedule) -> None:

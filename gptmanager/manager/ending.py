@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from gptmanager.config import OptionalParams
-from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
+from gptmanager.errors import GptManagerError, ManagerDeadError, RankError, response_text
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.watchdog import CallbackTimer, Hang, Watchdog
@@ -56,7 +56,10 @@ class Ending:
 
     def tell_failure(self, error: BaseException) -> None:
         """To the log and to the recorder."""
-        logger.error("the token loop has failed", exc_info=error)
+        if isinstance(error, RankError):  # of which rank, and why, its text says
+            logger.error("the token loop has failed: %s", error)
+        else:
+            logger.error("the token loop has failed", exc_info=error)
         try:
             self._recorder.fail(error)
         except Exception:

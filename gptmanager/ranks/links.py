@@ -201,9 +201,17 @@ class Links:
         self.check()
         raise AssertionError
 
-    def tell_difference(self, text: str, data: bytes) -> None:
+    def tell_difference(self, text: str, data: bytes) -> NoReturn:
         """This rank has decided otherwise than rank 0, which says how: RankError."""
         self._watch.tell_failure(text, orjson.loads(data))
+        self._raise_verdict(text)
+
+    def give_up(self, text: str) -> NoReturn:
+        """This rank cannot go on, as it says in the same words as the others: RankError."""
+        self._watch.tell_failure(text)
+        self._raise_verdict(f"failed: {text}")
+
+    def _raise_verdict(self, text: str) -> NoReturn:
         self._watch.failed.wait(_VERDICT_S)
         self.check()
         raise RankError(f"rank {self.rank} {text}")

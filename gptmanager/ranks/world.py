@@ -89,6 +89,12 @@ def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = o
     return World(RankLayout(rank, parts, stages), environment.get("MASTER_ADDR", ""))
 
 
+def launched_size(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many processes a launcher says that it has started; 1: it says nothing."""
+    told = next((environment[name] for name in _SIZE if name in environment), "")
+    return int(told) if told.isdecimal() else 1
+
+
 def find_all(environment: Mapping[str, str] = os.environ) -> World:
     """All ranks that there are, however they are to share a model. ConfigError as `find_world`."""
     is_there = dist.is_available() and dist.is_initialized()

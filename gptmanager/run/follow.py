@@ -6,13 +6,21 @@ from typing import Any
 
 from gptmanager.callbacks import broadcast
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
+from gptmanager.lifecycle.log import logger
 from gptmanager.manager.gpt_manager import GptManager
-from gptmanager.ranks.world import find_world
+from gptmanager.ranks.world import find_world, launched_size
 from gptmanager.request.inference_request import NamedTensor
 
 
 def is_follower(params: OptionalParams) -> bool:
-    """Is this another rank than 0?"""
+    """Is this another rank than 0? Warns where a launcher's processes are not made ranks."""
+    size = launched_size()
+    if params.parallel_config is None and size > 1:
+        logger.warning(
+            "a launcher has started %d processes, and each of them runs everything: give "
+            "--tensor-parallel-size or --pipeline-parallel-size, so that they share one model",
+            size,
+        )
     return find_world(params.parallel_config).layout.rank > 0
 
 
