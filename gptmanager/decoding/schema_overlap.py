@@ -1,0 +1,132 @@
+"""Whether two JSON schemas exclude each other, so that `oneOf` may be read as `anyOf`.
+
+Decides what can be told without a search: types, values, ranges, and required properties. Where
+nothing can be told, two schemas are taken to overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+_MAX_DEPTH = 8  # of references and properties that are looked into
+_RANGES = {
+    "string": ("minLength", "maxLength"),
+    "array": ("minItems", "maxItems"),
+    "integer": ("minimum", "maximum"),
+    "number": ("minimum", "maximum"),
+}
+Resolve = Callable[[Any], Any]  # a schema, of which the references have been followed
+
+
+def excluding_property(one: Any, other: Any, resolve: Resolve) -> str | None:
+    """A property by which two objects exclude each other if both have it; None if there is none.
+
+    Only for schemas of objects, such as the members of a union with a tag.
+    """
+    one, other = resolve(one), resolve(other)
+    if not all(_types(it) == {"object"} for it in (one, other)):
+        return None
+    theirs = other.get("properties") or {}
+    for name, schema in (one.get("properties") or {}).items():
+        if name in theirs and excludes(schema, theirs[name], resolve):
+            return str(name)
+    return None
+
+
+def excludes(one: Any, other: Any, resolve: Resolve, depth: int = _MAX_DEPTH) -> bool:
+    """Whether no value can fit both."""
+    if not depth:
+        return False
+    one, other = resolve(one), resolve(other)
+    if one is False or other is False:
+        return True
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return False
+    for first, second in ((one, other), (other, one)):
+        for keyword in ("anyOf", "oneOf"):
+            branches = first.get(keyword)
+            if branches and all(excludes(it, second, resolve, depth - 1) for it in branches):
+                return True
+        if any(excludes(it, second, resolve, depth - 1) for it in first.get("allOf") or ()):
+            return True
+    values, others = _values(one), _values(other)
+    if values is not None and others is not None:
+        return not values & others
+    shared = _types(one) & _types(other)
+    return all(_excludes_of(kind, one, other, resolve, depth) for kind in shared)
+
+
+def _excludes_of(
+    kind: str, one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, depth: int
+) -> bool:
+    """Whether no value of the type `kind` can fit both."""
+    if kind in _RANGES:
+        low, high = _RANGES[kind]
+        lows = [it.get(low, -math.inf) for it in (one, other)]
+        highs = [it.get(high, math.inf) for it in (one, other)]
+        if all(isinstance(it, int | float) for it in (*lows, *highs)) and max(lows) > min(highs):
+            return True
+    if kind != "object":
+        return False
+    pairs = ((one, other), (other, one))
+    return any(
+        _excludes_by(name, first, second, resolve, depth)
+        for first, second in pairs
+        for name in _required(first)
+    )
+
+
+def _excludes_by(
+    name: str, one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, depth: int
+) -> bool:
+    """Whether the property `name`, which `one` requires, keeps an object from fitting both."""
+    own, theirs = (it.get("properties") or {} for it in (one, other))
+    if name in theirs:
+        is_needed = name in _required(other) or theirs[name] is False
+        return is_needed and excludes(own.get(name, True), theirs[name], resolve, depth - 1)
+    return other.get("additionalProperties") is False and not other.get("patternProperties")
+
+
+def _required(schema: Mapping[str, Any]) -> Iterator[str]:
+    required = schema.get("required")
+    if isinstance(required, list):
+        yield from (name for name in required if isinstance(name, str))
+
+
+def _types(schema: Any) -> frozenset[str]:
+    """The types of the values that a schema may permit."""
+    if not isinstance(schema, Mapping):
+        return _TYPES if schema is not False else frozenset()
+    given = schema.get("type", list(_TYPES))
+    found = {given} if isinstance(given, str) else set(given)
+    if "number" in found:
+        found.add("integer")
+    values = _listed(schema)
+    if values is not None:
+        found &= {name for value in values for name in _types_of(value)}
+    return frozenset(found)
+
+
+def _types_of(value: Any) -> tuple[str, ...]:
+    if value is None or isinstance(value, bool):
+        return ("null",) if value is None else ("boolean",)
+    if isinstance(value, int | float):
+        return ("integer", "number")
+    return ({str: "string", list: "array"}.get(type(value), "object"),)
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """The values that a schema lists, as texts that are equal if the values are; None: no list."""
+    values = _listed(schema)
+    return None if values is None else frozenset(json.dumps(it, sort_keys=True) for it in values)
