@@ -31,7 +31,7 @@ from gptmanager.decoding.grammar_masks import Grammar
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.environment.distribution import install_command
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, InvalidRequestError
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
 from gptmanager.request.post_processor import RequestProcessor
@@ -261,8 +261,8 @@ def test_json_schemas_as_rules_of_a_grammar(guided, tokenizer):
     for i in range(6):
         assert re.fullmatch(r'<({"a": 1, "b": 2}|\[3, 4\])\|[1-9]\d*>', text(tokenizer, host, i))
     for wrong in ("{", False, {"minimum": 2**63}):
-        with pytest.raises(ValueError):
-            guided.lark("start: x", schemas={"x": wrong})
+        with pytest.raises(InvalidRequestError):
+            guided.lark("start: x", schemas={"x": wrong}).compiled.result()
 
 
 def test_white_space_comes_only_if_it_may(guided, tokenizer):
@@ -354,10 +354,10 @@ def test_a_compilation_takes_no_time_of_others(monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     compile_it = GuidedDecoding._compile
 
-    def slowly(self, kind, grammar, is_wanted):
+    def slowly(self, source, is_wanted):
         begun.set()
         assert go_on.wait(20)
-        return compile_it(self, kind, grammar, is_wanted)
+        return compile_it(self, source, is_wanted)
 
     monkeypatch.setattr(GuidedDecoding, "_compile", slowly)
     guided = GuidedDecoding(byte_tokenizer(), [END_ID])

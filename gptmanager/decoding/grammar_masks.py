@@ -38,11 +38,17 @@ class TextBans(Protocol):
         ...
 
 
+class CompiledGrammar(Future[Any]):
+    """A matcher at its start, once it is compiled."""
+
+    unenforced: tuple[str, ...] = ()
+
+
 class Grammar(BoundProcessor):
     """A grammar that is being compiled, or has been; any number of requests may bring it."""
 
     def __init__(
-        self, owner: Any, kind: str, compiled: Future[Any], bans: TextBans | None = None
+        self, owner: Any, kind: str, compiled: CompiledGrammar, bans: TextBans | None = None
     ) -> None:
         super().__init__(owner)
         self.kind = kind
@@ -52,6 +58,14 @@ class Grammar(BoundProcessor):
     @property
     def name(self) -> str:
         return self.kind
+
+    @property
+    def unenforced(self) -> tuple[str, ...]:
+        """Pointers to the keywords of a lenient schema that are not enforced, once it is compiled.
+
+        For `lark` each begins with the name of its rule.
+        """
+        return self.compiled.unenforced
 
     def without(self, bans: TextBans) -> Grammar:
         """The same, but for texts that hold a banned word: `grammar.without(banned.bind(words))`

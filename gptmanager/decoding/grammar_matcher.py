@@ -1,8 +1,4 @@
-"""From the text of a grammar to llguidance's matcher.
-
-The matcher has bounds of 64 bits and constants of double precision for the numbers of a schema, and
-takes others for the nearest ones, so that what it permits would not fit the schema. Bounds are
-narrowed to what it can hold; what cannot be held is refused by name.
+"""From the source of a grammar to llguidance's matcher.
 
 `answerer` is for a `ChildProcess`: with llguidance alone, it starts in no time.
 """
@@ -11,32 +7,45 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+from gptmanager.decoding.schema_reader import TOO_DEEP, SchemaReader
 
 NO_TEXT = "no text fits the grammar"
 _FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}  # what exhausts it takes 0.2 s
-_MOST = 2**63 - 1024  # the largest double below 2**63
-_EXACT = 2**53
-_TOO_DEEP = "the schema is nested too deeply"
-_UP = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}
-_VALUES = ("const", "enum")
-_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # of schemas, not keywords
-_IGNORED = ("default", "examples", "$comment", "title", "description")
+
+
+class GrammarSource(NamedTuple):
+    """What a grammar is made from. `schemas`: the rules of a Lark grammar that are JSON schemas.
+
+    `lenient`: the rules whose keywords are left out where they cannot be enforced; "" is the rule
+    of a grammar that is one JSON schema.
+    """
+
+    kind: str
+    text: str
+    schemas: tuple[tuple[str, str], ...] = ()
+    lenient: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        texts = (self.text, *(schema for _, schema in self.schemas))
+        return sum(len(text.encode(errors="surrogatepass")) for text in texts)
 
 
 def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
     """A matcher at its start, which is never moved on: sequences have copies.
 
-    Raises ValueError for a grammar that is wrong, or that no text fits.
+    `text`: as `read_source` gives it. Raises ValueError for a grammar that is wrong, or that no
+    text fits.
     """
     make = llguidance.LLMatcher
     if kind == "regex":
         grammar = make.grammar_from_regex(text)
     elif kind.startswith("json_schema"):
         options = {"whitespace_flexible": kind != "json_schema"}
-        grammar = make.grammar_from_json_schema(readable_schema(text), overrides=options)
+        grammar = make.grammar_from_json_schema(text, overrides=options)
     else:
         grammar = make.grammar_from_lark(text)
     limits = llguidance.LLParserLimits(verbose_errors=False, **_FUEL)
@@ -74,98 +83,50 @@ def text_of(schema: Any) -> str:
     try:
         return json.dumps(schema)
     except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+        raise ValueError(TOO_DEEP) from None
 
 
-def rule_of(schema: Any) -> str:
-    """A schema as it stands in a rule of a Lark grammar; ValueError for what is none."""
-    read = json.loads(readable_schema(text_of(schema)))
-    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return json.dumps({**read, "x-guidance": options})
+def read_source(llguidance: Any, source: GrammarSource) -> tuple[str, list[str]]:
+    """The text of a grammar with its schemas as the parser can enforce them, and what is left out.
 
-
-def readable_schema(text: str) -> str:
-    """The schema that stands for `text`; what is no JSON is left as it is, for the parser to tell.
-
-    `true` is any JSON value. ValueError for what is no schema, or cannot be held.
+    That is a rule and a pointer to a keyword each, such as "x#/items/uniqueItems". ValueError for
+    what is not a schema, or cannot be enforced.
     """
-    try:
-        schema = json.loads(text)
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    except ValueError:
-        return text
-    if schema is True:
-        return "{}"
-    if schema is False:
-        raise ValueError("the schema is false: no text fits it")
-    if not isinstance(schema, dict):
-        raise ValueError(f"the schema is {_shown(schema)}, expected an object, true or false")
-    try:
-        return json.dumps(_read(schema))
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
+    make, unenforced = llguidance.LLMatcher, []
 
-
-def _read(part: Any) -> Any:
-    """A schema, or what holds some."""
-    if isinstance(part, list):
-        return [_read(one) for one in part]
-    if not isinstance(part, dict):
-        return part
-    return {name: _read_keyword(name, value) for name, value in part.items()}
-
-
-def _read_keyword(name: str, value: Any) -> Any:
-    if name in _UP and isinstance(value, int | float) and not isinstance(value, bool):
-        return _narrowed(name, value, _UP[name])
-    if name in _VALUES:
-        _check_value(name, value)
-        return value
-    if name in _NAMES and isinstance(value, dict):
-        return {own: _read(schema) for own, schema in value.items()}
-    return value if name in _IGNORED else _read(value)
-
-
-def _narrowed(name: str, bound: float, up: bool) -> float:
-    """The bound, or the nearest one inside of it that is both a double and a 64-bit integer."""
-    if abs(bound) <= _EXACT:
-        return bound
-    if not (bound <= _MOST if up else bound >= -_MOST):
-        raise ValueError(f"{name} = {_shown(bound)} is beyond integers of 64 bits")
-    near = float(max(-_MOST, min(bound, _MOST)))
-    if abs(bound) < _MOST and (near < bound if up else near > bound):
-        near = math.nextafter(near, math.inf if up else -math.inf)
-    return int(near)  # whose digits are read exactly
-
-
-def _check_value(name: str, value: Any) -> None:
-    parts = value.values() if isinstance(value, dict) else value
-    if isinstance(value, dict | list):
-        for part in parts:
-            _check_value(name, part)
-    elif isinstance(value, int | float) and abs(value) > _EXACT:
-        raise ValueError(
-            f"{name} holds {_shown(value)}, which double precision does not hold as it is written"
+    def read(name: str, schema: str) -> str:
+        reader = SchemaReader(
+            name in source.lenient,
+            lambda pattern: make.validate_grammar(make.grammar_from_regex(pattern)),
         )
+        text = reader.read(schema)
+        unenforced.extend(f"{name}{pointer}" for pointer in reader.unenforced)
+        return text
 
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
+    if source.kind.startswith("json_schema"):
+        return read("", source.text), unenforced
+    rules = [source.text]
+    for name, schema in source.schemas:
+        options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        rule = {**json.loads(read(name, schema)), "x-guidance": options}
+        rules.append(f"{name}: %json {json.dumps(rule)}")
+    return "\n".join(rules), unenforced
 
 
 def new_tokenizer(llguidance: Any, text: str, end_ids: list[int]) -> Any:
     return llguidance.LLTokenizer(text, eos_token=end_ids or None)
 
 
-def answerer(tokenizer: str, end_ids: list[int]) -> Callable[[list[str]], None]:
+def answerer(tokenizer: str, end_ids: list[int]) -> Callable[[list[Any]], tuple[str, list[str]]]:
     """The function that compiles grammars on trial, in a process of its own."""
     llguidance = importlib.import_module("llguidance")
     made = new_tokenizer(llguidance, tokenizer, end_ids)
     new_matcher(llguidance, made, "regex", "a")  # starts threads, which need memory of their own
 
-    def answer(question: list[str]) -> None:
-        new_matcher(llguidance, made, *question)
+    def answer(question: list[Any]) -> tuple[str, list[str]]:
+        source = GrammarSource(*question)
+        text, unenforced = read_source(llguidance, source)
+        new_matcher(llguidance, made, source.kind, text)
+        return text, unenforced
 
     return answer

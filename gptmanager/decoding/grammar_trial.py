@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from gptmanager.decoding import grammar_matcher
+from gptmanager.decoding.grammar_matcher import GrammarSource
 from gptmanager.lifecycle.child_process import ChildProcess
 
 MAX_BYTES = 1 << 30  # that a grammar may take
@@ -35,8 +35,10 @@ class GrammarTrials:
         self._max_bytes = max_bytes
         self._idle: deque[ChildProcess] = deque()
 
-    def run(self, kind: str, text: str, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Compile a grammar.
+    def run(
+        self, source: GrammarSource, is_wanted: Callable[[], bool] = lambda: True
+    ) -> tuple[str, list[str]]:
+        """Compile a grammar; return what `read_source` returns.
 
         Raises RefusedError for one that is wrong, NoAnswerError for one that does not compile in
         time and memory or that nobody wants any more, and NotStartedError without a process.
@@ -44,9 +46,9 @@ class GrammarTrials:
         try:
             child = self._idle.pop()
         except IndexError:
-            module = grammar_matcher.__name__
-            child = ChildProcess(module, self._given, self._max_bytes)
+            child = ChildProcess(GrammarSource.__module__, self._given, self._max_bytes)
         try:
-            child.ask(orjson.dumps([kind, text]), self._timeout_s, is_wanted)
+            text, unenforced = child.ask(orjson.dumps(list(source)), self._timeout_s, is_wanted)
         finally:
             self._idle.append(child)
+        return text, unenforced

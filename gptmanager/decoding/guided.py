@@ -7,21 +7,27 @@ wait for theirs; llguidance parses.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
 from gptmanager.cuda.streams import Stream
-from gptmanager.decoding.grammar_masks import Grammar, GuidedSession
-from gptmanager.decoding.grammar_matcher import new_matcher, new_tokenizer, rule_of, text_of
+from gptmanager.decoding.grammar_masks import CompiledGrammar, Grammar, GuidedSession
+from gptmanager.decoding.grammar_matcher import (
+    GrammarSource,
+    new_matcher,
+    new_tokenizer,
+    text_of,
+)
 from gptmanager.decoding.grammar_trial import GrammarTrials
 from gptmanager.decoding.rows import RowProcessor, RowSession
 from gptmanager.environment.distribution import install_command
@@ -37,7 +43,7 @@ from gptmanager.lifecycle.child_process import (
 MAX_TEXTS = 10_000  # of a choice
 MAX_GRAMMAR_BYTES = 1 << 20
 _MAX_TRIALS = 4  # at once
-_Key = tuple[str, str]
+logger = logging.getLogger("gptmanager")
 
 
 class GuidedDecoding(RowProcessor):
@@ -77,9 +83,9 @@ class GuidedDecoding(RowProcessor):
         self.vocab_size: int = self._tokenizer.vocab_size
         self.end_ids = frozenset(end_ids) or frozenset(self._tokenizer.eos_tokens)
         self._max_grammars = max_grammars
-        self._compiled: OrderedDict[_Key, Future[Any]] = OrderedDict()
+        self._compiled: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
         # referred to by those who wait for them, so that nobody compiles for clients that are gone
-        self._waiting: weakref.WeakValueDictionary[_Key, Future[Any]]
+        self._waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
         self._waiting = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._trials = GrammarTrials(*given, compile_timeout_s)
@@ -89,20 +95,24 @@ class GuidedDecoding(RowProcessor):
         mask_logits(torch.zeros(1, 1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
 
     def json_schema(
-        self, schema: Mapping[str, Any] | bool | str, *, whitespace_flexible: bool = False
+        self,
+        schema: Mapping[str, Any] | bool | str,
+        *,
+        whitespace_flexible: bool = False,
+        lenient: bool = False,
     ) -> Grammar:
         """JSON that `schema` (an object, or its text) permits, its properties in that order.
 
         `whitespace_flexible`: with any white space between its parts; a model may then produce
-        nothing else for long. ValueError for an object that is nested too deeply.
+        nothing else for long. `lenient`: keywords that cannot be enforced are left out, and
+        `unenforced` of the grammar lists them. ValueError for an object that is nested too deeply.
         """
-        text = text_of(schema)
         kind = "json_schema" if not whitespace_flexible else "json_schema with white space"
-        return self._grammar(kind, text)
+        return self._grammar(GrammarSource(kind, text_of(schema), lenient=("",) if lenient else ()))
 
     def regex(self, pattern: str) -> Grammar:
         """Text that `pattern`, in the syntax of Rust's regex, matches from its start to its end."""
-        return self._grammar("regex", pattern)
+        return self._grammar(GrammarSource("regex", pattern))
 
     def choice(self, options: Sequence[str]) -> Grammar:
         """One of the texts, at most 10,000 of any characters."""
@@ -113,80 +123,93 @@ class GuidedDecoding(RowProcessor):
         if len(options) > MAX_TEXTS:
             raise ValueError(f"options has {len(options)} texts, at most {MAX_TEXTS} are allowed")
         # a single terminal: the parser cannot hold so many alternatives of a rule
-        return self._grammar("choice", f"start: TEXT\nTEXT: {' | '.join(map(_quoted, options))}")
+        alternatives = " | ".join(map(_quoted, options))
+        return self._grammar(GrammarSource("choice", f"start: TEXT\nTEXT: {alternatives}"))
 
     def lark(
-        self, grammar: str, *, schemas: Mapping[str, Mapping[str, Any] | bool | str] | None = None
+        self,
+        grammar: str,
+        *,
+        schemas: Mapping[str, Mapping[str, Any] | bool | str] | None = None,
+        lenient: Collection[str] = (),
     ) -> Grammar:
         """Text of a grammar in llguidance's kind of Lark syntax; its start rule is `start`.
 
         `schemas`: rule -> JSON schema, for rules that the grammar uses and does not have. Their
-        JSON has a space behind commas and colons, as `json.dumps` writes it. ValueError for what
-        is no schema.
+        JSON has a space behind commas and colons, as `json.dumps` writes it. `lenient`: those of
+        the rules whose keywords are left out where they cannot be enforced. ValueError for an
+        object that is nested too deeply.
         """
-        rules = (f"{name}: %json {rule_of(schema)}" for name, schema in (schemas or {}).items())
-        return self._grammar("lark", "\n".join((grammar, *rules)))
+        rules = tuple((name, text_of(schema)) for name, schema in (schemas or {}).items())
+        return self._grammar(GrammarSource("lark", grammar, rules, tuple(sorted(lenient))))
 
     def open(self, num_lines: int, stream: Stream | None) -> RowSession:
         return GuidedSession(self.vocab_size, self.end_ids, stream)
 
-    def _grammar(self, kind: str, text: str) -> Grammar:
-        size = len(text.encode(errors="surrogatepass"))
+    def _grammar(self, source: GrammarSource) -> Grammar:
+        size = source.num_bytes
         if size > MAX_GRAMMAR_BYTES:
             raise ValueError(
-                f"the {kind} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed in a grammar"
+                f"the {source.kind} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
             )
-        key = kind, text
         with self._lock:
-            compiled = self._compiled.get(key) or self._waiting.get(key)
+            compiled = self._compiled.get(source) or self._waiting.get(source)
             if compiled is None:
-                compiled = self._waiting[key] = Future()
+                compiled = self._waiting[source] = CompiledGrammar()
                 try:
-                    self._threads.submit(self._compile_waiting, key, weakref.ref(compiled))
+                    self._threads.submit(self._compile_waiting, source, weakref.ref(compiled))
                 except RuntimeError as error:  # no thread can be started
-                    raise CapacityError(f"the {kind} cannot be compiled: {error}") from None
-            elif key in self._compiled:
-                self._compiled.move_to_end(key)
-            return Grammar(self, kind, compiled)
+                    raise CapacityError(f"the {source.kind} cannot be compiled: {error}") from None
+            elif source in self._compiled:
+                self._compiled.move_to_end(source)
+            return Grammar(self, source.kind, compiled)
 
-    def _compile_waiting(self, key: _Key, waiting: weakref.ref[Future[Any]]) -> None:
+    def _compile_waiting(
+        self, source: GrammarSource, waiting: weakref.ref[CompiledGrammar]
+    ) -> None:
         """Compile a grammar unless, or until, nobody waits for it."""
 
         def is_wanted() -> bool:
             return waiting() is not None
 
-        result = error = None
+        result, unenforced, error = None, (), None
         if is_wanted():
             try:
-                result = self._compile(*key, is_wanted)
+                result, unenforced = self._compile(source, is_wanted)
             except BaseException as raised:  # noqa: B036 - a panic of llguidance, too
                 error = raised
         compiled = waiting()
         if compiled is None:
             return
         with self._lock:
-            self._waiting.pop(key, None)
+            self._waiting.pop(source, None)
             if not isinstance(error, CapacityError):  # another time there may be a process
-                self._compiled[key] = compiled
+                self._compiled[source] = compiled
             while len(self._compiled) > self._max_grammars:
                 self._compiled.popitem(last=False)
         if error is not None:
             compiled.set_exception(error)
         else:
+            compiled.unenforced = unenforced
             compiled.set_result(result)
 
-    def _compile(self, kind: str, text: str, is_wanted: Callable[[], bool]) -> Any:
-        """A matcher at its start, which is never moved on: sequences have copies."""
-        where = f"logits_post_processor {kind}"
+    def _compile(
+        self, source: GrammarSource, is_wanted: Callable[[], bool]
+    ) -> tuple[Any, tuple[str, ...]]:
+        """A matcher at its start, which is never moved on; and what it does not enforce."""
+        kind, where = source.kind, f"logits_post_processor {source.kind}"
         try:
-            self._trials.run(kind, text, is_wanted)
-            return new_matcher(self._llguidance, self._tokenizer, kind, text)
+            text, unenforced = self._trials.run(source, is_wanted)
+            matcher = new_matcher(self._llguidance, self._tokenizer, kind, text)
         except NotStartedError as error:
             raise CapacityError(f"{where}: {error} to compile it") from None
         except TooSlowError as error:
             raise InvalidRequestError(f"{where}: {error} to compile (compile_timeout_s)") from None
         except (ValueError, TypeError, RefusedError, NoAnswerError) as error:
             raise InvalidRequestError(f"{where}: {error}") from None
+        if unenforced:
+            logger.warning("%s: keywords that are not enforced: %s", where, ", ".join(unenforced))
+        return matcher, tuple(unenforced)
 
 
 def _quoted(text: str) -> str:

@@ -3,6 +3,10 @@
 The parser refuses some keywords and has no references but within a document. A schema is written
 anew: what says nothing is left out, and each reference becomes one to a definition of its own. What
 cannot be enforced is refused by name, or, if the reader is `lenient`, left out and reported.
+
+The parser has bounds of 64 bits and constants of double precision for the numbers of a schema, and
+takes others for the nearest ones, so that what it permits would not fit the schema. Bounds are
+narrowed to what it can hold; what cannot be held is refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from gptmanager.decoding.schema_overlap import excluding_property, excludes
+from gptmanager.decoding.schema_overlap import excludes, excluding_property
 
 ENFORCED = frozenset(
     {
@@ -157,7 +161,9 @@ class SchemaReader:
         found = self._target(reference)
         if found is None:
             if not self._lenient:
-                raise ValueError(f"$ref = {_shown(reference)} (at {at}) does not exist in the schema")
+                raise ValueError(
+                    f"$ref = {_shown(reference)} (at {at}) does not exist in the schema"
+                )
             self._drop(at, "$ref")
             return {}
         schema, pointer = found
@@ -228,7 +234,12 @@ class SchemaReader:
         closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
         if not properties and not schema.get("patternProperties"):
             found["minProperties"] = value
-        elif value == 1 and closed and isinstance(properties, dict) and len(properties) <= _MAX_LISTED:
+        elif (
+            value == 1
+            and closed
+            and isinstance(properties, dict)
+            and len(properties) <= _MAX_LISTED
+        ):
             _add(found, {"anyOf": [{"required": [name]} for name in properties]})
         else:
             self._drop(at, "minProperties")
@@ -245,7 +256,9 @@ class SchemaReader:
 
     def _read_not(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
         """`not` of a property that is there: it is absent."""
-        names = value.get("required") if isinstance(value, dict) and set(value) == {"required"} else ()
+        names = (
+            value.get("required") if isinstance(value, dict) and set(value) == {"required"} else ()
+        )
         is_object = schema.get("type") == "object" or "properties" in schema
         if is_object and isinstance(names, list) and len(names) == 1:
             found["\0absent"] = {names[0]: False}
@@ -255,9 +268,11 @@ class SchemaReader:
     def _read_property_names(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
         """One that says nothing is left out; a list of names, or a pattern, becomes properties."""
         value = self._resolve(value)
-        says = {k: v for k, v in value.items() if k in ENFORCED | SOMETIMES | DROPPED} if isinstance(
-            value, dict
-        ) else {}
+        says = (
+            {k: v for k, v in value.items() if k in ENFORCED | SOMETIMES | DROPPED}
+            if isinstance(value, dict)
+            else {}
+        )
         says.pop("type", None)
         if says.get("minLength") == 0 or says.get("format") not in FORMATS:
             says = {k: v for k, v in says.items() if (k, v) != ("minLength", 0) and k != "format"}

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from gptmanager.environment.distribution import install_command
 from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.structured import OutputRule, StructuredOutputs, read_output_rule
 from gptmanager.server.openai.tools import HERMES, read_tools
+from gptmanager.server.warning_header import Warnings
 
 SCHEMA = {"type": "object"}
 
@@ -32,6 +34,14 @@ def json_schema(schema, **more):
         (
             {"response_format": {"type": "json_object"}},
             OutputRule("response_format", "json_object", True),
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            OutputRule("response_format.schema", "json", SCHEMA),
+        ),
+        (
+            {"response_format": json_schema(SCHEMA, strict=False)},
+            OutputRule("response_format.json_schema.schema", "json", SCHEMA, lenient=True),
         ),
         (
             {"response_format": json_schema(SCHEMA, strict=True, description="d")},
@@ -91,7 +101,7 @@ def outputs():
 
 def refusal(outputs, rule):
     with pytest.raises(ApiError) as refused:
-        asyncio.run(outputs.processor(rule))
+        asyncio.run(outputs.processor(rule, Warnings()))
     assert (refused.value.status, refused.value.param) == (400, rule.where)
     return refused.value.message
 
@@ -111,11 +121,10 @@ def test_a_grammar_that_does_not_compile_is_refused_in_words(outputs, kind, valu
     assert message in refusal(outputs, OutputRule("here", kind, value))
 
 
-def with_tools(outputs, rule, choice, parameters=SCHEMA):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    return asyncio.run(
-        outputs.processor_with_tools(rule, read_tools(tools, choice), HERMES)
-    )  # fmt: skip
+def with_tools(outputs, rule, choice, parameters=SCHEMA, warnings=None, **more):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, **more}}]
+    read, warnings = read_tools(tools, choice), Warnings() if warnings is None else warnings
+    return asyncio.run(outputs.processor_with_tools(rule, read, HERMES, warnings))
 
 
 def test_a_wrong_schema_of_a_tool_is_refused_in_words_if_a_call_is_required(outputs):
@@ -127,6 +136,45 @@ def test_a_wrong_schema_of_a_tool_is_refused_in_words_if_a_call_is_required(outp
             with_tools(outputs, None, "required", schema)
         assert refused.value.param == "tools[0].function.parameters"
         assert with_tools(outputs, None, "auto", schema) is None
+
+
+UNIQUE = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+TAGGED = {"type": "object", "properties": {"tags": UNIQUE}, "required": ["tags"]}
+
+
+def test_what_a_lenient_schema_does_not_enforce_is_reported(outputs, caplog):
+    rule = OutputRule("here", "json", TAGGED)
+    assert "uniqueItems cannot be enforced (at #/properties/tags/uniqueItems)" in refusal(
+        outputs, rule
+    )
+    warnings = Warnings()
+    lenient = replace(rule, lenient=True)
+    assert asyncio.run(outputs.processor(lenient, warnings)).unenforced == (
+        "#/properties/tags/uniqueItems",
+    )
+    told = """299 - "not enforced of here: '/properties/tags/uniqueItems'\""""
+    assert warnings.headers() == {"Warning": told}
+    assert "keywords that are not enforced: #/properties/tags/uniqueItems" in caplog.text
+
+
+def test_what_optional_calls_do_not_enforce_is_reported(outputs):
+    for choice, more in (
+        ("auto", {}),
+        ("auto", {"strict": False}),
+        ("required", {"strict": False}),
+    ):
+        warnings = Warnings()
+        assert with_tools(outputs, None, choice, TAGGED, warnings, **more).kind == "lark"
+        told = """299 - "not enforced of tools[0]: 'properties/tags/uniqueItems'\""""
+        assert warnings.headers() == {"Warning": told}
+    with pytest.raises(ApiError, match=r"function\.parameters: json_schema: uniqueItems cannot"):
+        with_tools(outputs, None, "required", TAGGED)
+    warnings = Warnings()
+    assert (
+        with_tools(outputs, None, "auto", {"properties": {"a": {"type": "strin"}}}, warnings)
+        is None
+    )
+    assert "calls of tools are not enforced: tools: " in warnings.headers()["Warning"]
 
 
 def test_tools_beside_a_form_of_the_answer(outputs):
@@ -159,7 +207,7 @@ def test_a_client_that_goes_away_does_not_cancel_the_grammar_of_another(outputs,
             return compiled
 
     async def both():
-        one = asyncio.ensure_future(outputs.processor(OutputRule("here", "regex", "a")))
+        one = asyncio.ensure_future(outputs.processor(OutputRule("here", "regex", "a"), Warnings()))
         monkeypatch.setattr(outputs._guided, "regex", lambda pattern: Grammar())
         done, waiting = await asyncio.wait([one], timeout=0.05)
         assert waiting == {one}

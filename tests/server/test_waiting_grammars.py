@@ -25,13 +25,13 @@ def slow_trials(monkeypatch):
     """Patterns that begin with "slow" are tried until nobody wants them; what is tried."""
     tried, run = [], GrammarTrials.run
 
-    def slowly(self, kind, text, is_wanted):
-        tried.append(text)
-        while text.startswith("slow") and is_wanted():
+    def slowly(self, source, is_wanted):
+        tried.append(source.text)
+        while source.text.startswith("slow") and is_wanted():
             threading.Event().wait(0.01)
         if not is_wanted():
             raise NoAnswerError("it is not wanted any more")
-        run(self, kind, text, is_wanted)
+        return run(self, source, is_wanted)
 
     monkeypatch.setattr(GrammarTrials, "run", slowly)
     return tried

@@ -76,7 +76,7 @@ class Chats:
         self._engine = engine
         self._is_lenient = settings.lenient
         self._texts = TokenTexts(engine.card.tokenizer)
-        self._processors = Processors(engine)
+        self._processors = Processors(engine, lenient=settings.lenient)
         self._prompts = ChatPrompts(engine, settings)
 
     async def handle(self, request: Request) -> Response:

@@ -121,7 +121,7 @@ class Completions:
         self._engine = engine
         self._is_lenient = settings.lenient
         self._texts = TokenTexts(engine.card.tokenizer)
-        self._processors = Processors(engine)
+        self._processors = Processors(engine, lenient=settings.lenient)
 
     async def handle(self, request: Request) -> Response:
         body = await read_json(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gptmanager.callbacks import BannedTexts
@@ -29,10 +30,14 @@ STRUCTURED = (
 
 
 class Processors:
-    """Those of one model; what takes long to prepare is prepared once."""
+    """Those of one model; what takes long to prepare is prepared once.
 
-    def __init__(self, engine: Engine) -> None:
+    `lenient`: keywords of schemas that cannot be enforced are left out, and reported.
+    """
+
+    def __init__(self, engine: Engine, *, lenient: bool) -> None:
         self._engine = engine
+        self._is_lenient = lenient
         self._structured = StructuredOutputs.of(engine)
         tokenizer = engine.card.tokenizer
         self._texts = None if tokenizer is None else BannedTexts(tokenizer)
@@ -54,17 +59,24 @@ class Processors:
             return None
         with self._engine.preparing():
             bans = await self._bans(words)
-            grammar = await self._grammar(rule, tools, form)
+            grammar = await self._grammar(rule, warnings, tools, form)
         if grammar is None or bans is None:
             return bans if grammar is None else grammar
         return grammar.without(bans)
 
     async def _grammar(
-        self, rule: OutputRule | None, tools: Tools | None, form: ToolFormat | None
+        self,
+        rule: OutputRule | None,
+        warnings: Warnings,
+        tools: Tools | None,
+        form: ToolFormat | None,
     ) -> Any:
+        if self._is_lenient:
+            rule = rule and replace(rule, lenient=True)
+            tools = tools and replace(tools, lenient=True)
         if tools is not None and form is not None:
-            return await self._structured.processor_with_tools(rule, tools, form)
-        return None if rule is None else await self._structured.processor(rule)
+            return await self._structured.processor_with_tools(rule, tools, form, warnings)
+        return None if rule is None else await self._structured.processor(rule, warnings)
 
     async def _bans(self, words: Sequence[str] | None) -> Any:
         texts = self._texts

@@ -23,6 +23,7 @@ from gptmanager.errors import CapacityError, ConfigError, RequestError
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.tools import ToolFormat, Tools, marks_of
+from gptmanager.server.warning_header import Warnings
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = {"type": "object"}
@@ -31,11 +32,15 @@ _ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
 
 @dataclass(frozen=True, slots=True)
 class OutputRule:
-    """What an answer has to fit. `where`: the field that says so; `kind`: one of `_KINDS`."""
+    """What an answer has to fit. `where`: the field that says so; `kind`: one of `_KINDS`.
+
+    `lenient`: keywords of a schema that cannot be enforced are left out and reported.
+    """
 
     where: str
     kind: str
     value: Any
+    lenient: bool = False
 
 
 def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
@@ -66,6 +71,8 @@ def _of_response_format(given: Any) -> list[OutputRule]:
     if kind == "text":
         return []
     if kind == "json_object":
+        if given.get("schema") is not None:
+            return [OutputRule("response_format.schema", "json", given["schema"])]
         return [OutputRule("response_format", "json_object", True)]
     if kind != "json_schema":
         raise _wrong("response_format.type", "is none of 'text', 'json_object', 'json_schema'")
@@ -78,7 +85,7 @@ def _of_response_format(given: Any) -> list[OutputRule]:
         raise _wrong(f"{where}.strict", "is neither true nor false")
     if own.get("schema") is None:
         raise _wrong(f"{where}.schema", "is missing: a JSON schema is needed")
-    return [OutputRule(f"{where}.schema", "json", own["schema"])]
+    return [OutputRule(f"{where}.schema", "json", own["schema"], own.get("strict") is False)]
 
 
 def _of_structured_outputs(given: Any) -> list[OutputRule]:
@@ -131,29 +138,35 @@ class StructuredOutputs:
         self._guided: GuidedDecoding | None = None
         self._lock = threading.Lock()
 
-    async def processor(self, rule: OutputRule) -> Any:
-        """The logits post-processor for a rule; ApiError (400) for one that does not compile."""
+    async def processor(self, rule: OutputRule, warnings: Warnings) -> Any:
+        """The logits post-processor for a rule; ApiError (400) for one that does not compile.
+
+        `warnings` gets the keywords of a lenient schema that are not enforced.
+        """
 
         def grammar(guided: GuidedDecoding) -> Any:
             if rule.kind == "json_object":
                 return guided.json_schema(_ANY_OBJECT)
             make: dict[str, Callable[..., Any]] = {
-                "json": guided.json_schema,
+                "json": partial(guided.json_schema, lenient=rule.lenient),
                 "regex": guided.regex,
                 "choice": guided.choice,
                 "grammar": guided.lark,
             }
             return make[rule.kind](rule.value)
 
-        return await self._compiled(rule.where, grammar)
+        found = await self._compiled(rule.where, grammar)
+        warnings.add_ignored((it[1:] for it in found.unenforced), f"not enforced of {rule.where}")
+        return found
 
     async def processor_with_tools(
-        self, rule: OutputRule | None, tools: Tools, form: ToolFormat
+        self, rule: OutputRule | None, tools: Tools, form: ToolFormat, warnings: Warnings
     ) -> Any:
         """The same for an answer that may be calls of tools, else what `rule` says.
 
-        None where calls are optional and nothing can guide them: without llguidance, or with a
-        schema that it cannot read. They are then as the model writes them.
+        Calls that are optional are as lenient as they must be. None where nothing can guide them:
+        without llguidance, or with a schema that it cannot read. They are then as the model writes
+        them, and `warnings` says so.
         """
         answer = None
         if rule is not None and not tools.required:
@@ -162,22 +175,37 @@ class StructuredOutputs:
             answer = _ANY_OBJECT if rule.kind == "json_object" else rule.value
         marks = {} if self._tokenizer is None else marks_of(self._tokenizer, self._end_ids)
         grammar, schemas = tools.grammar(form, marks, answer)
-        try:
-            return await self._compiled(
-                "tools", lambda guided: guided.lark(grammar, schemas=schemas)
-            )
-        except ApiError:
-            if not tools.required and answer is None:
-                return None
-            await self._check_parameters(tools)
-            raise
+        lenient = {name for name in tools.schemas if tools.is_lenient(name)}
+        if rule is not None and rule.lenient:
+            lenient.add("answer")
+        is_optional = not tools.required and answer is None
+        where = {name: f"tools[{tools.index_of(name)}]" for name in tools.schemas}
+        for allowed in (lenient, set(schemas)) if is_optional else (lenient,):
+            make = partial(GuidedDecoding.lark, grammar=grammar, schemas=schemas, lenient=allowed)
+            try:
+                found = await self._compiled("tools", make)
+            except ApiError as error:
+                refused = error
+                continue
+            for name in schemas:
+                own = [
+                    it.partition("#/")[2] for it in found.unenforced if it.startswith(f"{name}#")
+                ]
+                warnings.add_ignored(own, f"not enforced of {where.get(name, 'the schema')}")
+            return found
+        if is_optional and refused.status == 400:
+            warnings.add(f"calls of tools are not enforced: {refused.message}")
+            return None
+        await self._check_parameters(tools)
+        raise refused
 
     async def _check_parameters(self, tools: Tools) -> None:
         """ApiError (400) for the first tool whose schema does not compile alone."""
-        names = [tool["function"]["name"] for tool in tools.listed]
-        for name, schema in tools.parameters.items():
-            where = f"tools[{names.index(name)}].function.parameters"
-            await self._compiled(where, partial(GuidedDecoding.json_schema, schema=schema))
+        for rule, schema in tools.schemas.items():
+            where = f"tools[{tools.index_of(rule)}].function.parameters"
+            lenient = tools.is_lenient(rule)
+            make = partial(GuidedDecoding.json_schema, schema=schema, lenient=lenient)
+            await self._compiled(where, make)
 
     async def _compiled(self, where: str, make: Callable[[GuidedDecoding], Any]) -> Any:
         return await prepared(where, lambda: make(self._for_tokenizer()))

@@ -58,13 +58,30 @@ class Tools:
     """The tools of a request.
 
     `listed`: as the client gave them, for the chat template. `parameters`: name -> JSON schema of
-    its arguments. `required`: the answer is a call, of one of these names.
+    its arguments. `required`: the answer is a call, of one of these names. `lenient`: keywords of
+    schemas that cannot be enforced are left out.
     """
 
     listed: Sequence[Mapping[str, Any]]
     parameters: Mapping[str, Mapping[str, Any] | bool]
     required: bool
     parallel: bool
+    lenient: bool = False
+
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """The rule of a grammar -> the schema of a tool's arguments."""
+        return {f"arguments_{i}": schema for i, schema in enumerate(self.parameters.values())}
+
+    def index_of(self, rule: str) -> int:
+        """The index in `listed` of the tool that `schemas` has for a rule."""
+        name = list(self.parameters)[int(rule.removeprefix("arguments_"))]
+        return next(i for i, tool in enumerate(self.listed) if tool["function"]["name"] == name)
+
+    def is_lenient(self, rule: str) -> bool:
+        """Whether the tool of a rule says `strict: false`, or the server does."""
+        is_own = self.listed[self.index_of(rule)]["function"].get("strict") is False
+        return self.lenient or is_own
 
     def grammar(
         self, form: ToolFormat, marks: Mapping[str, int], answer: Any = None
@@ -77,7 +94,7 @@ class Tools:
         """
         several = form.tagged and self.parallel
         calls = f'call ("\\n" call){{0,{MAX_CALLS - 1}}}' if several else "call"
-        schemas = {f"arguments_{i}": schema for i, schema in enumerate(self.parameters.values())}
+        schemas = dict(self.schemas)
         tag = ""  # of a call, if it is no part of its rule
         if self.required:
             lines = [f"start: {calls}"]
