@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 from gptmanager import GptManager
 from gptmanager.errors import ManagerDeadError
 
 _JOIN_TIMEOUT_S = 5.0
+_WAIT_S = 0.5  # the longest time for which the manager is held
+_PAUSE_S = 0.01  # in which it may go
 
 
 class Attachment:
     """Watches `manager` on a thread of its own; `on_end` is called there, once, with the reason.
 
-    The thread ends with the manager. It is a daemon, so it never holds up the interpreter.
+    The thread ends with the manager, and keeps it from being forgotten for moments alone. It is a
+    daemon, so it never holds up the interpreter.
     """
 
     def __init__(self, manager: GptManager, on_end: Callable[[ManagerDeadError], None]) -> None:
-        self._manager = manager
+        self._manager = weakref.ref(manager)
         self._on_end = on_end
         self._watcher = threading.Thread(target=self._watch, name="request-queue", daemon=True)
         self._watcher.start()
 
     def notify(self) -> None:
         """Wake an idle manager. Does nothing if it is dead: the watcher tells the queue."""
-        try:
-            self._manager.notify()
-        except ManagerDeadError:
-            pass
+        manager = self._manager()
+        if manager is not None:
+            with suppress(ManagerDeadError):
+                manager.notify()
 
     def join(self) -> None:
         """Leave no thread behind: wait for the watcher if the manager has ended."""
@@ -36,14 +42,16 @@ class Attachment:
             self._watcher.join(_JOIN_TIMEOUT_S)
 
     def _watch(self) -> None:
-        while not self._has_ended(None):
-            pass
+        while not self._has_ended(_WAIT_S):
+            time.sleep(_PAUSE_S)
         reason = ManagerDeadError("the manager ended before the request was answered")
-        reason.__cause__ = self._manager.exception
+        manager = self._manager()
+        reason.__cause__ = None if manager is None else manager.exception
         self._on_end(reason)
 
-    def _has_ended(self, timeout: float | None) -> bool:
+    def _has_ended(self, timeout: float) -> bool:
+        manager = self._manager()
         try:
-            return self._manager.wait(timeout)
+            return manager is None or manager.wait(timeout)
         except ManagerDeadError:
             return True

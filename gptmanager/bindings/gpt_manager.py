@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import gptmanager
@@ -58,8 +60,7 @@ class GptManager:
         if given.get("exclude_input_in_output"):
             params.exclude_input_in_output = True
         terminate_id = given.get("terminate_req_id")
-        self._terminate_id = None if terminate_id is None else as_id(terminate_id)
-        self._is_ending = False
+        ending = _Ending(None if terminate_id is None else as_id(terminate_id))
         self._last_record = LastRecord()
         self._manager: gptmanager.GptManager | None = None
         self._manager = gptmanager.GptManager(
@@ -67,14 +68,15 @@ class GptManager:
             _model_type(given["model_type"]),
             max_beam_width,
             scheduler,
-            get and self._fetching(ordinary("get_inference_requests_cb", get, may_yield=True)),
+            get and ending.fetching(ordinary("get_inference_requests_cb", get, may_yield=True)),
             send and _sending(ordinary("send_response_cb", send)),
             poll,
             self._reporting(stats and ordinary("return_batch_manager_stats_cb", stats)),
             params,
         )
         MemoryCounters.begin(self._last_record)
-        if self._is_ending:  # it was fetched before the manager was known here
+        ending.manager = weakref.ref(self._manager)
+        if ending.has_begun:  # it was fetched before the manager was known here
             self._manager.notify()
 
     def __enter__(self) -> GptManager:
@@ -100,23 +102,6 @@ class GptManager:
         """The manager behind this object, with `audit()`, `health()`, `notify()` and so on."""
         return self._manager
 
-    def _fetching(
-        self, get: Callable[[int], Iterable[InferenceRequest]]
-    ) -> Callable[[int], Iterable[InferenceRequest]]:
-        def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
-            requests = () if self._is_ending else get(max_num_requests)
-            check_answer("GetInferenceRequests", requests, may_yield=True)
-            if self._terminate_id is not None and not self._is_ending:
-                requests = list(requests)
-                kept = [it for it in requests if it.request_id != self._terminate_id]
-                self._is_ending = len(kept) < len(requests)
-                requests = kept
-            if self._is_ending and self._manager is not None:
-                self._manager.shutdown()  # a callback only asks
-            return requests
-
-        return fetch
-
     def _reporting(self, stats: Callable[[str], Any] | None) -> Callable[[str], Any]:
         last = self._last_record
 
@@ -125,6 +110,33 @@ class GptManager:
             return None if stats is None else stats(record)
 
         return report
+
+
+@dataclass
+class _Ending:
+    """The request of id `terminate_id` ends the manager, which this does not keep alive."""
+
+    terminate_id: int | None
+    has_begun: bool = False
+    manager: Callable[[], gptmanager.GptManager | None] = lambda: None
+
+    def fetching(
+        self, get: Callable[[int], Iterable[InferenceRequest]]
+    ) -> Callable[[int], Iterable[InferenceRequest]]:
+        def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
+            requests = () if self.has_begun else get(max_num_requests)
+            check_answer("GetInferenceRequests", requests, may_yield=True)
+            if self.terminate_id is not None and not self.has_begun:
+                requests = list(requests)
+                kept = [it for it in requests if it.request_id != self.terminate_id]
+                self.has_begun = len(kept) < len(requests)
+                requests = kept
+            manager = self.manager()
+            if self.has_begun and manager is not None:
+                manager.shutdown()  # a callback only asks
+            return requests
+
+        return fetch
 
 
 def _sending(send: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,8 @@ import contextlib
 import functools
 import os
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -65,8 +67,12 @@ class GptManager:
     that hangs), outside any lock that a call takes, possibly before the constructor has returned.
     `get_inference_requests_cb(max_num_requests)` must not block.
 
-    Leaving a `with` block normally drains, leaving it on an exception aborts.
+    Leaving a `with` block normally drains, leaving it on an exception aborts. A manager needs one
+    or the other: `with`, or `shutdown`. One that is forgotten aborts with a ResourceWarning; one
+    that its own callbacks refer to is never forgotten.
     """
+
+    _thread: threading.Thread | None = None
 
     def __init__(
         self,
@@ -93,9 +99,11 @@ class GptManager:
                 *(get_inference_requests_cb, send_response_cb),
                 *(poll_stop_signal_cb, return_batch_manager_stats_cb),
             )
-            self._host = new_host(world.layout, params, callbacks, self.notify)
+            # nothing that the thread holds leads back here: who forgets the manager ends it
+            self._inbox, self._watchers = Inbox(), Watchers()
+            self._host = new_host(world.layout, params, callbacks, self._inbox.wake)
+            self._inbox.also_ring = self._host.ring
             self._params, self._lifecycle = params, self._host.lifecycle
-            self._inbox, self._watchers = Inbox(self._host.ring), Watchers()
             self._process = os.getpid()
             self._recorder = Recorder(
                 params.recording_path if world.layout.rank == 0 else None,
@@ -104,7 +112,8 @@ class GptManager:
                 black_box_path=params.black_box_path,
             )
             # for a loop that has ended by itself
-            forget = functools.partial(atexit.unregister, self._at_exit)
+            at_exit = functools.partial(_end_at_exit, weakref.ref(self))
+            forget = functools.partial(atexit.unregister, at_exit)
             self._worker = Worker(params, self._host, self._inbox, self._recorder, forget)
         own = world, params, alike(*callbacks), self._inbox.wake
         assembling = functools.partial(
@@ -117,7 +126,7 @@ class GptManager:
         self._thread = threading.Thread(
             target=run, args=arguments, name="gptmanager-loop", daemon=True
         )
-        atexit.register(self._at_exit)
+        atexit.register(at_exit)
         try:
             self._thread.start()
             booted.result()
@@ -221,6 +230,22 @@ class GptManager:
         self._raise_if_forked()
         self._host.adapter_loader.forget(task_id)
         self.notify()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a GptManager cannot be pickled or copied: it is a thread of this process")
+
+    def __del__(self) -> None:
+        """Nobody can ask for anything any more: the loop ends, with an error for each request."""
+        thread = self._thread
+        if thread is None or self._is_forked or self._lifecycle.ended.is_set:
+            return
+        self._inbox.ask_to_end(aborts=True)  # without a wait: this may be any line of any thread
+        warnings.warn(
+            f"unclosed {self!r}: call shutdown(), or use it in a `with` block",
+            ResourceWarning,
+            source=self,
+            stacklevel=2,
+        )
 
     def __enter__(self) -> GptManager:
         return self
@@ -340,9 +365,11 @@ class GptManager:
         if self._is_forked:
             raise ManagerDeadError(f"the manager lives in process {self._process}, not in its fork")
 
-    def _at_exit(self) -> None:
-        if not self._is_forked:
-            self.shutdown(drain=False, timeout=5.0)
+
+def _end_at_exit(manager: weakref.ref[GptManager]) -> None:
+    running = manager()
+    if running is not None and not running._is_forked:
+        running.shutdown(drain=False, timeout=5.0)
 
 
 @contextmanager

@@ -56,8 +56,8 @@ class Inbox:
     is taken back.
     """
 
-    def __init__(self, also_ring: Callable[[], None] = lambda: None) -> None:
-        self._also_ring = also_ring
+    def __init__(self) -> None:
+        self.also_ring: Callable[[], None] = lambda: None
         self.is_to_end = False
         self.is_to_abort = False
         self.turn = 0
@@ -73,7 +73,7 @@ class Inbox:
         """A turn begins after this call."""
         if self._bell.empty():  # what has rung is still to be heard
             self._bell.put(None)
-        self._also_ring()
+        self.also_ring()
 
     def ask_to_end(self, *, aborts: bool) -> None:
         if aborts:
