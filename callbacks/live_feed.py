@@ -25,6 +25,7 @@ from gptmanager.scheduler.waiting import WaitReason
 TICK_S = 0.2
 GRACE_S = 30.0  # how long the loop is watched after the last viewer has gone
 _STATUS_S = 1.0
+_HANG_S = 1.0  # requests are there and no step begins for so long: the page says so
 _WHY_S = 2.0  # how often the scheduler is asked why requests wait
 _ANSWER_S = 0.5  # how long that may wait for the end of an iteration
 _LATENCY_S = 60.0
@@ -152,8 +153,10 @@ class LiveFeed:
         now, manager, picture, tap = monotonic(), self.manager, self._picture, self._tap
         begins = manager is not None and not tap.is_open and tap.open(manager)
         reasons: list[_Reason] | None = None
-        if manager is not None and picture.is_due("status", now, _STATUS_S):
-            picture.tell_status(manager, self._num_outside, now)
+        if manager is not None:
+            picture.tell_state(manager, tap, now, begins=begins)
+            if picture.is_due("status", now, _STATUS_S):
+                picture.tell_status(manager, self._num_outside, now)
         if manager is not None and self._viewers and picture.is_due("why", now, _WHY_S):
             reasons = _reasons(manager) if self._rows.num_waiting else []
         changes = tap.take()
@@ -188,6 +191,8 @@ class _Picture:
         self._due: dict[str, float] = {}
         self._latencies: deque[tuple[float, float, float]] = deque(maxlen=_MAX_LATENCIES)
         self._started = monotonic()
+        self._moved: float | None = None  # when a step last began, or nothing was there to run
+        self._column = -1
 
     def is_due(self, name: str, now: float, every_s: float) -> bool:
         if now < self._due.get(name, 0.0):
@@ -207,18 +212,26 @@ class _Picture:
                 each = (last - first) / (generated - 1) if generated > 1 else float("nan")
                 self._latencies.append((now, first, each))
 
-    def tell_status(
-        self, manager: GptManager, num_outside: Callable[[], int] | None, now: float
-    ) -> None:
+    def tell_state(self, manager: GptManager, tap: LiveTap, now: float, *, begins: bool) -> None:
+        """Every tick: a reader is to know at once."""
         health = manager.health()
+        is_idle = not health.num_active or manager.state in _ENDED
+        moves = begins or self._moved is None or (tap.is_open and tap.column != self._column)
+        if is_idle or moves:
+            self._column, self._moved = tap.column, now
         hangs = 0  # seconds since the last step; -1: there was none
-        if manager.state is ManagerState.RUNNING and not health.progressing:
+        if not health.progressing or now - (self._moved or now) > _HANG_S:
             age = health.last_step_age_s
             hangs = -1 if age is None else max(1, int(age))
         error = "" if manager.exception is None else response_text(manager.exception)[:_MAX_TEXT]
         self.put("state", manager.state.value)
         self.put("error", error)
-        self.put("hangs", hangs)
+        self.put("hangs", 0 if is_idle else hangs)
+
+    def tell_status(
+        self, manager: GptManager, num_outside: Callable[[], int] | None, now: float
+    ) -> None:
+        health = manager.health()
         self.put("outside", None if num_outside is None else num_outside())
         self.put(
             "calls",

@@ -246,3 +246,71 @@ def test_markup_stays_text(browser):
         assert browser.evaluate("document.querySelectorAll('img, #why script').length") == 0
         assert browser.evaluate("document.title") != "hacked"
         assert browser.errors == []
+
+
+# What the script decides, with events made here: one expression, so that no other comes between ---
+
+_SHOWN = """(() => {{
+  const row = (n, end) => [n, String(n), 4, 9, 0, .5, 1, 0, n, [["g", n, 0]], end];
+  const ended = [...Array(300).keys()].map(n => row(n, [n + 2, "LENGTH", 2, 0, 0, 0, 0]));
+  begin({{rows: [...ended, ...[...Array({active}).keys()].map(n => row(300 + n, null))],
+    points: [[400, 0, 0, 0, 0, 0, 0, 0, 0, 0]], limits: [8, 64, 100, 16]}});
+  pause({paused});
+  chooseRows(1000);
+  const shown = view.shown.filter(row => row.end).length;
+  pause(false);
+  return shown;
+}})()"""
+
+
+def test_as_many_ended_rows_are_shown_whatever_runs(browser, url):
+    browser.open(url)
+    browser.wait_for(RUNS)
+    cases = [(0, "false"), (1, "false"), (250, "false"), (1, "true")]
+    shown = [
+        browser.evaluate(_SHOWN.format(active=active, paused=paused)) for active, paused in cases
+    ]
+    assert shown == [48] * 4
+
+
+def test_a_reason_that_is_not_known_has_its_own_dashes(browser, url):
+    browser.open(url)
+    dashes = browser.evaluate("['', 'adapter_pages', 'x'].map(it => DASHES[it] ?? OTHER)")
+    known = browser.evaluate("Object.values(DASHES)")
+    assert dashes[0] == dashes[1] == dashes[2] and dashes[0] not in known
+    assert "not known" in browser.evaluate("document.querySelector('#legend').textContent")
+
+
+_FAST = """(() => {
+  // first 1,000 iterations a second, then 4,000
+  const column = k => k <= 30 ? k * 200 : 6000 + (k - 30) * 800;
+  const points = [...Array(61).keys()].map(k => [column(k), k * 200, 1, 1, 0, 0, 1, 0, 0, 0]);
+  begin({rows: [], points, limits: [8, 64, 100, 16]});
+  [view.zoom, view.column] = [-1, 6];
+  chooseZoom(1000);
+  return [view.column, ticks(150, 1150).map(([at, name]) => [Math.round(at), name])];
+})()"""
+
+
+def test_at_thousands_of_iterations_a_second_the_axis_is_one_of_time(browser, url):
+    browser.open(url)
+    browser.wait_for(RUNS)
+    column, ticks = browser.evaluate(_FAST)
+    assert 1000 / column > 4000 * 9  # about ten seconds are seen
+    assert ticks[0] == [30000, "now"] and len(ticks) > 4
+    by_age = {int(name.split()[0]): at for at, name in ticks[1:]}
+    for age, at in by_age.items():
+        assert at == (30000 - 4000 * age if age <= 6 else 1000 * (12 - age))
+
+
+def test_rows_are_never_behind_the_words_for_none(browser, url):
+    browser.open(url)
+    browser.wait_for("view.shown.length > 0")
+    assert browser.evaluate("document.querySelector('#empty').hidden")
+
+
+def test_a_server_that_says_nothing_looks_so(browser, url):
+    browser.open(url)
+    browser.wait_for(RUNS)
+    said = browser.evaluate("heard -= 2600, stateWords()")
+    assert said == ["The server has been silent for 2 s", "bad"]

@@ -417,6 +417,49 @@ def test_a_manager_that_hangs_says_so(monkeypatch):
             browser.wait_for(lambda it: it.told["hangs"] == 0)
 
 
+def test_a_hang_is_told_long_before_health_calls_it_one(monkeypatch):
+    monkeypatch.setattr(live_feed, "_HANG_S", 0.05)
+    gate, stepped = threading.Event(), threading.Event()
+
+    def next_token(history):
+        if len(history) == 6:
+            stepped.set()
+            gate.wait(20)
+        return 1
+
+    host = RecordingCallbacks()
+    model = ScriptedModel(next_token, vocab_size=4)
+    with GptManager(model, FUSED, **host.keywords()) as manager, LivePage() as page:
+        page.attach(manager)
+        with page.viewer() as viewer:
+            browser = Browser(viewer)
+            browser.wait_for(lambda it: it.told.get("state") == "running")
+            assert browser.told["hangs"] == 0  # idle, however long
+            host.submit(request(1))
+            manager.notify()
+            assert stepped.wait(20)
+            browser.wait_for(lambda it: it.told["hangs"] > 0)
+            assert manager.health().progressing
+            gate.set()
+            browser.wait_for(lambda it: it.told["hangs"] == 0)
+
+
+def test_a_manager_that_drains_says_so():
+    gate = threading.Event()
+    host = RecordingCallbacks([request(1)])
+    model = ScriptedModel(lambda history: gate.wait(0.02) and 1 or 1, vocab_size=4)
+    with GptManager(model, FUSED, **host.keywords()) as manager, LivePage() as page:
+        page.attach(manager)
+        with page.viewer() as viewer:
+            browser = Browser(viewer)
+            browser.wait_for(lambda it: it.told.get("state") == "running")
+            ending = threading.Thread(target=manager.shutdown)
+            ending.start()
+            browser.wait_for(lambda it: it.told["state"] == "draining")
+            gate.set()
+            ending.join()
+
+
 def test_errors_of_requests_are_told_by_their_class_alone():
     host = RecordingCallbacks()
     with managed(host) as manager, LivePage() as page, page.viewer() as viewer:
