@@ -111,7 +111,6 @@ class GptManager:
                 max_bytes=params.black_box_bytes,
                 black_box_path=params.black_box_path,
             )
-            # for a loop that has ended by itself
             at_exit = functools.partial(_end_at_exit, weakref.ref(self))
             forget = functools.partial(atexit.unregister, at_exit)
             self._worker = Worker(params, self._host, self._inbox, self._recorder, forget)
