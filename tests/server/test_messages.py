@@ -3,10 +3,20 @@
 import jsonschema
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage
 
 from gptmanager.server.errors import ApiError
-from gptmanager.server.openai.messages import MESSAGES_SCHEMA, one_call_each, read_messages
+from gptmanager.server.openai.messages import MESSAGES_SCHEMA, ROLES, one_call_each, read_messages
+
+ROLE = st.sampled_from(ROLES)
+KEYS = st.sampled_from(
+    [
+        *("content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "reasoning"),
+        *("function", "arguments", "type", "text", "id", "odd"),
+    ]
+)
 
 
 def user(content="Hi", **more):
@@ -28,13 +38,13 @@ def test_contents_become_texts():
 
 
 def test_arguments_of_calls_become_objects():
-    for given, arguments in (
+    for sent, arguments in (
         ('{"a": [1]}', {"a": [1]}),
         ("", {}),
         (None, {}),
         ({"a": 1}, {"a": 1}),
     ):
-        (read,) = read_messages([assistant(call(given), content=None)])
+        (read,) = read_messages([assistant(call(sent), content=None)])
         assert read == assistant(call(arguments), content="")
     tool = {"role": "tool", "content": "3", "tool_call_id": "c1"}
     assert read_messages([user(), tool]) == [user(), tool]
@@ -80,6 +90,39 @@ def test_keys_that_other_servers_and_clients_add_are_ignored():
     one = {**call("{}"), "index": 0, "provider_specific_fields": {}, "extra_content": {}}
     one["function"]["parsed_arguments"] = {}
     assert read_messages([{**odd, **assistant(one)}]) == [assistant(call({}), content="")]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "text", "a"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.dictionaries(KEYS | st.just("role"), JSON, max_size=6), max_size=3), ROLE)
+def test_whatever_a_message_holds_is_read_or_refused_by_name(messages, role):
+    sent = [{"role": role, **message} for message in messages]
+    try:
+        read = read_messages(sent)
+    except ApiError as error:
+        assert error.status == 400 and error.param.startswith("messages")
+        return
+    assert len(read) == len(sent)
+    for one in read:
+        assert isinstance(one["content"], str) and one["role"] in ROLES
+        assert one.keys() <= {
+            *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"),
+        }  # fmt: skip
+    orjson.dumps(one_call_each(read))
+
+
+@given(st.dictionaries(st.text(max_size=9), JSON, max_size=4))
+def test_no_unknown_key_changes_what_is_read(odd):
+    known = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal"}
+    odd = {key: value for key, value in odd.items() if key not in known | {"reasoning_content"}}
+    odd.pop("reasoning", None)
+    messages = [user(), assistant(call("{}"), content=None), {"role": "tool", "content": "x"}]
+    assert read_messages([{**odd, **one} for one in messages]) == read_messages(messages)
 
 
 def test_parts_of_an_assistant():

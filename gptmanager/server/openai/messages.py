@@ -22,6 +22,12 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that a model is not told again
 _FUNCTION_CALL = "function_call"  # the id of a call that has none, since its kind is deprecated
 
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_STRICT_JSON = json.JSONDecoder(parse_constant=_no_json)
 _TEXT = {"type": "string"}
 _PART = {
     "type": "object",
@@ -179,7 +185,7 @@ def _arguments(given: Any) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        found = json.loads(given or "{}", parse_constant=_no_json)
+        found = _STRICT_JSON.decode(given or "{}")
         # numbers and depths that cannot be sent on to the template's process
         orjson.dumps([[[[[[[[found]]]]]]]])
     except (ValueError, TypeError, RecursionError):
@@ -187,10 +193,6 @@ def _arguments(given: Any) -> Any:
     if found is None:
         return {}
     return found if isinstance(found, dict) else given
-
-
-def _no_json(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _wrong(where: str, what: str) -> ApiError:
