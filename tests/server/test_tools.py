@@ -93,6 +93,16 @@ def test_wrong_tools_are_refused_by_name(tools, choice, param):
     assert param in refused.value.message
 
 
+def test_templates_are_shown_what_models_are_trained_to_read():
+    odd = {"strict": True, "cache_control": {"type": "ephemeral"}, "description": None}
+    given = [{**tool("add", PARAMETERS, **odd), "displayTitle": "Add", "group": 1}, tool("stop")]
+    found = read_tools(given, None)
+    plain = [tool("add", PARAMETERS), {"type": "function", "function": {"name": "stop"}}]
+    assert found.for_template() == plain == read_tools(plain, None).for_template()
+    described = tool("add", PARAMETERS, description="adds")
+    assert read_tools([described], None).for_template() == [described]
+
+
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 
 

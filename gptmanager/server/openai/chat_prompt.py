@@ -173,7 +173,7 @@ class ChatPrompts:
             )
         variables = {
             **self._engine.card.special_tokens,
-            "tools": None if tools is None else tools.listed,
+            "tools": None if tools is None else tools.for_template(),
             "documents": body.get("documents"),
             "add_generation_prompt": not continues if generates is None else generates,
             **{name: body[name] for name in _VARIABLES if name in body},

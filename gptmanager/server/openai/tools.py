@@ -22,6 +22,7 @@ MAX_CALLS = 16  # of one guided answer: a model that is not trained for tools wo
 
 _TAG, _END_TAG = "<tool_call>", "</tool_call>"
 _ANY = "(?s:.*)"
+_SHOWN = ("name", "description", "parameters", "return")  # what models are trained to read
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
@@ -57,9 +58,9 @@ def format_of(template: str) -> ToolFormat | None:
 class Tools:
     """The tools of a request.
 
-    `listed`: as the client gave them, for the chat template. `parameters`: name -> JSON schema of
-    its arguments. `required`: the answer is a call, of one of these names. `lenient`: keywords of
-    schemas that cannot be enforced are left out.
+    `listed`: as the client gave them. `parameters`: name -> JSON schema of its arguments.
+    `required`: the answer is a call, of one of these names. `lenient`: keywords of schemas that
+    cannot be enforced are left out.
     """
 
     listed: Sequence[Mapping[str, Any]]
@@ -72,6 +73,21 @@ class Tools:
     def schemas(self) -> dict[str, Any]:
         """The rule of a grammar -> the schema of a tool's arguments."""
         return {f"arguments_{i}": schema for i, schema in enumerate(self.parameters.values())}
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """Return the tools as a chat template shows them: without keys that mean nothing to it."""
+        functions = [tool["function"] for tool in self.listed]
+        return [
+            {
+                "type": "function",
+                "function": {
+                    key: value
+                    for key, value in function.items()
+                    if key in _SHOWN and value is not None
+                },
+            }
+            for function in functions
+        ]
 
     def index_of(self, rule: str) -> int:
         """The index in `listed` of the tool that `schemas` has for a rule."""
