@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from gptmanager.bench import EndToEndOptions, bench_end_to_end, end_to_end, work
 from gptmanager.bench.dense_reference import compare, dense_logits, why_not
 from gptmanager.bench.device_trace import Ran
 from gptmanager.bench.engine import IterationLog, Session
-from gptmanager.bench.load import random_llama, read_checkpoint, uniform_requests
-from gptmanager.bench.roofline import Ceilings
+from gptmanager.bench.load import RandomLlama, random_llama, read_checkpoint, uniform_requests
+from gptmanager.bench.roofline import Ceilings, ModelShape
 from gptmanager.bench.serving_parts import Pressure, Stage, time_load, time_steps, trace_steps
 from gptmanager.bench.table import end_to_end_table
 from gptmanager.bench.transformers_peer import TooSlow, TransformersPeer
@@ -327,11 +328,45 @@ def session():
 
 
 def test_an_unknown_shape_has_no_floor(session):
-    row = time_steps(session, 2, 20, 6, goal_ms=1e9)
-    assert row["status"] == "ok" and "floor_ms" not in row and row["goal"]["met"]
-    assert not time_steps(session, 2, 20, 6, goal_ms=1e-9)["goal"]["met"]
-    row = time_load(session, [([1, 2], 3)], goal=1e12)
-    assert "floor_s" not in row and not row["goal"]["met"]
+    row = time_steps(session, 2, 20, 6, goal=1e9)
+    assert row["status"] == "ok" and "floor_ms" not in row and "goal" not in row
+    row = time_load(session, [([1, 2], 3)], goal=1e9)
+    assert "floor_s" not in row and "goal" not in row  # no floor, no goal
+
+
+def test_goals_are_multiples_of_the_floor(session):
+    """Of the ceilings that the same run has measured."""
+    known = replace(session, shape=ModelShape.of(TINY, 4, 4))
+    for goal, is_met in ((1e9, True), (1e-9, False)):
+        for row in (time_steps(known, 2, 20, 6, goal), time_load(known, [([1, 2], 3)], goal=goal)):
+            assert row["goal"] == {"text": f"<= {goal:g} x floor", "met": is_met}
+            assert row["times_floor"] > 0
+
+
+def test_a_batch_that_the_cache_cannot_hold_is_left_out(session):
+    session.session.warm_up()
+    row = time_steps(session, 3000, 500, 6)
+    assert row["status"] == "skipped" and "blocks of the KV cache, which has" in row["note"]
+    traced = trace_steps(replace(session, trace=lambda seconds: []), 3000, 500, 6)
+    assert traced["status"] == "skipped"
+    assert time_steps(session, 2, 20, 6)["status"] == "ok"
+
+
+def test_random_weights_are_drawn_when_they_are_asked_for():
+    """The same each time, and nothing holds them."""
+    weights = RandomLlama(TINY, 3)
+    expected = random_llama(TINY, 3)
+    assert {name: it.shape for name, it in weights.items()} == {
+        name: it.shape for name, it in expected.items()
+    }
+    name = "model.layers.0.self_attn.q_proj.weight"
+    first = weights[name]
+    assert torch.equal(first, weights[name])
+    assert not torch.equal(first, RandomLlama(TINY, 4)[name])
+    assert not torch.equal(first, weights["model.layers.0.self_attn.o_proj.weight"])
+    held = weakref.ref(first)
+    del first
+    assert held() is None
 
 
 def test_a_batch_that_never_runs_as_a_whole(session):

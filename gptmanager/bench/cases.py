@@ -94,6 +94,7 @@ class Bed:
     launcher: Launcher
     sizes: Sizes = field(default_factory=Sizes)
     cache_bytes: int = 60 << 20
+    free_bytes: Callable[[], int] | None = None  # of the device's memory; None: unknown
 
     def num_sets(self, set_bytes: int) -> int:
         """Sets of inputs that are used in turn."""
@@ -124,12 +125,14 @@ class Bed:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`copy`: at least this share of the copies' bandwidth; `tflops`: at least so many; `ms`: at
-    most; `times`: at most so many times as long as the case `of`; `peer`: as the peer `of` takes;
-    `roofline`: as the bytes by copies, or the operations by products.
+    """All are relative to what the same run has measured, so that they hold for any GPU.
+
+    `copy`: at least this share of the copies' bandwidth; `matmul`: of a large matmul's rate;
+    `times`: at most so many times as long as the case `of`; `peer`: as the peer `of` takes;
+    `roofline`: as the bytes by copies, or the operations by a large matmul.
     """
 
-    kind: Literal["copy", "tflops", "ms", "times", "peer", "roofline"]
+    kind: Literal["copy", "matmul", "times", "peer", "roofline"]
     value: float
     of: str = ""
 
@@ -137,8 +140,7 @@ class Goal:
     def text(self) -> str:
         return {
             "copy": f">= {self.value:.0%} of copy",
-            "tflops": f">= {self.value:g} TFLOP/s",
-            "ms": f"<= {self.value:g} ms",
+            "matmul": f">= {self.value:.0%} of matmul",
             "times": f"<= {self.value:g} x {self.of}",
             "peer": f"<= {self.value:g} x {self.of}",
             "roofline": f"<= {self.value:g} x roofline",
@@ -147,10 +149,8 @@ class Goal:
     def is_met(self, case: Case, spread: Spread, ceilings: Ceilings, other_s: float | None) -> bool:
         if self.kind == "copy":
             return case.num_bytes / spread.median >= self.value * ceilings.copy_bytes_per_s
-        if self.kind == "tflops":
-            return case.flops / spread.median >= self.value * 1e12
-        if self.kind == "ms":
-            return spread.median * 1e3 <= self.value
+        if self.kind == "matmul":
+            return case.flops / spread.median >= self.value * ceilings.product_flops_per_s
         if self.kind == "roofline":
             return spread.median <= self.value * ceilings.floor_s(case.num_bytes, case.flops)
         return other_s is not None and spread.median <= self.value * other_s

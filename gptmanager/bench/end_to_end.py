@@ -34,8 +34,8 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "no graphs": {"cuda_graphs": False},
 }
 _PEER_LIMIT_S = 60.0
-_STEP_GOALS_MS = {1: 4.2, 32: 5.4, 128: 9.0, 256: 15.5}
-_LOAD_GOAL, _PEER_GOAL = 9300, 3.0
+_STEP_GOAL, _LOAD_GOAL = 1.25, 1.43  # times the floor
+_PEER_GOAL = 3.0
 
 
 def bench_end_to_end(
@@ -153,7 +153,7 @@ class Parts:
                 self.notes.append(f"steps of {batch} x {context}: no time left, skipped")
                 continue
             has_goal = self.bench.is_goal_shape and context == 1024
-            goal = _STEP_GOALS_MS.get(batch) if has_goal else None
+            goal = _STEP_GOAL if has_goal else None
             rows.append(time_steps(stage, batch, context, steps, goal))
         if stage.trace is not None and not self.budget.is_spent:
             trace = trace_steps(stage, max(self.bench.scale.batches), contexts[0], 4 * steps)

@@ -52,6 +52,13 @@ class IterationLog:
     def restart(self) -> None:
         self._records = []
 
+    def last(self) -> Mapping[str, Any] | None:
+        """The statistics record of the latest iteration, if there is one."""
+        found: Mapping[str, Any] | None = (
+            orjson.loads(self._records[-1][1]) if self._records else None
+        )
+        return found
+
     def since(self, start: int = 0) -> list[tuple[float, Mapping[str, Any]]]:
         """(seconds, statistics record) of each iteration from the `start`-th on."""
         return [(at, orjson.loads(record)) for at, record in self._records[start:]]

@@ -17,6 +17,7 @@ from gptmanager.bench.cases import OURS, Absent, Bed, Case, Contender, Planned, 
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.timing import Budget, Spread, Stopwatch, Timer, host_seconds, take_turns
 
+NO_TIME = "no time left"
 Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
 
 
@@ -69,7 +70,10 @@ def run_case(
 ) -> CaseResult:
     """Skipped where the budget is spent. `peers`: beginnings of names; None: all."""
     if budget.is_spent:
-        return CaseResult(case, None, {OURS: Entry("skipped", "no time left")})
+        return CaseResult(case, None, {OURS: Entry("skipped", NO_TIME)})
+    why = _does_not_fit(case, bed)
+    if why:
+        return CaseResult(case, None, {OURS: Entry("skipped", why)})
     torch.manual_seed(0)
     try:
         prepared = case.prepare(bed)
@@ -90,6 +94,16 @@ def run_case(
         spread = Spread.of(seconds)
         entries[name] = replace(entries[name], spread=spread, how=watches[name].how)
     return CaseResult(case, prepared.tolerance, entries)
+
+
+def _does_not_fit(case: Case, bed: Bed) -> str:
+    """Why there is no memory for the inputs of all sets, for a peer once more; empty: there is."""
+    needed = 2 * bed.num_sets(case.num_bytes) * case.num_bytes
+    if bed.free_bytes is None or needed <= bed.free_bytes():
+        return ""
+    return (
+        f"needs about {needed / 2**30:.1f} GiB of memory, {bed.free_bytes() / 2**30:.1f} are free"
+    )
 
 
 def _enter(
@@ -182,4 +196,5 @@ def _figures(case: Case, entry: Entry, spread: Spread, ceilings: Ceilings) -> di
         "tflop_per_s": round(case.flops / median / 1e12, 3),
         "share_of_copy": round(case.num_bytes / median / ceilings.copy_bytes_per_s, 4),
         "share_of_roofline": round(floor / median, 4),
+        "times_floor": round(median / floor, 3),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from gptmanager.bench.adapter_cases import adapter_cases
 from gptmanager.bench.attention_cases import attention_cases
 from gptmanager.bench.cases import OURS, Bed, Case, Sizes
-from gptmanager.bench.kernel_runs import CaseResult, report, run_case
+from gptmanager.bench.kernel_runs import NO_TIME, CaseResult, report, run_case
 from gptmanager.bench.logits_cases import logits_cases
-from gptmanager.bench.machine import cache_bytes, find_gpu, header
+from gptmanager.bench.machine import cache_bytes, find_gpu, free_bytes, header
 from gptmanager.bench.product_cases import product_cases
 from gptmanager.bench.roofline import measure_ceilings
 from gptmanager.bench.sampling_cases import sampling_cases
@@ -69,7 +70,7 @@ def bench_kernels(
     if ground is None:
         find_gpu("the kernel benchmark needs one")
         device = torch.device("cuda", torch.cuda.current_device())
-        bed = Bed(device, DeviceLauncher(), cache_bytes=cache_bytes())
+        bed = Bed(device, DeviceLauncher(), cache_bytes=cache_bytes(), free_bytes=free_bytes)
         ground = Ground(bed, DeviceTimer(), launch_us=launch_costs)
     bed, budget = ground.bed, Budget(options.minutes and 60 * options.minutes, ground.clock)
     started = header(options.command, bed.device)
@@ -149,8 +150,11 @@ def _has(case: Case, word: str) -> bool:
 
 
 def _skipped(results: Sequence[CaseResult], options: KernelOptions) -> list[str]:
-    count = sum(it.ours.status == "skipped" for it in results)
-    return [f"time limit of {options.minutes:g} minutes: {count} cases skipped"] if count else []
+    """A line for each reason."""
+    counts = Counter(it.ours.note for it in results if it.ours.status == "skipped")
+    late = counts.pop(NO_TIME, 0)
+    notes = [f"time limit of {options.minutes:g} minutes: {late} cases skipped"] if late else []
+    return notes + [f"{count} cases skipped: {why}" for why, count in counts.items()]
 
 
 def _missing_peers(results: Sequence[CaseResult]) -> list[str]:

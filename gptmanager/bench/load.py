@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ LLAMA_8B: dict[str, Any] = {
 }
 
 Request = tuple[list[int], int]  # prompt, new tokens
-Source = Path | tuple[Mapping[str, Any], dict[str, Tensor]]
+Source = Path | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,55 @@ def random_llama(
 
     Drawn on `device`.
     """
+    generator = torch.Generator(device).manual_seed(seed)
+    return {
+        name: _draw(name, shape, generator, dtype, device)
+        for name, shape in _shapes(config).items()
+    }
+
+
+class RandomLlama(Mapping[str, Tensor]):
+    """As `random_llama`, but each tensor is drawn when it is asked for, the same each time, and
+    kept by nobody here: a manager's copy of the weights is the only one on the device.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        seed: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._shapes = _shapes(config)
+        self._seeds = {name: seed * len(self._shapes) + i for i, name in enumerate(self._shapes)}
+        self._where = dtype, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        generator = torch.Generator(self._where[1]).manual_seed(self._seeds[name])
+        return _draw(name, self._shapes[name], generator, *self._where)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def _draw(
+    name: str,
+    shape: tuple[int, ...],
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    weight = torch.ones(shape, dtype=dtype, device=device)
+    is_norm = name.endswith("norm.weight")
+    return weight if is_norm else weight.normal_(0, 0.02, generator=generator)
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a Llama or Qwen2 by Hugging Face's names."""
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     layer: dict[str, tuple[int, ...]] = {
@@ -156,13 +205,7 @@ def random_llama(
     shapes["model.norm.weight"] = (hidden,)
     for index in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    generator = torch.Generator(device).manual_seed(seed)
-    weights: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        weight = weights[name] = torch.ones(shape, dtype=dtype, device=device)
-        if not name.endswith("norm.weight"):
-            weight.normal_(0, 0.02, generator=generator)
-    return weights
+    return shapes
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -91,6 +91,12 @@ def cache_bytes() -> int:
     return int(getattr(properties, "L2_cache_size", 60 << 20))
 
 
+def free_bytes() -> int:
+    """Of the device's memory, with what torch holds for later."""
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])
+
+
 def versions() -> Mapping[str, str]:
     found = {"python": platform.python_version()}
     for name in _PACKAGES:

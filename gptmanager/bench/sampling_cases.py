@@ -29,7 +29,7 @@ def sampling_cases(sizes: Sizes) -> list[Case]:
     drawn = SamplingParams(greedy=False, temperature=_TEMPERATURE, seed=1)
     nucleus, wide = replace(drawn, top_p=_TOP_P), replace(drawn, top_k=_WIDE)
     limited = replace(nucleus, top_k=_TOP_K)
-    goals = (Goal("ms", 0.25),)
+    goals = (Goal("roofline", 3),)
     case = functools.partial(_case, sizes)
     return [
         case(f"top-k {_TOP_K}, top-p {_TOP_P}, peaked", limited, _PEAKED, goals=goals),
@@ -58,7 +58,7 @@ def _case(
 def _prepare(params: SamplingParams, scale: float, num_bytes: int, bed: Bed) -> Prepared:
     rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
     sets = bed.sets(num_bytes, rows, vocab_size, dtype=torch.float32, scale=scale)
-    packed = bed.records([pack(params, 8, vocab_size)] * rows, PARAMS)
+    packed = bed.records([pack(params, vocab_size)] * rows, PARAMS)
     slots = bed.ints(np.arange(rows))
     positions = torch.arange(8, 8 + rows, device=bed.device)
     tokens = torch.empty(rows, dtype=torch.int32, device=bed.device)

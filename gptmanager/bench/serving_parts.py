@@ -60,10 +60,16 @@ class Pressure:
 
 
 def time_steps(
-    stage: Stage, batch_size: int, context: int, num_steps: int, goal_ms: float | None = None
+    stage: Stage, batch_size: int, context: int, num_steps: int, goal: float | None = None
 ) -> dict[str, Any]:
-    """Generation steps of a batch, of about `context` tokens each, by the clock of the host."""
+    """Generation steps of a batch, of about `context` tokens each, by the clock of the host.
+
+    `goal`: at most so many times the floor. A batch that the KV cache cannot hold is left out.
+    """
     requests = _same_length(stage, batch_size, context, num_steps)
+    why = _does_not_fit(stage, requests)
+    if why:
+        return {"batch": batch_size, "context": context, "status": "skipped", "note": why}
     start = len(stage.log)
     stage.session.results(requests)
     seconds = stage.log.step_seconds(batch_size, start)[_SETTLING:]
@@ -81,10 +87,28 @@ def time_steps(
     }
     if stage.shape is not None:
         floor = stage.shape.step_s(stage.ceilings, batch_size, context)
-        row |= {"floor_ms": round(floor * 1e3, 4), "times_floor": round(spread.median / floor, 3)}
-    if goal_ms is not None:
-        row["goal"] = {"text": f"<= {goal_ms:g} ms", "met": spread.median * 1e3 <= goal_ms}
+        row |= {"floor_ms": round(floor * 1e3, 4), **_ratio(spread.median / floor, goal)}
     return row
+
+
+def _ratio(times: float, goal: float | None) -> dict[str, Any]:
+    """A figure as a multiple of its floor, which the same run has measured, and its goal."""
+    row: dict[str, Any] = {"times_floor": round(times, 3)}
+    if goal is not None:
+        row["goal"] = {"text": f"<= {goal:g} x floor", "met": times <= goal}
+    return row
+
+
+def _does_not_fit(stage: Stage, requests: Sequence[Request]) -> str:
+    """Why the KV cache cannot hold all of these at once; empty: it can."""
+    last = stage.log.last()
+    if last is None:
+        return ""
+    block = last["Tokens per KV cache block"]
+    needed = sum(-(-(len(prompt) + new_tokens) // block) for prompt, new_tokens in requests)
+    if needed <= last["Max KV cache blocks"]:
+        return ""
+    return f"needs {needed} blocks of the KV cache, which has {last['Max KV cache blocks']}"
 
 
 def trace_steps(stage: Stage, batch_size: int, context: int, num_steps: int) -> dict[str, Any]:
@@ -93,12 +117,16 @@ def trace_steps(stage: Stage, batch_size: int, context: int, num_steps: int) -> 
     """
     if stage.trace is None:
         return {"status": "skipped", "note": "no GPU to watch"}
+    requests = _same_length(stage, batch_size, context, num_steps)
+    why = _does_not_fit(stage, requests)
+    if why:
+        return {"status": "skipped", "note": why}
     try:
         stage.trace(0.0)  # its first use takes seconds
     except RuntimeError as error:
         return {"status": "failed", "note": f"no trace: {error}"}
     start = len(stage.log)
-    generations = stage.session.start(_same_length(stage, batch_size, context, num_steps))
+    generations = stage.session.start(requests)
     deadline = time.monotonic() + _START_S
     while len(stage.log.step_seconds(batch_size, start)) < _SETTLING:
         if time.monotonic() > deadline or all(own.done() for own in generations):
@@ -131,7 +159,10 @@ def trace_steps(stage: Stage, batch_size: int, context: int, num_steps: int) -> 
 def time_load(
     stage: Stage, requests: Sequence[Request], *, streaming: bool = False, goal: float | None = None
 ) -> dict[str, Any]:
-    """All requests at once, from the first submit to the last final response."""
+    """All requests at once, from the first submit to the last final response.
+
+    `goal`: at most so many times the floor.
+    """
     stage.log.restart()
     figures = stage.session.run(requests, is_streaming=streaming)
     tokens_in = sum(len(prompt) for prompt, _ in requests)
@@ -159,9 +190,8 @@ def time_load(
         row |= {
             "floor_s": round(floor, 3),
             "share_of_roofline": round(floor / figures.seconds, 4),
+            **_ratio(figures.seconds / floor, goal),
         }
-    if goal is not None:
-        row["goal"] = {"text": f">= {goal:,.0f} output tokens/s", "met": speed >= goal}
     return row
 
 

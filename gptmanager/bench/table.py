@@ -7,8 +7,8 @@ from typing import Any
 
 from gptmanager.terminal.tables import Piece, table
 
-_WIDTHS = (22, 9, 7, 5, 7, 6, 6, 6)  # columns, so that the tables of all cases line up
-_HEAD = ("", "us", "+-", "TB/s", "TFLOP/s", "% copy", "% roof", "x ours", "")
+_WIDTHS = (22, 9, 7, 5, 7, 6, 7, 6)  # columns, so that the tables of all cases line up
+_HEAD = ("", "us", "+-", "TB/s", "TFLOP/s", "% copy", "x floor", "x ours", "")
 _DEVICE = {"memory_gib": "{:g} GiB", "driver_version": "driver {}", "driver_cuda": "for CUDA {}",
            "clock": "clock up to {}"}  # fmt: skip
 _SPEED = {"seconds": ".2f", "output_tokens_per_second": ",.0f"}
@@ -82,7 +82,7 @@ def _engine_cells(name: str, engine: Mapping[str, Any]) -> tuple[str, ...]:
         _half_spread(engine, "quartiles_us", ",.1f"),
         *_cells(engine, {"tb_per_s": ".2f"}),
         f"{engine['tflop_per_s']:,.0f}" if engine.get("tflop_per_s", 0) >= 1 else "",
-        *_cells(engine, {"share_of_copy": ".0%", "share_of_roofline": ".0%", "times_ours": ".2f"}),
+        *_cells(engine, {"share_of_copy": ".0%", "times_floor": ".2f", "times_ours": ".2f"}),
         "; ".join(filter(None, (note, *how))),
     )
 
@@ -174,7 +174,7 @@ def _step_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
 
 
 def _load_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    head = ("  requests", "tokens in/out", "s", "out tok/s", "% roof", "first p50/p99 ms",
+    head = ("  requests", "tokens in/out", "s", "out tok/s", "x floor", "first p50/p99 ms",
             "token p50/p99 ms", "batch", "pauses", "host ms", "")  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for row in part:
@@ -185,7 +185,7 @@ def _load_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
         name = f"  {row['requests']}" + (f" x {row['name']}" if "name" in row else "")
         name += ", streaming" if row["streaming"] else ""
         tokens = f"{row['tokens_in']:,}/{row['tokens_out']:,}"
-        speed = _cells(row, {**_SPEED, "share_of_roofline": ".0%"})
+        speed = _cells(row, {**_SPEED, "times_floor": ".2f"})
         counts = _cells(row, {"mean_batch": ".0f", "pauses": "d", "host_ms_per_iteration": ".2f"})
         rows.append((name, tokens, *speed, *times, *counts, _goal(row)))
     yield table(head, rows)

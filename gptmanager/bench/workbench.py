@@ -22,9 +22,9 @@ from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import (
     LLAMA_8B,
     SMALL_LLAMA,
+    RandomLlama,
     Request,
     Source,
-    random_llama,
     read_checkpoint,
     uniform_requests,
 )
@@ -91,7 +91,7 @@ class Workbench:
 
     source: Source  # what a manager loads
     config: dict[str, Any]
-    weights: dict[str, Tensor] | None  # for the reference, where it knows the model
+    weights: Mapping[str, Tensor] | None  # for the reference, where it knows the model
     ceilings: Ceilings
     shape: ModelShape | None
 
@@ -189,7 +189,7 @@ class Workbench:
         lengths = self.scale.lengths
         return uniform_requests(self.scale.requests, lengths, lengths, self.config["vocab_size"])
 
-    def _model(self) -> tuple[Source, dict[str, Any], dict[str, Tensor] | None]:
+    def _model(self) -> tuple[Source, dict[str, Any], Mapping[str, Tensor] | None]:
         """What a manager loads; config; weights for the reference, where it knows the model."""
         if self.options.model is not None:
             config, read = read_checkpoint(self.options.model)
@@ -201,5 +201,5 @@ class Workbench:
             return self.options.model, config, None if why_not(config) else weights
         config = SMALL_LLAMA if self.device.type == "cpu" else LLAMA_8B
         dtype = getattr(torch, self.dtype or "float32")
-        weights = random_llama(config, self.options.seed, dtype=dtype, device=self.device)
-        return (config, weights), config, weights
+        drawn = RandomLlama(config, self.options.seed, dtype=dtype, device=self.device)
+        return (config, drawn), config, drawn

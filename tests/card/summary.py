@@ -185,7 +185,7 @@ def _kernel_lines(step: Step, folder: Path) -> Iterator[str]:
         if ours["status"] != "ok":
             yield f"{ours['status'].upper()} {row['case']}: {ours.get('note', '')}"
         else:
-            figures = f"{ours['median_us']:.1f} us, {1 / ours['share_of_roofline']:.2f} x floor"
+            figures = f"{ours['median_us']:.1f} us, {ours['times_floor']:.2f} x floor"
             yield f"{row['case']}: {figures}" + (f"; {peers}" if peers else "")
     yield (
         f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, matmul "
@@ -196,7 +196,7 @@ def _kernel_lines(step: Step, folder: Path) -> Iterator[str]:
 def _order(row: dict[str, Any]) -> tuple[int, float]:
     ours = row["engines"]["gptmanager"]
     rank = {"wrong": 0, "failed": 0, "ok": 1}.get(ours["status"], 2)
-    return rank, ours.get("share_of_roofline", 0.0)
+    return rank, -ours.get("times_floor", 0.0)
 
 
 def _model_lines(step: Step, folder: Path) -> Iterator[str]:
@@ -218,8 +218,8 @@ def _model_lines(step: Step, folder: Path) -> Iterator[str]:
     for row in loads if isinstance(loads, list) else []:
         streaming = ", streaming" if row["streaming"] else ""
         speed = f"{row['output_tokens_per_second']:,.0f} output tokens/s{streaming}"
-        share = row.get("share_of_roofline")
-        yield f"load: {speed}" + (f", {1 / share:.2f} x floor" if share else "")
+        floor = f", {row['times_floor']:.2f} x floor" if "times_floor" in row else ""
+        yield f"load: {speed}{floor}"
     ceilings = report.get("ceilings")
     if ceilings:
         yield (

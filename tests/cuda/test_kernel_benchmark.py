@@ -14,7 +14,7 @@ from bench_ground import TINY, FakeTimer, ground
 from separate_device import DEVICE, SeparateStream, pin_in
 
 from gptmanager import cli
-from gptmanager.bench import KernelOptions, attention_peers, bench_kernels, command, kernels
+from gptmanager.bench import KernelOptions, attention_peers, bench_kernels, kernels, main
 from gptmanager.bench.adapter_cases import adapter_cases
 from gptmanager.bench.attention_peers import torch_varlen
 from gptmanager.bench.cases import (
@@ -183,7 +183,7 @@ def test_a_run_that_is_killed_has_told_what_it_had(launcher, monkeypatch, tmp_pa
             raise SystemExit
 
     monkeypatch.setattr(
-        command,
+        main,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(
             options, ground(launcher), **{**hooks, "on_start": killed}
@@ -264,16 +264,25 @@ def test_ours_may_fail():
     assert result.ours.note == "MemoryError: out of memory"
 
 
+def test_a_case_for_which_there_is_no_memory(launcher):
+    """All sets of its inputs, twice: a peer has some of them in a form of its own."""
+    for free, status in ((1599, "skipped"), (1600, "ok")):
+        bed = Bed(torch.device("cpu"), launcher, TINY, cache_bytes=266, free_bytes=lambda: free)
+        result = run_case(case_of(right), bed, FakeTimer(), rounds=3, budget=Budget())
+        assert bed.num_sets(80) == 10 and result.ours.status == status
+    bed = replace(bed, free_bytes=lambda: 0)
+    result = run_case(case_of(right), bed, FakeTimer(), rounds=3, budget=Budget())
+    assert result.ours.note == "needs about 0.0 GiB of memory, 0.0 are free"
+
+
 def test_goals():
     ceilings, spread = Ceilings(1e5, 1e4, "float32"), Spread(1e-3, 1e-3, (1e-3, 1e-3), 1)
     case = case_of(right)  # 80 bytes and 10 operations in a millisecond: 80 % of a copy
     for goal, is_met in [
         (Goal("copy", 0.8), True),
         (Goal("copy", 0.81), False),
-        (Goal("tflops", 1e-8), True),
-        (Goal("tflops", 1.1e-8), False),
-        (Goal("ms", 1.0), True),
-        (Goal("ms", 0.9), False),
+        (Goal("matmul", 1.0), True),
+        (Goal("matmul", 1.1), False),
         (Goal("times", 1.2, "other"), True),
         (Goal("times", 0.9, "other"), False),
         (Goal("roofline", 1.26), True),  # 80 bytes take 0.8 ms, 10 operations 1 ms
@@ -482,7 +491,7 @@ def test_an_older_torch_is_told(monkeypatch):
 
 def test_the_command(launcher, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
-        command,
+        main,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(options, ground(launcher), **hooks),
     )
@@ -500,7 +509,7 @@ def test_the_command(launcher, monkeypatch, capsys, tmp_path):
 
 def test_the_command_fails_where_a_kernel_is_wrong(toolchain, monkeypatch, capsys):
     monkeypatch.setattr(
-        command,
+        main,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(options, ground(SpoilingLauncher()), **hooks),
     )
@@ -510,7 +519,7 @@ def test_the_command_fails_where_a_kernel_is_wrong(toolchain, monkeypatch, capsy
 
 def test_an_interrupted_command_prints_what_it_has(launcher, monkeypatch, capsys):
     monkeypatch.setattr(
-        command,
+        main,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(
             options, ground(launcher), **{**hooks, "on_start": interrupted_at_the_second}
