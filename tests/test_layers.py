@@ -159,6 +159,7 @@ ranks/                    one process a rank: who has which part, and what they 
 memory/                   tensors that outlive a step, and the files that weights come from
     checkpoint_files      files of a checkpoint, which somebody else wrote (no torch)
     cpu_memory            how much memory is free, and what has been freed given back (no torch)
+    host_memory           memory of the host that a device copies from and to
     kv_pool               the tensors that blocks stand for
     device_kv_pool        the same on a device, whose blocks a kernel copies
     adapter_pool          the tensors that pages of adapters stand for

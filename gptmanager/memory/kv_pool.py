@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from gptmanager.kv_cache.block import BlockCopy
+from gptmanager.memory.host_memory import HostMemory
+
+NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class KvPool:
@@ -45,13 +47,16 @@ class KvPool:
         self.tokens_per_block = tokens_per_block
         own = (num_layers, num_blocks, num_kv_heads)
         host = (num_layers, num_host_blocks, num_kv_heads)
-        pinned = torch.device(device).type != "cpu"
+        self._host_memory = HostMemory(torch.device(device))
 
-        def pages(shape: tuple[int, int, int], is_keys: bool, **where: Any) -> Tensor:
+        def pages(shape: tuple[int, int, int], is_keys: bool, empty: NewTensor) -> Tensor:
             if is_keys and not token_major:
-                return torch.empty((*shape, head_dim, tokens_per_block), dtype=dtype, **where)
-            tokens = torch.empty((*shape, tokens_per_block, head_dim), dtype=dtype, **where)
+                return empty((*shape, head_dim, tokens_per_block), dtype)
+            tokens = empty((*shape, tokens_per_block, head_dim), dtype)
             return tokens.mT if is_keys else tokens
+
+        def on_device(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
 
         self._whole: Tensor | None = None
         if contiguous:
@@ -59,10 +64,10 @@ class KvPool:
             self._whole = torch.empty(shape, dtype=dtype, device=device)
             self.keys, self.values = self._whole[:, :, 0].mT, self._whole[:, :, 1]
         else:
-            self.keys = pages(own, is_keys=True, device=device)
-            self.values = pages(own, is_keys=False, device=device)
-        self._host_keys = pages(host, is_keys=True, pin_memory=pinned)
-        self._host_values = pages(host, is_keys=False, pin_memory=pinned)
+            self.keys = pages(own, is_keys=True, empty=on_device)
+            self.values = pages(own, is_keys=False, empty=on_device)
+        self._host_keys = pages(host, is_keys=True, empty=self._host_memory.empty)
+        self._host_values = pages(host, is_keys=False, empty=self._host_memory.empty)
 
     def contiguous(self, layer: int) -> Tensor:
         """`[blocks, 2, kv_heads, tokens_per_block, head_dim]`: keys, then values, of a layer.

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -267,7 +268,9 @@ def test_ours_may_fail():
 def test_a_case_for_which_there_is_no_memory(launcher):
     """All sets of its inputs, twice: a peer has some of them in a form of its own."""
     for free, status in ((1599, "skipped"), (1600, "ok")):
-        bed = Bed(torch.device("cpu"), launcher, TINY, cache_bytes=266, free_bytes=lambda: free)
+        bed = Bed(
+            torch.device("cpu"), launcher, TINY, cache_bytes=266, free_bytes=partial(int, free)
+        )
         result = run_case(case_of(right), bed, FakeTimer(), rounds=3, budget=Budget())
         assert bed.num_sets(80) == 10 and result.ours.status == status
     bed = replace(bed, free_bytes=lambda: 0)
