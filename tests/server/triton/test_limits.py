@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from gptmanager.callbacks.banned_texts import MAX_WORD_LETTERS
 from gptmanager.server.errors import ApiError
-from gptmanager.server.json_text import parse_json
+from gptmanager.server.json_text import MAX_CONTAINERS, parse_json
 from gptmanager.server.triton import http_messages
 from gptmanager.server.triton.datatypes import from_bytes, from_values
 from gptmanager.server.triton.grpc_messages import read_request
@@ -228,12 +228,24 @@ def test_large_tensors_and_bytes_of_any_kind_pass():
 # JSON -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [b"[],", b"{},", b'"ab",', b'{"a":[]},'], ids=str)
-def test_json_that_would_take_much_more_memory_than_text(part):
-    text = b"[" + part * (12_000_000 // len(part)) + b"0]"
-    assert "MiB in memory" in refused(parse_json, text)
-    few = b"[" + part * 1000 + b"0]"
-    assert parse_json(few) == orjson.loads(few)
+@pytest.mark.parametrize("part", [b"[],", b"{},", b'{"a":[]},'], ids=str)
+def test_json_of_many_lists_and_objects_is_not_parsed(part):
+    """They would take thirty times their text, and the collector's time."""
+    for count, told in ((MAX_CONTAINERS, "lists and objects, at most 65536"), (1000, None)):
+        given = b"[" + part * count + b"0]"
+        if told is None:
+            assert parse_json(given) == orjson.loads(given)
+        else:
+            assert told in refused(parse_json, given)
+
+
+def test_json_that_would_take_much_more_memory_than_text():
+    assert "MiB in memory" in refused(parse_json, b"[" + b'"ab",' * 2_000_000 + b"0]")
+
+
+def test_what_is_inside_of_texts_is_no_structure():
+    code = 'if x["a"] == [{}, {}]:\\n' * 100_000
+    assert parse_json(orjson.dumps({"prompt": code})) == {"prompt": code}
 
 
 def test_json_of_many_numbers_is_parsed():
