@@ -3,7 +3,7 @@
 import jsonschema
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage
 
@@ -99,6 +99,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=60)
 @given(st.lists(st.dictionaries(KEYS | st.just("role"), JSON, max_size=6), max_size=3), ROLE)
 def test_whatever_a_message_holds_is_read_or_refused_by_name(messages, role):
     sent = [{"role": role, **message} for message in messages]
@@ -116,6 +117,7 @@ def test_whatever_a_message_holds_is_read_or_refused_by_name(messages, role):
     orjson.dumps(one_call_each(read))
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(max_size=9), JSON, max_size=4))
 def test_no_unknown_key_changes_what_is_read(odd):
     known = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal"}

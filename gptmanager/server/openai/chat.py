@@ -84,7 +84,7 @@ class Chats:
         given, warnings = read_request(body, FIELDS, lenient=self._is_lenient)
         given = with_known_names(given)
         check_model(self._engine, given.get("model"))
-        if "top_logprobs" in given and not given.get("logprobs"):
+        if given.get("top_logprobs") and not given.get("logprobs"):
             raise wrong("top_logprobs", "top_logprobs needs logprobs = true")
         chat = await until_disconnected(request, self._begin(given, warnings))
         headers = warnings.headers()
