@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
     from prometheus_client.registry import CollectorRegistry
 
+# keys of a record that are 0 while nothing is active
+_OF_ITERATION = (
+    *("Scheduled Requests", "Context Requests", "Generation Requests", "Paused Requests"),
+)
 _Get = Callable[[int], Iterable[InferenceRequest]]
 Labels = tuple[str, ...]
 
@@ -129,7 +133,7 @@ class PrometheusSink:
         self._audit_failures += not is_ok
 
     def attach(self, manager: GptManager) -> None:
-        """Take the number of active requests from `manager`: it is 0 when the manager is idle."""
+        """Ask `manager` at each scrape how much is active, and used: nothing, if it is idle."""
         self._manager = manager
 
     def close(self) -> None:
@@ -152,7 +156,7 @@ class PrometheusSink:
     def values(self) -> Iterator[tuple[str, Labels, float | Histogram]]:
         """(name in METRICS, values of the labels it has of its own, number)."""
         iterations, requests = self.iterations, self.requests
-        record = iterations.last
+        record = self.record()
         running, waiting = self._running_and_waiting(record)
         yield "num_requests_running", (), running
         yield "num_requests_waiting", (), waiting
@@ -179,14 +183,27 @@ class PrometheusSink:
         for name, histogram in requests.histograms.items():
             yield name, (), histogram
 
+    def record(self) -> dict[str, Any] | None:
+        """The last iteration's record, with what the manager has now: an idle one writes none."""
+        record = self.iterations.last
+        if record is None or self._manager is None:
+            return record
+        health = self._manager.health()
+        now = {
+            "Active Request Count": health.num_active,
+            "Used KV cache blocks": health.total_blocks - health.free_blocks,
+            "Free KV cache blocks": health.free_blocks,
+        }
+        if health.num_active == 0:
+            now |= {key: 0 for key in _OF_ITERATION if key in record}
+        return {**record, **now}
+
     def _running_and_waiting(self, record: dict[str, Any] | None) -> tuple[int, int]:
         if self._counts is not None:
             return self._counts()
         if record is None:
             return 0, 0
         active, scheduled = record["Active Request Count"], record["Scheduled Requests"]
-        if self._manager is not None:
-            active = self._manager.health().num_active
         running = min(active, scheduled)
         return running, active - running
 
@@ -277,7 +294,7 @@ def _add(families: dict[str, Family], sink: PrometheusSink) -> None:
             else:
                 suffix = "_total" if metric.kind == "counter" else ""
                 family.add_sample(name + suffix, labels, number)
-    record = sink.iterations.last
+    record = sink.record()
     if record is not None:
         for name in METRIC["config"].names(sink.prefix):
             families[name].add_sample(f"{name}_info", {**common, **_config(sink, record)}, 1)

@@ -97,7 +97,8 @@ class Lifecycle:
 class Health:
     """`alive`: the loop thread runs. `progressing`: nothing is active, or the last step is less
     than ten seconds old. `last_step_age_s`: seconds since the last step ended, None: none yet.
-    `accepting`: Get is being called. `callbacks`: latency by callback name.
+    `accepting`: Get is being called. `callbacks`: latency by callback name. `total_blocks` and
+    `free_blocks`: of the KV cache, now.
     """
 
     alive: bool
@@ -106,6 +107,8 @@ class Health:
     num_active: int
     last_step_age_s: float | None
     callbacks: dict[str, CallbackLatency]
+    total_blocks: int = 0
+    free_blocks: int = 0
 
 
 def as_final(error: BaseException) -> GptManagerError:

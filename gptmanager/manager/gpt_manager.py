@@ -266,6 +266,8 @@ class GptManager:
             num_active=num_active,
             last_step_age_s=progress.last_step_age_s(),
             callbacks={timer.name: timer.snapshot() for timer in self._host.timers.all},
+            total_blocks=0 if loop is None else loop.allocator.kv_cache.get_max_resource_count(),
+            free_blocks=0 if loop is None else loop.allocator.kv_cache.get_num_free_blocks(),
         )
 
     def audit(self, timeout: float | None = _ANSWER_S) -> AuditReport:

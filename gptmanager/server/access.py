@@ -9,13 +9,15 @@ from pathlib import Path
 
 from gptmanager.errors import ConfigError
 
+TEXT_BYTES, TENSOR_BYTES = 4 << 20, 64 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class AccessSettings:
     """`api_key`: what clients must bring; `api_key_file`: a file with it, which a signal reloads.
     `allowed_hosts`: names by which clients may call the server, besides those of its own machine;
     none: whatever they say, except on loopback without a key. `max_body_bytes`: of a request's
-    body.
+    body, None: `TEXT_BYTES`, or `TENSOR_BYTES` for one that may carry tensors.
 
     `max_connections`: at once, None: as many as descriptors allow; `max_connections_per_address`:
     of one client, None: any number; behind one of `forwarded_allow_ips`, addresses or networks of
@@ -26,7 +28,7 @@ class AccessSettings:
     api_key: str | None = field(default=None, repr=False)
     api_key_file: Path | None = None
     allowed_hosts: Sequence[str] = ()
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int | None = None
     max_connections: int | None = None
     max_connections_per_address: int | None = None
     forwarded_allow_ips: Sequence[str] = ("127.0.0.1", "::1")
@@ -42,6 +44,10 @@ class AccessSettings:
             raise ConfigError("pass either api_key or api_key_file, not both")
         self.read_key()
         networks_of(self.forwarded_allow_ips)
+
+    def body_limit(self, *, carries_tensors: bool = False) -> int:
+        """The most bytes of a request's body."""
+        return self.max_body_bytes or (TENSOR_BYTES if carries_tensors else TEXT_BYTES)
 
     @property
     def has_key(self) -> bool:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.access import AccessSettings
 from gptmanager.server.errors import ApiError
+from gptmanager.server.json_text import parse_json
 from gptmanager.server.responses import disconnected
 
 _T = TypeVar("_T")
+LARGE_BODY = 1 << 14  # bytes: a thread takes a tenth of a millisecond, their fields a whole one
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, *, carries_tensors: bool = False) -> bytes:
     """At most `--max-body-bytes` of it; a 413 for more, which is not kept."""
-    limit: int = request.app.state.settings.max_body_bytes
+    settings: AccessSettings = request.app.state.settings
+    limit = settings.body_limit(carries_tensors=carries_tensors)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise _too_large(f"{length} bytes", limit)
@@ -32,21 +35,32 @@ async def read_body(request: Request) -> bytes:
     return b"".join(pieces)
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body as a JSON object; a 413, 415 or 400 where it is none."""
+async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _T:
+    """Return what `read` makes of the body, a JSON object; a 413, 415 or 400 where it is none.
+
+    A large body is parsed and read beside the event loop.
+    """
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         told = f"Content-Encoding is {shown(encoding)}: the body must come as it is"
         raise ApiError(415, told, param="content-encoding", code="unsupported_encoding")
     body = await read_body(request)
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if len(body) < LARGE_BODY:
+        return read(_parse_object(body))
+    return await beside(lambda: read(_parse_object(body)))
+
+
+def _parse_object(body: bytes) -> dict[str, Any]:
+    found = parse_json(body)
     if not isinstance(found, dict):
         kind = type(found).__name__
         raise ApiError(400, f"the body must be a JSON object, not {kind}", code="invalid_json")
     return found
+
+
+async def beside(work: Callable[[], _T]) -> _T:
+    """What takes long, on a worker's thread."""
+    return await asyncio.to_thread(work)
 
 
 def _too_large(found: str, limit: int) -> ApiError:

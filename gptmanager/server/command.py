@@ -94,5 +94,5 @@ def _add_access(add: Callable[..., Any]) -> None:
     add("--keep-alive-timeout", type=seconds, default=130.0, metavar="S", help=told)
     told = "in which a request must have arrived (default %(default)g)"
     add("--read-timeout", type=seconds, default=60.0, metavar="S", help=told)
-    told = "of a request (default %(default)s)"
-    add("--max-body-bytes", default=32 << 20, help=told, **number)
+    told = "of a request (default: 4 MiB, 64 MiB where tensors are sent)"
+    add("--max-body-bytes", help=told, **number)

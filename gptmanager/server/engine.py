@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from gptmanager import GptManager, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, Generation
@@ -18,6 +18,7 @@ from gptmanager.errors import GptManagerError, ManagerDeadError
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.run.text_encoder import TextEncoder, TextTooLongError
 from gptmanager.server.adapters import FIRST_OWN_TASK, Adapter, Adapters
+from gptmanager.server.body import beside
 from gptmanager.server.call import Call, EngineRequest
 from gptmanager.server.context_length import ContextLength
 from gptmanager.server.errors import ApiError, api_error
@@ -26,7 +27,6 @@ from gptmanager.server.metrics import ServerMetrics, counts_of
 from gptmanager.server.model_card import ModelCard
 from gptmanager.server.settings import ServerSettings
 
-_T = TypeVar("_T")
 _LOOK_S = 0.02
 LONG_TEXT = 2048  # characters that take some milliseconds to encode
 
@@ -227,14 +227,16 @@ class Engine:
     # Text -------------------------------------------------------------------------------------
 
     async def encode(self, name: str, text: str, *, special: bool = True) -> list[int]:
-        """The token ids of a text; a long one is encoded beside the event loop.
+        """As `encode_now`; a long text is encoded beside the event loop."""
+        encode = functools.partial(self.encode_now, name, text, special=special)
+        return await beside(encode) if len(text) >= LONG_TEXT else encode()
 
-        `special`: with the tokens that the tokenizer puts around a text. ApiError 400 names the
-        field `name`.
+    def encode_now(self, name: str, text: str, *, special: bool = True) -> list[int]:
+        """Return the token ids of a text. `special`: with the tokens that the tokenizer puts around
+        a text. ApiError 400 names the field `name`.
         """
-        encode = functools.partial(self._encoder.encode, name, text, special=special)
         try:
-            return await beside(encode) if len(text) >= LONG_TEXT else encode()
+            return self._encoder.encode(name, text, special=special)
         except TextTooLongError as error:
             raise self.context_length.exceeded(name, f"However, {error}.") from error
         except GptManagerError as error:
@@ -296,8 +298,3 @@ def _check_task(task_id: int) -> None:
             param="lora_task_id",
             code="InvalidRequestError",
         )
-
-
-async def beside(work: Callable[[], _T]) -> _T:
-    """What takes long, on a worker's thread."""
-    return await asyncio.to_thread(work)

@@ -40,7 +40,7 @@ _STATUSES: tuple[tuple[type[BaseException], int], ...] = (
     (TimeoutError, 504),
 )
 RETRY_AFTER_S = 1
-_LONGEST = 1000
+LONGEST = 1000
 
 
 class ApiError(Exception):
@@ -78,7 +78,7 @@ class ApiError(Exception):
 
 def _cut(text: str) -> str:
     """What a client has sent may stand in it: no answer grows with that."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def api_error(error: BaseException) -> ApiError:

@@ -207,6 +207,20 @@ class ListOf(NamedTuple):
         return found
 
 
+class TokenIds(NamedTuple):
+    """A list of token ids, none of which is read yet: `check_token_ids` does that when the model
+    has said how many there may be.
+    """
+
+    def read(self, where: str, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise wrong(where, f"{where} = {shown(value)} must be a list of token ids")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return ListOf(Integer(0, 2**31 - 1)).schema()
+
+
 class TextOrTexts(NamedTuple):
     """A text, or a list of at most `longest`, as a list; none of them empty. `longest_text`:
     characters of each.
@@ -261,6 +275,22 @@ class AsItIs(NamedTuple):
 
     def schema(self) -> dict[str, Any]:
         return dict(self.described or {})
+
+
+def check_token_ids(where: str, ids: Sequence[Any], vocab_size: int) -> None:
+    """ApiError 400 names the first that is not a token id of the vocabulary."""
+    last = vocab_size - 1
+    if not ids or are_integers(ids, 0, last):
+        return
+    index, odd = next(
+        (index, one)
+        for index, one in enumerate(ids)
+        if type(one) is not int or not 0 <= one <= last
+    )
+    at = f"{where}[{index}]"
+    if type(odd) is not int:
+        raise wrong(at, f"{at} = {shown(odd)} is no token id")
+    raise wrong(where.partition("[")[0], f"{at} = {shown(odd)} is outside 0 to {last}")
 
 
 def are_integers(values: Sequence[Any], low: float, high: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from typing import Any
 
@@ -46,16 +47,16 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 
     async def load(request: Request) -> Response:
         _check_caller(request, settings)
-        body = await read_json(request)
-        given, warnings = read_request(body, LOAD, lenient=settings.lenient)
+        read = functools.partial(read_request, fields=LOAD, lenient=settings.lenient)
+        given, warnings = await read_json(request, read)
         loading = engine.load_adapter(given["lora_name"], given["lora_path"])
         adapter = await until_disconnected(request, loading)
         return json_response(_adapter(engine, adapter), headers=warnings.headers())
 
     async def unload(request: Request) -> Response:
         _check_caller(request, settings)
-        body = await read_json(request)
-        given, warnings = read_request(body, UNLOAD, lenient=settings.lenient)
+        read = functools.partial(read_request, fields=UNLOAD, lenient=settings.lenient)
+        given, warnings = await read_json(request, read)
         name = given["lora_name"]
         engine.unload_adapter(name)
         found = {"id": name, "object": "model", "deleted": True}

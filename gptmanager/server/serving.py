@@ -105,6 +105,7 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
         ) as manager,
     ):
         queue.attach(manager)
+        metrics.attach(manager)
         length = longest_request(manager, card.max_model_len)
         card = dataclasses.replace(card, max_model_len=length)
         peft = params.peft_cache_manager_config

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from gptmanager.server.body import read_json, until_disconnected
-from gptmanager.server.engine import Engine, beside
+from gptmanager.server.body import beside, read_json, until_disconnected
+from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import (
     Field,
     Flag,
-    Integer,
-    ListOf,
     Text,
+    TokenIds,
     by_name,
+    check_token_ids,
     wrong,
 )
 from gptmanager.server.models import check_model
-from gptmanager.server.openai.chat_prompt import MESSAGES, OBJECTS, TEMPLATE_FIELDS, ChatPrompts
+from gptmanager.server.openai.chat_prompt import (
+    MESSAGES,
+    OBJECTS,
+    TEMPLATE_FIELDS,
+    ChatPrompts,
+)
 from gptmanager.server.openai.tools import read_tools
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.responses import json_response
@@ -41,9 +47,7 @@ TOKENIZE = by_name(
     ]
 )
 _ONLY_CHAT = ("tools", *(field.name for field in TEMPLATE_FIELDS))
-DETOKENIZE = by_name(
-    [_MODEL, Field("tokens", ListOf(Integer(0, 2**31 - 1)), "token ids", required=True)]
-)
+DETOKENIZE = by_name([_MODEL, Field("tokens", TokenIds(), "token ids", required=True)])
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
@@ -57,8 +61,8 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         return (await chats.read(given, tools, warnings)).tokens
 
     async def tokenize(request: Request) -> Response:
-        body = await read_json(request)
-        given, warnings = read_request(body, TOKENIZE, lenient=settings.lenient)
+        read = functools.partial(read_request, fields=TOKENIZE, lenient=settings.lenient)
+        given, warnings = await read_json(request, read)
         check_model(engine, given.get("model"))
         _check_one(given)
         ids = await until_disconnected(request, tokens(given, warnings))
@@ -68,21 +72,20 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
             "tokens": ids,
         }
         if given.get("return_token_strs"):
-            assert engine.card.tokenizer is not None
-            found["token_strs"] = [engine.card.tokenizer.id_to_token(token) for token in ids]
+            found["token_strs"] = await beside(lambda: _names(engine, ids))
         return json_response(found, headers=warnings.headers())
 
     async def detokenize(request: Request) -> Response:
-        body = await read_json(request)
-        given, warnings = read_request(body, DETOKENIZE, lenient=settings.lenient)
+        read = functools.partial(read_request, fields=DETOKENIZE, lenient=settings.lenient)
+        given, warnings = await read_json(request, read)
         check_model(engine, given.get("model"))
         tokenizer, ids = engine.card.tokenizer, given["tokens"]
         if tokenizer is None:
             raise ApiError(400, "the model folder has no tokenizer.json", param="tokens")
-        last = engine.card.vocab_size - 1
-        if ids and max(ids) > last:
-            index = next(index for index, token in enumerate(ids) if token > last)
-            raise wrong("tokens", f"tokens[{index}] = {ids[index]} is outside 0 to {last}")
+        limit = engine.card.max_model_len
+        if len(ids) > limit:
+            raise wrong("tokens", f"tokens has {len(ids)} items, the model's texts have {limit}")
+        check_token_ids("tokens", ids, engine.card.vocab_size)
         text = await beside(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return json_response({"prompt": text}, headers=warnings.headers())
 
@@ -90,6 +93,11 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
     ]
+
+
+def _names(engine: Engine, ids: list[int]) -> list[str | None]:
+    assert engine.card.tokenizer is not None
+    return [engine.card.tokenizer.id_to_token(token) for token in ids]
 
 
 def _check_one(given: dict[str, Any]) -> None:

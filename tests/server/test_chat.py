@@ -137,7 +137,7 @@ def test_a_text_that_stops(chat):
         ({"message": []}, "message"),
         ({"bad_words": ["a"], "guided_regex": "a"}, None),
         ({"max_completion_tokens": 512}, "max_completion_tokens"),
-        ({"messages": [*ADD[:1] * 600, "Hi"]}, "messages[600]"),
+        ({"messages": [*ADD[:1] * 400, "Hi"]}, "messages[400]"),
         ({"messages": [{"role": "user", "content": "a " * 600}]}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

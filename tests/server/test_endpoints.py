@@ -13,7 +13,7 @@ from gptmanager.server.app import create_app
 def plain(server):
     """A client of the same engine behind the options that nobody has changed."""
     app = create_app(server.engine, settings_of(triton=False))
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         yield client
 
 

@@ -164,3 +164,22 @@ def test_generated_tokens_are_those_of_usage(server, client, more, stream):
     reasons = ("stop", "length", "cancelled")
     rose = {reason: rises(before, after, finished, reason) for reason in reasons}
     assert sum(rose.values()) == number and not rose["cancelled"]
+
+
+def test_gauges_say_what_is_now_also_when_all_clients_have_gone(server, client):
+    """The last iteration of all has used blocks: a router would never come back."""
+    with pytest.raises(TimeoutError):
+        server.run(run(server.engine, 500, leave))
+    wait_for(lambda: server.engine.manager.health().num_active == 0)
+    assert server.engine.metrics.iterations.last["Used KV cache blocks"] > 0
+    found = scrape(client)
+    for name in ("num_requests_active", "num_requests_generation", "kv_cache_usage_ratio"):
+        assert found[f"gptmanager_{name}", ""] == 0, name
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    blocks = {
+        sample.labels["kv_cache_block_type"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "nv_trt_llm_kv_cache_block_metrics"
+    }
+    assert blocks["used"] == 0 and blocks["free"] == blocks["max"] > 0 == blocks["fraction"]

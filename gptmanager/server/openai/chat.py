@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -19,7 +20,12 @@ from gptmanager.server.fields import AsItIs, Field, Flag, Integer, by_name, wron
 from gptmanager.server.models import check_model
 from gptmanager.server.openai.answer import Answer
 from gptmanager.server.openai.chat_answer import ChatAnswer
-from gptmanager.server.openai.chat_prompt import MESSAGES, OBJECTS, TEMPLATE_FIELDS, ChatPrompts
+from gptmanager.server.openai.chat_prompt import (
+    MESSAGES,
+    OBJECTS,
+    TEMPLATE_FIELDS,
+    ChatPrompts,
+)
 from gptmanager.server.openai.functions import has_functions, read_functions
 from gptmanager.server.openai.generation_fields import (
     IGNORED,
@@ -30,7 +36,12 @@ from gptmanager.server.openai.generation_fields import (
     NewTokens,
     with_known_names,
 )
-from gptmanager.server.openai.log_probs import TokenLogProb, TokenTexts, chat_shape, prompt_shape
+from gptmanager.server.openai.log_probs import (
+    TokenLogProb,
+    TokenTexts,
+    chat_shape,
+    prompt_shape,
+)
 from gptmanager.server.openai.outputs import Delta
 from gptmanager.server.openai.processors import STRUCTURED, Processors
 from gptmanager.server.openai.sampling import Wanted, check
@@ -80,8 +91,8 @@ class Chats:
         self._prompts = ChatPrompts(engine, settings)
 
     async def handle(self, request: Request) -> Response:
-        body = await read_json(request)
-        given, warnings = read_request(body, FIELDS, lenient=self._is_lenient)
+        read = functools.partial(read_request, fields=FIELDS, lenient=self._is_lenient)
+        given, warnings = await read_json(request, read)
         given = with_known_names(given)
         check_model(self._engine, given.get("model"))
         if given.get("top_logprobs") and not given.get("logprobs"):

@@ -14,10 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from gptmanager.lifecycle.child_process import NotStartedError
-from gptmanager.server.engine import Engine, beside
+from gptmanager.server.body import beside
+from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import AsItIs, Field, Flag, ListOf, Object, Text
-from gptmanager.server.openai.messages import MESSAGES_SCHEMA, one_call_each, read_messages
+from gptmanager.server.openai.messages import (
+    MESSAGES_SCHEMA,
+    count_items,
+    one_call_each,
+    read_messages,
+)
 from gptmanager.server.openai.template_program import TemplateError
 from gptmanager.server.openai.templates import (
     TemplateProcess,
@@ -32,7 +38,8 @@ from gptmanager.server.warning_header import Warnings
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
 _MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may bring another
 _MOST_LOOKED_FOR = 32  # variables in a template, which may be long
-_MANY = 500  # messages that take milliseconds to read
+MAX_DOCUMENTS = 1024
+_MANY = 100  # messages, parts and calls that take a millisecond to read
 MESSAGES = AsItIs(MESSAGES_SCHEMA)
 # of every request that has messages
 TEMPLATE_FIELDS = (
@@ -40,7 +47,7 @@ TEMPLATE_FIELDS = (
     Field("continue_final_message", Flag(), "the answer goes on with the last message"),
     Field("chat_template", Text(), "instead of the model's, if the server allows that"),
     Field("chat_template_kwargs", Object(), "variables of the template"),
-    Field("documents", ListOf(Object()), "for templates that know them"),
+    Field("documents", ListOf(Object(), longest=MAX_DOCUMENTS), "for templates that know them"),
     Field("reasoning_effort", Text(0, 64), "a variable of the template"),
     Field("enable_thinking", Flag(), "a variable of the template"),
 )
@@ -87,9 +94,13 @@ class ChatPrompts:
         ApiError (400) for wrong messages, without a template, and where it refuses.
         """
         given = body.get("messages")
+        limit = self._engine.card.max_model_len
+        num_items = count_items(given, limit)
+        if num_items > limit:
+            told = f"However, your messages have {num_items} parts and calls."
+            raise self._engine.context_length.exceeded("messages", told)
         reading = functools.partial(read_messages, given)
-        is_long = isinstance(given, list) and len(given) > _MANY
-        messages = await beside(reading) if is_long else reading()
+        messages = await beside(reading) if num_items > _MANY else reading()
         template, process = self._template(body, tools is not None)
         warnings.add_ignored(_unknown_variables(body, template), "unknown to the chat template")
         form = None if tools is None else _known_format(template)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -12,16 +13,16 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from gptmanager.memory.checkpoint_files import shown
-from gptmanager.server.body import begun, read_json, until_disconnected
-from gptmanager.server.engine import Engine
+from gptmanager.server.body import begun, beside, read_json, until_disconnected
+from gptmanager.server.engine import LONG_TEXT, Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import (
     Field,
     Flag,
     Integer,
     Text,
-    are_integers,
     by_name,
+    check_token_ids,
     wrong,
 )
 from gptmanager.server.models import check_model
@@ -48,12 +49,15 @@ from gptmanager.server.responses import DONE, EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.warning_header import Warnings
 
-_MAX_PROMPTS = 1024
+MAX_PROMPTS = 1024
 _MAX_TOKENS = 16  # if a request does not say
 
 
 class Prompts:
-    """A text, a list of texts, token ids, or a list of lists of those: as a list of prompts."""
+    """A text, a list of texts, token ids, or a list of lists of those: as a list of prompts.
+
+    Token ids are read when the model has said how many a prompt may have.
+    """
 
     def read(self, where: str, value: Any) -> list[Any]:
         if isinstance(value, str):
@@ -64,17 +68,11 @@ class Prompts:
                 f"{where} = {shown(value)} is neither text nor token ids, nor a list of either",
             )
         prompts = [value] if type(value[0]) is int else value
-        if len(prompts) > _MAX_PROMPTS:
-            raise wrong(where, f"{where} has {len(prompts)} prompts, {_MAX_PROMPTS} are allowed")
+        if len(prompts) > MAX_PROMPTS:
+            raise wrong(where, f"{where} has {len(prompts)} prompts, {MAX_PROMPTS} are allowed")
         for index, prompt in enumerate(prompts):
-            at = where if prompts[0] is value else f"{where}[{index}]"
-            if isinstance(prompt, list) and prompt:
-                if set(map(type, prompt)) == {int}:
-                    continue
-                odd = next((i for i, one in enumerate(prompt) if type(one) is not int), None)
-                if odd is not None:
-                    raise wrong(where, f"{at}[{odd}] = {shown(prompt[odd])} is no token id")
-            elif not isinstance(prompt, str) or not prompt:
+            if not isinstance(prompt, (str, list)) or not prompt:
+                at = f"{where}[{index}]"
                 raise wrong(where, f"{at} = {shown(prompt)} is neither a text nor token ids")
         return prompts
 
@@ -82,7 +80,7 @@ class Prompts:
         ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
         text = Text(1).schema()
         several = {"type": "array", "items": {"anyOf": [text, ids]}, "minItems": 1}
-        return {"anyOf": [text, ids, {**several, "maxItems": _MAX_PROMPTS}]}
+        return {"anyOf": [text, ids, {**several, "maxItems": MAX_PROMPTS}]}
 
 
 FIELDS = by_name(
@@ -124,8 +122,8 @@ class Completions:
         self._processors = Processors(engine, lenient=settings.lenient)
 
     async def handle(self, request: Request) -> Response:
-        body = await read_json(request)
-        given, warnings = read_request(body, FIELDS, lenient=self._is_lenient)
+        read = functools.partial(read_request, fields=FIELDS, lenient=self._is_lenient)
+        given, warnings = await read_json(request, read)
         given = with_known_names(given)
         if "max_completion_tokens" in given:
             given["max_tokens"] = given.pop("max_completion_tokens")
@@ -146,7 +144,7 @@ class Completions:
             num_prompt_top = max(num_top, num_prompt_top or 0)
         wanted = Wanted(given, num_top, num_prompt_top, await self._processors.of(given, warnings))
         check(wanted, card)
-        prompts = [await self._prompt(prompt, given) for prompt in given["prompt"]]
+        prompts = await self._read_prompts(given)
         most = given.get("max_tokens")
         left = [max(1, card.max_model_len - len(prompt.tokens)) for prompt in prompts]
         answer = Answer(
@@ -161,18 +159,24 @@ class Completions:
         texts = self._texts.as_ids() if given.get("return_tokens_as_token_ids") else self._texts
         return _Completion(given, answer, prompts, texts, card.name)
 
-    async def _prompt(self, prompt: Any, given: Mapping[str, Any]) -> _Prompt:
+    async def _read_prompts(self, given: Mapping[str, Any]) -> list[_Prompt]:
+        def read() -> list[_Prompt]:
+            names = [f"prompt[{index}]" for index in range(len(prompts))]
+            named = zip(["prompt"] if len(names) == 1 else names, prompts, strict=True)
+            return [self._prompt(name, prompt, given) for name, prompt in named]
+
+        prompts = given["prompt"]
+        return await beside(read) if sum(map(len, prompts)) >= LONG_TEXT else read()
+
+    def _prompt(self, name: str, prompt: Any, given: Mapping[str, Any]) -> _Prompt:
         tokenizer = self._engine.card.tokenizer
         if isinstance(prompt, str):
             special = given.get("add_special_tokens", True)
-            tokens = await self._engine.encode("prompt", prompt, special=special)
+            tokens = self._engine.encode_now("prompt", prompt, special=special)
             return _Prompt(prompt, tokens)
         if len(prompt) > self._engine.card.max_model_len:  # before each is looked at
             self._engine.context_length.check(len(prompt), 1)
-        last = self._engine.card.vocab_size - 1
-        if not are_integers(prompt, 0, last):
-            index = next(index for index, token in enumerate(prompt) if not 0 <= token <= last)
-            raise wrong("prompt", f"prompt[{index}] = {prompt[index]} is outside 0 to {last}")
+        check_token_ids(name, prompt, self._engine.card.vocab_size)
         if tokenizer is None or not given.get("echo"):
             return _Prompt("", prompt)
         return _Prompt(tokenizer.decode(prompt, skip_special_tokens=False), prompt)

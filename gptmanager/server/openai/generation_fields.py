@@ -25,7 +25,7 @@ from gptmanager.server.request_fields import NotSupported
 MAX_CHOICES = 128  # of each prompt
 MAX_TOP_LOG_PROBS = 20
 MAX_STOPS = 64
-_MAX_BIASES = 1 << 16  # more take the event loop a noticeable time
+MAX_BIASES = 1 << 16  # more take the event loop a noticeable time
 _MAX_STOP_TOKENS = 1024
 TEMPERATURE = Number(1e-30, 100, or_zero=True)
 DEADLINE = Number(0, 1e9, excludes_low=True)
@@ -51,8 +51,8 @@ class TokenBias:
     def read(self, where: str, value: Any) -> dict[int, float]:
         found, number = {}, Number(-100, 100)
         given = Object().read(where, value)
-        if len(given) > _MAX_BIASES:
-            raise wrong(where, f"{where} has {len(given)} tokens, {_MAX_BIASES} are allowed")
+        if len(given) > MAX_BIASES:
+            raise wrong(where, f"{where} has {len(given)} tokens, {MAX_BIASES} are allowed")
         for key, bias in given.items():
             if not (key.isascii() and key.isdecimal() and len(key) < 10):
                 raise wrong(where, f"{where}: the key {shown(key)} is no token id")
@@ -62,7 +62,7 @@ class TokenBias:
     def schema(self) -> dict[str, Any]:
         return {
             "type": "object",
-            "maxProperties": _MAX_BIASES,
+            "maxProperties": MAX_BIASES,
             "propertyNames": {"pattern": "^[0-9]{1,9}$"},
             "additionalProperties": Number(-100, 100).schema(),
         }

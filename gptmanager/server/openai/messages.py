@@ -20,6 +20,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MAY_BE_EMPTY = ("assistant", "tool", "function")  # a content that is null
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that a model is not told again
+_MOST_OBJECTS = 10_000  # in the arguments of a call
 _FUNCTION_CALL = "function_call"  # the id of a call that has none, since its kind is deprecated
 
 
@@ -62,6 +63,23 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", f"{shown(messages)} is no list of one or more messages")
     return [_read(one, f"messages[{index}]") for index, one in enumerate(messages)]
+
+
+def count_items(messages: Any, most: int) -> int:
+    """Return how many messages there are, or parts and calls of messages, if these are more.
+
+    None of them is read. Each takes a token of a prompt, so more than `most` are no prompt.
+    """
+    if not isinstance(messages, list):
+        return 0
+    lists = [
+        value
+        for message in (messages if len(messages) <= most else ())
+        if isinstance(message, dict)
+        for key in ("content", "tool_calls")
+        if isinstance(value := message.get(key), list)
+    ]
+    return max(len(messages), sum(map(len, lists)))
 
 
 def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -183,6 +201,8 @@ def _arguments(given: Any) -> Any:
     if given is None:
         return {}
     if not isinstance(given, str):
+        return given
+    if given.count("[") + given.count("{") > _MOST_OBJECTS:  # parsing them would take long
         return given
     try:
         found = _STRICT_JSON.decode(given or "{}")

@@ -17,7 +17,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from gptmanager.errors import ConfigError, GptManagerError
-from gptmanager.server.engine import Engine, beside
+from gptmanager.server.body import beside
+from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.keys import ServerKey, bearer, is_key
 from gptmanager.server.settings import ServerSettings
@@ -80,7 +81,7 @@ class GrpcFront:
         server = grpc.aio.server(
             interceptors=interceptors,
             options=[
-                ("grpc.max_receive_message_length", settings.max_body_bytes),
+                ("grpc.max_receive_message_length", settings.body_limit(carries_tensors=True)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_concurrent_streams", _MAX_STREAMS),
                 ("grpc.so_reuseport", 0),  # else a second server would share the port

@@ -6,8 +6,14 @@ Its errors are `{"error": "text"}`, as Triton's clients read them.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from typing import Any
 
 from starlette.requests import Request
@@ -15,8 +21,14 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from gptmanager.memory.checkpoint_files import shown
-from gptmanager.server.body import begun, read_body, read_json, until_disconnected
-from gptmanager.server.engine import Engine, beside
+from gptmanager.server.body import (
+    begun,
+    beside,
+    read_body,
+    read_json,
+    until_disconnected,
+)
+from gptmanager.server.engine import Engine
 from gptmanager.server.errors import api_error
 from gptmanager.server.responses import EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
@@ -123,8 +135,8 @@ class HttpFront:
         """One call, one response, in JSON or as bytes."""
         model = self._model(request)
         encoding = request.headers.get("content-encoding", "").strip().lower()
-        body, length = await read_body(request), request.headers.get(HEADER)
-        limit = self._settings.max_body_bytes
+        body, length = await read_body(request, carries_tensors=True), request.headers.get(HEADER)
+        limit = self._settings.body_limit(carries_tensors=True)
 
         def read() -> tuple[InferRequest, set[str] | None]:
             return read_request(unpacked(body, encoding, limit), length, model)
@@ -168,10 +180,7 @@ class HttpFront:
 
 
 async def _generate_request(request: Request, model: Model) -> InferRequest:
-    body = await read_json(request)
-    is_large = int(request.headers.get("content-length", _LARGE)) >= _LARGE
-    read = functools.partial(_read_generate, body, model)
-    return await beside(read) if is_large else read()
+    return await read_json(request, lambda body: _read_generate(body, model))
 
 
 def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:

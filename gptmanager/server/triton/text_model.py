@@ -14,7 +14,8 @@ import numpy as np
 from gptmanager.callbacks import BannedTexts, GenerationPart
 from gptmanager.callbacks.banned_texts import MAX_WORD_LETTERS
 from gptmanager.run.text_encoder import TextTooLongError
-from gptmanager.server.engine import Engine, beside
+from gptmanager.server.body import beside
+from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.outputs import Ends, Output
 from gptmanager.server.settings import ServerSettings

@@ -279,7 +279,7 @@ def test_packed_bodies_have_limits(post, server):
         (gzip.compress(body)[:-9], "gzip", 400),
         (body, "gzip", 400),
         (body, "br", 400),
-        (gzip.compress(b" " * (server.settings.max_body_bytes + 1)), "gzip", 413),
+        (gzip.compress(b" " * (server.settings.body_limit(carries_tensors=True) + 1)), "gzip", 413),
     ):
         response = post("infer", packed, headers={"Content-Encoding": encoding})
         assert response.status_code == status, response.text

@@ -297,7 +297,7 @@ def test_a_port_that_somebody_has(front, server):
 
 
 def test_large_messages_are_refused(stub, server):
-    limit = server.settings.max_body_bytes
+    limit = server.settings.body_limit(carries_tensors=True)
     call = message_of(**prompt(*TOKENS))
     call.raw_input_contents[0] = b"0" * limit
     code, _ = refused(stub, call)

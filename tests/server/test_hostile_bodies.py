@@ -1,0 +1,222 @@
+"""Every field of every body that the server reads, with values that harm careless servers.
+
+The fields come from the tables that read them, so that a new one is tried, too. A server in a
+process of its own is attacked, so that its memory can be measured.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import subprocess
+import sys
+import threading
+
+import orjson
+import pytest
+from hostile_values import (
+    HOSTILE,
+    allowed_growth,
+    forget_peak,
+    memory_of,
+    places,
+    with_value,
+)
+from running_server import MODEL
+
+from gptmanager.server import body
+from gptmanager.server.access import AccessSettings
+from gptmanager.server.openai.messages import count_items
+from gptmanager.server.openapi import ENDPOINTS
+
+CHAT = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "b"},
+        {
+            "role": "assistant",
+            "content": "a",
+            "reasoning_content": "b",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "a"},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "description": "d",
+                "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+            },
+        }
+    ],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "max_tokens": 1,
+}
+FORMAT = {
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
+    },
+    "stream_options": {"include_usage": True},
+    "structured_outputs": {"json": {"type": "object"}},
+    "logit_bias": {"5": 1},
+    "chat_template_kwargs": {"a": 1},
+    "documents": [{"a": "b"}],
+    "stop": ["a"],
+    "bad_words": ["a"],
+    "stop_token_ids": [5],
+}
+# for each path a body that is taken; fields that are not in it are added to it one by one
+BODIES = {
+    "/v1/completions": {"prompt": [[5, 6]], "max_tokens": 1},
+    "/v1/chat/completions": CHAT,
+    "/tokenize": {"messages": CHAT["messages"], "tools": CHAT["tools"]},
+    "/detokenize": {"tokens": [5, 6]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+}
+
+
+def attacks(endpoint):
+    """(place, body around it) for each field, also those inside of others."""
+    whole = BODIES[endpoint.path]
+    for place in places(whole):
+        yield place, whole
+    for name in endpoint.fields:
+        if name not in whole:
+            yield (name,), whole
+            if name in FORMAT:
+                around = {**whole, name: FORMAT[name]}
+                yield from ((place, around) for place in places(around) if place[0] == name)
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory):
+    """(pid, connection) of a server of its own."""
+    folder = tmp_path_factory.mktemp("adapters")
+    command = [sys.executable, "-m", "gptmanager", "serve", "--model", MODEL, "--port", "0"]
+    command += ["--threads", "1", "--adapter-dir", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        address = re.search(r"http://([\d.]+):(\d+)", process.stderr.readline())
+        connection = http.client.HTTPConnection(address[1], int(address[2]), timeout=60)
+        try:
+            yield process.pid, connection
+        finally:
+            connection.close()
+            process.terminate()
+            process.stderr.read()
+
+
+def answer_to(connection, path, content):
+    connection.request("POST", path, content, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def test_every_body_that_the_server_reads_is_attacked():
+    assert {it.path for it in ENDPOINTS if it.fields is not None} == set(BODIES)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_value_is_refused_by_name_or_answered(attacked, path, name):
+    pid, connection = attacked
+    endpoint = next(it for it in ENDPOINTS if it.path == path)
+    before, _ = memory_of(pid)
+    forget_peak(pid)
+    largest = b""
+    for place, around in attacks(endpoint):
+        sent = with_value(around, place, HOSTILE[name])
+        largest = max(largest, sent, key=len)
+        status, answer = answer_to(connection, path, sent)
+        assert status == 200 or 400 <= status < 500, (place, status, answer[:500])
+        if status != 200:
+            error = orjson.loads(answer)["error"]
+            assert error["message"] and len(answer) < 3000, (place, len(answer))
+    _, peak = memory_of(pid)
+    assert peak - before < allowed_growth(largest)
+    connection.request("GET", "/health")
+    assert connection.getresponse().read() == b'{"status":"ready"}'
+
+
+class Guarded(list):
+    """A list that may be counted, and not read."""
+
+    def __iter__(self):
+        raise AssertionError("it is read")
+
+    def __getitem__(self, index):
+        if index == 0:
+            return 5
+        raise AssertionError("it is read")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/v1/completions", "prompt"), ("/detokenize", "tokens")]
+)
+def test_token_ids_are_counted_before_they_are_read(server, client, monkeypatch, path, name):
+    plain = body.parse_json
+
+    def parse(text):
+        found = plain(text)
+        return {**found, name: Guarded(found[name])}
+
+    monkeypatch.setattr(body, "parse_json", parse)
+    answer = client.post(path, json={name: [5] * 513})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name, answer.text
+    assert "513" in answer.text and "512" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        ("/v1/completions", {"prompt": [1, "x"]}, "prompt[1] = 'x' is no token id"),
+        ("/v1/completions", {"prompt": [[1], [2, None]]}, "prompt[1][1] = None is no token id"),
+        ("/v1/completions", {"prompt": [[1], [2, 640]]}, "prompt[1][1] = 640 is outside 0 to 639"),
+        ("/detokenize", {"tokens": [1, 2.5]}, "tokens[1] = 2.5 is no token id"),
+        ("/detokenize", {"tokens": [1, -1]}, "tokens[1] = -1 is outside 0 to 639"),
+    ],
+)
+def test_what_is_no_token_id_is_named(client, path, content, message):
+    error = client.post(path, json=content).json()["error"]
+    assert error["message"] == message and message.startswith(error["param"])
+
+
+def test_messages_their_parts_and_calls_are_counted_before_they_are_read(client):
+    assert count_items(Guarded([5] * 11), 10) == 11
+    assert count_items([{"content": Guarded([5] * 6), "tool_calls": Guarded([5] * 7)}], 10) == 13
+    assert count_items("no list", 10) == 0
+    part, call = {"type": "text", "text": "a"}, {"function": {"name": "f", "arguments": "{}"}}
+    for messages in (
+        [{"role": "user", "content": "a"}] * 513,
+        [{"role": "user", "content": [part] * 513}],
+        [{"role": "assistant", "tool_calls": [call] * 513}],
+    ):
+        for path in ("/v1/chat/completions", "/tokenize"):
+            answer = client.post(path, json={"messages": messages})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+    documents = {"messages": [{"role": "user", "content": "a"}], "documents": [{}] * 1025}
+    assert "1025" in client.post("/tokenize", json=documents).json()["error"]["message"]
+
+
+def test_a_large_body_is_read_beside_the_event_loop(server, client, monkeypatch):
+    threads, plain = [], body.parse_json
+
+    def parse(text):
+        threads.append(threading.current_thread())
+        return plain(text)
+
+    monkeypatch.setattr(body, "parse_json", parse)
+    for size in (1, body.LARGE_BODY):
+        client.post("/tokenize", json={"prompt": "a" * size})
+    assert threads[0] is not threads[1] and threads[1].name.startswith("asyncio_")
+
+
+def test_a_body_has_4_mib_for_text_and_64_mib_for_tensors():
+    access, told = AccessSettings(), AccessSettings(max_body_bytes=7)
+    assert (access.body_limit(), access.body_limit(carries_tensors=True)) == (4 << 20, 64 << 20)
+    assert (told.body_limit(), told.body_limit(carries_tensors=True)) == (7, 7)

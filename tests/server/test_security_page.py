@@ -1,0 +1,84 @@
+"""docs/security.md: the limits that it lists are those of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gptmanager.callbacks import LivePage
+from gptmanager.server import access, errors, http_protocol
+from gptmanager.server.body import LARGE_BODY
+from gptmanager.server.openai import (
+    chat_prompt,
+    completions,
+    generation_fields,
+    templates,
+    tools,
+)
+from gptmanager.server.settings import ServerSettings
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+
+
+def limits():
+    """What is limited -> (default, option)."""
+    table = PAGE.partition("## Limits\n")[2].partition("\n\nA body")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", table, re.MULTILINE)
+    return {what: (default, option.strip("`")) for what, default, option in rows[2:]}
+
+
+def amount(bytes_):
+    return f"{bytes_ >> 20} MiB" if bytes_ >> 20 else f"{bytes_ >> 10} KiB"
+
+
+def default(name):
+    value = ServerSettings.__dataclass_fields__[name].default
+    return "any number" if value is None else f"{value:,.0f}"
+
+
+def in_code():
+    """The same as the code has it: default, and the field of the option."""
+    fixed = {
+        "requests of one connection that wait": http_protocol.MAX_PIPELINED,
+        "prompts of a completion": completions.MAX_PROMPTS,
+        "choices of a prompt": generation_fields.MAX_CHOICES,
+        "log probabilities of a token": generation_fields.MAX_TOP_LOG_PROBS,
+        "texts in `stop`": generation_fields.MAX_STOPS,
+        "tokens in `logit_bias`": generation_fields.MAX_BIASES,
+        "tools": tools.MAX_TOOLS,
+        "documents": chat_prompt.MAX_DOCUMENTS,
+        "browsers on the live page": LivePage()._max_viewers,
+    }
+    set_by = {
+        "seconds for a request to arrive": "read_timeout",
+        "seconds that an idle connection": "keep_alive_timeout",
+        "connections from one address": "max_connections_per_address",
+        "requests that wait": "max_queued_requests",
+        "tokens of prompts that wait": "max_queued_tokens",
+        "seconds of a request": "request_timeout",
+        "beams": "max_beam_width",
+    }
+    template = f"{templates.MAX_SECONDS:g}, and {amount(templates.MAX_BYTES)}"
+    return {
+        **{what: (f"{value:,}", None) for what, value in fixed.items()},
+        **{what: (default(name), name) for what, name in set_by.items()},
+        "bytes of a body": (amount(access.TEXT_BYTES), "max_body_bytes"),
+        "bytes of a body that may carry": (amount(access.TENSOR_BYTES), "max_body_bytes"),
+        "bytes of the request line": (amount(http_protocol.MAX_HEAD_BYTES), None),
+        "connections": ("three quarters of the descriptors", "max_connections"),
+        "requests that run": ("a batch", "max_concurrency"),
+        "tokens of a prompt with its output": ("`max_model_len`", "max_seq_len"),
+        "seconds, and bytes of memory": (template, None),
+    }
+
+
+def test_the_page_lists_the_limits_of_the_code():
+    code, listed = in_code(), limits()
+    assert len(code) == len(listed)
+    for what, expected in listed.items():
+        begin = max((name for name in code if what.startswith(name)), key=len)
+        value, name = code.pop(begin)
+        option = "-" if name is None else "--" + name.replace("_", "-")
+        assert expected == (value, option), what
+    assert f"A body of {amount(LARGE_BODY)} or more is parsed" in PAGE
+    assert f"at most {errors.LONGEST:,} characters" in PAGE
