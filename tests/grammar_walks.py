@@ -8,31 +8,28 @@ from typing import Any
 
 import numpy as np
 
-_CLOSING = frozenset('"}]')
+_CLOSING = (b'"', b"}", b"]")
 
 
-def random_text(
-    matcher: Any, tokens: list[str], end_ids: Iterable[int], chance: random.Random, most: int = 600
-) -> str | None:
+def random_text(matcher: Any, tokenizer: Any, chance: random.Random, most: int = 600) -> str | None:
     """A text of the grammar, None if it has not ended after `most` tokens.
 
-    The longer it is, the more often a token that closes something is taken.
+    `tokenizer`: llguidance's. The longer the text is, the more often a token that closes something
+    is taken.
     """
-    matcher, text, ends = matcher.deep_copy(), "", frozenset(end_ids)
+    matcher, taken, ends = matcher.deep_copy(), [], frozenset(tokenizer.eos_tokens)
     for step in range(most):
         words = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist()
         assert allowed and not matcher.is_error(), matcher.get_error()
         if ends.intersection(allowed):
-            return text
-        closing = [token for token in allowed if _CLOSING & set(tokens[token])]
-        shortest = min(closing, key=lambda token: len(tokens[token]), default=None)
-        if shortest is not None and chance.random() < step / 200 + 0.1:
-            token = shortest
+            return str(tokenizer.decode_bytes(taken).decode())
+        closing = [token for token in allowed if tokenizer.decode_bytes([token]) in _CLOSING]
+        if closing and chance.random() < step / 200 + 0.1:
+            taken.append(chance.choice(closing))
         else:
-            token = chance.choice(allowed)
-        assert matcher.consume_token(token)
-        text += tokens[token]
+            taken.append(chance.choice(allowed))
+        assert matcher.consume_token(taken[-1])
     return None
 
 

@@ -185,7 +185,10 @@ decoding/                 from logits to tokens, and to the end of an output
     rows                  what a step gives to logits post-processors
     stream_watch          who works on another stream than the model's
     logits                who is called for which rows, and what becomes of one that fails
+    schema_numbers        numbers of a JSON schema as the parser can hold them (no torch)
+    schema_references     where the references of a JSON schema point to (no torch)
     schema_overlap        whether two JSON schemas exclude each other (no torch)
+    schema_complement     what does not fit a JSON schema, as schemas (no torch)
     schema_reader         a JSON schema as the parser can enforce it (no torch)
     grammar_matcher       a grammar compiled, here or in a process of its own (no torch)
     grammar_trial         a grammar compiled in a process that may be ended (no torch)

@@ -86,7 +86,9 @@ def text_of(schema: Any) -> str:
         raise ValueError(TOO_DEEP) from None
 
 
-def read_source(llguidance: Any, source: GrammarSource) -> tuple[str, list[str]]:
+def read_source(
+    llguidance: Any, source: GrammarSource, *, expands: bool = True
+) -> tuple[str, list[str]]:
     """The text of a grammar with its schemas as the parser can enforce them, and what is left out.
 
     That is a rule and a pointer to a keyword each, such as "x#/items/uniqueItems". ValueError for
@@ -98,6 +100,7 @@ def read_source(llguidance: Any, source: GrammarSource) -> tuple[str, list[str]]
         reader = SchemaReader(
             name in source.lenient,
             lambda pattern: make.validate_grammar(make.grammar_from_regex(pattern)),
+            expands=expands,
         )
         text = reader.read(schema)
         unenforced.extend(f"{name}{pointer}" for pointer in reader.unenforced)
@@ -125,7 +128,15 @@ def answerer(tokenizer: str, end_ids: list[int]) -> Callable[[list[Any]], tuple[
 
     def answer(question: list[Any]) -> tuple[str, list[str]]:
         source = GrammarSource(*question)
-        text, unenforced = read_source(llguidance, source)
+        try:
+            return compiled(source, expands=True)
+        except ValueError:
+            if not source.lenient:
+                raise
+            return compiled(source, expands=False)  # it may have become too large
+
+    def compiled(source: GrammarSource, *, expands: bool) -> tuple[str, list[str]]:
+        text, unenforced = read_source(llguidance, source, expands=expands)
         new_matcher(llguidance, made, source.kind, text)
         return text, unenforced
 

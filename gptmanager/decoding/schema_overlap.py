@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ def excluding_property(one: Any, other: Any, resolve: Resolve) -> str | None:
     Only for schemas of objects, such as the members of a union with a tag.
     """
     one, other = resolve(one), resolve(other)
-    if not all(_types(it) == {"object"} for it in (one, other)):
+    if not all(types_of(it) == {"object"} for it in (one, other)):
         return None
     theirs = other.get("properties") or {}
     for name, schema in (one.get("properties") or {}).items():
@@ -56,7 +57,10 @@ def excludes(one: Any, other: Any, resolve: Resolve, depth: int = _MAX_DEPTH) ->
     values, others = _values(one), _values(other)
     if values is not None and others is not None:
         return not values & others
-    shared = _types(one) & _types(other)
+    for known, schema in ((listed_values(one), other), (listed_values(other), one)):
+        if known is not None and all(_misses(value, schema) for value in known):
+            return True
+    shared = types_of(one) & types_of(other)
     return all(_excludes_of(kind, one, other, resolve, depth) for kind in shared)
 
 
@@ -80,6 +84,17 @@ def _excludes_of(
     )
 
 
+def _misses(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value is of another type than a schema, or a text that its pattern does not fit."""
+    if not set(_types_of_value(value)) & types_of(schema):
+        return True
+    pattern = schema.get("pattern")
+    try:
+        return isinstance(value, str) and bool(pattern) and not re.search(pattern, value)
+    except (re.error, TypeError):
+        return False
+
+
 def _excludes_by(
     name: str, one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, depth: int
 ) -> bool:
@@ -97,7 +112,7 @@ def _required(schema: Mapping[str, Any]) -> Iterator[str]:
         yield from (name for name in required if isinstance(name, str))
 
 
-def _types(schema: Any) -> frozenset[str]:
+def types_of(schema: Any) -> frozenset[str]:
     """The types of the values that a schema may permit."""
     if not isinstance(schema, Mapping):
         return _TYPES if schema is not False else frozenset()
@@ -105,13 +120,13 @@ def _types(schema: Any) -> frozenset[str]:
     found = {given} if isinstance(given, str) else set(given)
     if "number" in found:
         found.add("integer")
-    values = _listed(schema)
+    values = listed_values(schema)
     if values is not None:
-        found &= {name for value in values for name in _types_of(value)}
+        found &= {name for value in values for name in _types_of_value(value)}
     return frozenset(found)
 
 
-def _types_of(value: Any) -> tuple[str, ...]:
+def _types_of_value(value: Any) -> tuple[str, ...]:
     if value is None or isinstance(value, bool):
         return ("null",) if value is None else ("boolean",)
     if isinstance(value, int | float):
@@ -119,7 +134,10 @@ def _types_of(value: Any) -> tuple[str, ...]:
     return ({str: "string", list: "array"}.get(type(value), "object"),)
 
 
-def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+def listed_values(schema: Any) -> list[Any] | None:
+    """The values that a schema lists; None if it does not."""
+    if not isinstance(schema, Mapping):
+        return None
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -128,5 +146,5 @@ def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
 
 def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
     """The values that a schema lists, as texts that are equal if the values are; None: no list."""
-    values = _listed(schema)
+    values = listed_values(schema)
     return None if values is None else frozenset(json.dumps(it, sort_keys=True) for it in values)

@@ -3,22 +3,21 @@
 The parser refuses some keywords and has no references but within a document. A schema is written
 anew: what says nothing is left out, and each reference becomes one to a definition of its own. What
 cannot be enforced is refused by name, or, if the reader is `lenient`, left out and reported.
-
-The parser has bounds of 64 bits and constants of double precision for the numbers of a schema, and
-takes others for the nearest ones, so that what it permits would not fit the schema. Bounds are
-narrowed to what it can hold; what cannot be held is refused by name.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
 
-from gptmanager.decoding.schema_overlap import excludes, excluding_property
+from gptmanager.decoding.schema_complement import complement
+from gptmanager.decoding.schema_numbers import UP, check_value, narrowed, shown
+from gptmanager.decoding.schema_overlap import excludes, excluding_property, listed_values
+from gptmanager.decoding.schema_references import SchemaReferences, escaped
 
 ENFORCED = frozenset(
     {
@@ -30,23 +29,30 @@ ENFORCED = frozenset(
     }
 )
 SOMETIMES = frozenset(
-    {"format", "oneOf", "propertyNames", "not", "uniqueItems", "minProperties", "maxProperties"}
-)
-DROPPED = frozenset(
     {
-        *("if", "dependencies", "dependentRequired", "dependentSchemas", "contains"),
-        *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
+        *("format", "oneOf", "propertyNames", "uniqueItems", "minProperties", "maxProperties"),
+        *(
+            "not",
+            "if",
+            "contains",
+            "unevaluatedProperties",
+            "dependencies",
+            "dependentRequired",
+            "dependentSchemas",
+        ),
     }
 )
+DROPPED = frozenset({"unevaluatedItems", "$dynamicRef", "$recursiveRef"})
 FORMATS = frozenset(
     {
         *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
         "uri",
     }
 )
-_UP = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}
-_MOST = 2**63 - 1024  # the largest double below 2**63
-_EXACT = 2**53
+_KNOWN = ("type", "enum", "const", "properties", "required")  # what a complement may ask for
+_NOTHING: Mapping[str, Any] = {}
+_NAMED = ("properties", "patternProperties")
+_MAX_SET = 6  # values of which any number may be there, each once
 _MAX_LISTED = 20  # properties of which one must be there
 TOO_DEEP = "the schema is nested too deeply"
 HOW = "lenient=True, or in the server strict: false or --lenient, leaves it out and reports it"
@@ -56,14 +62,22 @@ class SchemaReader:
     """Reads one schema. `unenforced`: pointers to the keywords that were left out, in order.
 
     `regex_fault`: what is wrong with a regular expression, for a lenient reader; empty: nothing.
+    `expands`: keywords are said in other words where they can be, which may take many.
     """
 
-    def __init__(self, lenient: bool, regex_fault: Callable[[str], str] = lambda _: "") -> None:
+    def __init__(
+        self,
+        lenient: bool,
+        regex_fault: Callable[[str], str] = lambda _: "",
+        *,
+        expands: bool = True,
+    ) -> None:
         self._lenient = lenient
+        self._expands = expands
         self._regex_fault = regex_fault
         self._names: dict[str, str] = {}  # pointer -> name of its definition
         self._definitions: dict[str, Any] = {}
-        self._anchors: dict[str, tuple[Any, str]] = {}
+        self._references = SchemaReferences({})
         self.unenforced: list[str] = []
 
     def read(self, text: str) -> str:
@@ -82,9 +96,9 @@ class SchemaReader:
         if schema is False:
             raise ValueError("the schema is false: no text fits it")
         if not isinstance(schema, dict):
-            raise ValueError(f"the schema is {_shown(schema)}, expected an object, true or false")
+            raise ValueError(f"the schema is {shown(schema)}, expected an object, true or false")
         try:
-            self._find_anchors(schema, "", "#")
+            self._references = SchemaReferences(schema)
             root = self._read(schema, "#")
             if self._definitions:
                 root = {**root, "$defs": self._definitions}
@@ -103,66 +117,12 @@ class SchemaReader:
 
     # References ---------------------------------------------------------------------------------
 
-    def _find_anchors(self, part: Any, base: str, at: str) -> None:
-        """Where each address points to that the schema gives to a part of its own."""
-        if isinstance(part, list):
-            for index, one in enumerate(part):
-                self._find_anchors(one, base, f"{at}/{index}")
-        if not isinstance(part, dict):
-            return
-        for name in ("$id", "id"):
-            if isinstance(part.get(name), str):
-                base = urljoin(base, part[name])
-                self._anchors[base.removesuffix("#")] = part, at
-        if isinstance(part.get("$anchor"), str):
-            self._anchors[f"{urldefrag(base).url}#{part['$anchor']}"] = part, at
-        if at == "#":
-            self._anchors.setdefault("", (part, at))
-            self._base = base
-        for name, value in part.items():
-            if name not in ("enum", "const", "default", "examples"):
-                self._find_anchors(value, base, f"{at}/{_escaped(name)}")
-
-    def _target(self, reference: Any) -> tuple[Any, str] | None:
-        """The part of the schema that a reference points to, and its pointer."""
-        if not isinstance(reference, str):
-            return None
-        address = urljoin(self._base, reference) if not reference.startswith("#") else reference
-        if reference.startswith("#"):
-            address = f"{urldefrag(self._base).url}{reference}"
-        if address.removesuffix("#") in self._anchors:
-            return self._anchors[address.removesuffix("#")]
-        document, pointer = urldefrag(address)
-        if document not in self._anchors or not pointer.startswith("/"):
-            return None
-        part, at = self._anchors[document]
-        for step in pointer[1:].split("/"):
-            name = unquote(step).replace("~1", "/").replace("~0", "~")
-            try:
-                part = part[int(name)] if isinstance(part, list) else part[name]
-            except (KeyError, IndexError, TypeError, ValueError):
-                return None
-            at = f"{at}/{_escaped(name)}"
-        return part, at
-
-    def _resolve(self, schema: Any) -> Any:
-        """A schema, of which a reference that stands alone has been followed."""
-        for _ in range(10):
-            if not (isinstance(schema, Mapping) and "$ref" in schema):
-                return schema
-            found = self._target(schema["$ref"])
-            others = {k: v for k, v in schema.items() if k in ENFORCED | SOMETIMES and k != "$ref"}
-            if found is None or others:
-                return True  # whatever it may be
-            schema = found[0]
-        return True
-
     def _reference(self, reference: Any, at: str) -> dict[str, Any]:
-        found = self._target(reference)
+        found = self._references.target(reference)
         if found is None:
             if not self._lenient:
                 raise ValueError(
-                    f"$ref = {_shown(reference)} (at {at}) does not exist in the schema"
+                    f"$ref = {shown(reference)} (at {at}) does not exist in the schema"
                 )
             self._drop(at, "$ref")
             return {}
@@ -175,38 +135,65 @@ class SchemaReader:
 
     # Keywords -----------------------------------------------------------------------------------
 
-    def _read(self, schema: Any, at: str) -> Any:
+    def _read(self, schema: Any, at: str, around: Mapping[str, Any] = _NOTHING) -> Any:
+        """`around`: the schema that has this one in its `allOf`, so that both must fit."""
         if not isinstance(schema, dict):
             return schema
+        schema, own = self._joined(around, schema), schema
         found: dict[str, Any] = {}
-        for name, value in schema.items():
+        for name, value in own.items():
             if name in DROPPED:
                 self._drop(at, name)
-            elif name in SOMETIMES:
-                getattr(self, f"_read_{_snake(name)}")(schema, value, at, found)
             elif name == "$ref":
                 found.update(self._reference(value, at))
             elif name in ENFORCED:
-                self._read_enforced(name, value, at, found)
-        if "properties" in found and isinstance(found["properties"], dict):
-            found["properties"].update(found.pop("\0absent", {}))
-        elif "\0absent" in found:
-            found["properties"] = found.pop("\0absent")
+                self._read_enforced(name, value, at, found, schema)
+        for name in (it for it in own if it in SOMETIMES):  # which may change the others
+            getattr(self, f"_read_{_snake(name)}")(schema, schema[name], at, found)
         return found
 
-    def _read_enforced(self, name: str, value: Any, at: str, found: dict[str, Any]) -> None:
+    def _demand(self, found: dict[str, Any], at: str, keyword: str, made: list[Any] | None) -> None:
+        """Let one of the schemas `made` fit, too, in place of a keyword; None: nothing is known."""
+        if not made or not self._enforces(found, at, made):
+            self._drop(at, keyword)
+
+    def _enforces(self, found: dict[str, Any], at: str, made: list[Any]) -> bool:
+        """Let one of the schemas `made` fit, too; False if these cannot be enforced."""
+        if not self._expands:
+            return False
+        before = dict(self._names), dict(self._definitions), self._lenient
+        self._lenient = False  # what is made has no place in the schema that could be reported
+        try:
+            read = [self._read(it, at) for it in made]
+        except ValueError:
+            self._names, self._definitions = before[:2]
+            return False
+        finally:
+            self._lenient = before[2]
+        _add(found, {"anyOf": read})
+        return True
+
+    def _joined(self, around: Mapping[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+        """What is known of a value that fits both."""
+        properties = {**(around.get("properties") or {}), **(schema.get("properties") or {})}
+        return {**around, **schema, **({"properties": properties} if properties else {})}
+
+    def _read_enforced(
+        self, name: str, value: Any, at: str, found: dict[str, Any], schema: Mapping[str, Any]
+    ) -> None:
         inner = f"{at}/{name}"
-        if name in _UP and isinstance(value, int | float) and not isinstance(value, bool):
-            value = _narrowed(name, value, _UP[name])
+        if name in UP and isinstance(value, int | float) and not isinstance(value, bool):
+            value = narrowed(name, value)
         elif name in ("const", "enum"):
-            _check_value(name, value)
+            check_value(name, value)
         elif name in ("properties", "patternProperties") and isinstance(value, dict):
-            value = {own: self._read(it, f"{inner}/{_escaped(own)}") for own, it in value.items()}
+            value = {own: self._read(it, f"{inner}/{escaped(own)}") for own, it in value.items()}
         elif name == "pattern" and self._lenient and isinstance(value, str):
             if self._regex_fault(value):
                 return self._drop(at, name)
         elif name in ("anyOf", "allOf", "items", "prefixItems") and isinstance(value, list):
-            value = [self._read(it, f"{inner}/{index}") for index, it in enumerate(value)]
+            known = {k: v for k, v in schema.items() if k in _KNOWN} if name == "allOf" else {}
+            value = [self._read(it, f"{inner}/{index}", known) for index, it in enumerate(value)]
             if name == "anyOf":
                 return _add(found, {"anyOf": value})
             if name == "allOf":
@@ -221,53 +208,110 @@ class SchemaReader:
             found["format"] = value
 
     def _read_unique_items(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        most = schema.get("maxItems")
-        if value and not (isinstance(most, int) and most <= 1):
-            self._drop(at, "uniqueItems")
+        """The values of a short list come in the order of the list."""
+        low, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
+        if not value or most <= 1:
+            return
+        values = listed_values(self._references.resolve(schema.get("items", True)))
+        made: list[Any] = []
+        if values is not None and len(values) <= _MAX_SET and "prefixItems" not in schema:
+            for size in range(low, int(min(most, len(values))) + 1):
+                for chosen in itertools.combinations(values, size):
+                    prefix = [{"const": it} for it in chosen]
+                    made.append({"prefixItems": prefix, "minItems": size, "maxItems": size})
+        self._demand(found, at, "uniqueItems", made)
+
+    def _read_unevaluated_properties(
+        self, schema: Any, value: Any, at: str, found: dict[str, Any]
+    ) -> None:
+        """None but those that the schema names, or a part of its `allOf`."""
+        made = None
+        if value is False:
+            closed = {name: dict.fromkeys(self._named(schema, name), True) for name in _NAMED}
+            made = [{**closed, "additionalProperties": False}]
+        if value is not True:
+            self._demand(found, at, "unevaluatedProperties", made)
+
+    def _named(self, schema: Any, keyword: str, depth: int = 6) -> set[str]:
+        """The names, or patterns, of properties that any value of a schema may have."""
+        if not isinstance(schema, Mapping) or not depth:
+            return set()
+        found = set(schema.get(keyword) or ())
+        target = self._references.target(schema.get("$ref"))
+        parts = [*(schema.get("allOf") or ()), *([] if target is None else [target[0]])]
+        return found.union(*(self._named(part, keyword, depth - 1) for part in parts))
+
+    def _read_contains(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
+        """The first item is one that must be there."""
+        if schema.get("minContains") == 0 and "maxContains" not in schema:
+            return
+        is_one = schema.get("minContains", 1) == 1 and "maxContains" not in schema
+        made = [{"prefixItems": [value], "minItems": 1}] if is_one else None
+        is_free = not any(it in schema for it in ("prefixItems", "additionalItems"))
+        self._demand(found, at, "contains", made if is_free else None)
 
     def _read_min_properties(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        required = schema.get("required")
-        num_required = len(set(required)) if isinstance(required, list) else 0
-        properties = schema.get("properties")
-        if not isinstance(value, int) or value <= num_required:
+        """At least one: one of those that have a name."""
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        if value <= len(set(required)):
             return
-        closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-        if not properties and not schema.get("patternProperties"):
+        if set(properties) <= set(required):
             found["minProperties"] = value
-        elif (
-            value == 1
-            and closed
-            and isinstance(properties, dict)
-            and len(properties) <= _MAX_LISTED
-        ):
-            _add(found, {"anyOf": [{"required": [name]} for name in properties]})
         else:
-            self._drop(at, "minProperties")
+            is_short = value == 1 and len(properties) <= _MAX_LISTED
+            made = [{"required": [name]} for name in properties] if is_short else None
+            self._demand(found, at, "minProperties", made)
 
     def _read_max_properties(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        properties, patterns = schema.get("properties"), schema.get("patternProperties")
-        closed = schema.get("additionalProperties") is False and not patterns
-        if closed and isinstance(properties, dict) and len(properties) <= value:
-            return
-        if not properties and not patterns:
+        """At most one: one of those that have a name, or none."""
+        properties, patterns = schema.get("properties") or {}, schema.get("patternProperties")
+        if schema.get("additionalProperties") is False and not patterns:
+            if len(properties) <= value:
+                return
+        if set(properties) <= set(schema.get("required") or ()):
             found["maxProperties"] = value
         else:
-            self._drop(at, "maxProperties")
+            is_short = value == 1 and len(properties) <= _MAX_LISTED
+            made: list[Any] = [
+                {"properties": {name: True}, "additionalProperties": False} for name in properties
+            ]
+            self._demand(found, at, "maxProperties", made if is_short else None)
 
     def _read_not(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """`not` of a property that is there: it is absent."""
-        names = (
-            value.get("required") if isinstance(value, dict) and set(value) == {"required"} else ()
-        )
-        is_object = schema.get("type") == "object" or "properties" in schema
-        if is_object and isinstance(names, list) and len(names) == 1:
-            found["\0absent"] = {names[0]: False}
-        else:
-            self._drop(at, "not")
+        self._demand(found, at, "not", complement(value, schema, self._references.resolve))
+
+    def _read_if(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
+        """The condition and `then`, or what does not fit the condition and `else`."""
+        others = complement(value, schema, self._references.resolve)
+        made = None
+        if others is not None:
+            made = [{"allOf": [value, schema.get("then", True)]}]
+            made += [{"allOf": [it, schema.get("else", True)]} for it in others]
+        if "then" in schema or "else" in schema:
+            self._demand(found, at, "if", made)
+
+    def _read_dependencies(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
+        for name, needed in value.items():
+            then = {"required": needed} if isinstance(needed, list) else needed
+            self._demand(found, at, "dependencies", [{"properties": {name: False}}, then])
+
+    def _read_dependent_required(
+        self, schema: Any, value: Any, at: str, found: dict[str, Any]
+    ) -> None:
+        for name, needed in value.items():
+            made = [{"properties": {name: False}}, {"required": needed}]
+            self._demand(found, at, "dependentRequired", made)
+
+    def _read_dependent_schemas(
+        self, schema: Any, value: Any, at: str, found: dict[str, Any]
+    ) -> None:
+        for name, needed in value.items():
+            made = [{"properties": {name: False}}, needed]
+            self._demand(found, at, "dependentSchemas", made)
 
     def _read_property_names(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
         """One that says nothing is left out; a list of names, or a pattern, becomes properties."""
-        value = self._resolve(value)
+        value = self._references.resolve(value)
         says = (
             {k: v for k, v in value.items() if k in ENFORCED | SOMETIMES | DROPPED}
             if isinstance(value, dict)
@@ -279,7 +323,7 @@ class SchemaReader:
         is_plain = value is True or (isinstance(value, dict) and not says)
         if is_plain:
             return
-        is_open = not any(schema.get(it) for it in ("properties", "patternProperties", "required"))
+        is_open = not schema.get("properties") and not schema.get("patternProperties")
         others = schema.get("additionalProperties", True)
         if is_open and set(says) == {"enum"} and all(isinstance(it, str) for it in says["enum"]):
             read = self._read(others, f"{at}/additionalProperties")
@@ -297,23 +341,34 @@ class SchemaReader:
         if not isinstance(value, list):
             found["oneOf"] = value
             return
+        made = self._exclusive(value)
+        if made is not None and made != value and self._enforces(found, at, made):
+            return None
         branches = [self._read(it, f"{at}/oneOf/{index}") for index, it in enumerate(value)]
-        if not self._are_exclusive(value, branches):
+        if made != value:
             self._drop(at, "oneOf", "has branches of which two may fit")
-        _add(found, {"anyOf": branches})
+        return _add(found, {"anyOf": branches})
 
-    def _are_exclusive(self, given: list[Any], branches: list[Any]) -> bool:
-        """Whether branches exclude each other; a tag that does it becomes required."""
+    def _exclusive(self, given: list[Any]) -> list[Any] | None:
+        """The branches, made to exclude each other where they do not; None if that cannot be.
+
+        A tag that does it becomes required; else a branch is what is known not to fit the other.
+        """
+        more: list[list[Any]] = [[] for _ in given]
         for index, one in enumerate(given):
             for before, other in enumerate(given[:index]):
-                if excludes(one, other, self._resolve):
+                if excludes(one, other, self._references.resolve):
                     continue
-                tag = excluding_property(one, other, self._resolve)
-                if tag is None:
-                    return False
-                for branch in (index, before):
-                    branches[branch] = {"allOf": [branches[branch], {"required": [tag]}]}
-        return True
+                tag = excluding_property(one, other, self._references.resolve)
+                for own, branch, rest in ((index, one, other), (before, other, one)):
+                    if tag is not None:
+                        more[own].append({"required": [tag]})
+                        continue
+                    left = complement(rest, branch, self._references.resolve, partial=True)
+                    if not left:
+                        return None
+                    more[own].append({"anyOf": left})
+        return [{"allOf": [it, *own]} if own else it for it, own in zip(given, more, strict=True)]
 
 
 def _add(found: dict[str, Any], schema: dict[str, Any]) -> None:
@@ -324,37 +379,5 @@ def _add(found: dict[str, Any], schema: dict[str, Any]) -> None:
         found.update(schema)
 
 
-def _narrowed(name: str, bound: float, up: bool) -> float:
-    """The bound, or the nearest one inside of it that is both a double and a 64-bit integer."""
-    if abs(bound) <= _EXACT:
-        return bound
-    if not (bound <= _MOST if up else bound >= -_MOST):
-        raise ValueError(f"{name} = {_shown(bound)} is beyond integers of 64 bits")
-    near = float(max(-_MOST, min(bound, _MOST)))
-    if abs(bound) < _MOST and (near < bound if up else near > bound):
-        near = math.nextafter(near, math.inf if up else -math.inf)
-    return int(near)  # whose digits are read exactly
-
-
-def _check_value(name: str, value: Any) -> None:
-    parts = value.values() if isinstance(value, dict) else value
-    if isinstance(value, dict | list):
-        for part in parts:
-            _check_value(name, part)
-    elif isinstance(value, int | float) and abs(value) > _EXACT:
-        raise ValueError(
-            f"{name} holds {_shown(value)}, which double precision does not hold as it is written"
-        )
-
-
 def _snake(name: str) -> str:
     return re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", name)
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."

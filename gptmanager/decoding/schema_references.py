@@ -1,0 +1,77 @@
+"""Where the references of a JSON schema point to: by pointers, anchors, and addresses of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+# beside a reference these say nothing
+_ANNOTATIONS = frozenset({"$ref", "$defs", "definitions", "title", "description", "default"})
+
+
+class SchemaReferences:
+    """The references of one schema."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._base = ""
+        self._anchors: dict[str, tuple[Any, str]] = {}
+        self._find_anchors(schema, "", "#")
+
+    def _find_anchors(self, part: Any, base: str, at: str) -> None:
+        """Where each address points to that the schema gives to a part of its own."""
+        if isinstance(part, list):
+            for index, one in enumerate(part):
+                self._find_anchors(one, base, f"{at}/{index}")
+        if not isinstance(part, dict):
+            return
+        for name in ("$id", "id"):
+            if isinstance(part.get(name), str):
+                base = urljoin(base, part[name])
+                self._anchors[base.removesuffix("#")] = part, at
+        if isinstance(part.get("$anchor"), str):
+            self._anchors[f"{urldefrag(base).url}#{part['$anchor']}"] = part, at
+        if at == "#":
+            self._anchors.setdefault("", (part, at))
+            self._base = base
+        for name, value in part.items():
+            if name not in ("enum", "const", "default", "examples"):
+                self._find_anchors(value, base, f"{at}/{escaped(name)}")
+
+    def target(self, reference: Any) -> tuple[Any, str] | None:
+        """The part of the schema that a reference points to, and its pointer."""
+        if not isinstance(reference, str):
+            return None
+        address = urljoin(self._base, reference) if not reference.startswith("#") else reference
+        if reference.startswith("#"):
+            address = f"{urldefrag(self._base).url}{reference}"
+        if address.removesuffix("#") in self._anchors:
+            return self._anchors[address.removesuffix("#")]
+        document, pointer = urldefrag(address)
+        if document not in self._anchors or not pointer.startswith("/"):
+            return None
+        part, at = self._anchors[document]
+        for step in pointer[1:].split("/"):
+            name = unquote(step).replace("~1", "/").replace("~0", "~")
+            try:
+                part = part[int(name)] if isinstance(part, list) else part[name]
+            except (KeyError, IndexError, TypeError, ValueError):
+                return None
+            at = f"{at}/{escaped(name)}"
+        return part, at
+
+    def resolve(self, schema: Any) -> Any:
+        """A schema, of which a reference that stands alone has been followed."""
+        for _ in range(10):
+            if not (isinstance(schema, Mapping) and "$ref" in schema):
+                return schema
+            found = self.target(schema["$ref"])
+            if found is None or schema.keys() - _ANNOTATIONS:
+                return True  # whatever it may be
+            schema = found[0]
+        return True
+
+
+def escaped(name: str) -> str:
+    """A name as a pointer has it."""
+    return name.replace("~", "~0").replace("/", "~1")
