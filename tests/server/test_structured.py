@@ -138,7 +138,7 @@ def test_a_wrong_schema_of_a_tool_is_refused_in_words_if_a_call_is_required(outp
         assert with_tools(outputs, None, "auto", schema) is None
 
 
-UNIQUE = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+UNIQUE = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
 TAGGED = {"type": "object", "properties": {"tags": UNIQUE}, "required": ["tags"]}
 
 
