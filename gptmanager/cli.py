@@ -70,12 +70,13 @@ def _call(arguments: Sequence[str] | None) -> int:
         return 2
     options.region = LiveRegion(sys.stderr)
     _start_log(options.region, options.verbose)
-    if options.threads is not None:
-        importlib.import_module("torch").set_num_threads(options.threads)
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(options.region.clear)  # before anything is told
-            code: int = named(options.command)(options)
+            command = named(options.command)
+            if options.threads is not None:  # torch is loaded by now
+                importlib.import_module("torch").set_num_threads(options.threads)
+            code: int = command(options)
         return code
     except BrokenPipeError:  # the reader has gone; nobody can be told
         return 1

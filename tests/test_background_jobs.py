@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def with_jobs(monkeypatch: pytest.MonkeyPatch, *jobs: Job[None], cores: int = 1) -> BackgroundJobs:
     """Of a loop that helps, whose threads want one core, at the end of a first step."""
-    monkeypatch.setattr(background_jobs, "_num_cores", lambda: cores)
+    monkeypatch.setattr(background_jobs, "num_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     found = BackgroundJobs()
     found.loop_helps = True

@@ -31,6 +31,9 @@ def new_process(monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     for told in (machine_code._tell_of_damage, machine_code._tell_that_nothing_is_kept):
         told.cache_clear()
+    monkeypatch.setenv(
+        "NUMBA_CACHE_DIR", str(tmp_path / "cache")
+    )  # Numba reads it from time to time
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "cache"))
     yield
     machine_code.compiled.cache_clear()

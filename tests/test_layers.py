@@ -18,6 +18,9 @@ errors                    every error, in one tree
 environment/              what the library runs in: its distribution, the limits of the machine
     lazy_names            names of a package that are loaded when they are first used (no torch)
     distribution          the package as pip knows it (no torch)
+    control_groups        limits of containers, and of systemd (no torch)
+    cores                 how many cores this process may use (no torch)
+    memory                how much memory is free, and what has been freed given back (no torch)
 lifecycle/                a manager's states; its clock, log, latch and watchdog
     callables             callables of a host: ordinary functions, done on return (no torch)
     clock                 the system's clocks, whatever becomes of the module time (no torch)
@@ -89,6 +92,7 @@ kernels/                  every operation of a step in torch, and faster ones fo
     products              small matrix products in register tiles
     threads               compiled code in torch's own threads
     machine_code          bodies as machine code that is kept on disk
+    compilation           bodies compiled on all cores (no torch)
     recorded_step         the tasks of a generation step, recorded and run again
     reference             every operation in torch: the specification
     token_loops           what takes tokens one by one: rotation and KV write, norms, activations
@@ -104,6 +108,7 @@ kernels/                  every operation of a step in torch, and faster ones fo
     matrix_product        the product of tokens with a packed matrix
     product_plan          which instructions multiply with a packed matrix, and whether it pays
     token_masks           which tokens may come, written into logits
+    compiled_bodies       which bodies a model needs on the CPU
     cpu                   the override for CPUs: what pays, compiled
 cuda/                     every CUDA kernel with its launcher, and an emulator that runs them
     device                CuPy, once a host asks for a CUDA device
@@ -158,7 +163,6 @@ ranks/                    one process a rank: who has which part, and what they 
     world                 which rank this is, and where the others are
 memory/                   tensors that outlive a step, and the files that weights come from
     checkpoint_files      files of a checkpoint, which somebody else wrote (no torch)
-    cpu_memory            how much memory is free, and what has been freed given back (no torch)
     host_memory           memory of the host that a device copies from and to
     kv_pool               the tensors that blocks stand for
     device_kv_pool        the same on a device, whose blocks a kernel copies

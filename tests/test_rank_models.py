@@ -266,7 +266,7 @@ def test_what_cannot_be_shared_out_is_refused(changes, layout, text):
 _MEASURE = """
 import re, sys
 from gptmanager.kernels import CpuKernels
-from gptmanager.memory.cpu_memory import give_back
+from gptmanager.environment.memory import give_back
 from gptmanager.models import load_model
 from gptmanager.ranks.layout import RankLayout
 

@@ -104,7 +104,7 @@ def test_a_manager_ends_while_an_adapter_is_read(made):
 
 def test_the_loop_helps_between_its_steps(made, monkeypatch):
     """On a machine where steps want all cores, the tokens are those of merged weights."""
-    monkeypatch.setattr(background_jobs, "_num_cores", lambda: 1)
+    monkeypatch.setattr(background_jobs, "num_cores", lambda: 1)
     monkeypatch.setattr(background_jobs, "_LEAST_BUSY_S", 0.5)
     turns = []
     take_turn = background_jobs.BackgroundJobs._take_turn
@@ -130,7 +130,7 @@ def test_an_adapter_that_comes_just_after_steps_is_read_at_once(made, monkeypatc
     """No step follows, so that nobody else reads it, however long steps count as running."""
     for name in ("_LEAST_BUSY_S", "_MOST_BUSY_S", "_LOOK_UP_S"):
         monkeypatch.setattr(background_jobs, name, 600)
-    monkeypatch.setattr(background_jobs, "_num_cores", lambda: 1)
+    monkeypatch.setattr(background_jobs, "num_cores", lambda: 1)
     host = RecordingCallbacks()
     checker, manager = managed(made, host)
     with manager:

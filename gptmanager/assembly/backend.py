@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from gptmanager.cuda.uploads import Uploads
 from gptmanager.decoding.device_sampling import DeviceSampler
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
-from gptmanager.decoding.sampling import Sampler
+from gptmanager.decoding.sampling import Sampler, sample_rows
+from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError
 from gptmanager.executor.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
@@ -38,8 +39,8 @@ from gptmanager.executor.token_chooser import Chooser, TokenChooser
 from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.dtypes import DTYPES
+from gptmanager.kernels.threads import keep_within_quota
 from gptmanager.memory.adapter_pool import AdapterPool
-from gptmanager.memory.cpu_memory import free_memory_bytes
 from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.checkpoint_model import CheckpointModel
@@ -82,6 +83,7 @@ class Backend(ABC):
 
     device: torch.device
     kernels: Kernels
+    bodies: Sequence[Callable[[int], None]] = ()  # that it needs besides those of its kernels
     stream: Stream | None = None  # that steps are enqueued on; None: they run when they are called
 
     def load(
@@ -92,7 +94,7 @@ class Backend(ABC):
         `collectives`: of one of several ranks, which has its share of a checkpoint.
         """
         if isinstance(source, (str, os.PathLike, tuple)):
-            self.kernels.warm_up()
+            quantized, progress = params.weights_dtype is not None, params.on_progress
             return load_model(
                 source if isinstance(source, tuple) else Path(source),
                 kernels=self.kernels,
@@ -105,6 +107,7 @@ class Backend(ABC):
                 kv_cache_dtype=torch.float8_e4m3fn if params.kv_cache_config.dtype else None,
                 on_progress=params.on_progress,
                 collectives=collectives,
+                prepare=lambda dtype: self.kernels.warm_up(dtype, quantized, self.bodies, progress),
             )
         if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
             _refuse_for_models(params)
@@ -119,7 +122,7 @@ class Backend(ABC):
         sizes = options.adapters
         if sizes is None:
             return None
-        self.kernels.warm_up(with_adapters=True)  # when the first one comes others run already
+        self.kernels.warm_up()  # when the first one comes others run already
         return AdapterPool(
             *(sizes.cache, sizes.pages_per_host_block, sizes.torch_dtype, self.device),
             modules=dict(sizes.modules),
@@ -141,9 +144,12 @@ class Backend(ABC):
 class CpuBackend(Backend):
     """The CPU. Pages have the dtype of the model, float32 where no code for the CPU reads that."""
 
+    bodies = (sample_rows,)
+
     def __init__(self, deterministic: bool) -> None:
         self.device = torch.device("cpu")
         self.kernels = CpuKernels(deterministic=deterministic)
+        keep_within_quota()
 
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
         return Room(free_memory_bytes(), self._dtype(model))

@@ -23,7 +23,7 @@ from gptmanager.bench.workbench import CPU_SCALE, GPU_SCALE, ON_CPU, EndToEndOpt
 from gptmanager.errors import GptManagerError
 from gptmanager.run.follow import is_follower
 from gptmanager.terminal.options import manager_options
-from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.progress import NOTES, ProgressBars
 from gptmanager.terminal.tables import Piece, print_report
 
 _Options = TypeVar("_Options", KernelOptions, EndToEndOptions)
@@ -31,7 +31,7 @@ _Options = TypeVar("_Options", KernelOptions, EndToEndOptions)
 
 def main(options: argparse.Namespace) -> int:
     """Return the exit status."""
-    bars = ProgressBars(options.region, patience_s=0)
+    bars = ProgressBars(options.region, patience_s=0, notes=NOTES)
 
     def ran(name: str, figures: Figures) -> None:
         options.region.write(f"{name:17} {figures.tokens_per_second:10,.1f} output tokens/s\n")

@@ -23,9 +23,9 @@ from gptmanager.bench.engine import WARM_UP, Figures
 from gptmanager.bench.load import Request, Source, read_config
 from gptmanager.bench.transformers_peer import TooSlow
 from gptmanager.config import OptionalParams
+from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.memory.checkpoint_files import shown
-from gptmanager.memory.cpu_memory import free_memory_bytes
 from gptmanager.models.read_spec import read_spec
 
 _BLOCK = 128  # tokens in a block of vLLM's KV cache on a CPU

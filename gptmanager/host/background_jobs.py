@@ -9,16 +9,15 @@ little after each step.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from typing import Any, Generic, cast
 
 import torch
 
+from gptmanager.environment.cores import num_cores
 from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_ns
 from gptmanager.request.pieces import Pieces, Result
 
@@ -167,7 +166,7 @@ class BackgroundJobs:
             self._busy_s = min(max(_BUSY_STEPS * step_s, _LEAST_BUSY_S), _MOST_BUSY_S)
         if self.pending and self.loop_helps:
             if self._is_crowded is None:
-                self._is_crowded = torch.get_num_threads() >= _num_cores()
+                self._is_crowded = torch.get_num_threads() >= num_cores()
             if self._is_crowded and step_s < math.inf:
                 self._take_turn(step_s)
                 now = monotonic()
@@ -182,10 +181,3 @@ class BackgroundJobs:
         for job in tuple(self.pending):
             if self._credit_s > 0:
                 self._credit_s -= job.advance_for(self._credit_s)
-
-
-def _num_cores() -> int:
-    """That this process may use."""
-    with suppress(AttributeError):  # not on every system
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
 import torch
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from gptmanager.kernels import paged_attention, token_loops
 from gptmanager.kernels.adapter_arguments import StepAdapters
-from gptmanager.kernels.adapter_plan import AdapterPlan, plan_runs
+from gptmanager.kernels.adapter_plan import AdapterPlan
 from gptmanager.kernels.adapters import add as adapters_body
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.attention_task import AttentionTask, give_rows, on_pages, page_sizes
+from gptmanager.kernels.compilation import compile_all
+from gptmanager.kernels.compiled_bodies import bodies_of_model
 from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.integer_tiles import FEW_ROWS
 from gptmanager.kernels.lanes import LANES
@@ -61,19 +63,16 @@ class CpuKernels(Kernels):
         super().__init__(deterministic)
         self._team = Team()
 
-    def warm_up(self, with_adapters: bool = False) -> None:
-        """Compiles every body, 7 s of CPU time once on a machine (10 s with adapters)."""
-        of_adapters = (plan_runs, adapters_body) if with_adapters else ()
-        for body in (
-            paged_attention.attention,
-            token_loops.rope_and_write,
-            token_loops.normalize,
-            token_loops.activate,
-            token_loops.embed,
-            token_loops.convert,
-            *of_adapters,
-        ):
-            compiled(body)
+    def warm_up(
+        self,
+        dtype: torch.dtype | None = None,
+        quantized: bool = False,
+        others: Sequence[Callable[[int], None]] = (),
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        """Compile what is not kept on disk, on all cores: 16 s of CPU time once on a machine."""
+        bodies = bodies_of_model(dtype, quantized, self.deterministic)
+        compile_all([*bodies[:1], *others, *bodies[1:]], on_progress)
 
     def new_recorder(self) -> StepRecorder | None:
         """None for a subclass: who knows what its ops do besides."""

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 from numba import types
+from numba.core import registry
 from numba.core.caching import (
     CompileResultCacheImpl,
     FunctionCache,
@@ -36,18 +37,29 @@ logger = logging.getLogger("gptmanager")
 
 Body = Callable[[int], None]
 
-_SIGNATURE = types.void(types.int64)
+_SIGNATURE: Any = types.void(types.int64)
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @functools.cache
 def compiled(body: Body) -> int:
     """Return the address of the machine code, from the disk where it is kept there."""
-    function = CFunc(_stamped(body), (_SIGNATURE.args, _SIGNATURE.return_type), {}, {})
-    with suppress(_NoFolder):
-        function._cache = _Cache(function.__wrapped__)
+    stamped = _stamped(body)
+    function: Any = CFunc(stamped, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {})
+    function._cache = _cache_of(stamped) or function._cache
     function.compile()
     return cast(int, function.address)
+
+
+def is_kept(body: Body) -> bool:
+    """Whether the disk has the machine code for this processor, as far as names tell."""
+    cache = _cache_of(_stamped(body))
+    return cache is not None and cache.has(_SIGNATURE)
+
+
+def has_folder(body: Body) -> bool:
+    """Whether what is compiled can be kept."""
+    return _cache_of(_stamped(body)) is not None
 
 
 def _stamped(body: Body) -> FunctionType:
@@ -68,11 +80,7 @@ def _stamped(body: Body) -> FunctionType:
     return stamped
 
 
-class _NoFolder(Exception):
-    """No folder can hold the cache."""
-
-
-class _UserCacheLocator(UserWideCacheLocator):  # type: ignore[misc]
+class _UserCacheLocator(UserWideCacheLocator):
     @classmethod
     def from_function(cls, function: Any, file: str) -> Any:
         """None where nobody knows the home: Numba would make a folder named `~` right here."""
@@ -81,11 +89,11 @@ class _UserCacheLocator(UserWideCacheLocator):  # type: ignore[misc]
         return super().from_function(function, file)
 
 
-class _CacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
-    _locator_classes = (UserProvidedCacheLocator, InTreeCacheLocator, _UserCacheLocator)
+class _CacheImpl(CompileResultCacheImpl):
+    _locator_classes = [UserProvidedCacheLocator, InTreeCacheLocator, _UserCacheLocator]
 
 
-class _SealedFile(IndexDataCacheFile):  # type: ignore[misc]
+class _SealedFile(IndexDataCacheFile):
     """Numba's files, with a digest before the data: damaged machine code could run."""
 
     def _save_data(self, name: str, content: Any) -> None:
@@ -101,19 +109,25 @@ class _SealedFile(IndexDataCacheFile):  # type: ignore[misc]
         return pickle.loads(data)
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
+class _Cache(FunctionCache):
     """Numba's cache of one function, whose faults are reported in the log and not raised."""
 
     _impl_class = _CacheImpl
 
     def __init__(self, function: FunctionType) -> None:
-        try:
-            super().__init__(function)
-        except (RuntimeError, OSError) as error:
-            _tell_that_nothing_is_kept(str(error).partition(":")[2].strip() or str(error))
-            raise _NoFolder from error
+        """RuntimeError or OSError: no folder can hold the cache."""
+        super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = _SealedFile(self._cache_path, self._impl.filename_base, stamp)
+
+    def has(self, signature: Any) -> bool:
+        """Whether there is a file for this processor."""
+        try:
+            key = self._index_key(signature, registry.cpu_target.target_context.codegen())
+            name = self._cache_file._load_index().get(key)
+            return name is not None and Path(self._cache_file._data_path(name)).exists()
+        except Exception:  # a damaged index: `load_overload` tells
+            return False
 
     def load_overload(self, signature: Any, context: Any) -> Any:
         try:
@@ -130,6 +144,14 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             super().save_overload(signature, data)
         except Exception as error:  # the disk is full, or the index is damaged and must stay so
             _tell_that_nothing_is_kept(f"{type(error).__name__}: {error}")
+
+
+def _cache_of(function: FunctionType) -> _Cache | None:
+    try:
+        return _Cache(function)
+    except (RuntimeError, OSError) as error:
+        _tell_that_nothing_is_kept(str(error).partition(":")[2].strip() or str(error))
+        return None
 
 
 @functools.cache

@@ -99,6 +99,20 @@ def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructio
     return few, many
 
 
+def product_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[int], None]]:
+    """Return the bodies that multiply with matrices of that dtype, as `_instructions` chooses."""
+    if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
+        return [bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs]
+    found = [_BY_LANES[stored]]
+    if stored is torch.int8 and not deterministic:
+        found += [bodies.multiply_int8_integers] if has_integers() else []
+        if has_matrix_unit():
+            found.append(bodies.multiply_int8_by_unit)
+        elif has_bytes():
+            found += [bodies.multiply_int8_bytes, round_rows]
+    return found
+
+
 def can_be_packed(dtype: torch.dtype, quantized: bool) -> bool:
     """Whether matrices of that dtype are to be packed. Those in 8 bits have no other form."""
     return dtype in DTYPES and (quantized or packing_pays())

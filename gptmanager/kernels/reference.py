@@ -47,9 +47,17 @@ class Kernels:
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
-    def warm_up(self, with_adapters: bool = False) -> None:
-        """Compile or load now whatever the first calls would otherwise wait for, those of
-        `add_adapters` only if asked.
+    def warm_up(
+        self,
+        dtype: torch.dtype | None = None,
+        quantized: bool = False,
+        others: Sequence[Callable[[int], None]] = (),
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        """Compile or load now whatever the first calls would otherwise wait for.
+
+        `dtype`: of matrices, `quantized` or not. `others`: more bodies for this processor.
+        `on_progress`: as of `compile_all`.
         """
 
     def new_recorder(self) -> StepRecorder | None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -21,12 +23,16 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from gptmanager.environment.cores import num_cores
 from gptmanager.kernels.dtypes import DTYPES
+
+logger = logging.getLogger("gptmanager")
 
 Task = TypeVar("Task", bound=ctypes.Structure)
 
 NEXT_PART, NEXT_THREAD = 0, 1
 COUNTER_BYTES = 16
+DEFAULT_SIZE = torch.get_num_threads()  # before anybody has set another number
 
 
 def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
@@ -95,6 +101,22 @@ def compute_alone() -> None:
     set_number = getattr(ctypes.PyDLL(torch._C.__file__), "omp_set_num_threads", None)
     if set_number is not None:
         set_number(1)
+
+
+def keep_within_quota() -> None:
+    """Lower torch's default number of threads to the cores that control groups give this process.
+
+    Under a quota more threads wait for each other longer than they work. A number that the host has
+    set, or the environment, stays.
+    """
+    is_default = "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == DEFAULT_SIZE
+    if is_default and num_cores() < DEFAULT_SIZE:
+        torch.set_num_threads(num_cores())
+        logger.info(
+            "%d threads compute, as many as the CPU quota has cores; OMP_NUM_THREADS sets another "
+            "number",
+            num_cores(),
+        )
 
 
 class Recording(Protocol):

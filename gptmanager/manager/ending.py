@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable
 
 from gptmanager.config import OptionalParams
+from gptmanager.environment.memory import give_back
 from gptmanager.errors import GptManagerError, ManagerDeadError, RankError, response_text
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.watchdog import CallbackTimer, Hang, Watchdog
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.inbox import Inbox
-from gptmanager.memory.cpu_memory import give_back
 from gptmanager.recorder import Recorder
 
 _SEND_S = 0.3  # a SendResponse that runs so long when the loop is given up hangs, too

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -125,6 +125,7 @@ def load_model(
     weights_dtype: Literal["int8"] | None = None,
     on_progress: ProgressCallback | None = None,
     collectives: Collectives | None = None,
+    prepare: Callable[[torch.dtype], object] = lambda dtype: None,
 ) -> CheckpointModel:
     """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
 
@@ -135,20 +136,14 @@ def load_model(
     pages that it will read: float8_e4m3fn, or None: any other. `weights_dtype` "int8", on the CPU:
     the matrices of products are kept in 8 bits, with a scale for each row; activations keep their
     dtype. `on_progress`: as in `OptionalParams`. `ConfigError` names the config field or the tensor
-    that cannot be used. At the peak the memory is that of the final weights and a sixteenth more:
-    tensors are copied in pieces out of mapped files. `collectives` of one of several ranks: its
-    share alone is read.
+    that cannot be used. At the peak the memory is that of the final weights and a sixteenth more.
+    `collectives` of one of several ranks: its share alone is read. `prepare` is called with the
+    model's dtype before weights are read.
     """
     kernels = kernels or _cpu_kernels(device)
     _check_weights_dtype(weights_dtype, kernels, device)
     layout = RankLayout() if collectives is None else collectives.layout
-    tensors: StateDict | SafetensorsFolder
-    if isinstance(source, tuple):
-        config, state_dict = _check_pair(source)
-        tensors = StateDict(state_dict)
-    else:
-        config = _read_config(Path(source))
-        tensors = SafetensorsFolder(Path(source))
+    config, tensors = _opened(source)
     spec = read_spec(
         config, dtype=dtype, max_seq_len=max_seq_len, num_tensors=len(tensors.describe())
     )
@@ -157,6 +152,7 @@ def load_model(
         spec = _narrowed(spec, attention_window, sink)
     spec = dataclasses.replace(spec, kv_cache_dtype=kv_cache_dtype)
     family = FAMILIES[spec.family]
+    prepare(spec.dtype)
     weights = Weights(
         parameter_shapes(spec),
         place_tensors(spec),
@@ -172,6 +168,14 @@ def load_model(
     weights.load(tensors, on_progress=on_progress)
     tensors.close()
     return CheckpointModel(spec, weights, kernels, device, collectives)
+
+
+def _opened(source: Source) -> tuple[Mapping[str, Any], StateDict | SafetensorsFolder]:
+    """Return a checkpoint's config, and where its tensors come from."""
+    if isinstance(source, tuple):
+        config, state_dict = _check_pair(source)
+        return config, StateDict(state_dict)
+    return _read_config(Path(source)), SafetensorsFolder(Path(source))
 
 
 def _narrowed(spec: ModelSpec, window: int, sink: int) -> ModelSpec:

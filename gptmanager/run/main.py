@@ -24,7 +24,7 @@ from gptmanager.terminal.options import (
     ManagerOptions,
     manager_options,
 )
-from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.progress import NOTES, ProgressBars
 from gptmanager.terminal.streams import tell
 from gptmanager.terminal.tables import print_report
 
@@ -41,7 +41,7 @@ def main(options: argparse.Namespace) -> int:
         return 0
     params.recording_path = options.record
     if not options.json:
-        params.on_progress = ProgressBars(options.region).tell
+        params.on_progress = ProgressBars(options.region, notes=NOTES).tell
     params.callback_budget_s = 1.0 + options.pace  # the pace is kept by a callback
     summary, losses = serve_file(options, given, LiveView(options.region, quiet=options.json))
     print_report(summary, as_json=options.json)

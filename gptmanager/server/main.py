@@ -8,11 +8,12 @@ import signal
 
 import torch
 
+from gptmanager.environment.cores import num_cores
 from gptmanager.run.follow import follow, is_follower
 from gptmanager.server.extras import load_extra
 from gptmanager.server.settings import ServerSettings
 from gptmanager.terminal.options import manager_options
-from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.progress import NOTES, ProgressBars
 from gptmanager.terminal.streams import tell
 
 _FEW_CORES = 4
@@ -28,13 +29,6 @@ def leave_a_core() -> None:
         torch.set_num_threads(max(cores - 1, 1))
 
 
-def num_cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def main(options: argparse.Namespace) -> int:
     """Return the exit status."""
     if options.threads is None:
@@ -48,6 +42,6 @@ def main(options: argparse.Namespace) -> int:
         model = settings.model, settings.params, given.scheduler, given.model_type
         follow(*model, settings.max_beam_width)
         return 0
-    given.params.on_progress = ProgressBars(options.region).tell
+    given.params.on_progress = ProgressBars(options.region, notes=NOTES).tell
     load_extra("server", "gptmanager.server.serving").serve(settings, tell)
     return 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gptmanager.terminal.live_region import LiveRegion, console
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PATIENCE_S = 1.0  # what takes longer shows a bar
+# what is said when work begins that takes long on the first start alone
+NOTES = {"kernels": "compiling kernels for this processor: once, for some seconds"}
 _REFRESH_S = 0.1
 
 
@@ -21,14 +25,21 @@ class ProgressBars:
 
     Draws when it is told something, on the thread that tells it: nothing disturbs what is timed.
     `wanted` True: where nothing can be drawn, a line when the work is done; False: never anything.
+    `notes`: kind of work -> a line that says what begins, on any stream.
     """
 
     def __init__(
-        self, region: LiveRegion, patience_s: float = PATIENCE_S, *, wanted: bool | None = None
+        self,
+        region: LiveRegion,
+        patience_s: float = PATIENCE_S,
+        *,
+        wanted: bool | None = None,
+        notes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._region = region
         self._patience_s = patience_s
         self._wanted = wanted
+        self._notes = notes
         self._begun: dict[str, float] = {}  # kind of work -> when it was first told of
         self._bars: dict[str, TaskID] = {}
         self._progress: Progress | None = None
@@ -36,6 +47,8 @@ class ProgressBars:
 
     def tell(self, what: str, done: int, total: int, note: str = "") -> None:
         """`done` of `total` is done of the work called `what`; its bar goes when all is."""
+        if what in self._notes and done == 0 < total:
+            self._region.write(self._notes[what] + "\n")
         if self._wanted is False or not (self._region.can_draw or self._wanted):
             return
         now = time.monotonic()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import sys
-from pathlib import Path
 
-_GROUP = Path("/sys/fs/cgroup")
+from gptmanager.environment.control_groups import memory_left
 
 
 def free_memory_bytes() -> float:
-    """Memory that a new allocation could get without swapping, within a container's limit."""
-    return min(_free_in_system(), _free_in_container())
+    """Return the bytes that a new allocation could get without swapping, within the limits of this
+    process's control groups.
+    """
+    return min(_free_in_system(), memory_left())
 
 
 def give_back() -> None:
@@ -27,24 +27,6 @@ def give_back() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
         if trim is not None:
             trim(0)
-
-
-def _free_in_container() -> float:
-    """Return the bytes free below the container's limit.
-
-    Pages of files, such as a checkpoint's, count as free: the system drops them when needed.
-    """
-    try:
-        limit = (_GROUP / "memory.max").read_text(encoding="ascii").strip()
-        if limit == "max":
-            return math.inf
-        used = int((_GROUP / "memory.current").read_text(encoding="ascii"))
-        lines = (_GROUP / "memory.stat").read_text(encoding="ascii").splitlines()
-        counts = dict(line.split() for line in lines)
-        pages = int(counts["active_file"]) + int(counts["inactive_file"])
-        return max(0, int(limit) - used + pages)
-    except (OSError, ValueError, KeyError):  # no control groups of the second version
-        return math.inf
 
 
 def _free_in_system() -> int:

@@ -1,0 +1,117 @@
+"""Limits of Linux control groups, of both versions: what containers and systemd give a process.
+
+A limit of any group above counts too. It knows nothing of what the limits are used for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+_UNLIMITED = 1 << 62  # the first version writes a huge number where there is no limit
+
+
+def cpu_quota(root: Path = ROOT) -> float:
+    """Return how many cores the groups of this process may use on average; inf without a limit.
+
+    `root`: the folder that holds `proc` and `sys`.
+    """
+    quotas = [_quota(*_numbers(group / "cpu.max")) for group in _groups(root, "")]
+    for group in _groups(root, "cpu"):
+        files = (group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
+        quotas.append(_quota(*(number for file in files for number in _numbers(file))))
+    return min(quotas, default=math.inf)
+
+
+def memory_left(root: Path = ROOT) -> float:
+    """Return the bytes that the limits leave; inf without a limit.
+
+    Pages of files, such as a checkpoint's, make room when it is asked for.
+    """
+    left = [
+        _left(group, limit, "memory.current", "") for group in _groups(root, "")
+        for limit in ("memory.max", "memory.high")
+    ]  # fmt: skip
+    left += [
+        _left(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        for group in _groups(root, "memory")
+    ]
+    return min(left, default=math.inf)
+
+
+def _quota(quota: float = math.inf, period: float = 0, *_: float) -> float:
+    return quota / period if quota > 0 and period > 0 else math.inf
+
+
+def _left(group: Path, limit: str, used: str, prefix: str) -> float:
+    """`prefix`: of the counts that include the groups below."""
+    try:
+        (most, *_), (taken, *_) = _numbers(group / limit), _numbers(group / used)
+        if most >= _UNLIMITED:
+            return math.inf
+        lines = (group / "memory.stat").read_text("ascii").splitlines()
+        counts = dict(line.split() for line in lines)
+        pages = sum(int(counts[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+        return max(0.0, most - taken + pages)
+    except (OSError, ValueError, KeyError):  # the topmost group has no such files
+        return math.inf
+
+
+def _numbers(file: Path) -> list[float]:
+    """The numbers in a file, `max` as inf; none where it cannot be read."""
+    try:
+        words = file.read_text("ascii").split()
+        return [math.inf if word == "max" else float(word) for word in words]
+    except (OSError, ValueError):
+        return []
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's group and of those above, as far as they are mounted.
+
+    `controller`: of the first version; "" for the second.
+    """
+    for within, top in _mounts(root, controller):
+        path = _path(root, controller)
+        if path is None:
+            continue
+        try:
+            folder = top / path.relative_to(within)
+        except ValueError:  # of another namespace: what is mounted is this process's
+            folder = top
+        if ".." in folder.parts or not folder.is_dir():
+            folder = top
+        yield folder
+        while folder != top:
+            folder = folder.parent
+            yield folder
+
+
+def _path(root: Path, controller: str) -> Path | None:
+    """The path of this process's group in the hierarchy of `controller`."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if path and controller in controllers.split(","):
+            return Path(path)
+    return None
+
+
+def _mounts(root: Path, controller: str) -> Iterator[tuple[Path, Path]]:
+    """Which part of the hierarchy is mounted, and where."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        mount, _, system = line.partition(" - ")
+        fields, (kind, *more) = mount.split(), [*system.split(), ""]
+        is_first = kind == "cgroup" and controller in more[-2].split(",")
+        if len(fields) > 4 and (is_first if controller else kind == "cgroup2"):
+            within, where = (field.replace("\\040", " ") for field in fields[3:5])
+            yield Path(within), root / where.lstrip("/")
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []

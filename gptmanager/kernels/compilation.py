@@ -1,0 +1,132 @@
+"""Bodies compiled on all cores: the first start on a machine needs a dozen of them.
+
+Numba compiles one body at a time in a process, whatever its threads do. So other processes fill
+the cache on disk while this one compiles, too. It knows nothing of what a body computes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from gptmanager.environment.cores import num_cores
+from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.kernels.machine_code import Body, compiled, has_folder, is_kept
+
+Progress = Callable[[str, int, int], None]
+
+WORK = "kernels"  # what progress is reported of
+_MOST_PROCESSES = 4  # the longest body takes a third of the time of all
+_BYTES_OF_PROCESS = 600 << 20
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.stdin.readline());"
+    "from gptmanager.kernels import compilation; compilation.compile_for_another()"
+)
+_DONE = "compiled\n"
+
+
+def compile_all(bodies: Sequence[Body], on_progress: Progress | None = None) -> None:
+    """Compile or load `bodies`, those that take longest first.
+
+    `on_progress` is told "kernels", how many of those that are not kept yet are compiled, and how
+    many there are, on this thread.
+    """
+    missing = [body for body in dict.fromkeys(bodies) if not is_kept(body)]
+    tell = on_progress or (lambda *_: None)
+    if missing:
+        tell(WORK, 0, len(missing))
+        _compile(missing, tell)
+        tell(WORK, len(missing), len(missing))
+    for body in bodies:
+        compiled(body)
+
+
+def _compile(missing: Sequence[Body], tell: Progress) -> None:
+    waiting, num_done = deque(missing), 0
+    ended = threading.Semaphore(0)  # a body is compiled, or its process has failed
+    with _processes(_num_processes(missing) - 1) as processes:
+        threads = [
+            threading.Thread(target=_feed, args=(process, waiting, ended), daemon=True)
+            for process in processes
+        ]
+        for thread in threads:
+            thread.start()
+        while num_done < len(missing):
+            if (body := _next(waiting)) is not None:
+                compiled(body)
+                ended.release()
+            while ended.acquire(blocking=not waiting):
+                num_done += 1
+                tell(WORK, num_done, len(missing))
+                if num_done == len(missing):
+                    break
+
+
+def _next(waiting: deque[Body]) -> Body | None:
+    """None where others have the rest."""
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return None
+
+
+def _num_processes(missing: Sequence[Body]) -> int:
+    """This one included. Others could hand over nothing without a folder that keeps it."""
+    if not sys.executable or getattr(sys, "frozen", False) or not has_folder(missing[0]):
+        return 1
+    by_memory = 1 + int(free_memory_bytes() / 2 / _BYTES_OF_PROCESS)
+    return min(num_cores(), len(missing), _MOST_PROCESSES, by_memory)
+
+
+@contextmanager
+def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that compile what they are sent; they end with the block."""
+    found: list[subprocess.Popen[str]] = []
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    try:
+        with suppress(OSError):  # no more processes, say: then there are fewer
+            for _ in range(count):
+                command = [sys.executable, "-c", _PROGRAM]
+                # a Ctrl-C is this process's to handle
+                found.append(subprocess.Popen(command, text=True, start_new_session=True, **pipes))
+        yield found
+    finally:
+        for process in found:
+            process.kill()
+        for process in found:
+            process.wait()
+
+
+def _feed(process: subprocess.Popen[str], waiting: deque[Body], ended: threading.Semaphore) -> None:
+    """Send bodies to `process`; one that it cannot compile counts, and is compiled here later."""
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(OSError, ValueError), process.stdin, process.stdout:
+        process.stdin.write(json.dumps(sys.path) + "\n")
+        process.stdin.flush()
+        is_there = process.stdout.readline() == _DONE
+        while is_there and (body := _next(waiting)) is not None:
+            try:
+                process.stdin.write(f"{body.__module__}:{body.__qualname__}\n")
+                process.stdin.flush()
+                is_there = process.stdout.readline() == _DONE
+            finally:
+                ended.release()
+
+
+def compile_for_another() -> None:
+    """Compile each MODULE:NAME of the standard input, until that ends; a line says when it begins,
+    and one when each is done.
+    """
+    sys.stdout.write(_DONE)
+    sys.stdout.flush()
+    for line in sys.stdin:
+        module, _, name = line.strip().partition(":")
+        compiled(getattr(importlib.import_module(module), name))
+        sys.stdout.write(_DONE)
+        sys.stdout.flush()

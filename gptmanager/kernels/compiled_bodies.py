@@ -1,0 +1,33 @@
+"""Which bodies a model needs on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gptmanager.kernels import paged_attention, token_loops
+from gptmanager.kernels.adapter_plan import plan_runs
+from gptmanager.kernels.adapters import add as add_adapters
+from gptmanager.kernels.machine_code import Body
+from gptmanager.kernels.product_plan import can_be_packed, product_bodies
+
+
+def bodies_of_model(
+    dtype: torch.dtype | None, quantized: bool, deterministic: bool
+) -> Sequence[Body]:
+    """Return the bodies, those that take longest to compile first. `dtype` None: no matrices."""
+    products: Sequence[Body] = ()
+    if dtype is not None and can_be_packed(dtype, quantized):
+        products = product_bodies(torch.int8 if quantized else dtype, deterministic)
+    return [
+        paged_attention.attention,
+        add_adapters,
+        *products,
+        token_loops.rope_and_write,
+        plan_runs,
+        token_loops.normalize,
+        token_loops.activate,
+        token_loops.embed,
+        token_loops.convert,
+    ]
