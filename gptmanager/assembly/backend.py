@@ -122,7 +122,8 @@ class Backend(ABC):
         sizes = options.adapters
         if sizes is None:
             return None
-        self.kernels.warm_up()  # when the first one comes others run already
+        if sizes.torch_dtype in DTYPES:
+            self.kernels.warm_up()  # when the first one comes others run already
         return AdapterPool(
             *(sizes.cache, sizes.pages_per_host_block, sizes.torch_dtype, self.device),
             modules=dict(sizes.modules),

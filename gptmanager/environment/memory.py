@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import resource
 import sys
+from contextlib import suppress
 
 from gptmanager.environment.control_groups import memory_left
 
 
 def free_memory_bytes() -> float:
     """Return the bytes that a new allocation could get without swapping, within the limits of this
-    process's control groups.
+    process and of its control groups.
     """
-    return min(_free_in_system(), memory_left())
+    return min(_free_in_system(), memory_left(), _free_in_process())
 
 
 def give_back() -> None:
@@ -27,6 +30,19 @@ def give_back() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
         if trim is not None:
             trim(0)
+
+
+def _free_in_process() -> float:
+    """Return the bytes that `ulimit -v` and `ulimit -d` leave."""
+    limits = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
+    left = [math.inf]
+    with suppress(OSError), open("/proc/self/status", encoding="utf-8") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            most = resource.getrlimit(limits[name])[0] if name in limits else -1
+            if most != resource.RLIM_INFINITY:
+                left.append(max(0, most - int(value.split()[0]) * 1024))
+    return min(left)
 
 
 def _free_in_system() -> int:

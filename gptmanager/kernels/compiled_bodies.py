@@ -16,7 +16,12 @@ from gptmanager.kernels.product_plan import can_be_packed, product_bodies
 def bodies_of_model(
     dtype: torch.dtype | None, quantized: bool, deterministic: bool
 ) -> Sequence[Body]:
-    """Return the bodies, those that take longest to compile first. `dtype` None: no matrices."""
+    """Return the bodies, those that take longest to compile first. `dtype` None: no matrices.
+
+    What is float64 is computed by torch.
+    """
+    if dtype is torch.float64:
+        return []
     products: Sequence[Body] = ()
     if dtype is not None and can_be_packed(dtype, quantized):
         products = product_bodies(torch.int8 if quantized else dtype, deterministic)

@@ -150,7 +150,8 @@ def _cache_of(function: FunctionType) -> _Cache | None:
     try:
         return _Cache(function)
     except (RuntimeError, OSError) as error:
-        _tell_that_nothing_is_kept(str(error).partition(":")[2].strip() or str(error))
+        logger.debug("%s: %s", function.__name__, error)
+        _tell_that_nothing_is_kept("no folder can be written to")
         return None
 
 

@@ -118,7 +118,11 @@ def main() -> None:
     command += ["--max-queued-requests", str(options.queued), "--kv-cache-tokens", "16384"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            port = int(server.stderr.readline().split()[-1].rpartition(":")[2])
+            port = int(
+                next(line for line in server.stderr if "http://" in line)
+                .split()[-1]
+                .rpartition(":")[2]
+            )
             asyncio.run(drive(port, server.pid, options))
         finally:
             server.terminate()

@@ -178,7 +178,7 @@ def main() -> None:
         command += ["--port", "0", "--threads", "1", "--kv-cache-tokens", str(1 << 16)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
             try:
-                url = server.stderr.readline().split()[-1]
+                url = next(line for line in server.stderr if "http://" in line).split()[-1]
                 port = int(url.rpartition(":")[2])
                 queue = AsyncRequestQueue(max_pending=None, exclude_input_in_output=True)
                 with queue, manager(model, queue) as running:

@@ -71,7 +71,11 @@ def main() -> None:
     command += ["--port", "0", "--threads", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            port = int(server.stderr.readline().split()[-1].rpartition(":")[2])
+            port = int(
+                next(line for line in server.stderr if "http://" in line)
+                .split()[-1]
+                .rpartition(":")[2]
+            )
             drive(port, server.pid, options)
         finally:
             server.terminate()
