@@ -1,0 +1,14 @@
+"""A short piece of the soak that `make marathon-soak` runs for a quarter of an hour."""
+
+from __future__ import annotations
+
+import pytest
+from soak import soak
+
+pytest.importorskip("llguidance")
+
+
+def test_a_tight_cache_changes_no_answer() -> None:
+    told = soak(5.0, seed=3, most_requests=60)
+    assert told["failures"] == []
+    assert told["requests"] == 60 and told["pauses"]
