@@ -2,9 +2,9 @@
 
 make marathon-soak MINUTES=15
 
-Under MAX_UTILIZATION, with block reuse, requests with adapters, grammars, drafts, beams, streams and
-seeds keep a batch full, and some are cancelled. Each is a canary: what it answers is held
-against what it answered alone. Prints JSON, and exits with 1 if a bar is missed.
+Under MAX_UTILIZATION, with block reuse, requests with adapters, grammars, drafts, beams, streams
+and seeds keep a batch full, and some are cancelled. Each is a canary: its answer is held against
+the one that it had alone. Prints JSON, and exits with 1 if a bar is missed.
 """
 
 from __future__ import annotations
