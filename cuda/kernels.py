@@ -93,11 +93,10 @@ class CudaKernels(Kernels):
             context = plan_context(num_new[:middle], kv_lengths[:middle], shape)
             size = shape.num_kv_heads, find_places(self._launcher, shape)
             sink, single = shape.sink, kv_lengths[middle:alive]
-            given = {"window": window, "sink": sink}
-            generation = plan_generation(single, *size, **given, stretch=stretch)
+            generation = plan_generation(single, *size, window=window, sink=sink, stretch=stretch)
             if fixed:  # a token's queries are one item
                 num_single = len(num_new) - middle
-                most = max_num_items(num_single, *size, **given)
+                most = max_num_items(num_single, *size, window=window, sink=sink)
                 generation = generation.padded(most, num_single)
                 context = _padded(context, middle)
             arrays += (context, generation.items)

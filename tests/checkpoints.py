@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gptmanager.bench.load import random_llama
 from gptmanager.kernels.adapter_arguments import StepAdapters
 from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.memory import KvPool
@@ -22,11 +24,15 @@ from gptmanager.models import Batch, Model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM
+    try:
+        import transformers
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:  # a machine for kernels may lack it: what needs it is skipped there
+        transformers = None
 
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+if transformers is not None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 _SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 _SIZES = {
@@ -92,6 +98,8 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 
 
 def _new_model(config: Mapping[str, Any]) -> Any:
+    if transformers is None:
+        pytest.skip("transformers is not installed")
     fields = copy.deepcopy(dict(config))  # transformers writes into them
     hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     return AutoModelForCausalLM.from_config(
@@ -114,6 +122,14 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + noise / 5 if is_norm else noise / 5)
     return model
+
+
+def random_state(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """The tensors of `random_model`; without transformers, others, and of a Llama only."""
+    if transformers is not None or config["model_type"] != "llama":
+        return random_model(config, seed).state_dict()
+    drawn = random_llama(config, seed)  # norms 1, the rest normal(0, 0.02)
+    return {name: it if it.ndim == 1 else 10 * it for name, it in drawn.items()}
 
 
 def save_large(config: Mapping[str, Any], folder: Path) -> None:

@@ -180,12 +180,13 @@ def _draw(
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors of a Llama or Qwen2 by Hugging Face's names."""
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, kv = (head_dim * config[f"num_{it}_heads"] for it in ("attention", "key_value"))
     layer: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (kv, hidden),
         "self_attn.v_proj.weight": (kv, hidden),
-        "self_attn.o_proj.weight": (hidden, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
         "mlp.gate_proj.weight": (ffn, hidden),
         "mlp.up_proj.weight": (ffn, hidden),
         "mlp.down_proj.weight": (hidden, ffn),
@@ -194,13 +195,13 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if config["model_type"] == "qwen2":
         layer |= {
-            "self_attn.q_proj.bias": (hidden,),
+            "self_attn.q_proj.bias": (queries,),
             "self_attn.k_proj.bias": (kv,),
             "self_attn.v_proj.bias": (kv,),
         }
     table = (config["vocab_size"], hidden)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
-    if not config["tie_word_embeddings"]:
+    if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = table
     shapes["model.norm.weight"] = (hidden,)
     for index in range(config["num_hidden_layers"]):

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
 
 def environment_of(work: Path, root: Path) -> dict[str, str]:
     """Of every command. What is compiled is kept below the working folder, for later phases."""
-    path = [str(root), str(root / "tests/card"), str(work / "site")]
+    path = [str(root), str(work / "site")]
     path += filter(None, [os.environ.get("PYTHONPATH", "")])
     return {
         "PYTHONPATH": os.pathsep.join(path),

@@ -31,7 +31,9 @@ def main(arguments: list[str]) -> int:
     status = 0
     for _ in range(MOST_PROCESSES):
         before = Outcomes.read(options.outcomes)
-        environment = {**os.environ, **ENVIRONMENT, "CARD_OUTCOMES": str(options.outcomes)}
+        path = os.pathsep.join((os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)))
+        own = {**ENVIRONMENT, "PYTHONPATH": path, "CARD_OUTCOMES": str(options.outcomes)}
+        environment = {**os.environ, **own}
         status = subprocess.run(
             [*shlex.split(options.under), *pytest_command(options)], env=environment, check=False
         ).returncode

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from checkpoints import CONFIGS, random_model
+from checkpoints import CONFIGS, random_state
 from requirements import skip
 
 from gptmanager import (
@@ -83,7 +83,7 @@ def finals(
 
 @functools.cache
 def checkpoint(config):
-    return random_model(dict(config)).state_dict()
+    return random_state(dict(config))
 
 
 def check_same(device, requests, **options):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
 from devices import LLAMA
-from transformers import DynamicCache
 
 from gptmanager import (
     GptManager,
@@ -39,6 +38,9 @@ def scaled_checkpoint():
         for name, scale in zip("kv", pair, strict=True):
             tensors[f"model.layers.{layer}.self_attn.{name}_scale"] = torch.tensor(scale)
     return config, tensors
+
+
+DynamicCache = pytest.importorskip("transformers").DynamicCache
 
 
 class RoundingCache(DynamicCache):

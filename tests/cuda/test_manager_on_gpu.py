@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from checkpoints import checkpoint, expected_logits, is_greedy, random_model
+from checkpoints import expected_logits, is_greedy, random_model, random_state
 from devices import GPU, LLAMA, there_is
 
 from gptmanager import (
@@ -54,6 +54,11 @@ def model():
     return random_model(LLAMA)
 
 
+@functools.cache
+def own_checkpoint():
+    return LLAMA, random_state(LLAMA)
+
+
 @dataclass
 class Served:
     """What a manager answered, and told of itself."""
@@ -84,7 +89,7 @@ def serve(device, requests, *, beams=1, policy=NO_EVICT, source=None, max_tokens
     cache = options.pop("cache", None) or KvCacheConfig(max_tokens=max_tokens, tokens_per_block=16)
     options.setdefault("max_batch_size", 4)
     with GptManager(
-        source or checkpoint(model()),
+        source or own_checkpoint(),
         ModelType.INFLIGHT_FUSED_BATCHING,
         beams,
         SchedulerConfig(policy),
@@ -377,7 +382,7 @@ def test_an_aborted_manager_answers_everyone_once(device):
         begun.set()
 
     manager = GptManager(
-        checkpoint(model()),
+        own_checkpoint(),
         ModelType.INFLIGHT_FUSED_BATCHING,
         1,
         None,
