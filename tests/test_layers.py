@@ -405,6 +405,7 @@ server/                   a manager behind HTTP and gRPC
     openai.functions      the deprecated functions, as tools
     openai.tool_parsing   calls of tools in the text of a model (no torch)
     openai.chat_answer    the text of an answer as a chat's message, and as deltas
+    openai.control_tokens  texts of clients in a chat that never become control tokens (no torch)
     openai.chat_prompt    from messages to the tokens of a prompt
     openai.structured     answers that fit a schema, a pattern, a choice, a grammar
     openai.generation_fields  how to generate, and what to tell of it

@@ -35,6 +35,7 @@ class TextEncoder:
     """Encodes with `tokenizer`, None: there is none. `max_tokens`: more fit into no request.
 
     Texts of at least `long_text` characters are encoded so that other threads run meanwhile.
+    `special_in_text` False: the name of a special token in a text is plain text.
     """
 
     def __init__(
@@ -43,7 +44,11 @@ class TextEncoder:
         max_tokens: int | None = None,
         *,
         long_text: int = LONG_TEXT,
+        special_in_text: bool = True,
     ) -> None:
+        if tokenizer is not None and not special_in_text:
+            tokenizer = Tokenizer.from_str(tokenizer.to_str())  # others use the given one
+            tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         self._long_text = long_text
         self._max_tokens = max_tokens

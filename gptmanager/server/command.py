@@ -60,6 +60,8 @@ def add_command(commands: Any) -> None:
     add("--chat-template", type=Path, metavar="FILE", help="(default: the checkpoint's)")
     told = "a request may bring a chat template of its own"
     add("--trust-request-chat-template", action="store_true", help=told)
+    told = "the name of a special token in a client's text is plain text"
+    add("--no-special-tokens-in-text", action="store_true", help=told)
     add("--lenient", action="store_true", help="unknown fields are a warning, no error")
     add("--triton", action="store_true", help="serve Triton's protocol below /v2, too")
     add("--grpc-port", type=natural, metavar="N", help="the same over gRPC; implies --triton")

@@ -64,7 +64,12 @@ class Engine:
         self.is_draining = False
         self._settings = settings
         self.context_length = ContextLength(card.max_model_len)
-        self._encoder = TextEncoder(card.tokenizer, card.max_model_len, long_text=LONG_TEXT)
+        self._encoder = TextEncoder(
+            card.tokenizer,
+            card.max_model_len,
+            long_text=LONG_TEXT,
+            special_in_text=not settings.no_special_tokens_in_text,
+        )
         self._calls: set[Call] = set()
         self._num_preparing = 0
         self._request_ids = itertools.count(1)

@@ -25,8 +25,9 @@ class ServerSettings(AccessSettings):
     `request_timeout`, `shutdown_timeout`: seconds, None: no limit. `adapter_dir`: clients load
     adapters from below it; None: they load none. `triton`: /v2 is served, as it is with a
     `grpc_port`. `chat_template`: a file, instead of the checkpoint's.
-    `trust_request_chat_template`: a request may bring its own. `lenient`: unknown fields are a
-    warning. `manager`: what the manager is constructed with.
+    `trust_request_chat_template`: a request may bring its own. `no_special_tokens_in_text`: what a
+    client writes never becomes a special token. `lenient`: unknown fields are a warning. `manager`:
+    what the manager is constructed with.
     """
 
     model: Path
@@ -42,6 +43,7 @@ class ServerSettings(AccessSettings):
     adapter_dir: Path | None = None
     chat_template: Path | None = None
     trust_request_chat_template: bool = False
+    no_special_tokens_in_text: bool = False
     lenient: bool = False
     triton: bool = False
     grpc_port: int | None = None

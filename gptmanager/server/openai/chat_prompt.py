@@ -18,6 +18,7 @@ from gptmanager.server.body import beside
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import AsItIs, Field, Flag, ListOf, Object, Text
+from gptmanager.server.openai.control_tokens import ControlTokens
 from gptmanager.server.openai.messages import (
     MESSAGES_SCHEMA,
     count_items,
@@ -85,6 +86,8 @@ class ChatPrompts:
         self._one_call: dict[bytes, bool] = {}  # of templates that have been tried
         self._process = TemplateProcess()
         self._process_of_requests = TemplateProcess()
+        tokenizer, hides = engine.card.tokenizer, settings.no_special_tokens_in_text
+        self._control_tokens = ControlTokens(tokenizer) if tokenizer and hides else None
 
     async def read(
         self, body: Mapping[str, Any], tools: Tools | None, warnings: Warnings
@@ -114,8 +117,20 @@ class ChatPrompts:
             messages = one_call_each(messages)
         text = await self._filled_in(template, process, messages, body, tools)
         special = body.get("add_special_tokens", False)  # the template has them
-        tokens = await self._engine.encode("messages", text, special=special)
+        tokens = await self._encoded(text, special=special)
         return ChatPrompt(tokens, form, one_call)
+
+    async def _encoded(self, text: str, *, special: bool) -> list[int]:
+        if self._control_tokens is None:
+            return await self._engine.encode("messages", text, special=special)
+        tokens: list[int] = []
+        for piece in self._control_tokens.pieces(text):
+            if isinstance(piece, int):
+                tokens.append(piece)
+            else:
+                tokens += await self._engine.encode("messages", piece, special=special)
+                special = False
+        return tokens
 
     async def _takes_one_call(self, template: str, process: TemplateProcess) -> bool:
         """Return whether a template takes a message with one call and refuses one with two.
@@ -134,8 +149,7 @@ class ChatPrompts:
 
     async def _takes(self, template: str, process: TemplateProcess, num_calls: int) -> bool:
         messages, tools = _trial(num_calls)
-        variables = {
-            **self._engine.card.special_tokens,
+        of_client = {
             "tools": tools,
             "documents": None,
             "add_generation_prompt": True,
@@ -182,14 +196,16 @@ class ChatPrompts:
                 "continue_final_message: stands beside add_generation_prompt: one is possible",
                 param="continue_final_message",
             )
-        variables = {
-            **self._engine.card.special_tokens,
+        of_client = {
             "tools": None if tools is None else tools.for_template(),
             "documents": body.get("documents"),
             "add_generation_prompt": not continues if generates is None else generates,
             **{name: body[name] for name in _VARIABLES if name in body},
             **_own_variables(body.get("chat_template_kwargs")),
         }
+        if self._control_tokens is not None:
+            messages, of_client = map(self._control_tokens.marked, (messages, of_client))
+        variables = {**self._engine.card.special_tokens, **of_client}
         try:
             return await process.fill_in(
                 template, messages, variables, continue_final_message=continues
