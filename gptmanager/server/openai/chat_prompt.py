@@ -149,7 +149,8 @@ class ChatPrompts:
 
     async def _takes(self, template: str, process: TemplateProcess, num_calls: int) -> bool:
         messages, tools = _trial(num_calls)
-        of_client = {
+        variables = {
+            **self._engine.card.special_tokens,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": True,
