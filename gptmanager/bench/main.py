@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import orjson
 
-from gptmanager.bench.end_to_end import PARTS, bench_end_to_end
+from gptmanager.bench.end_to_end import bench_end_to_end
 from gptmanager.bench.engine import Figures
 from gptmanager.bench.kernels import KernelOptions, bench_kernels
 from gptmanager.bench.load import Load
+from gptmanager.bench.names import PARTS
 from gptmanager.bench.table import end_to_end_table, kernel_table
 from gptmanager.bench.throughput import BenchOptions, bench
 from gptmanager.bench.workbench import CPU_SCALE, GPU_SCALE, ON_CPU, EndToEndOptions

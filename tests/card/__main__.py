@@ -45,7 +45,9 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     forget(steps, folder, options.again)
     probe, status = probe_machine(root, environment)
     (folder / "probe.json").write_text(json.dumps(probe, indent=1), "utf-8")
-    code = fingerprint(root)
+    switches = os.environ.get("GPTMANAGER_CUDA", "")
+    notes += [f"GPTMANAGER_CUDA={switches}"] if switches else []
+    code = f"{fingerprint(root)} {switches}"
 
     def told(records: Sequence[Record]) -> list[str]:
         lines = summary(options.phase, probe, notes, steps, records, folder, code)

@@ -37,7 +37,9 @@ def summary(
     by_name = {record.name: record for record in records}
     lines = [f"phase {phase}: {_counts(records)}", *_machine_lines(probe), *notes]
     if any(record.status is not None and record.code != code for record in records):
-        lines.append("some steps ran before the code was changed: AGAIN=all runs them again")
+        lines.append(
+            "some steps ran with other code, or another GPTMANAGER_CUDA: AGAIN=all runs them again"
+        )
     ran = [step for step in steps if by_name.get(step.name)]
     wrong = [step for step in ran if by_name[step.name].status not in (0, None)]
     of_each = min(_OF_STEP, max(0, _FOR_WRONG - len(wrong)) // max(1, len(wrong)))

@@ -330,3 +330,11 @@ def test_a_call_that_is_wrong(tmp_path):
     assert run_card("d", tmp_path).returncode == 2
     done = run_card("a", tmp_path, "--only", "no-such-step")
     assert done.returncode == 2 and "no step is called so" in done.stderr
+
+
+def test_steps_that_ran_other_code_are_told(tmp_path):
+    step = shell("one", "true")
+    for code, is_told in (("now", False), ("before", True)):
+        records = [Record("one", status=0, is_done=True, code=code)]
+        lines = summary("a", {}, [], [step], records, tmp_path, "now")
+        assert any("ran with other code" in line for line in lines) is is_told
