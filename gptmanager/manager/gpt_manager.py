@@ -72,8 +72,6 @@ class GptManager:
     that its own callbacks refer to is never forgotten.
     """
 
-    _thread: threading.Thread | None = None
-
     def __init__(
         self,
         model_path: Any,
@@ -235,8 +233,8 @@ class GptManager:
 
     def __del__(self) -> None:
         """Nobody can ask for anything any more: the loop ends, with an error for each request."""
-        thread = self._thread
-        if thread is None or self._is_forked or self._lifecycle.ended.is_set:
+        is_made = hasattr(self, "_thread")  # else the constructor has raised
+        if not is_made or self._is_forked or self._lifecycle.ended.is_set:
             return
         self._inbox.ask_to_end(aborts=True)  # without a wait: this may be any line of any thread
         warnings.warn(
