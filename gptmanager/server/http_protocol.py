@@ -101,7 +101,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope[PEER] = self._host  # type: ignore[typeddict-unknown-key]
+        self.scope[PEER] = self._host  # type: ignore[literal-required]
         self._is_in_head, self._is_whole = True, False
         self._part_bytes = self._untold_bytes = 0
         if self.cycle is None or self.cycle.response_complete:
@@ -123,7 +123,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise ApiError(400, f"more than {MAX_PIPELINED} requests wait on this connection")
         super().on_headers_complete()
         cycle = self.cycle
-        self.scope[IS_WHOLE] = lambda: not cycle.more_body  # type: ignore[typeddict-unknown-key]
+        self.scope[IS_WHOLE] = lambda: not cycle.more_body  # type: ignore[literal-required]
         cycle.transport = _Answering(self.transport, self._end)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
@@ -216,12 +216,18 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _Answering:
-    """A connection's transport, as the answer to a request uses it: `end` closes it."""
+    """A connection's transport, as the answer to a request uses it: `end` closes it. Of several
+    requests on a connection only the last hears that the client has gone; the others write on.
+    """
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
-        self.write = transport.write
+        self._write = transport.write
         self.is_closing = transport.is_closing
         self.close = end
+
+    def write(self, data: bytes) -> None:
+        if not self.is_closing():
+            self._write(data)
 
 
 def _too_large() -> ApiError:

@@ -278,3 +278,15 @@ def test_a_head_has_a_limit_for_each_request_of_a_connection(server, monkeypatch
         for _ in range(5):
             connection.sendall(HEALTH)
             assert told(connection)[0] == 200
+
+
+def test_a_client_that_leaves_before_its_answers_is_no_error(server, caplog):
+    """Of its requests the last alone is told; the log would have a traceback for each other."""
+    for _ in range(20):
+        with connect(server) as connection:
+            connection.sendall(HEALTH * 60)
+    with connect(server) as connection:
+        connection.sendall(HEALTH)
+        assert told(connection)[0] == 200
+    wait_for(lambda: not server.server.server_state.tasks)
+    assert "Exception" not in caplog.text
