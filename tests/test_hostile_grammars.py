@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import subprocess
 import threading
@@ -258,6 +259,20 @@ def test_a_grammar_that_nobody_refers_to_is_not_compiled(tokenizer, monkeypatch)
     go_on.set()
     assert wanted.compiled.result() and also_wanted.compiled.result()
     assert not any(text.startswith("y") for text in tried)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_host_compiles_for_itself(tokenizer):
+    guided = GuidedDecoding(tokenizer, [0])
+    guided.regex("before").compiled.result()
+    forked = os.fork()
+    if not forked:
+        try:
+            os._exit(0 if guided.regex("after").compiled.result(60) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
+    assert guided.regex("after").compiled.result()
 
 
 def test_an_equal_grammar_that_waits_is_the_same(guided):

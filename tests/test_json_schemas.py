@@ -212,6 +212,29 @@ def test_what_cannot_be_enforced_is_refused_or_reported(parser, schema, pointer)
     check_texts(parser, schema, matcher, unenforced, 2 * FUZZ)
 
 
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"required": 5}, "required must be a list, got 5 (at #/required)"),
+        ({"items": {"oneOf": 5}}, "oneOf must be a list, got 5 (at #/items/oneOf)"),
+        ({"minProperties": "x"}, 'minProperties must be an integer, got "x"'),
+        ({"dependencies": 5}, "dependencies must be an object, got 5"),
+        ({"format": ["a"]}, "format must be a text"),
+        ({"oneOf": [{"required": 5, "type": 5}, {"properties": 5}]}, "a keyword has a value of a"),
+        ({"propertyNames": {"enum": 5}}, "a keyword has a value of a wrong type"),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_wrong_type_is_told(schema, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        SchemaReader(lenient=True).read(json.dumps(schema))
+
+
+def test_many_branches_are_not_compared_for_ever(parser):
+    names = [f"a{i}" for i in range(60)]
+    schema = {"oneOf": [{"type": "object", "required": [name]} for name in names]}
+    assert compiled(parser, schema, lenient=True)[1] == ["#/oneOf"]
+
+
 def test_a_pattern_that_the_parser_cannot_read_is_left_out_if_lenient(parser):
     schema = {"type": "string", "pattern": "^(?!a)b", "maxLength": 3}
     with pytest.raises(ValueError, match="look-around"):

@@ -94,7 +94,8 @@ def read_source(
     That is a rule and a pointer to a keyword each, such as "x#/items/uniqueItems". ValueError for
     what is not a schema, or cannot be enforced.
     """
-    make, unenforced = llguidance.LLMatcher, []
+    make = llguidance.LLMatcher
+    unenforced: list[str] = []
 
     def read(name: str, schema: str) -> str:
         reader = SchemaReader(

@@ -84,15 +84,20 @@ class GuidedDecoding(RowProcessor):
         self.end_ids = frozenset(end_ids) or frozenset(self._tokenizer.eos_tokens)
         self._max_grammars = max_grammars
         self._compiled: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._trials = GrammarTrials(*given, compile_timeout_s)
+        self._start()
+        # compiled here, not when the first request runs
+        mask_logits(torch.zeros(1, 1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
+
+    def _start(self) -> None:
+        """Begin with nothing that waits; also in a forked process, which has no threads."""
         # referred to by those who wait for them, so that nobody compiles for clients that are gone
         self._waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
         self._waiting = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
-        self._trials = GrammarTrials(*given, compile_timeout_s)
         num_trials = max(2, min(os.cpu_count() or 1, _MAX_TRIALS))
         self._threads = ThreadPoolExecutor(num_trials, thread_name_prefix="gptmanager-grammars")
-        # compiled here, not when the first request runs
-        mask_logits(torch.zeros(1, 1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
+        self._pid = os.getpid()
 
     def json_schema(
         self,
@@ -153,6 +158,8 @@ class GuidedDecoding(RowProcessor):
                 f"the {source.kind} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
             )
         with self._lock:
+            if self._pid != os.getpid():
+                self._start()
             compiled = self._compiled.get(source) or self._waiting.get(source)
             if compiled is None:
                 compiled = self._waiting[source] = CompiledGrammar()
@@ -172,7 +179,8 @@ class GuidedDecoding(RowProcessor):
         def is_wanted() -> bool:
             return waiting() is not None
 
-        result, unenforced, error = None, (), None
+        result, error = None, None
+        unenforced: tuple[str, ...] = ()
         if is_wanted():
             try:
                 result, unenforced = self._compile(source, is_wanted)

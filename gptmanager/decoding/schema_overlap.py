@@ -90,8 +90,8 @@ def _misses(value: Any, schema: Mapping[str, Any]) -> bool:
         return True
     pattern = schema.get("pattern")
     try:
-        return isinstance(value, str) and bool(pattern) and not re.search(pattern, value)
-    except (re.error, TypeError):
+        return isinstance(value, str) and isinstance(pattern, str) and not re.search(pattern, value)
+    except re.error:
         return False
 
 
@@ -131,7 +131,9 @@ def _types_of_value(value: Any) -> tuple[str, ...]:
         return ("null",) if value is None else ("boolean",)
     if isinstance(value, int | float):
         return ("integer", "number")
-    return ({str: "string", list: "array"}.get(type(value), "object"),)
+    if isinstance(value, str):
+        return ("string",)
+    return ("array",) if isinstance(value, list) else ("object",)
 
 
 def listed_values(schema: Any) -> list[Any] | None:

@@ -52,6 +52,15 @@ FORMATS = frozenset(
 _KNOWN = ("type", "enum", "const", "properties", "required")  # what a complement may ask for
 _NOTHING: Mapping[str, Any] = {}
 _NAMED = ("properties", "patternProperties")
+_SHAPES: Mapping[str, tuple[Any, str]] = {
+    **dict.fromkeys(("required", "enum", "anyOf", "allOf", "oneOf"), (list, "a list")),
+    **dict.fromkeys((*_NAMED, "dependencies", "dependentRequired"), (dict, "an object")),
+    "dependentSchemas": (dict, "an object"),
+    **dict.fromkeys(("minProperties", "maxProperties"), (int, "an integer")),
+    **dict.fromkeys(("minItems", "maxItems"), (int | float, "an integer")),
+    **dict.fromkeys(("format", "$ref"), (str, "a text")),
+}
+_MAX_BRANCHES = 30  # of which each can be said not to fit the others
 _MAX_SET = 6  # values of which any number may be there, each once
 _MAX_LISTED = 20  # properties of which one must be there
 TOO_DEEP = "the schema is nested too deeply"
@@ -105,6 +114,8 @@ class SchemaReader:
             return json.dumps(root)
         except RecursionError:
             raise ValueError(TOO_DEEP) from None
+        except (TypeError, AttributeError) as error:  # found before the keyword itself was read
+            raise ValueError(f"a keyword has a value of a wrong type: {error}") from None
 
     # What is left out ---------------------------------------------------------------------------
 
@@ -142,6 +153,9 @@ class SchemaReader:
         schema, own = self._joined(around, schema), schema
         found: dict[str, Any] = {}
         for name, value in own.items():
+            kind, need = _SHAPES.get(name, (object, ""))
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} must be {need}, got {shown(value)} (at {at}/{name})")
             if name in DROPPED:
                 self._drop(at, name)
             elif name == "$ref":
@@ -359,6 +373,8 @@ class SchemaReader:
             for before, other in enumerate(given[:index]):
                 if excludes(one, other, self._references.resolve):
                     continue
+                if len(given) > _MAX_BRANCHES:
+                    return None
                 tag = excluding_property(one, other, self._references.resolve)
                 for own, branch, rest in ((index, one, other), (before, other, one)):
                     if tag is not None:
