@@ -232,6 +232,36 @@ def test_requests_from_the_standard_input(call, model, monkeypatch):
     assert outcome.summary["output_tokens"] == 2
 
 
+def test_answers_of_a_piped_prompt_are_in_the_json(call, model, monkeypatch):
+    lines = b'{"prompt": "ab", "max_new_tokens": 3}\n{"prompt": 5}\n'
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    outcome = call("run", "--model", model, "--requests", "-", "--json")
+    assert outcome.code == 1 and outcome.summary["requests"] == 2
+    first, second = outcome.summary["answers"]
+    assert first["prompt"] == "ab" and len(first["output_ids"]) <= 3 and first["text"] is not None
+    assert second["line"] == 2 and second["error"].startswith("InvalidRequestError")
+
+
+def test_output_may_be_the_standard_output(run, tmp_path):
+    outcome = run({"prompt": "ab", "max_new_tokens": 3}, {"prompt": "c"}, options=("--output", "-"))
+    assert outcome.code == 0
+    assert [json.loads(line)["line"] for line in outcome.out.splitlines()] == [1, 2]
+    assert not Path("-").exists()
+    refused = run({"prompt": "ab"}, options=("--output", "-", "--json"))
+    assert refused.code == 2 and "--json and --output -" in refused.err
+
+
+def test_a_prompt_prints_its_answer_alone(call, model):
+    outcome = call("run", "--model", model, "--prompt", "ab", "--max-new-tokens", 3)
+    as_json = call("run", "--model", model, "--prompt", "ab", "--max-new-tokens", 3, "--json")
+    (answer,) = as_json.summary["answers"]
+    assert outcome.code == 0 and outcome.out == answer["text"] + "\n"
+    failed = call("run", "--model", model, "--prompt", "ab" * 5000)
+    assert failed.code == 1 and failed.out == "" and "request 1: " in failed.err
+    neither = call("run", "--model", model)
+    assert neither.code == 2 and "one of the arguments --requests --prompt" in neither.err
+
+
 def test_no_requests(run):
     outcome = run("")
     assert outcome.code == 0

@@ -25,6 +25,7 @@ request; a long one is encoded while others run.
 """
 _EXAMPLES = """\
 examples:
+  gptmanager run --model examples/tiny_llama --prompt "17 + 25 ="
   gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl --output out.jsonl
   gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl \\
     --max-batch-size 4 --pace 0.05            # slowly, to see requests join and leave
@@ -43,17 +44,20 @@ def add_command(commands: Any) -> None:
         "run",
         "gptmanager.run.main:main",
         help="serve a file of requests and show them live",
-        usage="gptmanager run --model DIR --requests FILE [options]",
+        usage="gptmanager run --model DIR (--requests FILE | --prompt TEXT) [options]",
         description=_HELP,
         epilog=_EXAMPLES,
     )
     add = parser.add_argument
     add_model(parser, required=True)
-    add("--requests", required=True, metavar="FILE", help="JSON lines; -: the standard input")
-    add("--output", type=Path, metavar="FILE", help="results as JSON lines, in the same order")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--requests", metavar="FILE", help="JSON lines; -: the standard input")
+    given.add_argument("--prompt", metavar="TEXT", help="one request: only its answer is printed")
+    told = "results as JSON lines, in the same order; -: to the standard output, without a summary"
+    add("--output", type=Path, metavar="FILE", help=told)
     add("--stats", type=Path, metavar="FILE", help="a statistics record an iteration, JSON lines")
     add("--record", type=Path, metavar="FILE", help="a recording, for `gptmanager picture`")
-    add_json(parser, "print the summary as JSON, and failures only")
+    add_json(parser, "print the summary as JSON, with the answers unless --output takes them")
     told = "for lines that name none (default %(default)s)"
     add("--max-new-tokens", type=positive, default=64, metavar="N", help=told)
     add("--pace", type=seconds, default=0.0, metavar="S", help="at least S seconds an iteration")

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from gptmanager.callbacks import JsonLinesSink, RequestQueue, broadcast, fan_out, load_tokenizer
+from gptmanager.errors import ConfigError
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.models.read_spec import read_spec
 from gptmanager.run.follow import follow, is_follower
 from gptmanager.run.live_view import LiveView
-from gptmanager.run.requests_file import read_file
+from gptmanager.run.requests_file import read_file, read_requests
 from gptmanager.run.results_file import Results, new_file
 from gptmanager.run.watch import Recorder, Watch, summary
 from gptmanager.terminal.arguments import check_distinct
@@ -24,15 +28,23 @@ from gptmanager.terminal.options import (
     ManagerOptions,
     manager_options,
 )
+from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.progress import NOTES, ProgressBars
 from gptmanager.terminal.streams import tell
 from gptmanager.terminal.tables import print_report
 
+_STDOUT = Path("-")
+
 
 def main(options: argparse.Namespace) -> int:
     """Return the exit status."""
-    requests = None if options.requests == "-" else Path(options.requests)
+    requests = None if options.requests in (None, "-") else Path(options.requests)
     written = {f"--{name}": getattr(options, name) for name in ("output", "stats", "record")}
+    to_stdout = written["--output"] == _STDOUT
+    if to_stdout:
+        del written["--output"]
+        if options.json:
+            raise ConfigError("--json and --output - both print the answers: pass one of them")
     check_distinct({"--requests": requests, **written})
     given = manager_options(options)
     params = given.params
@@ -43,8 +55,16 @@ def main(options: argparse.Namespace) -> int:
     if not options.json:
         params.on_progress = ProgressBars(options.region, notes=NOTES).tell
     params.callback_budget_s = 1.0 + options.pace  # the pace is kept by a callback
-    summary, losses = serve_file(options, given, LiveView(options.region, quiet=options.json))
-    print_report(summary, as_json=options.json)
+    is_quiet = options.json or options.prompt is not None
+    view = LiveView(options.region, quiet=is_quiet)
+    summary, answers, losses = serve_file(options, given, view)
+    if options.json:
+        extra = {} if options.output else {"answers": answers}
+        print_report({**summary, **extra}, as_json=True)
+    elif options.prompt is not None and options.output is None:
+        _print_texts(answers)
+    elif not to_stdout:
+        print_report(summary, as_json=False)
     for loss in losses:
         tell(loss)
     return 1 if summary["failed"] or losses else 0
@@ -52,8 +72,9 @@ def main(options: argparse.Namespace) -> int:
 
 def serve_file(
     options: argparse.Namespace, given: ManagerOptions, view: LiveView
-) -> tuple[dict[str, Any], list[str]]:
-    """Serve every line of the file: a summary, and a sentence for each file that is not whole.
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+    """Serve every line of the file. Return a summary, the answers in the order of the lines, and a
+    sentence for each file that is not whole.
 
     Raises ConfigError for bad options.
     """
@@ -61,20 +82,23 @@ def serve_file(
     tokenizer = load_tokenizer(options.model) if has_tokenizer else None
     config = read_object(options.model / "config.json")
     spec = read_spec(config, max_seq_len=given.params.max_seq_len)
-    lines = read_file(
-        options.requests,
-        tokenizer,
-        max_new_tokens=options.max_new_tokens,
-        max_tokens=spec.max_seq_len,
-    )
+    lengths = {"max_new_tokens": options.max_new_tokens, "max_tokens": spec.max_seq_len}
+    if options.prompt is None:
+        lines = read_file(options.requests, tokenizer, **lengths)
+    else:
+        line = orjson.dumps({"prompt": options.prompt})
+        lines = list(read_requests([line], tokenizer, **lengths))
     if not lines:
         name = "the standard input" if options.requests == "-" else options.requests
         view.note(f"{name} holds no requests")
     with ExitStack() as stack:
         # files first: a path that cannot be is told before anything slow
-        file = None
+        file: Any = None
         if options.output is not None:
-            file = stack.enter_context(new_file("--output", options.output))
+            is_stdout = options.output == _STDOUT
+            file = sys.stdout.buffer if is_stdout else new_file("--output", options.output)
+            if not is_stdout:
+                stack.enter_context(file)
         sinks = []
         if options.stats is not None:
             new_file("--stats", options.stats).close()
@@ -95,7 +119,15 @@ def serve_file(
     if manager.recording_error:
         losses.append(f"--record {options.record}: {manager.recording_error}")
     answers = [results.by_number[line.number] for line in lines]
-    return summary(answers, recorder), losses
+    return summary(answers, recorder), answers, losses
+
+
+def _print_texts(answers: Sequence[dict[str, Any]]) -> None:
+    """The texts alone, of a model without a tokenizer the token ids; an error was shown."""
+    for answer in answers:
+        if "error" not in answer:
+            ids = " ".join(map(str, answer["output_ids"]))
+            print(printable_lines(answer.get("text", ids)))
 
 
 def _manager(
