@@ -169,6 +169,8 @@ def _test_lines(step: Step, folder: Path) -> Iterator[str]:
     yield from (f"failed: {_short(node)}" for node in failed[:3])
     if len(failed) > 3:
         yield f"and {len(failed) - 3} more"
+    if not failed and not found.lost:  # what it ran under has found something
+        yield from _last_lines(step, folder)
 
 
 def _short(node: str) -> str:

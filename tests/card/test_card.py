@@ -332,6 +332,15 @@ def test_a_call_that_is_wrong(tmp_path):
     assert done.returncode == 2 and "no step is called so" in done.stderr
 
 
+def test_what_a_sanitizer_found_in_tests_that_pass(tmp_path):
+    step = shell("memcheck-x", "false", kind="tests")
+    (tmp_path / "memcheck-x.outcomes").write_text("started x.py::a\npassed x.py::a\nend\n")
+    (tmp_path / "memcheck-x.log").write_text("$ command\n==== ERROR SUMMARY: 3 errors\n")
+    records = [Record("memcheck-x", status=1, is_done=True)]
+    lines = "\n".join(summary("c", {}, [], [step], records, tmp_path, ""))
+    assert "1 passed" in lines and "ERROR SUMMARY: 3 errors" in lines
+
+
 def test_steps_that_ran_other_code_are_told(tmp_path):
     step = shell("one", "true")
     for code, is_told in (("now", False), ("before", True)):
