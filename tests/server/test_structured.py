@@ -36,6 +36,10 @@ def json_schema(schema, **more):
             OutputRule("response_format", "json_object", True),
         ),
         (
+            {"response_format": {"type": "json_object", "schema": SCHEMA, "strict": False}},
+            OutputRule("response_format.schema", "json", SCHEMA, lenient=True),
+        ),
+        (
             {"response_format": {"type": "json_object", "schema": SCHEMA}},
             OutputRule("response_format.schema", "json", SCHEMA),
         ),

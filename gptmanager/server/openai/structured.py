@@ -72,7 +72,8 @@ def _of_response_format(given: Any) -> list[OutputRule]:
         return []
     if kind == "json_object":
         if given.get("schema") is not None:
-            return [OutputRule("response_format.schema", "json", given["schema"])]
+            lenient = given.get("strict") is False
+            return [OutputRule("response_format.schema", "json", given["schema"], lenient)]
         return [OutputRule("response_format", "json_object", True)]
     if kind != "json_schema":
         raise _wrong("response_format.type", "is none of 'text', 'json_object', 'json_schema'")
