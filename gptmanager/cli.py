@@ -110,11 +110,16 @@ def _leaving() -> contextlib.AbstractContextManager[None]:
     be deaf to signals. No exception does that: imports swallow some.
     """
 
-    def leave(*_: Any) -> None:
+    def leave(number: int, _: Any) -> None:
+        if number == signal.SIGINT:
+            with contextlib.suppress(OSError):
+                os.write(2, b"gptmanager: interrupted\n")
+            os._exit(130)
         os._exit(0)
 
     is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as nohup wants it
-    return _handled(leave, signal.SIGTERM, *(() if is_deaf else (signal.SIGHUP,)))
+    hangup = () if is_deaf else (signal.SIGHUP,)
+    return _handled(leave, signal.SIGINT, *hangup, signal.SIGTERM)
 
 
 @contextlib.contextmanager
