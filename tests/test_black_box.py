@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import os
 import sys
 import time
 import types
@@ -38,6 +39,7 @@ from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder import black_box
 from gptmanager.recorder.black_box import BlackBox
 from gptmanager.recorder.kept import Keeper
+from gptmanager.recorder.recorder import prune_black_boxes
 from gptmanager.recorder.requests import Opaque, plain_request
 from gptmanager.replay import replay
 from gptmanager.request.input_rows import HostRows
@@ -334,3 +336,16 @@ def test_what_admission_refuses_for_its_size_is_copied_nowhere(value):
     (kept,) = Keeper(VOCAB_SIZE, 0).intake(Intake(0.0, (huge,))).requests
     assert isinstance(kept.tensors["input_ids"], Opaque)
     assert plain_request(huge)["tensors"]["input_ids"] == {"opaque": type(value).__name__}
+
+
+def test_few_black_boxes_stay_in_the_temporary_folder(tmp_path):
+    for number in range(20):
+        path = tmp_path / f"gptmanager-black-box-{number:02}.jsonl"
+        path.touch()
+        age = 8 * 86400 if number == 19 else 1000 - number
+        os.utime(path, (time.time() - age,) * 2)
+    (tmp_path / "another.jsonl").touch()
+    prune_black_boxes(tmp_path)
+    left = sorted(path.name[21:23] for path in tmp_path.glob("gptmanager-*"))
+    assert left == [f"{number:02}" for number in range(4, 19)]
+    assert (tmp_path / "another.jsonl").exists()

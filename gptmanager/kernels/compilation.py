@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from gptmanager.environment.cores import num_cores
 from gptmanager.environment.memory import free_memory_bytes
@@ -88,7 +89,11 @@ def _num_processes(missing: Sequence[Body]) -> int:
 def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes that compile what they are sent; they end with the block."""
     found: list[subprocess.Popen[str]] = []
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+    }
     try:
         with suppress(OSError):  # no more processes, say: then there are fewer
             for _ in range(count):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +30,8 @@ from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host, Intake, Schedule, Step, StepResult
 
 _FLUSH_S = 1.0
+_PREFIX = "gptmanager-black-box-"
+_MOST_FILES, _MOST_DAYS = 16, 7  # of black boxes in the temporary folder: prompts are in them
 
 
 class Recorder:
@@ -179,7 +183,8 @@ class Recorder:
                 raise RecordingError("the state of the loop alone takes more than black_box_bytes")
             lines.append(to_json({"kind": "end", "reason": "failed", "error": text}))
             if self._black_box_path is None:
-                file, self._black_box_path = tempfile.mkstemp(".jsonl", "gptmanager-black-box-")
+                prune_black_boxes(Path(tempfile.gettempdir()))
+                file, self._black_box_path = tempfile.mkstemp(".jsonl", _PREFIX)
                 os.close(file)
             path = Path(self._black_box_path)
             path.write_bytes(b"\n".join(lines) + b"\n")
@@ -281,3 +286,18 @@ def build_recorded_loop(
     )
     recorder.start(loop, blueprint)
     return loop
+
+
+def prune_black_boxes(folder: Path) -> None:
+    """Remove this user's black boxes that are older than a week, and all but the newest 15."""
+    found = []
+    for path in folder.glob(f"{_PREFIX}*.jsonl"):
+        with suppress(OSError):  # another process has just removed it
+            status = path.lstat()
+            if status.st_uid == os.getuid():
+                found.append((status.st_mtime, path))
+    oldest = time.time() - _MOST_DAYS * 86400
+    for place, (modified, path) in enumerate(sorted(found, reverse=True)):
+        if place >= _MOST_FILES - 1 or modified < oldest:
+            with suppress(OSError):
+                path.unlink()
