@@ -44,7 +44,7 @@ def seal(content: bytes) -> bytes:
 
 
 def unseal(path: Path) -> bytes | None:
-    """What was sealed; None, and a warning in the log, for a damaged file; None without one."""
+    """Return what was sealed; None without a file, and for a damaged one, with a warning."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -17,8 +17,9 @@ VARIABLE = "GPTMANAGER_CUDA"
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the CUDA code may use. A part that is on by default is switched off by `no-NAME`, one
-    that is off is switched on by `NAME`.
+    """The parts of the CUDA code that are in use.
+
+    `no-NAME` switches off a part that is on by default, `NAME` switches on one that is off.
 
     `early`: a kernel begins while the one before it ends. `warpgroups`: attention by `wgmma`.
     `products`: matmuls by our kernels, otherwise all by torch. `tiled`: those of more than 16 rows.
@@ -64,7 +65,7 @@ class Features:
 
     @property
     def compiler_options(self) -> tuple[str, ...]:
-        """What kernels are compiled with, for NVRTC and for the emulator's compiler."""
+        """Return the compiler's options for kernels, for NVRTC and for the emulator's compiler."""
         return () if self.async_copies else ("-DCOPIES_AT_ONCE",)
 
 

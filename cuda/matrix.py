@@ -70,7 +70,7 @@ Choice = tuple[Program, str, str]  # a kernel of a program, for an architecture
 
 @dataclass(frozen=True)
 class Row:
-    """What one instantiation uses on one architecture."""
+    """The resources that one instantiation uses on one architecture."""
 
     file: str
     kernel: str

@@ -1,4 +1,4 @@
-"""What `gptmanager bench` accepts, and the commands below it, `kernels` and `e2e`."""
+"""The arguments of `gptmanager bench`, and of its sub-commands `kernels` and `e2e`."""
 
 from __future__ import annotations
 

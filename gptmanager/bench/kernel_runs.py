@@ -124,7 +124,7 @@ def _enter(
 
 
 def _problem(error: Exception) -> Entry:
-    """What went wrong: nothing of that ends the benchmark."""
+    """Return the entry of a case that failed: no failure ends the benchmark."""
     if isinstance(error, Absent):
         return Entry("absent", f"{error}: skipped")
     text = str(error).strip().splitlines()
@@ -132,7 +132,7 @@ def _problem(error: Exception) -> Entry:
 
 
 def report(results: Sequence[CaseResult], ceilings: Ceilings) -> list[dict[str, Any]]:
-    """As plain values: for JSON, and for the table."""
+    """Return the results as plain values, for JSON and for the table."""
     medians = {
         (result.case.part, result.case.name): result.ours.spread.median
         for result in results

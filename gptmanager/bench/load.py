@@ -1,4 +1,4 @@
-"""What engines are timed on: requests of random tokens, and models of random weights."""
+"""The loads that engines are timed on: requests of random tokens, models of random weights."""
 
 from __future__ import annotations
 
@@ -138,8 +138,9 @@ def random_llama(
 
 
 class RandomLlama(Mapping[str, Tensor]):
-    """As `random_llama`, but each tensor is drawn when it is asked for, the same each time, and
-    kept by nobody here: a manager's copy of the weights is the only one on the device.
+    """The tensors of `random_llama`, each drawn when it is read, the same each time.
+
+    None of them is kept here, so a manager's copy of the weights is the only one on the device.
     """
 
     def __init__(

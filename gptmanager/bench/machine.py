@@ -1,4 +1,4 @@
-"""What a figure was measured on and with, and whether there is a GPU to measure at all."""
+"""The machine and the versions that a figure was measured with, and whether there is a GPU."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def card() -> dict[str, Any]:
 
 
 def _smi() -> dict[str, str]:
-    """What `nvidia-smi` tells of the first card; nothing where it is not there."""
+    """Return what `nvidia-smi` reports of the first GPU; nothing if it is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
@@ -86,13 +86,13 @@ def _smi() -> dict[str, str]:
 
 
 def cache_bytes() -> int:
-    """Of the device's last level."""
+    """Return the bytes of the device's last cache level."""
     properties: Any = torch.cuda.get_device_properties()
     return int(getattr(properties, "L2_cache_size", 60 << 20))
 
 
 def free_bytes() -> int:
-    """Of the device's memory, with what torch holds for later."""
+    """Return the free bytes of the device, including those that torch keeps for later."""
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])
 

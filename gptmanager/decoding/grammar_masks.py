@@ -29,7 +29,7 @@ Words = npt.NDArray[np.int32]
 
 
 class TextBans(Protocol):
-    """What bans tokens by the text before them; a processor that may stand beside a grammar."""
+    """Bans tokens by the text before them; a processor that can be combined with a grammar."""
 
     def prepare(self, device: str) -> Future[Any]: ...
 

@@ -17,7 +17,7 @@ _FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}  # what exhau
 
 
 class GrammarSource(NamedTuple):
-    """What a grammar is made from. `schemas`: the rules of a Lark grammar that are JSON schemas.
+    """The source of a grammar. `schemas`: the rules of a Lark grammar that are JSON schemas.
 
     `lenient`: the rules whose keywords are left out where they cannot be enforced; "" is the rule
     of a grammar that is one JSON schema.
@@ -57,7 +57,7 @@ def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def _first_fault(matcher: Any, end_ids: list[int]) -> str:
-    """What goes wrong in the first steps, of which the first is the slow one; empty: nothing."""
+    """Return the fault of the first steps, of which the first is the slow one; "" if none."""
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
     fault = fault_of(matcher)
     for end_id in end_ids:

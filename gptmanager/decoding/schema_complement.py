@@ -1,4 +1,4 @@
-"""What does not fit a JSON schema, said as schemas: for `not`, `if`, and branches of `oneOf`.
+"""Complements of JSON schemas, as schemas: for `not`, `if`, and branches of `oneOf`.
 
 Decides what can be said exactly, given the schema around it; None for the rest.
 """

@@ -188,7 +188,7 @@ class SchemaReader:
         return True
 
     def _joined(self, around: Mapping[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-        """What is known of a value that fits both."""
+        """Return a schema with what is known of a value that fits both."""
         properties = {**(around.get("properties") or {}), **(schema.get("properties") or {})}
         return {**around, **schema, **({"properties": properties} if properties else {})}
 
@@ -351,7 +351,7 @@ class SchemaReader:
             self._drop(at, "propertyNames")
 
     def _read_one_of(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """As `anyOf`, where no value fits two of the branches."""
+        """Read `oneOf` as `anyOf`, with branches that exclude each other."""
         if not isinstance(value, list):
             found["oneOf"] = value
             return

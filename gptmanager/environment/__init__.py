@@ -1,1 +1,1 @@
-"""What the library runs in: its distribution, modules that load late, limits of the machine."""
+"""The environment of the library: its distribution, late imports, limits of the machine."""

@@ -1,4 +1,4 @@
-"""What the host of one rank has answered, as data that two ranks can compare.
+"""The answers of one rank's host, as data that two ranks can compare.
 
 Knows what to call a difference; finds it by texts and checksums, so that no tensor is sent.
 """

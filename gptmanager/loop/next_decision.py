@@ -40,7 +40,7 @@ class NextDecision:
         self._by_id = {request.request_id: request for request in self.active}
 
     def _take_in(self, newcomer: ActiveRequest | None) -> None:
-        """As `RequestTable.take_in` for an intake that holds at most the newcomer."""
+        """Take in at most the newcomer, as `RequestTable.take_in` would."""
         table = self._loop.table
         stand_ins = {i: copy.copy(request) for i, request in table.adapters.requests.items()}
         self.active = [stand_ins.get(r.request_id, r) for r in self.active]
@@ -60,7 +60,7 @@ class NextDecision:
 
     @functools.cached_property
     def waits(self) -> Mapping[int, Wait] | None:
-        """What the scheduler says of those that it would leave out; None if it does not tell."""
+        """Return why the scheduler would leave requests out; None if it does not report it."""
         loop, in_flight = self._loop, self._loop.in_flight()
         ready = [request for request in self.active if request.state is not _PREPARING]
         if loop.table.num_serial:

@@ -31,7 +31,7 @@ class _Short(reprlib.Repr):
         self.maxlevel = 3
 
     def repr_dict(self, given: dict[Any, Any], level: int) -> str:
-        """As its base, which would sort all the keys first."""
+        """Show a dict like the base class, which would sort all keys first."""
         some = dict(itertools.islice(given.items(), self.maxdict + 1))
         return super().repr_dict(some, level)
 

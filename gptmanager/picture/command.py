@@ -1,4 +1,4 @@
-"""What `gptmanager picture` accepts."""
+"""The arguments of `gptmanager picture`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the numbers of a recording may be: a few bytes must not ask for a day or a terabyte.
+"""Limits of the numbers in a recording: a few bytes must not ask for a day or a terabyte.
 
 The bounds are far above the numbers of any machine. Whether a schedule is right a replay decides.
 """
@@ -77,9 +77,7 @@ def checked_blueprint(blueprint: Blueprint) -> Blueprint:
 
 
 def _check_sizes(sizes: Sizes, params: OptionalParams) -> None:
-    """As `assembly.sizing.size` makes them of the options; that a variant is sized anew rests on
-    this.
-    """
+    """Check sizes against the options that `assembly.sizing.size` derives them from."""
     config = params.kv_cache_config
     num_blocks = sizes.num_blocks + sizes.num_host_blocks
     _require("sizes.num_blocks + sizes.num_host_blocks", num_blocks, 1, _BLOCKS)
@@ -155,7 +153,7 @@ class Bounds:
             raise RecordingError(f"no sequence of {self._tokens} tokens has a {row}")
 
     def check_result(self, result: StepResult) -> None:
-        """As `check`."""
+        """Check the numbers of a step's result; see `check`."""
         _require("result.now", result.now, -_SECONDS, _SECONDS)
         rows, counts = result.tokens, result.num_tokens
         if rows.ndim != 2 and rows.size:

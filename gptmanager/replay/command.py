@@ -1,4 +1,4 @@
-"""What `gptmanager replay` accepts."""
+"""The arguments of `gptmanager replay`."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Divergence:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the divergence as JSON values."""
         return {
             "index": self.index,
             "field": self.field,
@@ -203,7 +203,7 @@ class _Replay:
 def recorded_blueprint(
     recording: Recording, create_scheduler: Callable[..., Any] | None = None
 ) -> Blueprint:
-    """What the recorded loop was built of. Raises RecordingError without a scheduler it needs."""
+    """Return the blueprint of the recorded loop; RecordingError without a scheduler it needs."""
     blueprint = recording.header.blueprint
     if create_scheduler is not None:
         scheduler = dataclasses.replace(blueprint.scheduler, create_scheduler=create_scheduler)

@@ -1,4 +1,4 @@
-"""What `gptmanager run` accepts."""
+"""The arguments of `gptmanager run`."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def read_fields(text: bytes) -> dict[str, Any]:
 
 
 def _need(name: str, value: Any) -> str | None:
-    """What the JSON value of a field must be and is not; None: it is, or others say."""
+    """Return what a field's JSON value must be if it is not; None: it is, or is checked later."""
     for names, fits, need in _KINDS:
         if name in names:
             return None if fits(value) else need

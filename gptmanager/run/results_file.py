@@ -32,7 +32,7 @@ def result_line(
     outcome: GenerationResult | BaseException | None,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """What the output file says of a line. `outcome` None: the line holds no request."""
+    """Return the line's entry of the output file. `outcome` None: the line holds no request."""
     result: dict[str, Any] = {"line": line.number, "request_id": line.request_id}
     if line.prompt is not None:
         result["prompt"] = line.prompt
@@ -54,7 +54,7 @@ def result_line(
 
 @dataclass(slots=True)
 class Results:
-    """What became of each line.
+    """The outcome of each line.
 
     `file` has them in the order of the lines, each as soon as it and all before it are known;
     `close` writes those that are known behind one that is not.

@@ -1,4 +1,4 @@
-"""`AccessSettings`: who may reach a server, by how many connections and how much at a time."""
+"""`AccessSettings`: which clients may reach a server, their connections and body sizes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def networks_of(allowed: Sequence[str]) -> list[_Network]:
-    """Of `forwarded_allow_ips`; "*" is every address. ConfigError for what is none."""
+    """Return the networks in `forwarded_allow_ips`; "*" is every address. Raises ConfigError."""
     networks: list[_Network] = []
     for one in allowed:
         try:

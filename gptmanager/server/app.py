@@ -97,7 +97,7 @@ def _refuse(request: Request, error: Exception) -> Response:
 
 
 def _refuse_http(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: 404 and 405."""
+    """Answer what the router itself refuses: 404 and 405."""
     assert isinstance(error, HTTPException)
     messages = {
         404: f"there is nothing at {request.url.path}{_hint(request)}",

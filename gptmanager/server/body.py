@@ -59,7 +59,7 @@ def _parse_object(body: bytes) -> dict[str, Any]:
 
 
 async def beside(work: Callable[[], _T]) -> _T:
-    """What takes long, on a worker's thread."""
+    """Run `work`, which takes long, on a worker thread."""
     return await asyncio.to_thread(work)
 
 
@@ -70,8 +70,9 @@ def _too_large(found: str, limit: int) -> ApiError:
 
 
 async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
-    """What `work` returns; it is cancelled when the client goes away, which raises
-    ClientDisconnect. The body must have been read.
+    """Return the result of `work`, which is cancelled when the client goes away.
+
+    Raises ClientDisconnect then. The body must have been read.
     """
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(request.receive))

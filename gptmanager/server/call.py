@@ -112,7 +112,7 @@ class Call:
         return self._outcomes(raises=True)  # type: ignore[return-value]
 
     def outcomes(self) -> AsyncGenerator[tuple[int, GenerationPart | ApiError], None]:
-        """As `parts`, but a request that fails ends with its error, and the others go on."""
+        """Yield parts like `parts`; a request that fails yields its error, and the others go on."""
         return self._outcomes(raises=False)
 
     async def _outcomes(

@@ -1,4 +1,4 @@
-"""What `gptmanager serve` accepts."""
+"""The arguments of `gptmanager serve`."""
 
 from __future__ import annotations
 

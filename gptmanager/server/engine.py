@@ -151,8 +151,9 @@ class Engine:
             self._num_preparing -= 1
 
     def check_number(self, number: int) -> None:
-        """That so many requests may be made at once. ApiError 400: a 429 would be tried again for
-        ever.
+        """Check that `number` requests may be made at once.
+
+        ApiError 400, because clients would repeat a 429 for ever.
         """
         settings = self._settings
         most = settings.concurrency + settings.max_queued_requests
@@ -232,7 +233,7 @@ class Engine:
     # Text -------------------------------------------------------------------------------------
 
     async def encode(self, name: str, text: str, *, special: bool = True) -> list[int]:
-        """As `encode_now`; a long text is encoded beside the event loop."""
+        """Encode a text, see `encode_now`; a long one on a worker thread."""
         encode = functools.partial(self.encode_now, name, text, special=special)
         return await beside(encode) if len(text) >= LONG_TEXT else encode()
 

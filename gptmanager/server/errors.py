@@ -71,13 +71,13 @@ class ApiError(Exception):
             self.headers.setdefault("Retry-After", str(RETRY_AFTER_S))
 
     def body(self) -> dict[str, Any]:
-        """What the client gets, as JSON."""
+        """Return the error object that the client gets, as JSON values."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 def _cut(text: str) -> str:
-    """What a client has sent may stand in it: no answer grows with that."""
+    """Cut a text that may quote what a client has sent: no answer grows with that."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 

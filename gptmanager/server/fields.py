@@ -14,7 +14,7 @@ from gptmanager.server.errors import ApiError
 
 
 class Kind(Protocol):
-    """What a value may be."""
+    """The values that a field may have."""
 
     def read(self, where: str, value: Any) -> Any:
         """The value as the server takes it; ApiError 400 names `where`, the value and the limit."""

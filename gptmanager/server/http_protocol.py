@@ -156,7 +156,7 @@ class HttpProtocol(HttpToolsProtocol):
     # Time -------------------------------------------------------------------------------------
 
     def _await_rest(self) -> None:
-        """Of the request that comes; while the answer before it goes out, it has time."""
+        """Set the deadline of the request that is arriving; not while an answer is being sent."""
         limit = self._read_timeout_s
         late = ApiError(408, f"the request did not arrive within {limit:g} s", code="too_slow")
         self._set_deadline(limit, lambda: self._refuse(late))

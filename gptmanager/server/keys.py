@@ -1,4 +1,4 @@
-"""Who may use the server: the key of `--api-key`, or of `--api-key-file`.
+"""The key that clients need: that of `--api-key`, or of `--api-key-file`.
 
 HTTP brings it as `Authorization: Bearer KEY`. The live page is opened with `?key=KEY` once; then a
 cookie stands for it, which does not hold the key itself.
@@ -102,7 +102,7 @@ class KeyGuard:
         return found is not None and is_key(found.value, self._cookie())
 
     def _cookie(self) -> str:
-        """Who has it had the key."""
+        """Return the cookie's value, which proves that its holder had the key."""
         return hmac.new(_bytes(self._key.value or ""), b"live page", hashlib.sha256).hexdigest()
 
     def _is_in_query(self, query: bytes) -> bool:

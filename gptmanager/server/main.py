@@ -20,9 +20,10 @@ _FEW_CORES = 4
 
 
 def leave_a_core() -> None:
-    """Of few cores, one is left to the event loop and to the clients on this machine: each product
-    waits for its slowest thread, so that one busy core would hold up all. Without effect where the
-    environment says how many threads compute, and where torch leaves a core itself.
+    """Leave one of few cores to the event loop and to clients on this machine.
+
+    Each matmul waits for its slowest thread, so that one busy core would hold up all. No effect if
+    the environment sets the number of threads, or if torch leaves a core itself.
     """
     cores, is_told = num_cores(), "OMP_NUM_THREADS" in os.environ
     if not is_told and cores <= min(torch.get_num_threads(), _FEW_CORES):

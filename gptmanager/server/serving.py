@@ -206,7 +206,7 @@ def address_of(listener: socket.socket) -> str:
 def welcome(
     engine: Engine, settings: ServerSettings, address: str, grpc_port: int | None = None
 ) -> str:
-    """What a person may do next; a key is not shown."""
+    """Return a text on what a person may do next; it does not contain a key."""
     has_key, name = settings.has_key, engine.card.name
     is_text = engine.card.tokenizer is not None
     body = {"model": name, "prompt": "17 + 25 =" if is_text else [1, 2, 3], "max_tokens": 16}

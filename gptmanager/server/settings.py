@@ -80,7 +80,7 @@ class ServerSettings(AccessSettings):
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """The name by which clients call the model."""
         if self.served_model_name is None:
             return self.model.resolve().name
         return self.served_model_name

@@ -1,4 +1,4 @@
-"""What `gptmanager simulate` accepts."""
+"""The arguments of `gptmanager simulate`."""
 
 from __future__ import annotations
 

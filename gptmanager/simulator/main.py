@@ -76,7 +76,7 @@ def _record_path(record: Path | None, name: str) -> Path | None:
 
 
 def _teller(bars: ProgressBars, name: str, total: int) -> Callable[[int], None]:
-    """A callback that is told how many more requests have ended."""
+    """A callback that gets the number of requests that have ended since its last call."""
     ended = 0
 
     def tell(more: int) -> None:
@@ -102,7 +102,7 @@ def _recorded(options: argparse.Namespace, recording: Recording) -> RecordedLoad
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """What the options say of a synthetic load."""
+    """Return the options that describe a synthetic load."""
     given = {name: getattr(options, name) for name in _SYNTHETIC}
     return {name: value for name, value in given.items() if value is not None}
 

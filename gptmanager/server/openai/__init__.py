@@ -1,1 +1,1 @@
-"""What clients of OpenAI's API know: completions and chats."""
+"""The front for clients of OpenAI's API: completions and chats."""

@@ -118,7 +118,7 @@ class Answer:
         }
 
     def _take(self, request: int, part: GenerationPart) -> range:
-        """What a part tells of its prompt. Returns the outputs that it is for."""
+        """Take the part's figures of its prompt; return the outputs that it belongs to."""
         prompt, choice = divmod(request, self._num_requests)
         if not self._knows[prompt] and choice == 0 and "prompt_log_probs" in part.tensors:
             self.prompt_log_probs[prompt] = prompt_log_probs(self.prompts[prompt], part.tensors)

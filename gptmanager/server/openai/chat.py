@@ -203,7 +203,7 @@ class _Chat:
         yield DONE
 
     def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """What a delta of an output tells: the role first, and at the end why it ended."""
+        """Return the choices of a delta: the role first, and at the end the finish reason."""
         shape = self._shapes[index]
         deltas = shape.push(delta.text)
         is_done = delta.finish_reason is not None
@@ -228,7 +228,7 @@ class _Chat:
         return choices
 
     def _told(self, index: int, delta: Delta) -> dict[str, Any]:
-        """What stands beside the message, or the delta."""
+        """Return the fields next to the message or the delta."""
         given, reason = self._given, delta.finish_reason
         told: dict[str, Any] = {
             "logprobs": None,

@@ -43,13 +43,13 @@ class ChatAnswer:
         self._calls: list[dict[str, Any]] = []
 
     def push(self, text: str) -> list[dict[str, Any]]:
-        """What the client is told now."""
+        """Take new text; return the deltas that the client gets now."""
         if self._parser is not None:
             return self._deltas(self._parser.push(text))
         return self._deltas([Content(text)] if text else [])
 
     def flush(self) -> list[dict[str, Any]]:
-        """What was held back at the end."""
+        """Return the deltas that were held back at the end."""
         return [] if self._parser is None else self._deltas(self._parser.flush())
 
     def message(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class TokenLogProb(NamedTuple):
 def output_log_probs(
     tokens: Sequence[int], tensors: Mapping[str, torch.Tensor], beam: int = 0
 ) -> list[TokenLogProb]:
-    """Of the new tokens of one beam, from the tensors that came with them."""
+    """Return log probabilities of one beam's new tokens, from the tensors of their part."""
     if "output_log_probs" not in tensors:
         return []
     chosen = _numbers(tensors["output_log_probs"][0, beam])
@@ -48,7 +48,7 @@ def output_log_probs(
 def prompt_log_probs(
     prompt: Sequence[int], tensors: Mapping[str, torch.Tensor]
 ) -> list[TokenLogProb]:
-    """Of all tokens of a prompt; nothing comes before the first one."""
+    """Return log probabilities of all tokens of a prompt; the first one has none."""
     chosen = _numbers(tensors["prompt_log_probs"][0])
     tops = _tops(tensors, "prompt_top_log_prob_ids", "prompt_top_log_probs", None, len(prompt) - 1)
     return [
@@ -122,7 +122,7 @@ class TokenTexts:
         return found
 
     def name_of(self, token: int) -> str:
-        """As `text_of`; where that says too little, the bytes in hexadecimal digits."""
+        """Return a token's text, or its bytes in hexadecimal digits if they are no UTF-8."""
         own = self.bytes_of(token)
         try:
             return own.decode()
@@ -176,7 +176,7 @@ def chat_shape(listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts) 
 def prompt_shape(
     listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts
 ) -> list[dict[str, Any] | None]:
-    """As vLLM has `prompt_logprobs`: an object a token, by token id; null for the first one."""
+    """Return `prompt_logprobs` in vLLM's form: an object per token, by id; null for the first."""
     return [
         None
         if one.log_prob is None

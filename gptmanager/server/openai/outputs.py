@@ -28,10 +28,10 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Ends:
-    """What ends an output. None of them does within the first `min_tokens` tokens.
+    """The tokens and texts that end an output, after its first `min_tokens` tokens.
 
-    `end_ids`: the model's own; their text is never given out. `stop_ids` and `stops`: the
-    request's; `keeps_stop`: their text belongs to the answer.
+    `end_ids`: the model's own; their text is never part of an answer. `stop_ids` and `stops`: the
+    request's; `keeps_stop`: their text is part of the answer.
     """
 
     end_ids: frozenset[int] = frozenset()
@@ -42,7 +42,7 @@ class Ends:
 
 
 class Delta(NamedTuple):
-    """What a client may be told now. All of an output's deltas, joined, are the whole of it.
+    """The text that a client may get now. All of an output's deltas, joined, are the whole output.
 
     `token_ids`: new tokens, those that ended it included. `log_probs`: of the tokens whose text
     begins in what has been given out. `finish_reason`: None until the last one.
@@ -114,7 +114,7 @@ class Output:
             self._end(_REASONS[reason])
 
     def take(self) -> Delta:
-        """What came since the last call."""
+        """Return the delta since the last call."""
         reason, end = self.finish_reason, len(self.text)
         if reason is None and self._ends.stops:
             end -= self._stops.num_held

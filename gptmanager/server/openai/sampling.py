@@ -35,8 +35,10 @@ _BY_NAME = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to generate for each prompt. `num_top`, `num_prompt_top`: log probabilities of how many
-    tokens; None: of none. `processor`: a logits post-processor.
+    """The generation that a call asks for, for each prompt.
+
+    `num_top`, `num_prompt_top`: how many tokens get log probabilities; None: no token does.
+    `processor`: a logits post-processor.
     """
 
     given: Mapping[str, Any]
@@ -66,12 +68,12 @@ class Wanted:
 
     @property
     def is_ended_here(self) -> bool:
-        """What counts of an output is not all that the engine generates."""
+        """Whether the output ends here, before the engine's generation does."""
         return self.beam_width > 1 or "stop" in self.given or "min_tokens" in self.given
 
 
 def check(wanted: Wanted, card: ModelCard) -> None:
-    """What needs the model, or several fields at once. Raises ApiError 400."""
+    """Check what depends on the model, or on several fields at once. Raises ApiError 400."""
     given = wanted.given
     if given.get("stream_options") is not None and not wanted.streams:
         raise wrong("stream_options", "stream_options is for stream = true")

@@ -32,7 +32,7 @@ _ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
 
 @dataclass(frozen=True, slots=True)
 class OutputRule:
-    """What an answer has to fit. `where`: the field that says so; `kind`: one of `_KINDS`.
+    """The rule that an answer has to fit. `where`: the field that sets it; `kind`: one of `_KINDS`.
 
     `lenient`: keywords of a schema that cannot be enforced are left out and reported.
     """
@@ -44,9 +44,9 @@ class OutputRule:
 
 
 def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
-    """Of `response_format`, `structured_outputs`, and its aliases guided_json, ...
+    """Read the rule in `response_format`, `structured_outputs`, or its aliases guided_json, ...
 
-    None where an answer is any text. ApiError (400) for wrong ones, and for two at once.
+    None if an answer may be any text. ApiError (400) for a wrong rule, and for two at once.
     """
     rules = [
         *_of_response_format(body.get("response_format")),

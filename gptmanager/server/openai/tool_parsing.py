@@ -93,7 +93,7 @@ class ToolCallParser:
         return self._state is _State.ARGUMENTS
 
     def push(self, text: str) -> list[Found]:
-        """What is known now."""
+        """Take new text; return what is found so far."""
         self._text += text
         found: list[Found] = []
         while self._step(found):
@@ -101,7 +101,7 @@ class ToolCallParser:
         return found
 
     def flush(self) -> list[Found]:
-        """What was held back at the end of the answer."""
+        """Return what was held back at the end of the answer."""
         found: list[Found] = []
         rest, self._text = self._text, ""
         if self._state is _State.HEADER:

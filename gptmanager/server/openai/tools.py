@@ -102,7 +102,7 @@ class Tools:
     def grammar(
         self, form: ToolFormat, marks: Mapping[str, int], answer: Any = None
     ) -> tuple[str, dict[str, Any]]:
-        """What the answer may be: a Lark grammar, and the JSON schemas of rules that it uses.
+        """Return the grammar of an answer, in Lark's form, and the JSON schemas of its rules.
 
         `marks`: text -> id of tokens that stand for themselves, as `marks_of` gives them. Not
         `required`: JSON of the schema `answer`; without one any text, in which calls are right
@@ -174,7 +174,7 @@ def _others(marks: Mapping[str, int]) -> str:
 
 
 def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -> Tools | None:
-    """What the fields `tools` and `tool_choice` say; None where no tool may be called.
+    """Read the fields `tools` and `tool_choice`; None if no tool may be called.
 
     ApiError (400) names what is wrong, and where.
     """
@@ -252,7 +252,7 @@ def _named(choice: Any) -> str | None:
 
 
 def _quoted(text: str, marks: Mapping[str, int]) -> str:
-    """As a grammar says it: tags by their ids, if they are tokens."""
+    """Quote a text for a grammar: tags by their ids, if they are tokens."""
     parts = filter(None, re.split(f"({_TAG}|{_END_TAG})", text))
     return " ".join(
         f"<[{marks[part]}]>" if part in marks else json.dumps(part, ensure_ascii=False)

@@ -179,7 +179,7 @@ def _told(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Corout
 
 
 def refusal(error: Exception) -> ApiError:
-    """What a client is told of an error; one that nobody expected is logged, too."""
+    """Return the error as a client gets it; an unexpected one is logged, too."""
     if isinstance(error, (ApiError, GptManagerError)):
         return api_error(error)
     _logger.error("a call over gRPC failed", exc_info=error)

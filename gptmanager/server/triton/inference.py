@@ -277,7 +277,7 @@ def _check_outputs(request: InferRequest, model: Model) -> None:
 
 
 def _check_one(request: InferRequest, replies: Sequence[Reply]) -> None:
-    """That a client which takes one response will not get several."""
+    """Check that a client which takes one response will not get several."""
     if request.may_have_many:
         return
     if len(replies) > 1:

@@ -1,4 +1,4 @@
-"""What Triton's protocol tells of server and models: metadata and configurations, for JSON."""
+"""Metadata, configurations and statistics of server and models, in Triton's form, for JSON."""
 
 from __future__ import annotations
 
@@ -99,6 +99,6 @@ def index(inference: Inference) -> list[dict[str, Any]]:
 
 
 def statistics(inference: Inference, name: str = "", version: str = "") -> dict[str, Any]:
-    """Of one model, or of all. ApiError 404 for a model that is not here."""
+    """Return the statistics of one model, or of all. ApiError 404 for an unknown model."""
     models = [inference.find(name, version)] if name else inference.models.values()
     return {"model_stats": [inference.statistics[model.name].told() for model in models]}

@@ -21,7 +21,7 @@ class CallRecord:
 
 
 class ModelStatistics:
-    """As Triton tells them, for one model since the server began."""
+    """The statistics of one model since the server started, as Triton reports them."""
 
     def __init__(self, name: str, version: str) -> None:
         self._name = name

@@ -68,7 +68,7 @@ def table(*rows: tuple[Any, ...]) -> dict[str, TensorSpec]:
 
 
 def input_table(*rows: tuple[Any, ...]) -> dict[str, TensorSpec]:
-    """As `table`, of inputs. ValueError for a dimension without a limit."""
+    """Return a `table` of inputs. ValueError for a dimension without a limit."""
     found = table(*rows)
     for spec in found.values():
         if spec.dims.count(-1) != len(spec.most) or not set(spec.most) <= set(Sizes._fields):

@@ -203,7 +203,7 @@ class TextReply:
         return self._outputs[0].finish_reason is not None
 
     def take(self, part: GenerationPart) -> list[Tensors]:
-        """As `TokenReply.take`."""
+        """Return the responses for a part, with text; see `TokenReply.take`."""
         responses = self._reply.take(part)
         found = []
         for index, tensors in enumerate(responses):

@@ -204,7 +204,7 @@ class TokenModel:
 
 
 class Asked(NamedTuple):
-    """What a row wants besides its new tokens."""
+    """The outputs that a row asks for in addition to its new tokens."""
 
     log_probs: bool
     context_logits: bool
@@ -241,7 +241,7 @@ class TokenReply:
 
     @property
     def num_beams(self) -> int:
-        """That the engine returns."""
+        """The number of beams that the engine returns."""
         found: int = self.request.by_name.get("num_return_sequences", 1)
         return found
 
@@ -281,7 +281,7 @@ class TokenReply:
     def _tensors(
         self, beams: Sequence[Sequence[int]], part: GenerationPart, begin: int, end: int
     ) -> Tensors:
-        """Of the tokens `begin` to `end` of a part. What is not asked for is zeros."""
+        """Return the tensors of the tokens `begin` to `end` of a part; zeros if not asked for."""
         lengths = [len(tokens) for tokens in beams]
         most = max(lengths)
         ids = [[*tokens, *[PAD] * (most - len(tokens))] for tokens in beams]

@@ -57,7 +57,7 @@ def wire_problem(message: bytes) -> str | None:
 
 
 def small_problem(message: bytes) -> str | None:
-    """As `wire_problem`, of a message that carries no tensors."""
+    """Return the problem of a message without tensors, or None; see `wire_problem`."""
     return _too_long(len(message)) if len(message) > MAX_SMALL else None
 
 
