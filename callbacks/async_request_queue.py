@@ -70,7 +70,7 @@ class AsyncRequestQueue(RequestQueue):
         max_new_tokens: int | None = None,
         **by_name: Any,
     ) -> Generation:
-        """As `submit`, but a full queue is awaited, in the order of arrival."""
+        """Submit a request, see `submit`; a full queue is awaited, in the order of arrival."""
         generation = self._take(prompt, max_new_tokens, by_name.pop("request_id", None), by_name)
         turn = self._wakeups.waiter()
         with self._changed:

@@ -176,7 +176,7 @@ class _Vocabulary:
 
 
 class _States:
-    """What some words ban, by the state of the text."""
+    """The tokens that some words ban, by the state of the text."""
 
     def __init__(self, words: Sequence[bytes], vocabulary: _Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -195,7 +195,7 @@ class _States:
         self._num_kept = 0
 
     def state(self, history: Sequence[int]) -> bytes:
-        """Of a text in tokens; those beyond the vocabulary hold none."""
+        """Return the state of a text in tokens; ids beyond the vocabulary have no bytes."""
         of_id, length, longest = self._vocabulary.of_id, 0, self._longest
         pieces: list[bytes] = []  # the last one first
         for token in reversed(history):

@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds besides weights: the tokens that end a text, and a tokenizer.
+"""The parts of a checkpoint folder besides weights: tokens that end a text, a tokenizer.
 
 The manager takes neither from the checkpoint: the host decides. These are the usual decisions.
 """

@@ -24,7 +24,7 @@ from gptmanager.errors import ManagerDeadError
 
 
 class GenerationPart(NamedTuple):
-    """What came since the part before: one response, or several if the reader was slow.
+    """The responses since the last part: one, or several if the reader was slow.
 
     `tokens`: the new ones of the first beam. `tensors`: the response tensors by name, those of
     several responses joined, but for `output_ids`. `result`: set in the last part alone.
@@ -133,7 +133,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
                 yield token
 
     async def parts(self) -> AsyncIterator[GenerationPart]:
-        """What comes, in parts; the last one has the result. Then it raises the error, if any.
+        """Yield responses in parts; the last one has the result. Then raise the error, if any.
 
         A request without `is_streaming` has one part. Several readers each see everything.
         """
@@ -242,7 +242,7 @@ class PartReader:
         return self._generation._wakeups.waiter()
 
     def take(self, waiter: AsyncWaiter | None = None) -> GenerationPart | None:
-        """What came since the last call; None: nothing. `waiter` is woken when there is more.
+        """Return the part since the last call; None: there is none. `waiter` is woken for more.
 
         Raises the error of the request after everything that came before it.
         """

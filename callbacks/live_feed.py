@@ -110,7 +110,7 @@ class LiveFeed:
             thread.join()
 
     def frames_from(self, number: int) -> tuple[bytes, int]:
-        """What a viewer gets that has had the frames before `number`, and its next number."""
+        """Return the frames from `number` on for a viewer, and its next number."""
         with self._lock:
             behind = self._num_frames - number
             if number >= 0 and behind <= len(self._frames):
@@ -180,8 +180,8 @@ class LiveFeed:
 
 
 class _Picture:
-    """What a page shows beside the rows. `all`: what it was told last, by name. `points`: the
-    numbers of the last ticks.
+    """The data of a page besides the rows. `all`: the last value by name. `points`: the numbers
+    of the last ticks.
     """
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class _Picture:
         self.put("why", [[*words, ranges(sorted(them))] for words, them in alike.items()])
 
     def take(self, rows: LiveRows, tap: LiveTap, now: float) -> dict[str, Any]:
-        """What is new, by name; "p": the numbers of now."""
+        """Return the values that have changed, by name; "p": the present numbers."""
         if rows.outcomes:
             self.put("ended", dict(rows.outcomes))
         news, self._news = self._news, {}
@@ -299,7 +299,7 @@ def _lack(told: Explanation) -> str:
 
 
 def _wait_text(told: Explanation) -> str:
-    """What those share who wait alike: without its id, and without its place in the line."""
+    """Return the reason without the request's id and place: the part that several share."""
     text = told.text.removeprefix(f"request {told.request_id} ")
     return text.rpartition("; ")[0][:_MAX_TEXT]
 

@@ -42,7 +42,7 @@ class LiveRow:
         self.end: list[Any] | None = None
 
     def shown(self) -> list[Any]:
-        """As a page gets it. The id is a text: a browser's numbers end at 2**53."""
+        """Return the row as a page gets it. The id is a text: a browser's numbers end at 2**53."""
         it = self.arrival
         lengths = it.prompt_len, it.max_new_tokens, self.told
         head = [self.number, str(it.request_id), *lengths, it.priority, it.beam_width]

@@ -77,7 +77,7 @@ class LiveTap:
             self._changes.append((self.column, event))
 
     def take(self) -> list[Change] | None:
-        """What has changed since the last look; None: too much, some of it is lost."""
+        """Return the changes since the last call; None: there were too many, and some are lost."""
         changes = self._changes
         if len(changes) == changes.maxlen:
             return None

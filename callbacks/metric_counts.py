@@ -1,4 +1,4 @@
-"""What metrics count: adding is for the loop's thread, reading for any.
+"""The counts behind metrics: the loop's thread adds to them, any thread reads them.
 
 A scrape in between misses at most what is added at that moment. Of requests, an application may
 decide some things on a thread of its own, so these counts have a lock.
@@ -103,7 +103,7 @@ class IterationCounts:
         self.latency.observe(latency_us / 1e6)
 
     def totals(self) -> Totals:
-        """What a record sums up since the start of its manager: (metric, labels) -> number."""
+        """Return the totals since the start of a manager: (metric, labels) -> number."""
         found = dict(self._carried)
         if self.last is None:
             return found

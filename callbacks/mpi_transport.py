@@ -30,7 +30,7 @@ class MpiTransport:
     def get(
         self, callback: Callable[[int], Iterable[InferenceRequest]] | None, room: int
     ) -> list[InferenceRequest]:
-        """What rank 0's GetInferenceRequests returns."""
+        """Return the answer of rank 0's GetInferenceRequests."""
         own: list[InferenceRequest] = []
 
         def answer() -> bytes:
@@ -41,7 +41,7 @@ class MpiTransport:
         return own if self.is_first else unpack_requests(data)
 
     def poll(self, callback: Callable[[], Iterable[int]] | None) -> set[int]:
-        """What rank 0's PollStopSignal returns."""
+        """Return the answer of rank 0's PollStopSignal."""
 
         def answer() -> bytes:
             ids = () if callback is None else callback()
@@ -50,7 +50,7 @@ class MpiTransport:
         return set(np.frombuffer(self._share(answer, "PollStopSignal"), dtype=np.uint64).tolist())
 
     def _share(self, answer: Callable[[], bytes], name: str) -> bytes:
-        """What rank 0's `answer` gives. Where it raises, each rank does: the others would wait."""
+        """Return the result of rank 0's `answer`. If it raises, all ranks raise: none waits."""
         data, error = b"", None
         if self.is_first:
             try:

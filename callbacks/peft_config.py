@@ -72,7 +72,7 @@ class PeftConfig:
         return self._rank if rank is None else rank
 
     def scale(self, module: str) -> float:
-        """What B (A x) of a module is multiplied with."""
+        """Return the factor of B (A x) of a module."""
         rank = self.rank(module)
         alpha = self._by_pattern("alpha_pattern", self._alphas, module)
         alpha = self._alpha if alpha is None else alpha

@@ -112,7 +112,7 @@ def _level(priority: Any) -> float:
 
 
 def _num_items(value: Any) -> int:
-    """Of a tensor, an array or a list. The manager refuses other types."""
+    """Return the number of items of a tensor, an array or a list; the manager refuses others."""
     try:
         return math.prod(value.shape) if hasattr(value, "shape") else len(value)
     except TypeError:

@@ -133,7 +133,7 @@ def _run(
     bars: ProgressBars,
     sampling: Mapping[str, Any],
 ) -> list[list[Any]]:
-    """What was generated for each prompt: the token ids of each of its texts."""
+    """Generate for all prompts; return for each the token ids of each of its texts."""
     params = optional_params or OptionalParams()
     if params.on_progress is None:
         params = replace(params, on_progress=bars.tell)

@@ -1,4 +1,4 @@
-"""What changes rows of logits before tokens are chosen, as `gptmanager.decoding.adjustments` does.
+"""Bias, penalties and bans on rows of logits, as in `gptmanager.decoding.adjustments`.
 
 A row costs as much as its history is long; one that asks for nothing costs the read of its record.
 """

@@ -47,7 +47,7 @@ class CompilationError(GptManagerError):
 
 @dataclass(frozen=True)
 class Figures:
-    """What one kernel uses: registers a thread, bytes of static shared memory, bytes spilled."""
+    """The resources of one kernel: registers a thread, bytes of static shared memory and spills."""
 
     registers: int = 0
     shared_memory: int = 0

@@ -122,5 +122,5 @@ def _queries(shape: AttentionShape) -> int:
 
 
 def _tokens(shape: AttentionShape) -> int:
-    """Of a tile of keys and values."""
+    """Return the number of positions in a tile of keys and values."""
     return 32 if shape.head_dim > 128 or (shape.head_dim == 128 and shape.softcap) else 64

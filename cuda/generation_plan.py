@@ -26,7 +26,7 @@ _SHORTEST = 3  # passes of a share, starts included
 
 
 class Places(NamedTuple):
-    """What a device runs at a time: `resident` blocks on each of its multiprocessors."""
+    """The blocks that a device runs at a time: `resident` on each of its multiprocessors."""
 
     multiprocessors: int
     resident: int
@@ -66,7 +66,7 @@ class GenerationPlan:
 
 
 class _Spans(NamedTuple):
-    """What is read: positions `first` to `last` (excluded) of `rows`, in their order.
+    """The positions that are read: `first` to `last` (excluded) of `rows`, in their order.
 
     A row has up to two, the sink's first. They are cut at multiples of PASS.
     """

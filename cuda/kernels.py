@@ -33,7 +33,7 @@ from gptmanager.kernels.reference import Ints, Kernels
 
 
 class _Work(NamedTuple):
-    """Of both attention kernels, in the layers of one window."""
+    """The work of both attention kernels, in the layers that share a window."""
 
     context_items: Tensor
     generation: GenerationWork

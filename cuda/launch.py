@@ -253,7 +253,7 @@ class EmulatorLauncher:
 
 
 def architecture(major: int, minor: int) -> str:
-    """What to compile for: with the features of exactly this device where there are such."""
+    """Return the architecture to compile for, with the device's own features if it has any."""
     return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 

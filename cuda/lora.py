@@ -91,5 +91,5 @@ def add_adapters(
 
 
 def _pack(module: AdapterModule) -> np.uint64:
-    """As the kernels unpack it."""
+    """Pack a module into the 64 bits that the kernels unpack."""
     return np.uint64(module.number << 48 | module.first_column << 24 | module.num_columns)

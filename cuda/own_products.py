@@ -24,7 +24,7 @@ class OwnProducts:
     def multiply(
         self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False
     ) -> None:
-        """As `products.multiply`, or `multiply_silu`, of tensors that `covers` takes."""
+        """Run `products.multiply`, or `multiply_silu`, on tensors that `covers` accepts."""
         if len(x) <= FEW_ROWS:
             few = products.multiply_silu if silu else products.multiply
             few(self._launcher, out, x, weight, bias)

@@ -1,4 +1,4 @@
-"""What the kernels that read or write pages have in common: heads, dtypes, and checks of both.
+"""The common part of kernels that read or write pages: heads, dtypes, and their checks.
 
 On a GPU a page of keys is token-major in memory, as one of values is: `[P, K, B, D]`. `Pages` shows
 its keys as `[P, K, D, B]` (as for the reference): a transposed view of that.
@@ -30,7 +30,7 @@ class Cache(NamedTuple):
 
 
 def check_cache(dtype: torch.dtype, pages: Pages) -> Cache:
-    """Of the pages of a call on tensors of `dtype`. ValueError where the pages are of another."""
+    """Return the kind of cache of a call on tensors of `dtype`. ValueError if pages differ."""
     keys, _, scales = pages
     if (keys.dtype is FP8) != (scales is not None):
         wanted = "need cache_scales" if scales is None else f"have cache_scales, expected {FP8}"
@@ -87,6 +87,6 @@ def has_group(shape: AttentionShape) -> bool:
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Of a token's head in shared memory, as ROW in the .cu: an odd number of 16 bytes."""
+    """Return the bytes of a token's head in shared memory, as ROW in the .cu: 16 x odd."""
     size = head_dim * dtype.itemsize
     return size if size // 16 % 2 else size + 16

@@ -28,7 +28,7 @@ _known: dict[tuple[str, Key], frozenset[int]] = {}  # by device, for all manager
 
 
 class ProductChoice:
-    """Of one model."""
+    """The choice of matmul kernels for one model."""
 
     def __init__(self) -> None:
         self._ours: dict[Key, frozenset[int]] = {}  # numbers of rows at which torch is no faster

@@ -29,7 +29,7 @@ PARAMS = np.dtype(  # `Params` of choice.cuh
 
 
 def instantiations(kernel: str) -> tuple[str, ...]:
-    """Of a kernel over rows of logits of any type: for a vocabulary of whole vectors, and others.
+    """Return a kernel's instantiations: any type of logits, a vocabulary of whole vectors or not.
 
     As many logits are taken at a time whatever the type, so that sums have the same bits.
     """
@@ -66,7 +66,7 @@ def pack(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
 
 
 class Workspace(NamedTuple):
-    """What blocks that share a row leave for each other; launches of one stream may use the same.
+    """Memory in which blocks that share a row exchange results; one per stream is enough.
 
     `pieces` uint8, `own_bests` float32, `arrived` int32, zero between launches.
     """

@@ -26,7 +26,7 @@ _MEETING = 400 * 128  # bytes of memory, while blocks learn which of them comes 
 
 
 class _Kind(NamedTuple):
-    """Of instantiations: the numbers that the kernel is compiled for, in its order."""
+    """The numbers that an instantiation is compiled for, in the kernel's order."""
 
     m: int
     n: int

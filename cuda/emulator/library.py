@@ -58,7 +58,7 @@ class _Launch(ctypes.Structure):  # state.h
 
 @dataclass(frozen=True)
 class Parameter:
-    """Of a kernel. `kind`: pointer p, signed i, unsigned u, float f, bool b, other V."""
+    """A kernel's parameter. `kind`: pointer p, signed i, unsigned u, float f, bool b, other V."""
 
     size: int
     kind: str
@@ -68,7 +68,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Argument:
-    """What one parameter gets: its bytes, and the memory that it points to, if any."""
+    """The value of one parameter: its bytes, and the memory that it points to, if any."""
 
     value: bytes
     memory: tuple[int, int] | None = None  # address, bytes
@@ -108,7 +108,7 @@ class Library:
         return descriptor
 
     def parameters(self, number: int) -> tuple[Parameter, ...]:
-        """Of the kernel with that number, in the order of the library's name expressions."""
+        """Return the parameters of kernel `number`, in the order of the name expressions."""
         descriptor = self._descriptor(number)
         return tuple(
             Parameter(it.size, it.kind.decode(), it.pointee_kind.decode(), it.pointee_size)

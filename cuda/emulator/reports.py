@@ -1,4 +1,4 @@
-"""What a kernel did wrong, with the line of its source.
+"""Reports of a kernel's faults, with the line of its source.
 
 The machine reports addresses as `@0x1234`, relative to the library; binutils' addr2line knows the
 lines. Frames inside the emulator's own headers say nothing to the author of a kernel.

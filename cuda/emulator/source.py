@@ -37,7 +37,7 @@ def translation_unit(source: str, name: str, kernels: Sequence[str]) -> str:
 
 
 def compiler_options(options: Sequence[str], folder: Path) -> list[str]:
-    """What g++ understands of a kernel's NVRTC options: macros, folders, the C++ standard."""
+    """Return the NVRTC options that g++ understands: macros, folders, the C++ standard."""
     kept = [
         option.removeprefix("-") if option.startswith("--std") else option for option in options
     ]

@@ -48,7 +48,7 @@ def flashinfer_context(sets: Sequence[PagedRows], backend: str) -> Contender:
 def _planned(
     sets: Sequence[PagedRows], wrappers: Sequence[Any], lists: Sequence[Any], **options: Any
 ) -> Planned:
-    """Of wrappers and what their plans take first. Plans are made here: the first compiles."""
+    """Plan the wrappers, each with the lists that its plan takes. The first plan compiles."""
     plans = []
     for rows, wrapper, own in zip(sets, wrappers, lists, strict=True):
         options |= {"q_data_type": rows.queries.dtype, "kv_data_type": rows.pages.keys.dtype}

@@ -1,4 +1,4 @@
-"""What the kernel benchmark knows of a case: its least work, who runs it, and what is right.
+"""The cases of the kernel benchmark: least work, contenders, and the right result.
 
 Knows no kernel. A case is prepared on a `Bed`: several sets of inputs, so that together they are
 larger than the cache, and for each contender a function that runs on one of them.
@@ -49,7 +49,7 @@ class Decoder(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """Of a step: as many, for a model of that width; a case for each rank."""
+    """The adapters of a step: their number, and the model's width; a case for each rank."""
 
     number: int = 64
     hidden: int = 1024
@@ -58,8 +58,8 @@ class Adapters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of all cases; the defaults are those of Llama-3.1-8B on a large GPU, and for products also of
-    Qwen2.5-0.5B.
+    """The sizes of all cases. The defaults are those of Llama-3.1-8B on a large GPU, and for
+    matmuls also those of Qwen2.5-0.5B.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -198,5 +198,5 @@ def largest_error(expected: Tensor) -> Callable[[Tensor], float]:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """What roundings of inputs, weights and results to `dtype` may come to, in `largest_error`."""
+    """Return the `largest_error` that rounding inputs, weights and results to `dtype` may cause."""
     return {torch.float32: 2e-5, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-6}[dtype]

@@ -22,7 +22,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def why_not(config: Mapping[str, Any]) -> str:
-    """What of a config this reference does not know; empty: nothing."""
+    """Return what this reference does not support of a config; "" if it supports all."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if config.get("model_type") != "llama" or kind != "default":

@@ -28,7 +28,7 @@ _GAP_S = 10e-6  # shorter ones lie between the kernels of one recorded step
 
 
 def watch(seconds: float) -> list[Ran]:
-    """What ran on the device in the next `seconds`."""
+    """Record what runs on the device in the next `seconds`."""
     profiler: Any = torch.profiler
     device_type: Any = torch.autograd
     cuda = profiler.ProfilerActivity.CUDA
@@ -55,7 +55,7 @@ def split(ran: Sequence[Ran]) -> dict[str, float]:
 
 
 def idle_share(intervals: Sequence[Interval], gap_s: float = _GAP_S) -> tuple[float, float]:
-    """Of the time from the first interval to the last: the share in which nothing ran, and the
+    """Return the share of time in which nothing ran, from the first interval to the last, and the
     share of gaps longer than `gap_s`, in which the device waited for the host.
     """
     idle = waited = 0.0

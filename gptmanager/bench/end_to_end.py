@@ -117,7 +117,7 @@ class Parts:
     notes: list[str]
 
     def run(self, name: str) -> Any:
-        """What the part found. One that fails is told, and the next gets a new manager."""
+        """Run a part and return its figures. After a failure the next gets a new manager."""
         if self.budget.is_spent:
             self.notes.append(f"{name}: no time left, skipped")
             return {"status": "skipped", "note": "no time left"}

@@ -78,7 +78,7 @@ class IterationLog:
         ]
 
     def counts(self) -> dict[str, Any]:
-        """Of all iterations, for a report."""
+        """Return the counts of all iterations, for a report."""
         records = [record for _, record in self.since()]
         return {
             "iterations": len(records),
@@ -146,7 +146,7 @@ class Session:
             self.queue.close()
 
     def warm_up(self, adapters: AdapterLoad | None = None) -> None:
-        """What is compiled or touched once is no figure, nor is what adapters take to load."""
+        """Run once what is compiled or touched once, and load adapters, outside of the figures."""
         self.queue.submit(WARM_UP, 2).result()
         for task, (weights, config) in enumerate([] if adapters is None else adapters.adapters):
             given: Any = {"lora_weights": weights, "lora_config": config}

@@ -43,7 +43,7 @@ class KernelOptions:
 
 @dataclass(frozen=True, eq=False)
 class Ground:
-    """What the benchmark stands on; `bench_kernels` makes that of the current CUDA device."""
+    """The device, timer and sizes of a run; `bench_kernels` makes those of the current device."""
 
     bed: Bed
     timer: Timer

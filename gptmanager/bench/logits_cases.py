@@ -1,4 +1,4 @@
-"""What stands around sampling, as the kernel benchmark times it: adjustments, masks, log
+"""The cases around sampling in the kernel benchmark: adjustments, masks, log
 probabilities, continuations of beams. All read or write rows of logits in float32.
 """
 
@@ -174,7 +174,7 @@ def _logits(bed: Bed, set_bytes: int) -> list[Tensor]:
 
 
 def _sampling_params(bed: Bed) -> Tensor:
-    """Of a slot a row."""
+    """Return the sampling parameters, one slot for each row."""
     record = sampling.pack(SamplingParams(), bed.sizes.vocab_size)
     return bed.records([record] * bed.sizes.rows, sampling.PARAMS)
 

@@ -119,6 +119,6 @@ def paged_rows(
 
 
 def attention_flops(num_heads: int, head_dim: int, rows: Sequence[tuple[int, int]]) -> int:
-    """Of the pairs of a token and a position that it sees."""
+    """Return the FLOPs for all pairs of a token and a position that it sees."""
     pairs = sum(new * (length - new) + new * (new + 1) // 2 for new, length in rows)
     return 4 * num_heads * head_dim * pairs

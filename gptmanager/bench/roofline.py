@@ -1,4 +1,4 @@
-"""What a device can do at best, measured by copies and products, and the floors that follow.
+"""The peak rates of a device, measured by copies and matmuls, and the floors that follow.
 
 Knows nothing of kernels and engines. Floors are those of a Llama: a step reads every weight but the
 embeddings once and the KV cache of its sequences; products and attention do not overlap.
@@ -93,7 +93,7 @@ class ModelShape:
 
     @property
     def layer_params(self) -> int:
-        """Of all layers' matrices."""
+        """Return the number of parameters in all layers' matrices."""
         attention = self.hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden * self.ffn)
 

@@ -111,7 +111,7 @@ def _flashinfer(sets: list[Tensor], params: SamplingParams) -> Contender:
 
 
 def _torch_sort(sets: list[Tensor], params: SamplingParams) -> Contender:
-    """What is commonly written in torch: a sort of each row."""
+    """Sample as is commonly written in torch: with a sort of each row."""
 
     def run(number: int) -> Tensor:
         logits, order = (sets[number] / params.temperature).sort(dim=-1, descending=True)

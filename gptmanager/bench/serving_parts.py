@@ -1,4 +1,4 @@
-"""What the end-to-end benchmark times: generation steps, whole loads, and policies under pressure.
+"""The parts of the end-to-end benchmark: generation steps, loads, policies under pressure.
 
 Knows managers by their public interface alone. Figures stand beside the floors of the measured
 ceilings where the model is one that floors are known of.

@@ -116,7 +116,7 @@ def host_seconds(work: Callable[[], object], device: torch.device, calls: int = 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of repeated measurements, in seconds. `quartiles`: a half of them lie between."""
+    """The spread of repeated measurements, in seconds. `quartiles`: half of them are between."""
 
     median: float
     best: float
@@ -156,7 +156,7 @@ class Budget:
         return self.left <= 0
 
     def share(self, num_left: int) -> Budget:
-        """What one of `num_left` equal pieces of work may take."""
+        """Return the budget of one of `num_left` equal pieces of work."""
         return Budget(self.left / max(1, num_left), self._clock)
 
 

@@ -1,4 +1,4 @@
-"""What the kernel benchmark times beside attention: kernels that take tokens, rows or blocks."""
+"""The cases of the kernel benchmark besides attention: kernels of tokens, rows or blocks."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _prepare_write(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
     expected = torch.cat([turned, values], dim=1)
 
     def error(queries: Tensor) -> float:
-        """Of queries, and of what was written to the pages of the set 0."""
+        """Return the error of queries, and of what was written to the pages of set 0."""
         blocks = torch.from_numpy(order).to(bed.device)
         written = [it[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens] for it in outs[0][1:]]
         return largest_error(expected)(torch.cat([queries, *written], dim=1))

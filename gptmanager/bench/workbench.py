@@ -190,7 +190,7 @@ class Workbench:
         return uniform_requests(self.scale.requests, lengths, lengths, self.config["vocab_size"])
 
     def _model(self) -> tuple[Source, dict[str, Any], Mapping[str, Tensor] | None]:
-        """What a manager loads; config; weights for the reference, where it knows the model."""
+        """Return the manager's source, the config, and weights for the reference if it knows it."""
         if self.options.model is not None:
             config, read = read_checkpoint(self.options.model)
             where: dict[str, Any] = {

@@ -93,7 +93,7 @@ class AdapterLoader:
             self._read.clear()
 
     def begin(self, work: AdapterWork) -> None:
-        """As `Host.load`."""
+        """Begin a piece of work; see `Host.load`."""
         pool = self._pool
         if pool is None:
             return
@@ -182,7 +182,7 @@ class AdapterLoader:
 
 
 def _told(work: AdapterWork, error: BaseException) -> BaseException:
-    """Of what could not be read the request is told at once; of the rest the loop tells it."""
+    """Return the error of work on an adapter as its request gets it."""
     if not isinstance(work, ReadAdapter) or isinstance(error, RequestError):
         return error
     return AdapterError(f"lora_task_id {work.task_id} could not be read: {response_text(error)}")

@@ -16,5 +16,5 @@ class Broadcast:
         self.callback = callback
 
     def __call__(self, *arguments: Any) -> Any:
-        """As a callback of a manager that stands alone, or of rank 0's."""
+        """Call the callback, as a manager without ranks or rank 0 does."""
         return () if self.callback is None else self.callback(*arguments)

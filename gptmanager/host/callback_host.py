@@ -52,8 +52,9 @@ class Fetched(NamedTuple):
 
 
 class HostTimers:
-    """Of all calls into a host's code. `all`: in the order in which statistics tell them; the
-    loop's scheduler comes last.
+    """The timers of all calls into a host's code.
+
+    `all`: in the order of the statistics; the loop's scheduler is last.
     """
 
     def __init__(self) -> None:
@@ -157,7 +158,7 @@ class CallbackHost:
 
     @property
     def holds_requests(self) -> bool:
-        """What Get has returned waits for the next fetch."""
+        """Whether requests that Get has returned wait for the next fetch."""
         return bool(self._receiver.received or self._receiver.returned)
 
     # Final responses that the loop does not send ---------------------------------------------
@@ -180,7 +181,7 @@ class CallbackHost:
             self.answer_lost((), error)
 
     def answer_deposed(self, error: BaseException, timeout: float | None = None) -> bool:
-        """As `answer_all`, on another thread than the loop's, which is deposed.
+        """Answer all requests like `answer_all`, on another thread, after the loop was abandoned.
 
         With a `timeout` of the host's code only SendResponse is called. False: a call of it that
         is under way does not return within `timeout` seconds.
@@ -347,7 +348,7 @@ class CallbackHost:
 
     @contextmanager
     def _guarded(self, timer: CallbackTimer) -> Iterator[list[BaseException]]:
-        """What is raised within is logged, and put into the list."""
+        """Log what is raised inside the `with` block, and append it to the list."""
         raised: list[BaseException] = []
         timer.start()
         try:
@@ -371,7 +372,7 @@ def _optional(callback: Any, name: str, *, may_yield: bool = False) -> Any:
 
 
 def _taken(queue: deque[_T]) -> tuple[_T, ...]:
-    """What is in a queue that other threads fill, and is not in it any more."""
+    """Take all items out of a queue that other threads fill."""
     return tuple(queue.popleft() for _ in range(len(queue)))
 
 

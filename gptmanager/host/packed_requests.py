@@ -80,7 +80,7 @@ class PackedRequests:
 
 
 def read_requests(entries: Iterable[Any], arrays: memoryview) -> list[InferenceRequest]:
-    """Of the two parts of `PackedRequests`. Raises some error for what is none."""
+    """Read requests from the two parts of `PackedRequests`; any error for malformed ones."""
     is_short = len(arrays) <= _SHARED_BYTES
     memory = bytearray(arrays) if is_short else arrays
     requests, end = [], 0

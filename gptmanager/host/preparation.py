@@ -105,7 +105,7 @@ class Preparation:
         logger.error(text, name, request_id, exc_info=error)
 
     def _is_ready(self, processor: Any) -> bool:
-        """What goes wrong here is met again by `prepare`."""
+        """Whether a processor needs no preparation; errors here occur again in `prepare`."""
         try:
             prepare = getattr(processor, "prepare", None)
             if not callable(prepare):

@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<IdII??2x")
 
 
 class Turn(NamedTuple):
-    """What rank 0 tells the others at the start of an iteration.
+    """The message of rank 0 to the others at the start of an iteration.
 
     `requests`, `stops`: digests, where each rank's own host gives them; then the intake has none.
     `is_empty`: Get had nothing.
@@ -40,9 +40,9 @@ class Turn(NamedTuple):
 
 
 def pack(turn: Turn) -> bytes:
-    """As one message: numbers, JSON of as many bytes as the first of them says, arrays.
+    """Pack a turn into one message: numbers, JSON (the first number is its length), arrays.
 
-    An intake has JSON if it has requests, and its other fields stand there if there are any.
+    An intake has JSON if it has requests; its other fields are in there, if there are any.
     """
     intake = turn.intake
     is_bare = intake == Intake(intake.now, intake.requests, clears_cache=intake.clears_cache)
@@ -77,7 +77,7 @@ class Unpacker:
             raise RankError(f"a message of rank 0 cannot be read: {text}") from error
 
     def _others(self, plain: Any) -> Intake:
-        """What an intake has beside requests; errors as their text says."""
+        """Read the fields of an intake other than requests; errors from their texts."""
         intake: Intake = self._decoder.decode(Intake, plain)
         failures = tuple(Failure(it.request_id, _error(it.error)) for it in intake.failures)
         done = tuple(
@@ -112,7 +112,7 @@ def requests_digest(requests: Iterable[InferenceRequest]) -> int:
 
 
 def _aligned(start: int, head: bytes) -> bytes:
-    """So that what follows it begins where an array may."""
+    """Pad `head` so that what follows it is aligned for an array."""
     return head + b" " * (-(start + len(head)) % ALIGNMENT)
 
 
@@ -121,7 +121,7 @@ def stops_digest(stops: Iterable[int]) -> int:
 
 
 def schedule_digest(schedule: Schedule) -> int:
-    """Of all that is decided: integers alone, whose hashes are the same in every process."""
+    """Return a digest of a decision: of integers alone, which hash alike in every process."""
     starts = tuple(
         (it.slot, len(it.tokens), it.beam_width, it.adapter_slot) for it in schedule.starts
     )

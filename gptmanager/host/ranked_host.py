@@ -50,7 +50,7 @@ _POLL_S = 0.002  # how often a wait for work of this rank's own threads looks up
 
 
 class RankedHost(CallbackHost, ABC):
-    """What both have. `config`: of the ranks."""
+    """The part that the hosts of rank 0 and of the others share. `config`: of the ranks."""
 
     links: Links
     _ranks: Ranks
@@ -288,7 +288,7 @@ class FollowingHost(RankedHost):
         self.links.tell_difference("differs from rank 0", to_json(plain))
 
     def _await_own(self, intake: Intake) -> None:
-        """What rank 0 has ready this rank must have, too: it is about as fast."""
+        """Wait until this rank has ready what rank 0 has: it is about as fast."""
         jobs = {done.job for done in intake.adapters if done.error is None}
         ready = set(intake.ready) if self._calls_processors else set()
         for request in intake.requests:
@@ -349,7 +349,7 @@ def _with_answers(
 
 
 def alike(get: Any, send: Any, poll: Any, stats: Any) -> dict[str, bool]:
-    """What ranks must have alike of the four callbacks, by what it is called."""
+    """Return what all ranks must have alike of the four callbacks, by name."""
     found = {"callbacks.broadcast is used": isinstance(get, Broadcast)}
     return (
         found
@@ -364,7 +364,7 @@ def new_host(
     callbacks: Sequence[Any],
     wake: Callable[[], None],
 ) -> CallbackHost:
-    """Of the rank that stands there in `layout`. `callbacks`: the four, in their order."""
+    """Make the callback host of a rank in `layout`. `callbacks`: the four, in their order."""
     options: dict[str, Any] = {"max_get_failures": params.max_get_failures, "wake": wake}
     config = params.parallel_config
     if layout.size == 1 or config is None:

@@ -46,7 +46,7 @@ class OwedFinals:
             return count > 0
 
     def beyond(self, known: Iterable[int]) -> list[int]:
-        """What is due beyond `known`; an id as often as it is."""
+        """Return the ids that are due beyond `known`, each as often as it is due."""
         with self._lock:
             due = Counter(self._counts)
         due.subtract(Counter(known))
@@ -147,7 +147,7 @@ def _read_request(item: InferenceRequest, request_id: int) -> InferenceRequest:
 
 
 def not_iterable(answer: Any) -> CallbackError:
-    """What Get returned is no iterable at all."""
+    """Return the error for an answer of Get that is not iterable."""
     hint = ", as a function without `return` does" if answer is None else ""
     return CallbackError(
         f"GetInferenceRequests returned {reprlib.repr(answer)}{hint}; expected an iterable of "

@@ -18,10 +18,10 @@ FOR_PROCESSOR, FOR_ADAPTER = 1, 2
 
 
 class ActiveRequest(LlmRequest):
-    """What schedulers see of a request, and what its responses need.
+    """A request as schedulers see it, with what its responses need.
 
-    `num_sent`: tokens of its history that have been sent, it survives pauses. `stop_state`: of its
-    text, as `end_rule` has it. `cached_tokens`: tokens of the prompt that its first start found in
+    `num_sent`: tokens of its history that have been sent; it survives pauses. `stop_state`: that
+    of `end_rule` for its text. `cached_tokens`: tokens of the prompt that its first start found in
     the KV cache. `search` holds the beams if there are several; `tokens` then only counts what is
     generated. `is_serial`: what it runs next depends on the values of its last tokens.
     `adapter_digest`: of its adapter's content, once that is known. `adapter_slot`: where kernels
@@ -171,11 +171,11 @@ class ActiveRequest(LlmRequest):
 
     @property
     def wanted_from_start(self) -> OutputConfig:
-        """What a start that comes now must yield: that of the prompt only if it is not known."""
+        """The outputs that a start must produce now; those of the prompt only if not known yet."""
         config = self.output.config
         return config if self.times.first_token is None else config.without_prompt
 
     @property
     def reads_cache(self) -> bool:
-        """What is told of the prompt comes of computing it, all of it."""
+        """Whether the prompt may be read from the cache: no output needs all of it computed."""
         return not self.wanted_from_start.asks_of_prompt

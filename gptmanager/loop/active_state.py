@@ -73,7 +73,7 @@ _read_progress = attrgetter(*ProgressState._fields)
 
 
 def request_state(request: ActiveRequest) -> RequestState:
-    """As data, between two iterations; without the numbers of rows, which are many."""
+    """Return a request's state as data, between two iterations; without its rows of numbers."""
     search, salt, table = request.search, request.cache_salt, request.prompt_table
     if table is not None and isinstance(salt, tuple):
         salt = salt[0]
@@ -124,7 +124,7 @@ def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
 
 
 def _check(state: RequestState, limits: Limits) -> None:
-    """What later steps take for granted, or take memory by."""
+    """Check what later steps rely on, and what memory is sized by."""
     length, width = len(state.tokens), 1 if state.beams is None else state.beams.width
     longest, progress, ends = limits.max_seq_len, state.progress, state.end_rule
     ordered = (

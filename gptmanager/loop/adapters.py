@@ -35,10 +35,10 @@ def no_adapters() -> Adapters:
 
 @dataclass(slots=True)
 class Read:
-    """What a request brought, until it is cached. `digest` "": it is being read.
+    """An adapter that a request passed, until it is cached. `digest` "": it is being read.
 
-    `wanted_by`: the request that brought it, if that is still there, and those that came later with
-    the id alone. `is_forgotten`: nobody who comes now may have it.
+    `wanted_by`: the request that passed it, if it is still active, and later ones that gave only
+    the id. `is_forgotten`: no further request may use it.
     """
 
     task_id: int
@@ -50,7 +50,9 @@ class Read:
 
 
 class Adapters:
-    """Who has an adapter, and who waits for one. `load` has work done, of which `take_in` learns.
+    """The requests that have an adapter, and those that wait for one.
+
+    `load` starts work on an adapter; `take_in` takes its results.
 
     The pages of the device go to requests that have started, then to the others in the order of the
     active requests; an adapter for which they do not suffice is passed over. Those behind it may
@@ -88,7 +90,7 @@ class Adapters:
         self.has_changed = True
 
     def take_in(self) -> list[Failure]:
-        """What was noted, before requests are added. Gives those that must end."""
+        """Take in what was noted, before requests are added; return the requests that must end."""
         while self._forgotten:
             task_id = self._forgotten.popleft()
             self.cache.forget(task_id)
@@ -195,7 +197,7 @@ class Adapters:
         self.requests[request_id].adapter_digest = self.cache.adapter_of(request_id).digest
 
     def _drop(self, job: int) -> Read:
-        """What it has read, or will have, is not needed."""
+        """Drop a job whose result is not needed."""
         self._load(DropAdapter(job))
         return self.reads.pop(job)
 
@@ -209,7 +211,7 @@ class Adapters:
             self._end_move(done, self.moves.pop(done.job))
 
     def _fail(self, job: int, error: BaseException) -> None:
-        """What a request brought is no adapter. Others wanted one under its id."""
+        """End the requests that wanted an adapter which could not be read."""
         read = self._drop(job)
         if read.brought_by in read.wanted_by:
             read.wanted_by.remove(read.brought_by)

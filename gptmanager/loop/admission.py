@@ -214,7 +214,7 @@ def _read_output_options(
     limits: Limits,
     end_ids: tuple[int, ...],
 ) -> OutputOptions:
-    """What the request or the manager's options ask for."""
+    """Return the outputs that the request or the manager's options ask for."""
 
     def is_asked(name: str) -> bool:
         return read_bool(name, tensors.get(name, False))
@@ -311,7 +311,7 @@ def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRow
 
 
 def _read_adapter(tensors: dict[str, Any], limits: Limits) -> LoraInputs | None:
-    """What is said of an adapter. Nothing has been made of its numbers."""
+    """Return a request's adapter. Its numbers are not read yet."""
     given = [name for name in _LORA_TENSORS if name in tensors]
     if limits.adapters is not None:
         return read_lora(tensors, limits.adapters)
@@ -338,7 +338,7 @@ def _optional_int(name: str, value: Any, low: int, high: int) -> int | None:
 
 
 def _time_limit(name: str, value: Any, now: float) -> float | None:
-    """So many seconds from `now` on; None, also for infinity: no limit."""
+    """Return the time `value` seconds after `now`; None for None and infinity: no limit."""
     if value is None or (isinstance(value, (float, np.floating)) and value == math.inf):
         return None
     return now + read_float(name, value, 0.0)

@@ -83,7 +83,7 @@ class Allocator:
         )
 
     def state(self) -> AllocatorState:
-        """As data, between two iterations."""
+        """Return the allocator's state as data, between two iterations."""
         return AllocatorState(
             kv_cache_state(self.kv_cache),
             tuple(self._free_slots),
@@ -249,7 +249,7 @@ class Allocator:
 
 
 class _Parts:
-    """What a schedule is made of besides its rows, while it is gathered."""
+    """The parts of a schedule besides its rows, while they are gathered."""
 
     __slots__ = ("appends", "copies", "drafts", "forks", "starts")
 

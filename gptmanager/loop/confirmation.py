@@ -102,7 +102,7 @@ class Confirmation:
         return 0, None
 
     def _hand_on(self, failures: Collection[Failure], schedule: Schedule) -> None:
-        """What failed in a step ends its request with the next intake, if it is the same still."""
+        """Pass a step's failures on to the next intake, for requests that are still the same."""
         rows = (*schedule.context_rows, *schedule.generation_rows)
         epochs = {row.request_id: row.epoch for row in rows}
         for failure in failures:
@@ -137,7 +137,7 @@ def _advance_beams(
 
 
 def _fault_error(request: ActiveRequest, fault: int, iteration: int) -> LogitsError:
-    """What ends a request whose next token is `fault`: NO_TOKEN or NOT_FINITE."""
+    """Return the error of a request whose next token is `fault`: NO_TOKEN or NOT_FINITE."""
     number = request.num_output + (request.search is None)
     where = f"generated token {number} (iteration {iteration})"
     inputs = ", ".join(_changes(request)) or "none"
@@ -149,7 +149,7 @@ def _fault_error(request: ActiveRequest, fault: int, iteration: int) -> LogitsEr
 
 
 def _changes(request: ActiveRequest) -> list[str]:
-    """What the request asks for that changes logits, in the order in which that is done."""
+    """Return the request's options that change logits, in the order in which they apply."""
     sampling = request.sampling
     asked = {
         "embedding_bias": sampling.embedding_bias,

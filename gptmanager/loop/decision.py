@@ -1,4 +1,4 @@
-"""Who runs next: a scheduler is asked, and its answer checked.
+"""The decision which requests run next: a scheduler is asked, and its answer checked.
 
 Knows what a scheduler must not return; nothing of memory, which `allocation` gives out.
 """

@@ -27,7 +27,7 @@ class LogProbsByRank(NamedTuple):
 
 
 class _PromptScores(NamedTuple):
-    """Of all tokens of a prompt but the first: `[n]`, `[n, k]` and `[n, k]`."""
+    """Scores of all tokens of a prompt except the first: `[n]`, `[n, k]` and `[n, k]`."""
 
     log_probs: Tensor
     top_log_probs: Tensor
@@ -114,11 +114,11 @@ class RequestExtras:
         )
 
     def take_top(self, start: int, end: int, count: int) -> LogProbsByRank:
-        """Of the generated tokens `start <= index < end`, of one text."""
+        """Take the top log probabilities of generated tokens `start <= index < end` of one text."""
         return _stacked([self._top.pop(i) for i in range(start, end) if i in self._top], count)
 
     def beam_top(self, nodes: Sequence[BeamNode], count: int) -> LogProbsByRank:
-        """Of the tokens that each node's was chosen among; a replay has none of it."""
+        """Return the top log probabilities at each node's token; a replay has none."""
         known = self._top
         found = [
             tuple(array[node.beam, None] for array in known[node.length - 1])

@@ -12,9 +12,9 @@ from gptmanager.request.adapter import AdapterLimits
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may be, and how many may wait. Lengths in tokens.
+    """Limits of one request, and how many may wait. Lengths in tokens.
 
-    `pool_limited`: it is the KV cache that bounds `max_seq_len`. `max_run_len` bounds prompt +
+    `pool_limited`: the KV cache bounds `max_seq_len`. `max_run_len` bounds prompt +
     new tokens - 1 where a request may have to run its whole history as one context again (an
     evicting policy without chunks). `max_num_requests`: how many may run at once; `max_waiting`:
     how many may wait beside them, None: any number. `hidden_size` 0: the model takes no embeddings

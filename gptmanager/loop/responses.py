@@ -115,7 +115,7 @@ def final_tensors(
 def _extras(
     request: ActiveRequest, found: RequestExtras, start: int, end: int, beams: Beams | None
 ) -> list[NamedTensor]:
-    """What was asked for besides tokens, of the history positions `start` to `end`.
+    """Return the outputs besides tokens, of the history positions `start` to `end`.
 
     Beams that are shorter than the longest end in zeros.
     """
@@ -200,7 +200,7 @@ def _metrics(request: ActiveRequest) -> Tensor:
 
 
 class Beams(NamedTuple):
-    """What a response holds of each beam.
+    """The beams of a response.
 
     `cum_log_probs` are the sums over all output so far, and over nothing that was cut off.
     """
@@ -215,7 +215,7 @@ class Beams(NamedTuple):
 
 
 def stable_beams(request: ActiveRequest, search: BeamSearch, end: int) -> Beams:
-    """What has become stable up to history position `end`, the same in each beam."""
+    """Return what is final up to history position `end`, because it is the same in each beam."""
     start = request.num_sent - request.orig_prompt_len
     path = search.stable_path()[: end - request.orig_prompt_len]
     total, nodes = _sum(path), path[start:]
@@ -223,7 +223,7 @@ def stable_beams(request: ActiveRequest, search: BeamSearch, end: int) -> Beams:
 
 
 def final_beams(request: ActiveRequest, search: BeamSearch, reason: FinishReason) -> Beams:
-    """What has not been sent of all beams; `reason` cuts off a search that is not over yet."""
+    """Return what has not been sent of all beams; `reason` ends a search that is not over."""
     found = search.hypotheses(None if search.is_over else reason)
     missing = search.num_results - len(found)  # a small vocabulary has no more
     start = request.num_sent - request.orig_prompt_len if request.output.is_streaming else 0

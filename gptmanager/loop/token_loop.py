@@ -189,7 +189,7 @@ class TokenLoop:
         )
 
     def finish_recalled(self, decision: SchedulerOutput | None) -> None:
-        """Who is to pause while in flight pauses when its micro batch has returned."""
+        """Finish the micro batches of requests that are to pause while they are in flight."""
         if decision is None or self.num_micro_batches == 1 or not decision.paused_requests:
             return
         recalled = {request.request_id for request in decision.paused_requests}

@@ -144,12 +144,12 @@ class GptManager:
 
     @property
     def exception(self) -> BaseException | None:
-        """What ended the loop; None unless the state is FAILED."""
+        """The error that ended the loop; None unless the state is FAILED."""
         return self._lifecycle.exception
 
     @property
     def recording_error(self) -> str:
-        """What cut off the file of `recording_path`, a full disk say; "": nothing has."""
+        """Why the file of `recording_path` was cut off, for example a full disk; "": it was not."""
         return self._recorder.error
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
@@ -253,7 +253,7 @@ class GptManager:
     # Questions, from any thread ------------------------------------------------------------
 
     def health(self) -> Health:
-        """What the manager is doing; answered at once, even while a callback hangs."""
+        """Return what the manager is doing, at once, even while a callback hangs."""
         loop, progress = self._worker.loop, self._worker.progress
         num_active = 0 if loop is None else len(loop.active)
         alive = not (self._lifecycle.ended.is_set or self._is_forked)
@@ -313,7 +313,7 @@ class GptManager:
             self._ask("unwatch", lambda loop: self._watchers.remove(loop, see), timeout)
 
     def would_fit(self, request: InferenceRequest, timeout: float | None = _ANSWER_S) -> Fit:
-        """What admission would say of a request, and the blocks that its whole life needs.
+        """Return how admission would answer a request, and the blocks that its whole life needs.
 
         Answered as `audit` is.
         """

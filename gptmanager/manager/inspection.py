@@ -126,7 +126,7 @@ def audit(loop: TokenLoop) -> AuditReport:
 
 
 def explain(loop: TokenLoop, request_id: int) -> Explanation:
-    """What keeps a request from running, in numbers."""
+    """Explain why a request does not run, in numbers."""
     request, active = loop.table.by_id.get(request_id), list(loop.active)
     if request is None:
         return Explanation(request_id, "unknown", f"request {request_id} is not active")
@@ -177,7 +177,7 @@ def _explain(
 
 
 def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
-    """What admission says of a request, and what the scheduler would say of it behind all others.
+    """Return how admission answers a request, and how the scheduler would, behind all others.
 
     Nothing is admitted.
     """

@@ -1,4 +1,4 @@
-"""What a loop does, told while it runs: which requests came, ran and ended.
+"""Events of a running loop: which requests arrived, ran and ended.
 
 A loop that nobody watches has none of this: the taps are put in front of its host and executor
 between two iterations, and taken away again. They change nothing that passes through.
@@ -80,9 +80,7 @@ See = Callable[[Event], object]
 
 
 class Watchers:
-    """Who sees the events of one loop. All methods are called on the loop's thread, or while it
-    rests.
-    """
+    """The watchers of one loop. All methods are called on the loop's thread, or while it rests."""
 
     def __init__(self) -> None:
         self._sees: tuple[See, ...] = ()
@@ -149,7 +147,7 @@ def _put_taps(loop: TokenLoop, tell: See) -> None:
     now, arrived = 0.0, list[int]()
 
     def tell_arrivals() -> None:
-        """Of those that the loop has accepted by now; the others have had their final response."""
+        """Report arrivals that the loop has accepted; the others have had their final response."""
         for request_id in arrived:
             request = table.by_id.get(request_id)
             if request is not None:

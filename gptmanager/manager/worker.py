@@ -61,7 +61,7 @@ class Worker:
         return threading.current_thread() in (self._thread, self._ending.deputy)
 
     def whereabouts(self) -> str:
-        """What the thread does now. From any thread."""
+        """Return what the thread does now. Safe from any thread."""
         thread = None if self._thread is None else self._thread.ident
         return whereabouts(self._host.timers.all, thread)
 

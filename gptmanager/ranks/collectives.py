@@ -28,7 +28,7 @@ Wait = Callable[[Any], None]
 
 
 class Collectives(Protocol):
-    """Of one rank of several. Errors are those of `wait` (`GroupCollectives`)."""
+    """The collective operations of one rank. Errors are those of `wait` (`GroupCollectives`)."""
 
     layout: RankLayout
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Of `tensor_parallel_size` x `pipeline_parallel_size` ranks, the place of one.
+    """The place of one rank among `tensor_parallel_size` x `pipeline_parallel_size` ranks.
 
     Stages are groups of ranks with the same layers. The first one embeds, the last one has the
-    logits. Rank 0 stands in the last: it chooses tokens and answers the host, so that logits and
+    logits. Rank 0 is in the last: it chooses tokens and answers the host, so that logits and
     tokens need not travel to it from another stage.
     """
 

@@ -31,7 +31,7 @@ _PAUSE_S = 0.1  # how often a wait for a collective looks up
 
 
 class Message(IntEnum):
-    """What a message between loops is about."""
+    """The kinds of messages between loops."""
 
     EXCHANGE = 1  # while managers start
     INTAKE = 2  # rank 0's intake: an iteration begins
@@ -43,18 +43,18 @@ class Message(IntEnum):
 
 
 class _Wait(threading.local):
-    """What a thread waits for, and until when."""
+    """The event that a thread waits for, and its deadline."""
 
     what = ""
     deadline = math.inf
 
 
 class Links:
-    """Of `rank`, of `size`, in a world whose `store` all share. `host`: where rank 0 is found.
+    """The connections of one rank to the others; all share `store`. `host`: the address of rank 0.
 
     `timeout_s`: how long a rank may be silent, or keep others waiting. The constructor returns when
-    all have come, or raises RankError after `boot_s`. `on_failure` is called, in another thread,
-    when a rank has failed.
+    all ranks are connected, or raises RankError after `boot_s`. `on_failure` runs in
+    another thread when a rank has failed.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Links:
             self._end()
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """What each rank gives, by rank. For the start: it waits as long as all are alive."""
+        """Return the payloads of all ranks. For the start: it waits as long as all are alive."""
         kind = Message.EXCHANGE
         if self.rank:
             self.send(kind, payload)
@@ -256,7 +256,7 @@ class Links:
             )
 
     def _lost(self, error: BaseException) -> RankError:
-        """Who is to blame for a connection, or a collective, that broke."""
+        """Return the error that explains why a connection or a collective broke."""
         self._watch.failed.wait(_VERDICT_S)
         return self._watch.failure or RankError(
             f"rank {self.rank} has lost {self._wait.what}: {error}"

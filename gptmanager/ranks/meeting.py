@@ -25,7 +25,7 @@ _LOOPBACK = ("localhost", "::1", "127.")
 
 
 class Store(Protocol):
-    """Of torch.distributed, or like it."""
+    """A key-value store, that of torch.distributed or one like it."""
 
     def set(self, key: str, value: Any) -> None: ...
 
@@ -33,7 +33,7 @@ class Store(Protocol):
 
 
 class Channel(IntEnum):
-    """What a connection is for."""
+    """The purpose of a connection."""
 
     LOOP = 0
     WATCH = 1

@@ -168,7 +168,7 @@ class Watch:
             return f"{message['failed']}: {response_text(error)}"
 
     def _say(self, message: dict[str, Any]) -> None:
-        """What this rank's other threads have posted."""
+        """Send on a message that another thread of this rank has posted."""
         if self._rank:
             self._send(0, message)
         elif "blames" in message:
@@ -179,7 +179,7 @@ class Watch:
             self._ask(f"rank 0 waits for {message['expired']}")
 
     def _ask(self, what: str) -> None:
-        """Who does not wait for another?"""
+        """Ask which rank does not wait for another."""
         if not self._expired_at:
             self._expired, self._expired_at = what, monotonic() + _ANSWER_S
             self._answers = {0: bool(self.waiting)}
@@ -201,7 +201,7 @@ class Watch:
             self._blame(busy[0], f"has kept the others waiting {after}")
 
     def _blame(self, rank: int, why: str) -> None:
-        """Who is blamed is told, too: it may only have been stopped, and go on later."""
+        """Report a failed rank to all, itself included: it may only be stopped, and go on later."""
         if self.failure is None and not self._is_closing:
             self._send_all({"verdict": [rank, why]})
             self.fail(rank, why)

@@ -1,4 +1,4 @@
-"""What passes between a loop and its world, written down: recordings, and the black box."""
+"""Recordings of all that passes between a loop, its host and its executor; the black box."""
 
 from gptmanager.recorder.recorder import (
     Recorder,

@@ -1,4 +1,4 @@
-"""What a black box keeps of each turn: all that a replay reads, and no more.
+"""The data that a black box keeps of each iteration: all that a replay reads, and no more.
 
 It copies requests: a host may write over its arrays later, or give a part of a larger array. Of
 numbers for the executor it keeps the digest, of processors the name, of errors the text: what these
@@ -88,7 +88,7 @@ class Keeper:
         return value
 
     def _rows(self, name: str, value: Any, tensors: dict[str, Any]) -> HostRows | None:
-        """As admission reads them; None: all is zero."""
+        """Read rows of numbers as admission does; None if all are zero."""
         if name == "embedding_bias":
             return read_bias(name, value, self._vocab_size)
         if name == "draft_logits":
@@ -115,7 +115,7 @@ def _texts(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 
 def _text_of(done: AdapterDone) -> AdapterDone:
-    """As `_texts`."""
+    """Replace an error by its text; see `_texts`."""
     if done.error is None:
         return done
     return done._replace(error=RecordedError(response_text(done.error)))

@@ -274,7 +274,7 @@ def build_recorded_loop(
     phase_times: PhaseTimes,
     final: MakeFinal = final_tensors,
 ) -> TokenLoop:
-    """As `build_loop`, with `recorder` between the loop and its world, if it is on."""
+    """Build a loop, see `build_loop`, with `recorder` around it if it is on."""
     if not recorder.is_on:
         return build_loop(blueprint, host, executor, phase_times=phase_times, final=final)
     loop = build_loop(

@@ -54,7 +54,7 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the recorded loop was made of.
+    """The first line of a recording: the parts of the recorded loop.
 
     `blueprint`: options, sizes, policy; of a scheduler of the host's own there is the name alone.
     `state`: the loop before the first iteration of the recording, None: nothing was active and no
@@ -180,7 +180,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
 
 
 def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
-    """As `read_recording`; `name` stands in messages."""
+    """Read a recording's lines, see `read_recording`; messages contain `name`."""
     allowance = Allowance()
     values = _values(lines, name, allowance)
     _, first = next(values, (0, {}))
@@ -213,7 +213,7 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """What goes wrong within is the recording's fault: a RecordingError that tells `where`.
+    """Turn any error inside the `with` block into a RecordingError that names `where`.
 
     The recording may come from anybody: only the types of its values are sure.
     """

@@ -92,8 +92,9 @@ class Allowance:
 
 
 def without_weights(value: Any) -> Any:
-    """What a recording knows of `lora_weights`: how many there are. What was read of them it is
-    told later, as a digest.
+    """Return `lora_weights` as a recording keeps them: their number alone.
+
+    Their digest is recorded later, when they have been read.
     """
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)  # as admission does
@@ -115,7 +116,7 @@ def plain_request(request: InferenceRequest) -> dict[str, Any]:
 
 
 def plain_keywords(request: InferenceRequest) -> dict[str, Any]:
-    """What is no tensor, and not the default."""
+    """Return the request's keywords that differ from the defaults, as JSON values."""
     plain: dict[str, Any] = {}
     for name in KEYWORDS:
         value, default = getattr(request, name), getattr(_DEFAULT, name)
@@ -261,7 +262,7 @@ def _plain_value(value: Any, depth: int = 0) -> Any:
 
 
 def _plain_weights(value: Any) -> Any:
-    """Of `without_weights`. They may be very many: rows may be longer than a recording can say."""
+    """Return weights in plain form, see `without_weights`. There may be very many of them."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_nested or value.is_meta:
             return _opaque(value)

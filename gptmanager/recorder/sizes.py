@@ -20,7 +20,7 @@ _PLAIN = {int, float, bool, type(None)}
 
 
 def value_bytes(value: Any, depth: int = 0) -> int:
-    """Of values of the loop, and of what a host gave as a tensor: anything."""
+    """Return about how many bytes a value takes: one of the loop, or any tensor of a host."""
     if type(value) is CachedBlockState:  # a state holds many: no look at each of their values
         return _NUMBER * (11 + len(value.tokens))
     if type(value) is AdapterState:

@@ -54,8 +54,9 @@ def to_json(value: Any) -> bytes:
 
 
 def legible(value: Any, plain: Callable[[Any], Any] = str) -> Any:
-    """As JSON values: enums by name, and `\\ud800` in texts for half a surrogate pair, which UTF-8
-    cannot hold. `plain` makes what JSON lacks.
+    """Return a value as JSON values: enums by name, half surrogate pairs in texts as `\\ud800`.
+
+    `plain` converts what JSON lacks.
     """
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
@@ -74,7 +75,7 @@ def legible(value: Any, plain: Callable[[Any], Any] = str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What orjson does not know, in what it knows."""
+    """Convert a value that orjson does not know into one that it knows."""
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, Deferred):
@@ -290,7 +291,7 @@ def _read_float(data: Any) -> float:
 
 
 def _read_log_prob(data: Any) -> float:
-    """Of single precision, or null: JSON has no such number as that of what cannot come."""
+    """Read a log probability of single precision; null stands for -inf, which JSON lacks."""
     value = -math.inf if data is None else _read_float(data)
     if data is not None and abs(value) > _FLOAT32_MAX:
         raise RecordingError(f"{_short(data)} is no number of single precision")
