@@ -106,7 +106,7 @@ def test_requests_join_speak_and_leave_in_place(terminal):
         "     12      3 running    17 + 25 = 42",
         f"{'━' * 20}   0/10 requests   5 tokens/s   batch 2   KV cache 50%",
     ]
-    view.leave(second, "END_ID", " 42", progress())
+    view.leave(second, "END_ID", " 42", progress(), time.monotonic())
     view.draw([first], progress(done=5))
 
     # Then its line stays above the others
@@ -199,7 +199,14 @@ def test_texts_that_no_row_shows_are_not_decoded(terminal):
 def test_a_failure_is_told_beside_the_prompt(terminal):
     shown = terminal(80)
     view = LiveView(LiveRegion(shown.stream))
-    view.leave(row(3, "Once"), "ERROR", "InvalidRequestError: no", progress(), failed=True)
+    view.leave(
+        row(3, "Once"),
+        "ERROR",
+        "InvalidRequestError: no",
+        progress(),
+        time.monotonic(),
+        failed=True,
+    )
     view.draw([], progress(done=1))
     assert shown.lines[1] == "      3      0 ERROR      Once  InvalidRequestError: no"
 
@@ -250,7 +257,7 @@ def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     shown = terminal(80)
     view = LiveView(LiveRegion(shown.stream))
-    view.join(row(1, "Once"), progress())
+    view.join(row(1, "Once"), progress(), time.monotonic())
     view.draw([row(1, "Once")], progress())
     assert unstamped(shown.lines) == ["request 1 joins: Once"]
 
@@ -258,7 +265,7 @@ def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
 def test_what_is_above_is_folded_below_itself(terminal):
     shown = terminal(60)
     view = LiveView(LiveRegion(shown.stream))
-    view.leave(row(3, "p" * 30, num_tokens=7), "LENGTH", "t" * 10, progress())
+    view.leave(row(3, "p" * 30, num_tokens=7), "LENGTH", "t" * 10, progress(), time.monotonic())
     view.draw([row(4, "Once")], progress(done=1))
     assert shown.lines[1:4] == [
         "      3      7 LENGTH     " + "p" * 30 + "tttt",
@@ -282,7 +289,7 @@ def test_texts_are_data(terminal):
     shown = terminal(120)
     region = LiveRegion(shown.stream)
     view = LiveView(region)
-    view.leave(row(3, NASTY), "ERROR", NASTY, progress(), failed=True)
+    view.leave(row(3, NASTY), "ERROR", NASTY, progress(), time.monotonic(), failed=True)
     view.draw([row(4, NASTY)], progress(done=1))
     region.write(f"WARNING {NASTY}\n")
     ProgressBars(region, 0).tell(NASTY, 1, 2, "a note")
@@ -357,10 +364,19 @@ def test_a_log_has_a_line_for_each_event():
     pipe = io.StringIO()
     view = LiveView(LiveRegion(pipe))
     view.note("loading model")
-    view.join(row(1, "Once\nupon"), progress())
+    view.join(row(1, "Once\nupon"), progress(), time.monotonic())
     view.draw([row(1, "Once upon")], progress())
-    view.leave(row(1, "Once upon", num_tokens=3), "END_ID", " a\ntime", progress(done=1))
-    view.leave(row(2, "Once"), "ERROR", "InvalidRequestError: no", progress(done=2), failed=True)
+    view.leave(
+        row(1, "Once upon", num_tokens=3), "END_ID", " a\ntime", progress(done=1), time.monotonic()
+    )
+    view.leave(
+        row(2, "Once"),
+        "ERROR",
+        "InvalidRequestError: no",
+        progress(done=2),
+        time.monotonic(),
+        failed=True,
+    )
     view.close()
 
     assert unstamped(pipe.getvalue().splitlines()) == [
@@ -390,10 +406,17 @@ def test_a_quiet_view_tells_failures_only(terminal, is_terminal):
     region = LiveRegion(shown.stream if is_terminal else pipe)
     view = LiveView(region, quiet=True)
     view.note("loading model")
-    view.join(row(1, "Once"), progress())
+    view.join(row(1, "Once"), progress(), time.monotonic())
     view.draw([row(1, "Once")], progress())
-    view.leave(row(1, "Once"), "END_ID", " upon", progress())
-    view.leave(row(2, "Once"), "ERROR", "InvalidRequestError: no", progress(), failed=True)
+    view.leave(row(1, "Once"), "END_ID", " upon", progress(), time.monotonic())
+    view.leave(
+        row(2, "Once"),
+        "ERROR",
+        "InvalidRequestError: no",
+        progress(),
+        time.monotonic(),
+        failed=True,
+    )
     region.write("WARNING something\n")
     view.close()
     told = shown.lines if is_terminal else pipe.getvalue().splitlines()

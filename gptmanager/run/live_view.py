@@ -1,4 +1,4 @@
-"""What a person sees of a run: requests join, generate their texts, and leave.
+"""The view of a run for a person: requests join, generate their texts, and leave.
 
 On a terminal a table whose running rows are redrawn in place; in a file or a pipe a line for each
 event. Decides nothing about requests.
@@ -47,7 +47,7 @@ class RunningRow:
 
     @property
     def text(self) -> str:
-        """What it has said so far."""
+        """The text generated so far."""
         if self._undecoded:
             self._text += self.decode(self._undecoded)
             self._undecoded = []
@@ -59,11 +59,11 @@ class Progress:
     """Counts of the whole run so far."""
 
     total: int
+    started: float  # of time.monotonic()
     done: int = 0
     output_tokens: int = 0
     batch_size: int = 0
     kv_use: float = 0.0  # fraction of the KV cache blocks
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
@@ -95,32 +95,40 @@ class LiveView:
         if not self.quiet:
             self._region.write(text + "\n")
 
-    def join(self, row: RunningRow, progress: Progress) -> None:
+    def join(self, row: RunningRow, progress: Progress, when: float) -> None:
+        """Log that a request was fetched at `when`, a `time.monotonic()`."""
         if not self._region.can_draw:
-            self._log(progress, f"request {row.name} joins: {printable(row.prompt)}")
+            self._log(progress, when, f"request {row.name} joins: {printable(row.prompt)}")
 
     def leave(
-        self, row: RunningRow, why: str, text: str, progress: Progress, *, failed: bool = False
+        self,
+        row: RunningRow,
+        why: str,
+        text: str,
+        progress: Progress,
+        when: float,
+        *,
+        failed: bool = False,
     ) -> None:
-        """A request has ended; on a terminal its whole text stays above the running ones."""
+        """Show that a request ended at `when`; on a terminal its text stays above the others."""
         if failed and self.quiet:
             self._region.write(f"request {row.name}: {printable(text)}\n")
         elif not self._region.can_draw:
             unit = "token" if row.num_tokens == 1 else "tokens"
             how = f"leaves after {row.num_tokens} {unit}, {why}:"
-            self._log(progress, f"request {row.name} {how} {printable(text)}")
+            self._log(progress, when, f"request {row.name} {how} {printable(text)}")
         elif not self.quiet:
             said = _said(row.prompt, ("  " if failed else "") + text)
             self._ended.append((row.name, str(row.num_tokens), why, said))
 
     def draw(self, rows: Sequence[RunningRow], progress: Progress) -> None:
-        """The running requests and the counts, in place of the last drawing."""
+        """Draw the running requests and the counts in place of the last drawing."""
         if self.quiet:
             return
         if not self._region.can_draw:
             if progress.seconds >= self._next_log:
                 self._next_log = progress.seconds + _LOG_EVERY_S
-                self._log(progress, ", ".join(progress.counts))
+                self._log(progress, time.monotonic(), ", ".join(progress.counts))
             return
         width, height = self._region.size()
         num_rows = max(0, min(len(rows), _MAX_ROWS, height - 4))
@@ -137,18 +145,18 @@ class LiveView:
         self._region.draw(Group(*drawing), above=self._above(width))
 
     def close(self) -> None:
-        """Nothing of what runs stays behind."""
+        """Remove the running requests from the terminal."""
         if self._ended:
             self._region.draw("", above=self._above(self._region.size()[0]))
         self._region.clear()
 
     # Drawing -------------------------------------------------------------------------------
 
-    def _log(self, progress: Progress, text: str) -> None:
-        self.note(f"{progress.seconds:8.2f} s  {text}")
+    def _log(self, progress: Progress, when: float, text: str) -> None:
+        self.note(f"{when - progress.started:8.2f} s  {text}")
 
     def _above(self, width: int) -> list[RenderableType]:
-        """Requests that have ended since the last drawing, below a header the first time."""
+        """Return the requests that ended since the last drawing; the first time with a header."""
         rows, self._ended = self._ended, []
         if not self._has_header:
             self._has_header = True
@@ -174,7 +182,7 @@ def _said(prompt: str, text: str) -> Text:
 
 
 def _end(text: Text, room: int) -> Text:
-    """As much of its end as takes `room` columns of the terminal."""
+    """Return the end of `text` that fits into `room` columns of the terminal."""
     if cell_len(text.plain) <= room:
         return text
     first = max(0, len(text) - 2 * room)  # a letter and its accent take one column

@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ def read_requests(
     max_tokens: int | None = None,
     folder: str = "",
 ) -> Iterator[RequestLine]:
-    """Every line that is not empty. Without a `request_id` it gets its number as its id.
+    """Yield every line that is not empty. Without a `request_id` it gets its number as its id.
 
     `max_new_tokens` is for lines that name none, `folder` where adapters are looked for. A long
     line can be built later, and in another thread. `max_tokens`: no request has more, so that a
@@ -67,7 +68,7 @@ def read_requests(
 
 
 def read_file(path: str, tokenizer: Tokenizer | None, **options: Any) -> list[RequestLine]:
-    """The lines of a file, of the standard input for "-". `options`: as of `read_requests`.
+    """Return the lines of a file, of the standard input for "-". `options`: as of `read_requests`.
 
     Raises ConfigError.
     """
@@ -85,17 +86,21 @@ def read_file(path: str, tokenizer: Tokenizer | None, **options: Any) -> list[Re
         raise ConfigError(f"--requests {path}: {error.strerror}") from error
 
 
-def built_apart(lines: Sequence[RequestLine]) -> SimpleQueue[RequestLine]:
-    """The results of lines that take long, in their order, from a thread that nobody waits for."""
-    built: SimpleQueue[RequestLine] = SimpleQueue()
+def built_apart(lines: Sequence[RequestLine]) -> SimpleQueue[tuple[float, RequestLine]]:
+    """Build lines that take long, in their order, in a thread that nobody waits for.
+
+    Each result is in the queue with the `time.monotonic()` at which it was known.
+    """
+    built: SimpleQueue[tuple[float, RequestLine]] = SimpleQueue()
 
     def work() -> None:
         for line in lines:
             try:
-                built.put(line if line.build is None else line.build())
+                result = line if line.build is None else line.build()
             except Exception as error:  # no memory, say
                 told = _error(line.number, response_text(error))
-                built.put(replace(line, build=None, error=told))
+                result = replace(line, build=None, error=told)
+            built.put((time.monotonic(), result))
 
     if lines:
         threading.Thread(target=work, name="gptmanager-texts", daemon=True).start()

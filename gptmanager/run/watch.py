@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -21,15 +22,33 @@ from gptmanager.run.results_file import Results
 _REFRESH_S = 0.1  # a drawing takes milliseconds of the CPU
 
 
+class News(NamedTuple):
+    """What happened to a request, and at what `time.monotonic()`.
+
+    `tokens`: new ones, empty when the request joins, None when it has ended.
+    """
+
+    when: float
+    request_id: int
+    tokens: list[int] | None
+
+
+class Refusal(NamedTuple):
+    """A line that is no request of the manager's."""
+
+    when: float
+    line: RequestLine
+    error: BaseException | None
+
+
 class Recorder:
     """Keeps what a run's callbacks see for the terminal's thread. Appends and pops need no lock.
 
-    `news` holds request ids with new tokens, with none when a request joins, with None when it
-    has ended. Not `is_watched`: only ends are news.
+    Not `is_watched`: only ends are news.
     """
 
     def __init__(self, queue: RequestQueue, *, is_watched: bool) -> None:
-        self.news: deque[tuple[int, list[int] | None]] = deque()
+        self.news: deque[News | Refusal] = deque()
         self.fetched_at = FetchTimes(queue.get_inference_requests)
         self.submitted_at: dict[int, float] = {}
         self.ended_at = 0.0  # the last one
@@ -41,7 +60,8 @@ class Recorder:
     def get_inference_requests(self, max_num_requests: int) -> Sequence[InferenceRequest]:
         requests = self.fetched_at(max_num_requests)
         if self._is_watched:
-            self.news.extend((request.request_id, []) for request in requests)
+            ids = [request.request_id for request in requests]
+            self.news.extend(News(self.fetched_at.by_id[it], it, []) for it in ids)
         return requests
 
     def see_response(
@@ -49,11 +69,11 @@ class Recorder:
     ) -> None:
         if self._is_watched and not is_final:
             tokens = dict(tensors)["output_ids"].reshape(-1).tolist()
-            self.news.append((request_id, tokens))
+            self.news.append(News(time.monotonic(), request_id, tokens))
 
     def see_end(self, generation: Any) -> None:
         self.ended_at = time.monotonic()
-        self.news.append((generation.request_id, None))
+        self.news.append(News(self.ended_at, generation.request_id, None))
 
     def see_statistics(self, text: str) -> None:
         record = orjson.loads(text)
@@ -63,7 +83,7 @@ class Recorder:
 
 
 def summary(results: Sequence[Mapping[str, Any]], recorder: Recorder) -> dict[str, Any]:
-    """The figures of the whole run. Latencies are in milliseconds, as a client sees them."""
+    """Return the figures of the whole run. Latencies are in milliseconds, as a client sees them."""
     served = [result for result in results if "error" not in result]
     metrics = [result["metrics"] for result in served]
     output_tokens = sum(len(result["output_ids"]) for result in served)
@@ -93,56 +113,63 @@ class Watch:
         self._recorder = recorder
         self._results = results
         self._view = view
-        self._progress = Progress(total=len(results.lines))
+        self._progress = Progress(len(results.lines), time.monotonic())
         self._rows: dict[int, RunningRow] = {}  # by line
         self._generations: dict[int, tuple[RequestLine, Generation]] = {}
 
     def follow(self, queue: RequestQueue) -> None:
-        """Returns when every line has its result."""
+        """Return when every line has its result."""
         for line in self._lines:
             if line.build is None:
-                self._submit(line, queue)
+                self._submit(line, queue, time.monotonic())
         built = built_apart([line for line in self._lines if line.build is not None])
         try:
+            self._take_news()
             while self._progress.done < self._progress.total:
                 time.sleep(_REFRESH_S)
                 while not built.empty():
-                    self._submit(built.get(), queue)
+                    when, line = built.get()
+                    self._submit(line, queue, when)
                 self._take_news()
                 self._view.draw(list(self._rows.values()), self._progress)
         except KeyboardInterrupt:
             self._view.note(f"{self._progress.done} of {self._progress.total} requests were done")
             raise
 
-    def _submit(self, line: RequestLine, queue: RequestQueue) -> None:
+    def _submit(self, line: RequestLine, queue: RequestQueue, known_at: float) -> None:
+        """Submit a line; one that holds no request is refused at the time `known_at`."""
         if line.request is None:
-            self._answer(line, line.error)
+            self._recorder.news.append(Refusal(known_at, line, line.error))
             return
         self._recorder.submitted_at[line.request.request_id] = time.monotonic()
         try:
             generation = queue.submit(line.request)
         except ManagerDeadError as error:  # meanwhile
-            self._answer(line, error)
+            self._recorder.news.append(Refusal(time.monotonic(), line, error))
             return
         self._generations[generation.request_id] = (line, generation)
         generation.add_done_callback(self._recorder.see_end)
 
     def _take_news(self) -> None:
+        """Tell what has happened since the last call, in the order in which it happened."""
         self._progress.batch_size = (self._recorder.batch_sizes or [0])[-1]
         self._progress.kv_use = self._recorder.kv_use
-        while self._recorder.news:
-            request_id, tokens = self._recorder.news.popleft()
-            line, generation = self._generations[request_id]
-            if tokens is None:
-                self._answer(line, generation.exception() or generation.result())
-            elif not tokens:
+        queue = self._recorder.news
+        for news in sorted((queue.popleft() for _ in range(len(queue))), key=attrgetter("when")):
+            if isinstance(news, Refusal):
+                self._answer(news.line, news.error, news.when)
+                continue
+            line, generation = self._generations[news.request_id]
+            if news.tokens is None:
+                self._answer(line, generation.exception() or generation.result(), news.when)
+            elif not news.tokens:
                 row = self._rows[line.number] = self._row(line)
-                self._view.join(row, self._progress)
+                self._view.join(row, self._progress, news.when)
             elif line.number in self._rows:
-                self._rows[line.number].add(tokens)
-                self._progress.output_tokens += len(tokens)
+                self._rows[line.number].add(news.tokens)
+                self._progress.output_tokens += len(news.tokens)
 
-    def _answer(self, line: RequestLine, outcome: Any) -> None:
+    def _answer(self, line: RequestLine, outcome: Any, when: float) -> None:
         result = self._results.add(line, outcome)
         row = self._rows.pop(line.number, None) or self._row(line)
         output_ids = result.get("output_ids", ())
@@ -152,7 +179,7 @@ class Watch:
         failed = "error" in result
         why = "ERROR" if failed else result["finish_reason"]
         text = result["error"] if failed else result.get("text", _words(output_ids))
-        self._view.leave(row, why, text, self._progress, failed=failed)
+        self._view.leave(row, why, text, self._progress, when, failed=failed)
 
     def _row(self, line: RequestLine) -> RunningRow:
         name = "?" if line.request_id is None else str(line.request_id)
