@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits = limits
         self._read_timeout_s = read_timeout_s
         self._host = ""
+        # requests whose answers are not complete: the first one's is on its way, the others wait
+        self._unanswered: deque[Any] = deque()
         self._part_bytes = 0  # of the head or the trailers, so far as the parser has told of them
         self._untold_bytes = 0  # that have come since the parser told of anything
         self._is_in_head = True
@@ -66,6 +69,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits.leave(self._host)
         self._set_deadline(None)
         self._end_standstill()
+        for cycle in self._unanswered:  # the base class knows of the last one only
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -123,6 +129,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise ApiError(400, f"more than {MAX_PIPELINED} requests wait on this connection")
         super().on_headers_complete()
         cycle = self.cycle
+        self._unanswered.append(cycle)
         self.scope[IS_WHOLE] = lambda: not cycle.more_body  # type: ignore[literal-required]
         cycle.transport = _Answering(self.transport, self._end)  # type: ignore[assignment]
 
@@ -140,6 +147,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._await_next()
 
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         super().on_response_complete()
         self._unset_keepalive_if_required()  # one timer serves all
         if self._is_whole:

@@ -39,11 +39,11 @@ def ends(server):
         yield DONE
 
     async def stream(request):
-        body = await read_json(request)
+        body = await read_json(request, dict)
         return EventStream(await until_disconnected(request, begun(frames(body))))
 
     async def whole(request):
-        body = await read_json(request)
+        body = await read_json(request, dict)
 
         async def work():
             async with submit(body) as call:
@@ -81,6 +81,19 @@ def test_what_a_client_asked_for_ends_with_it(server, ends, path):
     server.wait_idle()
     wait_for(lambda: ends)  # the request is no longer open a moment before its handle knows
     assert ends == [FinishReason.CANCELLED]
+
+
+def test_the_first_of_several_requests_ends_with_its_connection_too(server, ends, caplog):
+    ends.clear()
+    with connect(server, "/test/whole") as client:
+        wait_for(lambda: server.engine.counts.running)
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.sendall(b"this is no HTTP\r\n\r\n")
+        assert client.recv(100) == b""
+    server.wait_idle()
+    wait_for(lambda: ends)
+    assert ends == [FinishReason.CANCELLED]
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_many_clients_gone_in_the_midst_leave_nothing(server, ends):
