@@ -8,7 +8,6 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 FUZZ ?= 20
-MINUTES ?= 15
 
 BIN := .venv/bin
 RUN := .venv/installed
@@ -18,7 +17,7 @@ CODE := $(wildcard gptmanager callbacks cuda tests examples)
 # The formatter reads no setup.cfg, so that its settings stand here.
 FORMAT := $(BIN)/ruff format --isolated --line-length 100
 
-.PHONY: help demo serve test marathon marathon-draws marathon-soak bench compile-check mutants card lint style types format clean
+.PHONY: help demo serve test marathon marathon-draws marathon-soak marathon-hostile bench compile-check mutants card lint style types format clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -37,7 +36,8 @@ test: $(DEV)  ## run the tests; ARGS="-k name" for some of them
 	  $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 # One more piece is a target marathon-NAME here, and a script in tests/marathon.
-marathon: marathon-draws marathon-soak  ## run all that takes long: the two below
+marathon: marathon-draws marathon-soak  ## run all that takes long: the three below
+	for seed in 1 2 3; do $(MAKE) marathon-hostile SEED=$$seed; done
 
 marathon-draws: $(DEV)  ## run the tests that draw at random, FUZZ=20 times as long
 	GPTMANAGER_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
@@ -46,7 +46,11 @@ marathon-draws: $(DEV)  ## run the tests that draw at random, FUZZ=20 times as l
 
 marathon-soak: $(DEV)  ## soak a manager with a tight cache for MINUTES=15
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
-	  $(BIN)/python tests/marathon/soak.py --minutes $(MINUTES) $(ARGS)
+	  $(BIN)/python tests/marathon/soak.py --minutes $(or $(MINUTES),15) $(ARGS)
+
+marathon-hostile: $(DEV)  ## attack a server at random for MINUTES=10, from SEED=1
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONPATH=tests \
+	  $(BIN)/python tests/marathon/hostile.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1) $(ARGS)
 
 bench: $(DEV)  ## time what the tests only run once
 	$(BIN)/pytest --benchmark-enable --benchmark-only $(ARGS)

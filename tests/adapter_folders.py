@@ -72,6 +72,13 @@ def save_adapter(
     return tensors
 
 
+def save_small_adapter(folder: Path) -> None:
+    """One of rank 2 for a matrix of examples/tiny_llama."""
+    generator = torch.Generator().manual_seed(3)
+    pair = random_pair(torch.zeros(128, 128), 2, generator, False)
+    save_adapter(folder, {module_name("llama", 1, 1): pair}, r=2)
+
+
 def merge(
     state: Mapping[str, Tensor],
     pairs: Mapping[str, tuple[Tensor, Tensor]],

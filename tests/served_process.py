@@ -7,7 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -24,6 +27,10 @@ class ServedProcess(NamedTuple):
     pid: int
     url: str
     grpc: str
+    log_path: Path
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
 
     @contextlib.contextmanager
     def bounded(self, largest_body: bytes) -> Iterator[None]:
@@ -44,19 +51,27 @@ def served_process(*options: str) -> Iterator[ServedProcess]:
     """`gptmanager serve` over the bundled model; it ends with the block."""
     command = [sys.executable, "-m", "gptmanager", "serve", "--model", str(MODEL), "--port", "0"]
     environment = {**os.environ, **_ALLOCATOR}
-    with subprocess.Popen(
-        [*command, "--threads", "1", *options], stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stderr is not None
-        told = ""
-        for line in process.stderr:
-            told += line
-            if line.startswith("  end"):
-                break
-        url, grpc = re.search(r"at (http\S+)", told), re.search(r"gRPC +(\S+),", told)
+    with (
+        tempfile.NamedTemporaryFile() as log,  # a pipe that nobody empties would hold it up
+        subprocess.Popen(
+            [*command, "--threads", "1", *options], stderr=log, env=environment
+        ) as process,
+    ):
         try:
+            told = _welcome(process, Path(log.name))
+            url, grpc = re.search(r"at (http\S+)", told), re.search(r"gRPC +(\S+),", told)
             assert url is not None, told
-            yield ServedProcess(process.pid, url[1], "" if grpc is None else grpc[1])
+            address = "" if grpc is None else grpc[1]
+            yield ServedProcess(process.pid, url[1], address, Path(log.name))
         finally:
             process.terminate()
-            process.stderr.read()  # what it logs must not hold it up
+
+
+def _welcome(process: subprocess.Popen[bytes], log: Path) -> str:
+    """What it logs until it is ready, or has ended."""
+    while True:
+        has_ended = process.poll() is not None
+        told = log.read_text(errors="replace")
+        if has_ended or re.search("^  end.*\n", told, re.MULTILINE):
+            return told
+        time.sleep(0.02)
