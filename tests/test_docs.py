@@ -26,6 +26,9 @@ from gptmanager.request.inference_request import TENSORS
 from gptmanager.request.llm_request import NEXT_STATES, LlmRequestState
 from gptmanager.scheduler import KvCacheManager, LlmRequest
 from gptmanager.scheduler.waiting import WaitReason
+from gptmanager.simulator import CostModel, Machine, SyntheticLoad, hypothetical, simulate
+from gptmanager.simulator.report import Comparison, figures_table, plain
+from gptmanager.terminal.tables import lines
 from gptmanager.testing import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,6 +181,29 @@ def test_the_keywords_of_load_model_are_documented_with_their_defaults():
 def test_every_field_of_a_batch_is_documented_once():
     documented = [code(name) for name, *_ in rows(section("models.md", "### The batch"))]
     assert sorted(documented) == sorted(field.name for field in dataclasses.fields(Batch))
+
+
+def numbers(values, prefix=""):
+    """The names in an object, those of objects inside with a dot."""
+    for name, value in values.items():
+        yield from numbers(value, f"{name}.") if isinstance(value, dict) else [prefix + name]
+
+
+def test_every_figure_of_a_simulation_is_documented_as_it_is_printed():
+    figures = simulate(hypothetical(Machine(), 9), SyntheticLoad(1, (4, 4), (3, 3)), CostModel())
+    found = rows(section("simulation.md", "## The figures"))
+    named = [code(name) for name, *_ in found]
+    assert sorted(named) == sorted(numbers(plain(figures)))
+    labels = [label for _, label, _ in found if label != "-"]
+    assert labels == [line.split("  ")[0] for line in lines([figures_table({"a": figures})])[1:]]
+    for field in dataclasses.fields(figures):
+        assert type(getattr(figures, field.name)) is not tuple, field.name
+
+
+def test_every_part_of_a_comparison_in_json_is_documented():
+    given = Comparison({}, CostModel(), 1.0, None, None).plain()
+    text = section("simulation.md", "## The figures").rpartition("Next to")[2]
+    assert set(given) <= set(re.findall(r"`(\w+)`", text))
 
 
 def calls(cls):

@@ -369,8 +369,8 @@ def test_figures_are_those_counted_by_hand():
     assert figures.makespan_s == pytest.approx(1.4 + 1.01 + 1.41 + 1.01 + 1.01)
     assert figures.output_tokens == 6 and figures.context_tokens == 8
     firsts = [1.4, 1.4 + 1.01 + 1.41 - 1.45]
-    assert figures.ttft_s[0] == pytest.approx(sum(firsts) / 2)
-    assert figures.per_token_s[0] == pytest.approx((2.42 / 2 + 1.01) / 2)
+    assert figures.ttft_s.p50 == pytest.approx(sum(firsts) / 2)
+    assert figures.per_token_s.p50 == pytest.approx((2.42 / 2 + 1.01) / 2)
     assert figures.mean_batch == pytest.approx(6 / 5) and figures.max_batch == 2
     assert figures.pauses == figures.recomputed_tokens == figures.failed == 0
     assert figures.output_tokens_per_s == pytest.approx(6 / figures.makespan_s)
@@ -393,7 +393,7 @@ def test_pauses_and_recomputed_tokens_are_counted():
     assert tight.pauses > 0 and tight.recomputed_tokens >= tight.pauses * 16
     assert tight.context_tokens == 8 * 16 + tight.recomputed_tokens
     assert safe.pauses == safe.recomputed_tokens == 0
-    assert tight.max_batch > safe.max_batch and tight.kv_use[1] <= 1
+    assert tight.max_batch > safe.max_batch and 0 < tight.kv_use.mean < tight.kv_use.peak <= 1
     assert tight.output_tokens == safe.output_tokens == 8 * 40
 
 
@@ -556,7 +556,9 @@ def test_the_command_simulates_a_recording_and_records_each_run(tmp_path, capsys
                    "--scheduler", "test_replay:create_backwards") == 0  # fmt: skip
     told = orjson.loads(capsys.readouterr().out)
     assert told["cost"]["fixed"] == 0.5 and told["recorded_makespan_s"] > 0
-    assert told["policies"]["static_batch"]["requests"] == 20
+    figures = told["policies"]["static_batch"]
+    assert figures["requests"] == 20 and set(figures["kv_use"]) == {"mean", "peak"}
+    assert 0 < figures["ttft_s"]["p50"] <= figures["ttft_s"]["p99"]
     assert set(told["policies"]) == {
         "static_batch", "max_utilization", "test_replay:create_backwards",
     }  # fmt: skip
@@ -620,7 +622,7 @@ def test_tables_show_what_never_happened_as_a_dash():
     figures = simulate(
         hypothetical(Machine(max_seq_len=10), 10), SyntheticLoad(2, (20, 20), (1, 1)), COST
     )
-    assert math.isnan(figures.ttft_s[0]) and any(
+    assert math.isnan(figures.ttft_s.p50) and any(
         " -" in line for line in lines([figures_table({"x": figures})])
     )
     assert plain(figures)["output_tokens_per_s"] == 0

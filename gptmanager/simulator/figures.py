@@ -1,10 +1,11 @@
-"""The figures of a simulated run: counted while it runs, told as `Figures`."""
+"""The figures of a simulated run: counted while it runs, reported as `Figures`."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from array import array
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,12 +14,25 @@ from gptmanager.statistics import Counts
 from gptmanager.step import Schedule
 
 
+class Percentiles(NamedTuple):
+    """Percentiles over the requests that finished; NaN where none has the value."""
+
+    p50: float
+    p99: float
+
+
+class KvUse(NamedTuple):
+    """Shares of the KV cache blocks in use, from 0 to 1, over the iterations."""
+
+    mean: float
+    peak: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of a simulated run. Times are virtual seconds, latencies those of finished requests.
 
-    `ttft_s`: from arrival to first token; `per_token_s`: between a request's tokens, its mean; each
-    (median, 99th percentile). `kv_use`: mean and largest share of the blocks in use.
+    `ttft_s`: from arrival to first token; `per_token_s`: between a request's tokens, its mean.
     `recomputed_tokens`: run in contexts of requests that had been paused. `request_steps`: rows of
     all schedules. `first_error`: why the first that failed did, "" if none has.
     """
@@ -28,11 +42,11 @@ class Figures:
     iterations: int
     makespan_s: float
     output_tokens: int
-    ttft_s: tuple[float, float]
-    per_token_s: tuple[float, float]
+    ttft_s: Percentiles
+    per_token_s: Percentiles
     mean_batch: float
     max_batch: int
-    kv_use: tuple[float, float]
+    kv_use: KvUse
     pauses: int
     recomputed_tokens: int
     context_tokens: int
@@ -114,7 +128,7 @@ class Tally:
             per_token_s=_percentiles(self._per_token),
             mean_batch=self._rows / iterations,
             max_batch=self._max_batch,
-            kv_use=(self._used_blocks / iterations / blocks, self._max_used / blocks),
+            kv_use=KvUse(self._used_blocks / iterations / blocks, self._max_used / blocks),
             pauses=self._pauses,
             recomputed_tokens=self._recomputed,
             context_tokens=self._context_tokens,
@@ -123,8 +137,7 @@ class Tally:
         )
 
 
-def _percentiles(values: array[float]) -> tuple[float, float]:
+def _percentiles(values: array[float]) -> Percentiles:
     if not values:
-        return math.nan, math.nan
-    median, high = np.percentile(np.frombuffer(values), (50, 99))
-    return float(median), float(high)
+        return Percentiles(math.nan, math.nan)
+    return Percentiles(*np.percentile(np.frombuffer(values), (50, 99)).tolist())

@@ -1,4 +1,4 @@
-"""What `gptmanager simulate` tells: for people, and as JSON values."""
+"""The report of `gptmanager simulate`: for people, and as JSON values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Comparison:
     queue: HostQueue | None
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the comparison as JSON values."""
         return {
             "cost": dataclasses.asdict(self.cost),
             "policies": {name: plain(it) for name, it in self.figures.items()},
@@ -38,7 +38,7 @@ class Comparison:
         }
 
     def parts(self) -> Iterator[Piece]:
-        """For people."""
+        """Yield the comparison for a person to read."""
         yield figures_table(self.figures)
         for name, it in self.figures.items():
             if it.failed:
@@ -60,12 +60,12 @@ class Comparison:
 
 
 def table(columns: Mapping[str, Figures]) -> str:
-    """`figures_table` as text."""
+    """Return `figures_table` as text."""
     return "\n".join(lines([figures_table(columns)]))
 
 
 def figures_table(columns: Mapping[str, Figures]) -> Table:
-    """A line a figure, a column a policy."""
+    """Return a table with a line for each figure and a column for each policy."""
     shown = [_shown(figures) for figures in columns.values()]
     rows = [(label, *(column[label] for column in shown)) for label in shown[0]]
     return table_of(("", *columns), rows, left=(0,))
@@ -79,14 +79,14 @@ def _shown(figures: Figures) -> dict[str, str]:
         "makespan s": f"{figures.makespan_s:,.3f}",
         "output tokens": f"{figures.output_tokens:,}",
         "output tokens/s": f"{figures.output_tokens_per_s:,.1f}",
-        "first token p50 ms": _milliseconds(figures.ttft_s[0]),
-        "first token p99 ms": _milliseconds(figures.ttft_s[1]),
-        "per token p50 ms": _milliseconds(figures.per_token_s[0]),
-        "per token p99 ms": _milliseconds(figures.per_token_s[1]),
+        "first token p50 ms": _milliseconds(figures.ttft_s.p50),
+        "first token p99 ms": _milliseconds(figures.ttft_s.p99),
+        "per token p50 ms": _milliseconds(figures.per_token_s.p50),
+        "per token p99 ms": _milliseconds(figures.per_token_s.p99),
         "mean batch": f"{figures.mean_batch:,.1f}",
         "largest batch": f"{figures.max_batch:,}",
-        "KV blocks used, mean": f"{figures.kv_use[0]:.1%}",
-        "KV blocks used, peak": f"{figures.kv_use[1]:.1%}",
+        "KV blocks used, mean": f"{figures.kv_use.mean:.1%}",
+        "KV blocks used, peak": f"{figures.kv_use.peak:.1%}",
         "pauses": f"{figures.pauses:,}",
         "recomputed tokens": f"{figures.recomputed_tokens:,}",
     }
@@ -97,5 +97,9 @@ def _milliseconds(seconds: float) -> str:
 
 
 def plain(figures: Figures) -> dict[str, Any]:
-    """As JSON values."""
-    return {**dataclasses.asdict(figures), "output_tokens_per_s": figures.output_tokens_per_s}
+    """Return the figures as JSON values: those with several numbers are objects."""
+    named = {
+        name: value._asdict() if isinstance(value, tuple) else value
+        for name, value in dataclasses.asdict(figures).items()
+    }
+    return {**named, "output_tokens_per_s": figures.output_tokens_per_s}
