@@ -83,4 +83,9 @@ __getattr__, __dir__ = lazy_names(
             "word_list",
         ),
     },
+    (
+        *("assembly", "bench", "bindings", "callbacks", "config", "cuda", "decoding", "errors"),
+        *("kernels", "loop", "manager", "models", "picture", "recorder", "replay", "scheduler"),
+        *("simulator", "statistics", "step", "testing"),
+    ),
 )

@@ -4,8 +4,10 @@ import argparse
 import ast
 import importlib
 import json
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import gptmanager
 from gptmanager import cli
 from gptmanager.environment.lazy_names import lazy_names, named
 
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["gptmanager", *(f"gptmanager.{it}" for it in "bench picture replay simulator".split())]
 HEAVY = ("torch", "numba", "numpy", "tokenizers", "rich")
 
@@ -79,6 +82,31 @@ def test_loading_every_module_hides_no_name():
         }
 
 
+MODULES = {
+    name
+    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+    for name in re.findall(r"\bgptmanager\.([a-z]\w+)", page.read_text("utf-8"))
+    if find_spec(f"gptmanager.{name}")
+} | {"config"}
+
+
+def test_modules_that_the_documents_name_need_no_import_of_their_own():
+    assert {"callbacks", "config", "errors", "models", "scheduler", "statistics", "step",
+            "testing", "cuda"} <= MODULES  # fmt: skip
+    code = f"""
+import sys, gptmanager
+before = set(sys.modules)
+assert set({MODULES!r}) <= set(dir(gptmanager))
+assert not (set(sys.modules) - before or set({HEAVY!r}) & before)
+assert issubclass(gptmanager.errors.CapacityError, gptmanager.errors.GptManagerError)
+assert not set({HEAVY!r}) & set(sys.modules)
+for name in {sorted(MODULES)!r}:
+    assert getattr(gptmanager, name) is sys.modules["gptmanager." + name]
+    assert name in vars(gptmanager)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_name_that_is_not_there():
     with pytest.raises(AttributeError, match="module 'gptmanager' has no attribute 'nothing'"):
         gptmanager.nothing  # noqa: B018
@@ -88,8 +116,9 @@ def test_a_name_that_is_not_there():
 
 def test_a_name_is_loaded_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "a_package", type(sys)("a_package"))
-    load, names = lazy_names("a_package", {"json": ("loads",), "absent": ("other",)})
-    assert names()[-2:] == ["loads", "other"]
+    homes = {"json": ("loads",), "absent": ("other",)}
+    load, names = lazy_names("a_package", homes, ["within"])
+    assert names()[-3:] == ["loads", "other", "within"]
     assert load("loads") is json.loads is sys.modules["a_package"].loads
     with pytest.raises(ModuleNotFoundError, match="absent"):
         load("other")

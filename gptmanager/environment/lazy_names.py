@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when they are first used.
+"""Names and modules of a package that are loaded when they are first used.
 
 A command's `--help` needs neither torch nor Numba, and packages that re-export would load both.
 """
@@ -12,19 +12,25 @@ from typing import Any
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, Sequence[str]]
+    package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of `package`; `homes`: module -> the names it defines."""
+    """Return `__getattr__` and `__dir__` of `package`.
+
+    `homes`: module -> the names it defines. `modules`: those of the package itself that are
+    attributes without an import of their own.
+    """
     home_of = {name: home for home, names in homes.items() for name in names}
 
     def load(name: str) -> Any:
+        if name in modules:  # the import makes it an attribute
+            return importlib.import_module(f"{package}.{name}")
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(home_of[name]), name)
         setattr(sys.modules[package], name, value)  # once: from then on it is found at once
         return value
 
-    return load, lambda: sorted({*vars(sys.modules[package]), *home_of})
+    return load, lambda: sorted({*vars(sys.modules[package]), *home_of, *modules})
 
 
 def named(name: str) -> Any:
