@@ -11,6 +11,7 @@ import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from venv import EnvBuilder
 
 import pytest
 
@@ -55,12 +56,15 @@ def run_code(code: str, cwd: Path, path: list[str | Path]) -> str:
     return run(sys.executable, "-S", "-c", code, cwd=cwd, path=path)
 
 
+def copied(folder: Path) -> Path:
+    """A copy to build from: setuptools leaves files in its source and never removes stale ones."""
+    shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=keep_only_what_is_packaged)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def source(tmp_path_factory):
-    """A copy to build from: setuptools leaves files in its source and never removes stale ones."""
-    source = tmp_path_factory.mktemp("source")
-    shutil.copytree(ROOT, source, dirs_exist_ok=True, ignore=keep_only_what_is_packaged)
-    return source
+    return copied(tmp_path_factory.mktemp("source"))
 
 
 def keep_only_what_is_packaged(folder, names):
@@ -83,6 +87,15 @@ def pip(source):
 def wheel(source, pip):
     pip("wheel", "--wheel-dir", source, source)
     return next(source.glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory):
+    """Built from a copy of its own: what the wheel's build leaves would count as files of it."""
+    source = copied(tmp_path_factory.mktemp("sdist"))
+    code = "from setuptools.build_meta import build_sdist; build_sdist('.')"
+    run(sys.executable, "-c", code, cwd=source, path=THIRD_PARTY)
+    return next(source.glob("*.tar.gz"))
 
 
 def test_package_list_is_the_folders():
@@ -136,6 +149,36 @@ def test_mapped_packages_import(source, pip, wheel, tmp_path, installed, started
 
     # Then
     assert all(Path(file).is_relative_to(places[found_in]) for file in json.loads(files))
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_what_is_built_works_in_a_clean_environment(request, tmp_path, kind):
+    """Its dependencies are on the path of the environment; they bring no editable install."""
+    # Given
+    built, environment = request.getfixturevalue(kind), tmp_path / "environment"
+    EnvBuilder(symlinks=True).create(environment)
+    python = environment / "bin/python"
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(
+        "\n".join(path for path in sys.path if Path(path).name == "site-packages")
+    )
+
+    # When
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    options = ["--no-build-isolation", "--no-compile", "--ignore-installed"]
+    run(*pip, *options, built, cwd=tmp_path, path=[])
+    version = run(environment / "bin/gptmanager", "--version", cwd=tmp_path, path=[])
+    code = "import gptmanager.callbacks, gptmanager.cuda as cuda; print(*cuda.__path__)"
+    imported = run(python, "-c", code, cwd=tmp_path, path=[])
+
+    # Then
+    assert version.split()[-1] == distribution.VERSION
+    assert imported.strip() == str(site / "gptmanager/cuda")
+    files = {it for it in (site / "gptmanager").rglob("*") if "__pycache__" not in it.parts}
+    names = {it.relative_to(site).as_posix() for it in files if it.is_file()}
+    assert names == library_files().keys()
+    data = {".html", ".cu", ".cuh", ".h", ".cpp", ".json", ".typed"}
+    assert data < {Path(f"x{Path(name).name}").suffix for name in names}
 
 
 def test_importing_the_library_imports_its_requirements_and_nothing_else():
