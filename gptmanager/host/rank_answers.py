@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from gptmanager.host.packed_requests import ALIGNMENT, PackedRequests
 from gptmanager.request.inference_request import InferenceRequest
@@ -72,10 +73,13 @@ def _fields(request: InferenceRequest) -> dict[str, tuple[str, int]]:
 
 
 def _values(data: bytes, dtype: str) -> str:
-    try:
-        return _shown(np.frombuffer(data, dtype.removeprefix("torch.")).tolist())
-    except TypeError:  # NumPy has no such numbers
-        return "values"
+    """Quote values. NumPy's own dtypes: another library may have added torch's, or not."""
+    if not data:
+        return "[]"
+    name = dtype.removeprefix("torch.")
+    if name == dtype:
+        return _shown(np.frombuffer(data, dtype).tolist())
+    return _shown(torch.frombuffer(bytearray(data), dtype=getattr(torch, name)).tolist())
 
 
 def _shown(values: Iterable[Any]) -> str:

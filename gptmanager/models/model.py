@@ -125,7 +125,7 @@ def load_model(
     weights_dtype: Literal["int8"] | None = None,
     on_progress: ProgressCallback | None = None,
     collectives: Collectives | None = None,
-    prepare: Callable[[torch.dtype], object] = lambda dtype: None,
+    prepare: Callable[[torch.dtype], object] | None = None,
 ) -> CheckpointModel:
     """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
 
@@ -152,7 +152,8 @@ def load_model(
         spec = _narrowed(spec, attention_window, sink)
     spec = dataclasses.replace(spec, kv_cache_dtype=kv_cache_dtype)
     family = FAMILIES[spec.family]
-    prepare(spec.dtype)
+    if prepare is not None:
+        prepare(spec.dtype)
     weights = Weights(
         parameter_shapes(spec),
         place_tensors(spec),

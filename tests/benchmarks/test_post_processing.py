@@ -55,7 +55,7 @@ class Steps:
         self.num_rows = num_rows
         for slot in range(num_rows):
             handle = RequestProcessor(processor)
-            params = SamplingParams(end_id=VOCAB_SIZE - 1)
+            params = SamplingParams(end_ids=(VOCAB_SIZE - 1,))
             self.processing.start(SequenceStart(slot, (), 1, params, handle))
         self.tokens = np.zeros((num_rows, STEPS * 2), dtype=np.int32)
         self.length = 1
