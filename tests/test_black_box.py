@@ -38,8 +38,8 @@ from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder import black_box
 from gptmanager.recorder.black_box import BlackBox
+from gptmanager.recorder.black_box_file import BlackBoxFile, prune_black_boxes
 from gptmanager.recorder.kept import Keeper
-from gptmanager.recorder.recorder import prune_black_boxes
 from gptmanager.recorder.requests import Opaque, plain_request
 from gptmanager.replay import replay
 from gptmanager.request.input_rows import HostRows
@@ -349,3 +349,49 @@ def test_few_black_boxes_stay_in_the_temporary_folder(tmp_path):
     left = sorted(path.name[21:23] for path in tmp_path.glob("gptmanager-*"))
     assert left == [f"{number:02}" for number in range(4, 19)]
     assert (tmp_path / "another.jsonl").exists()
+
+
+@pytest.fixture(params=[0o000, 0o022])
+def temporary(request, tmp_path, monkeypatch):
+    """The temporary folder, under the umask of a user who hides nothing, and under the usual one.
+
+    Other threads of this process make no files meanwhile.
+    """
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = os.umask(request.param)
+    yield tmp_path
+    os.umask(before)
+
+
+def mode(path):
+    return oct(path.stat().st_mode & 0o777)
+
+
+def test_a_black_box_in_the_temporary_folder_is_for_its_owner_alone(temporary):
+    serve(ScheduledHost([[request(1, 3, 40)]]), None, model=CrashingModel(5))
+    (box,) = temporary.iterdir()
+    assert mode(box) == "0o600" and box.stat().st_uid == os.getuid()
+
+
+@pytest.mark.parametrize("meanwhile", ["kept", "removed", "link"])
+def test_a_black_box_is_written_over_for_its_owner_alone(temporary, meanwhile):
+    """A cleaner of the temporary folder may have removed it, and anybody may make a link there."""
+    file, victim = BlackBoxFile(None), temporary / "victim"
+    victim.write_bytes(b"mine")
+    path = file.write(b"first")
+    assert path.read_bytes() == b"first" and mode(path) == "0o600"
+    if meanwhile != "kept":
+        path.unlink()
+    if meanwhile == "link":
+        path.symlink_to(victim)
+    assert file.write(b"second") == path and not path.is_symlink()
+    assert path.read_bytes() == b"second" and mode(path) == "0o600"
+    assert victim.read_bytes() == b"mine" and {*temporary.iterdir()} == {path, victim}
+
+
+def test_the_file_of_a_host_has_the_mode_that_its_umask_says(temporary):
+    path = temporary / "box.jsonl"
+    umask = os.umask(0)
+    os.umask(umask)
+    assert BlackBoxFile(path).write(b"text") == path and path.read_bytes() == b"text"
+    assert mode(path) == oct(0o666 & ~umask)

@@ -260,6 +260,7 @@ recorder/                 writes down the inputs and decisions of a loop; the bl
     sizes                 how many bytes what a black box keeps takes
     kept                  what a black box keeps of what passes
     black_box             the last of them, in memory
+    black_box_file        the file of a black box, for its owner alone (no torch)
     taps                  a host and an executor that pass everything on
     recorder              what passes between a loop and its world, written down
 host/                     the host's four callbacks, called safely

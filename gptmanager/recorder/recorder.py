@@ -8,9 +8,6 @@ loop fails. The loop decides the same with it and without, and no error of it re
 from __future__ import annotations
 
 import os
-import tempfile
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +18,7 @@ from gptmanager.lifecycle.log import logger
 from gptmanager.loop.responses import MakeFinal, final_tensors
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder.black_box import BlackBox
+from gptmanager.recorder.black_box_file import BlackBoxFile
 from gptmanager.recorder.kept import kept_result
 from gptmanager.recorder.recording import End, Iteration, make_header
 from gptmanager.recorder.taps import ExecutorTap, HostTap
@@ -30,8 +28,6 @@ from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host, Intake, Schedule, Step, StepResult
 
 _FLUSH_S = 1.0
-_PREFIX = "gptmanager-black-box-"
-_MOST_FILES, _MOST_DAYS = 16, 7  # of black boxes in the temporary folder: prompts are in them
 
 
 class Recorder:
@@ -52,7 +48,7 @@ class Recorder:
     ) -> None:
         self._keep = 0 if path is not None else keep
         self._max_bytes = max_bytes
-        self._black_box_path = black_box_path
+        self._black_box_file = BlackBoxFile(black_box_path)
         self._turn: Iteration | None = None
         self._num_turns = 0
         self._num_idle = 0  # turns since the last that had something to do
@@ -182,12 +178,7 @@ class Recorder:
             if not lines:
                 raise RecordingError("the state of the loop alone takes more than black_box_bytes")
             lines.append(to_json({"kind": "end", "reason": "failed", "error": text}))
-            if self._black_box_path is None:
-                prune_black_boxes(Path(tempfile.gettempdir()))
-                file, self._black_box_path = tempfile.mkstemp(".jsonl", _PREFIX)
-                os.close(file)
-            path = Path(self._black_box_path)
-            path.write_bytes(b"\n".join(lines) + b"\n")
+            path = self._black_box_file.write(b"\n".join(lines) + b"\n")
             logger.error(
                 "the last iterations are written to %s; look at them with `gptmanager replay %s`",
                 *(path, path),
@@ -286,18 +277,3 @@ def build_recorded_loop(
     )
     recorder.start(loop, blueprint)
     return loop
-
-
-def prune_black_boxes(folder: Path) -> None:
-    """Remove this user's black boxes that are older than a week, and all but the newest 15."""
-    found = []
-    for path in folder.glob(f"{_PREFIX}*.jsonl"):
-        with suppress(OSError):  # another process has just removed it
-            status = path.lstat()
-            if status.st_uid == os.getuid():
-                found.append((status.st_mtime, path))
-    oldest = time.time() - _MOST_DAYS * 86400
-    for place, (modified, path) in enumerate(sorted(found, reverse=True)):
-        if place >= _MOST_FILES - 1 or modified < oldest:
-            with suppress(OSError):
-                path.unlink()

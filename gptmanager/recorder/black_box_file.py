@@ -1,0 +1,54 @@
+"""The file of a black box: the host's, or one of few in the temporary folder.
+
+Prompts are in it, so that a file of the temporary folder is for its owner alone, and not for long.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_PREFIX, _SUFFIX = "gptmanager-black-box-", ".jsonl"
+_MOST_FILES, _MOST_DAYS = 16, 7
+
+
+class BlackBoxFile:
+    """Written at each failure, over the one before. `path` None: in the temporary folder."""
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self._given = path
+        self._temporary: Path | None = None
+
+    def write(self, text: bytes) -> Path:
+        """Write the file, and return where it is."""
+        if self._given is not None:
+            Path(self._given).write_bytes(text)
+            return Path(self._given)
+        if self._temporary is None:
+            prune_black_boxes(Path(tempfile.gettempdir()))
+        descriptor, name = tempfile.mkstemp(_SUFFIX, _PREFIX)
+        with open(descriptor, "wb") as file:
+            file.write(text)
+        if self._temporary is None:
+            self._temporary = Path(name)
+        else:  # whatever is there by now: the file, nothing, or another user's link
+            os.replace(name, self._temporary)
+        return self._temporary
+
+
+def prune_black_boxes(folder: Path) -> None:
+    """Remove this user's black boxes that are older than a week, and all but the newest 15."""
+    found = []
+    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with suppress(OSError):  # another process has just removed it
+            status = path.lstat()
+            if status.st_uid == os.getuid():
+                found.append((status.st_mtime, path))
+    oldest = time.time() - _MOST_DAYS * 86400
+    for place, (modified, path) in enumerate(sorted(found, reverse=True)):
+        if place >= _MOST_FILES - 1 or modified < oldest:
+            with suppress(OSError):
+                path.unlink()
