@@ -108,14 +108,51 @@ def test_a_process_that_cannot_compile_leaves_its_work_to_this_one(
     assert told[-1] == ("kernels", 3, 3) and results() == [1, 2, 3]
 
 
-def test_an_interruption_ends_the_other_processes(monkeypatch):
-    started = []
+@pytest.fixture
+def started(monkeypatch):
+    """The other processes."""
+    found = []
     start = subprocess.Popen
     monkeypatch.setattr(
         compilation.subprocess,
         "Popen",
-        lambda *a, **k: (started.append(start(*a, **k)), started[-1])[1],
+        lambda *a, **k: (found.append(start(*a, **k)), found[-1])[1],
     )
+    return found
+
+
+STOPPED = """
+import os, pathlib, signal
+input(); print('compiled', flush=True); input()
+pathlib.Path('IT_HAS_ONE').touch(); os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_process_that_is_stopped_leaves_its_work_to_this_one(
+    monkeypatch, tmp_path, started, compiled_here, caplog
+):
+    has_one, told = tmp_path / "it has one", []
+
+    def compile_slowly(body):
+        """Nothing is left when the other process has taken its body."""
+        while not has_one.exists():
+            time.sleep(0.01)
+        return machine_code.compiled(body)
+
+    replaced(monkeypatch, STOPPED.replace("IT_HAS_ONE", str(has_one)))
+    monkeypatch.setattr(compilation, "compiled", compile_slowly)
+    monkeypatch.setattr(compilation, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(compilation, "_PATIENCE", 0.1)
+    compile_all(BODIES, lambda *now: told.append(now))
+    assert sorted(compiled_here) == ["first", "second", "third"]
+    assert told[-1] == ("kernels", 3, 3) and results() == [1, 2, 3]
+    assert [process.returncode for process in started] == [-9]
+    assert [record.message[:36] for record in caplog.records] == [
+        "processes that compile kernels have "
+    ]
+
+
+def test_an_interruption_ends_the_other_processes(monkeypatch, started):
     replaced(monkeypatch, "import time; time.sleep(600)")
 
     def interrupt(body):

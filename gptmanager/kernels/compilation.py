@@ -19,12 +19,17 @@ from typing import Any
 from gptmanager.environment.cores import num_cores
 from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.kernels.machine_code import Body, compiled, has_folder, is_kept
+from gptmanager.lifecycle.clock import monotonic
+from gptmanager.lifecycle.log import logger
 
 Progress = Callable[[str, int, int], None]
 
 WORK = "kernels"  # what progress is reported of
 _MOST_PROCESSES = 4  # the longest body takes a third of the time of all
 _BYTES_OF_PROCESS = 600 << 20
+# how long this process waits for the others without news: as long as its own longest body took, a
+# few times, since the longest come first
+_PATIENCE_S, _PATIENCE = 10.0, 3
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.readline());"
     "from gptmanager.kernels import compilation; compilation.compile_for_another()"
@@ -35,8 +40,9 @@ _DONE = "compiled\n"
 def compile_all(bodies: Sequence[Body], on_progress: Progress | None = None) -> None:
     """Compile or load `bodies`, those that take longest first.
 
-    `on_progress` is told "kernels", how many of those that are not kept yet are compiled, and how
-    many there are, on this thread.
+    `on_progress` is called on this thread with "kernels", the number of bodies compiled, and the
+    number of those that are not kept yet. Other processes help; this one compiles what they have
+    not compiled in time.
     """
     missing = [body for body in dict.fromkeys(bodies) if not is_kept(body)]
     tell = on_progress or (lambda *_: None)
@@ -49,7 +55,7 @@ def compile_all(bodies: Sequence[Body], on_progress: Progress | None = None) -> 
 
 
 def _compile(missing: Sequence[Body], tell: Progress) -> None:
-    waiting, num_done = deque(missing), 0
+    waiting, num_done, patience_s = deque(missing), 0, _PATIENCE_S
     ended = threading.Semaphore(0)  # a body is compiled, or its process has failed
     with _processes(_num_processes(missing) - 1) as processes:
         threads = [
@@ -60,17 +66,31 @@ def _compile(missing: Sequence[Body], tell: Progress) -> None:
             thread.start()
         while num_done < len(missing):
             if (body := _next(waiting)) is not None:
+                started = monotonic()
                 compiled(body)
+                patience_s = max(patience_s, _PATIENCE * (monotonic() - started))
                 ended.release()
-            while ended.acquire(blocking=not waiting):
+            is_idle = not waiting
+            while num_done < len(missing) and ended.acquire(timeout=patience_s if is_idle else 0):
                 num_done += 1
                 tell(WORK, num_done, len(missing))
-                if num_done == len(missing):
-                    break
+            if is_idle and num_done < len(missing):
+                _give_up(processes, patience_s)
+
+
+def _give_up(processes: Sequence[subprocess.Popen[str]], seconds: float) -> None:
+    """End processes that are stopped, say; what they had counts as ended, and is compiled here."""
+    logger.warning(
+        "processes that compile kernels have not answered for %.0f s: this process compiles the "
+        "rest alone",
+        seconds,
+    )
+    for process in processes:
+        process.kill()
 
 
 def _next(waiting: deque[Body]) -> Body | None:
-    """None where others have the rest."""
+    """Return the next body, or None where other processes have the rest."""
     try:
         return waiting.popleft()
     except IndexError:
@@ -78,7 +98,10 @@ def _next(waiting: deque[Body]) -> Body | None:
 
 
 def _num_processes(missing: Sequence[Body]) -> int:
-    """This one included. Others could hand over nothing without a folder that keeps it."""
+    """Return how many processes compile, this one included.
+
+    Others could hand over nothing without a folder that keeps it.
+    """
     if not sys.executable or getattr(sys, "frozen", False) or not has_folder(missing[0]):
         return 1
     by_memory = 1 + int(free_memory_bytes() / 2 / _BYTES_OF_PROCESS)
@@ -87,7 +110,7 @@ def _num_processes(missing: Sequence[Body]) -> int:
 
 @contextmanager
 def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that compile what they are sent; they end with the block."""
+    """Start processes that compile what they are sent; they end with the block."""
     found: list[subprocess.Popen[str]] = []
     pipes: dict[str, Any] = {
         "stdin": subprocess.PIPE,
