@@ -67,7 +67,7 @@ class Recorder:
         return self._path is not None
 
     def start(self, loop: Any, blueprint: Blueprint) -> None:
-        """`loop` stands on this recorder's host and executor and has not iterated yet.
+        """Begin to record `loop`, which uses this recorder's host and executor and is new.
 
         Raises ConfigError if the file cannot be written.
         """
@@ -83,7 +83,7 @@ class Recorder:
         self._write(to_json(make_header(blueprint)))
 
     def close(self, reason: str = "drained", error: str = "") -> None:
-        """The run is over: what passes now belongs to no iteration."""
+        """End the recording: what passes from now on belongs to no iteration."""
         self.end_turn()
         self._black_box = None
         if self._file is not None:
@@ -91,14 +91,14 @@ class Recorder:
         self._close_file()
 
     def fail(self, error: BaseException) -> None:
-        """The loop has failed: write the black box, if there is one."""
+        """Write the black box, if there is one, after the loop has failed."""
         text = response_text(error)
         if self._black_box is not None:
             self._write_black_box(self._black_box, text)
         self.close("failed", text)
 
     def restart(self, loop: Any, error: BaseException) -> None:
-        """An iteration of `loop` has failed, and the loop goes on without the requests that ran.
+        """Go on after a failed iteration: the loop continues without the requests that ran.
 
         Nothing in the recording leads to its state now, so a file gets that state. A black box is
         written, over the one of the failure before, and begins anew.
@@ -119,7 +119,7 @@ class Recorder:
     # What the two doors call ---------------------------------------------------------------
 
     def end_turn(self) -> None:
-        """The turn under way is complete; called at the start of the next one."""
+        """Complete the current iteration; called at the start of the next one."""
         turn, self._turn = self._turn, None
         if turn is None:
             return
@@ -169,7 +169,7 @@ class Recorder:
     # Inside --------------------------------------------------------------------------------
 
     def _write_black_box(self, box: BlackBox, text: str) -> None:
-        """Unless no step has ended since the last failure."""
+        """Write the black box, unless no step has ended since the last failure."""
         last, self._turn = self._turn, None
         if not box.tells_something:
             return
@@ -214,7 +214,7 @@ class Recorder:
 
 
 class RecordingHost(HostTap):
-    """A `Host` that tells `recorder` what the host behind it says."""
+    """A `Host` that reports to `recorder` what the host behind it returns."""
 
     def __init__(self, host: Host, recorder: Recorder) -> None:
         super().__init__(host)
@@ -238,7 +238,7 @@ class RecordingHost(HostTap):
 
 
 class RecordingExecutor(ExecutorTap):
-    """An `Executor` that tells `recorder` what it is asked to run, and the results."""
+    """An `Executor` that reports to `recorder` what it runs, and the results."""
 
     def __init__(self, executor: Executor, recorder: Recorder) -> None:
         super().__init__(executor)

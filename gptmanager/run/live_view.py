@@ -32,7 +32,7 @@ _HEADER = [Text(name, "dim", no_wrap=True) for name in ("request", "tokens", "st
 
 @dataclass(slots=True)
 class RunningRow:
-    """One running request. `decode` is called on the reader's thread, when `text` is looked at."""
+    """One running request. `decode` is called on the reader's thread, when `text` is read."""
 
     name: str
     prompt: str
@@ -80,7 +80,7 @@ class Progress:
 
 
 class LiveView:
-    """Draws in `region`; `quiet` leaves nothing of it but what failed."""
+    """Draws in `region`; with `quiet` it shows failures only."""
 
     def __init__(self, region: LiveRegion, *, quiet: bool = False) -> None:
         self.quiet = quiet
@@ -165,7 +165,7 @@ class LiveView:
 
 
 def _table(rows: Iterable[Sequence[str | Text]], width: int) -> Table:
-    """Running rows and ended ones have the same columns; on a narrow terminal names and texts."""
+    """Return a table of running or of ended rows; on a narrow terminal only names and texts."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(justify="right", width=_NAME, no_wrap=True)
     if width >= _NARROW:

@@ -160,7 +160,7 @@ def _input_ids(fields: dict[str, Any], prompt: Any, encoder: TextEncoder) -> lis
 
 
 def _stop_words(fields: dict[str, Any], encoder: TextEncoder) -> list[list[int]] | None:
-    """`stop_words_list`, then the tokens of the texts in `stop`; None: neither is given."""
+    """Return `stop_words_list`, then the tokens of `stop`; None if neither is given."""
     words = fields.pop("stop_words_list", [])
     stop = fields.pop("stop", [])
     texts = [stop] if isinstance(stop, str) else stop

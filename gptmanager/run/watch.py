@@ -23,7 +23,7 @@ _REFRESH_S = 0.1  # a drawing takes milliseconds of the CPU
 
 
 class News(NamedTuple):
-    """What happened to a request, and at what `time.monotonic()`.
+    """An event of a request, and the `time.monotonic()` at which it happened.
 
     `tokens`: new ones, empty when the request joins, None when it has ended.
     """
@@ -34,7 +34,7 @@ class News(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A line that is no request of the manager's."""
+    """A line of which the manager gets no request, and why."""
 
     when: float
     line: RequestLine
@@ -151,7 +151,7 @@ class Watch:
         generation.add_done_callback(self._recorder.see_end)
 
     def _take_news(self) -> None:
-        """Tell what has happened since the last call, in the order in which it happened."""
+        """Show what has happened since the last call, in the order in which it happened."""
         self._progress.batch_size = (self._recorder.batch_sizes or [0])[-1]
         self._progress.kv_use = self._recorder.kv_use
         queue = self._recorder.news

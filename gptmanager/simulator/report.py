@@ -10,7 +10,7 @@ from rich.table import Table
 
 from gptmanager.recorder.recording import Recording
 from gptmanager.simulator.cost_model import CostModel
-from gptmanager.simulator.figures import Figures
+from gptmanager.simulator.figures import Figures, KvUse, Percentiles
 from gptmanager.simulator.load import HostQueue
 from gptmanager.terminal.tables import Piece, lines
 from gptmanager.terminal.tables import table as table_of
@@ -18,7 +18,10 @@ from gptmanager.terminal.tables import table as table_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """`wall_s`: what the simulation took. `recording` and `queue`: of a recorded load."""
+    """Figures of several policies on one load.
+
+    `wall_s`: real seconds that the simulation took. `recording` and `queue`: of a recorded load.
+    """
 
     figures: Mapping[str, Figures]  # by the name of its column
     cost: CostModel
@@ -99,7 +102,7 @@ def _milliseconds(seconds: float) -> str:
 def plain(figures: Figures) -> dict[str, Any]:
     """Return the figures as JSON values: those with several numbers are objects."""
     named = {
-        name: value._asdict() if isinstance(value, tuple) else value
+        name: value._asdict() if isinstance(value, (Percentiles, KvUse)) else value
         for name, value in dataclasses.asdict(figures).items()
     }
     return {**named, "output_tokens_per_s": figures.output_tokens_per_s}
