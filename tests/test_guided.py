@@ -340,6 +340,18 @@ def test_a_grammar_that_is_wrong_ends_its_request_with_its_fault(
     assert not host.final(2).error
 
 
+def test_large_grammars_are_kept_only_so_long_as_there_is_room(monkeypatch):
+    monkeypatch.setattr("gptmanager.decoding.guided.MAX_KEPT_BYTES", 500)
+    guided = GuidedDecoding(byte_tokenizer(), [END_ID])
+    for number in range(9):
+        guided.regex(f"{number}" + "a" * 99).compiled.result(20)
+        assert len(guided._compiled) == min(number + 1, 5)
+    first, *_ = guided._compiled
+    assert first.text.startswith("4")
+    guided.regex("b" * 501).compiled.result(20)  # it serves its own request alone
+    assert not guided._compiled
+
+
 def test_equal_grammars_are_compiled_once_and_few_are_kept():
     guided = GuidedDecoding(byte_tokenizer(), [END_ID], max_grammars=2)
     first = guided.json_schema(SCHEMA)

@@ -42,6 +42,8 @@ from gptmanager.lifecycle.child_process import (
 
 MAX_TEXTS = 10_000  # of a choice
 MAX_GRAMMAR_BYTES = 1 << 20
+# Of the grammars that are kept: compiled, one takes up to ten times the bytes of its text.
+MAX_KEPT_BYTES = 4 << 20
 _MAX_TRIALS = 4  # at once
 logger = logging.getLogger("gptmanager")
 
@@ -51,9 +53,10 @@ class GuidedDecoding(RowProcessor):
 
     `tokenizer`: a `tokenizers.Tokenizer`. `end_ids`: tokens that end a text, none: those that the
     tokenizer's names suggest. They, and the end ids of a request, may come exactly where the
-    output is complete. Equal grammars are compiled once; the last `max_grammars` are kept. One
-    that does not compile, in `compile_timeout_s` seconds, ends its request. One that nobody refers
-    to any more is not compiled. Raises ConfigError without llguidance.
+    output is complete. Equal grammars are compiled once; the last `max_grammars` are kept, fewer
+    if their texts have more than 4 MiB. One that does not compile, in `compile_timeout_s`
+    seconds, ends its request. One that nobody refers to any more is not compiled. Raises
+    ConfigError without llguidance.
 
     A grammar has at most 1 MiB, and a choice 10,000 texts: the methods raise ValueError for more.
     """
@@ -84,6 +87,7 @@ class GuidedDecoding(RowProcessor):
         self.end_ids = frozenset(end_ids) or frozenset(self._tokenizer.eos_tokens)
         self._max_grammars = max_grammars
         self._compiled: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
+        self._num_kept_bytes = 0
         self._lock = threading.Lock()
         self._trials = GrammarTrials(*given, compile_timeout_s)
         self._start()
@@ -192,9 +196,11 @@ class GuidedDecoding(RowProcessor):
         with self._lock:
             self._waiting.pop(source, None)
             if not isinstance(error, CapacityError):  # another time there may be a process
+                self._num_kept_bytes += source.num_bytes if source not in self._compiled else 0
                 self._compiled[source] = compiled
-            while len(self._compiled) > self._max_grammars:
-                self._compiled.popitem(last=False)
+            while len(self._compiled) > self._max_grammars or self._num_kept_bytes > MAX_KEPT_BYTES:
+                oldest, _ = self._compiled.popitem(last=False)
+                self._num_kept_bytes -= oldest.num_bytes
         if error is not None:
             compiled.set_exception(error)
         else:

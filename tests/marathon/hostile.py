@@ -155,14 +155,19 @@ class Attack:
             found.append(Watched.from_json(process.communicate()[0]))
 
 
-def drawn(seed: int, document: dict[str, Any]) -> Iterator[Case]:
-    """Without end: every fifth one is made up from the document, by a thread of its own."""
+def fields_of(document: dict[str, Any]) -> dict[str, Any]:
+    """Path -> the properties of its body."""
     fields = {}
     for path, methods in document["paths"].items():
         body = methods.get("post", {}).get("requestBody")
         if body is not None:
             fields[path] = body["content"]["application/json"]["schema"].get("properties", {})
-    draws = Draws(seed, fields)
+    return fields
+
+
+def drawn(seed: int, document: dict[str, Any]) -> Iterator[Case]:
+    """Without end: every fifth one is made up from the document, by a thread of its own."""
+    draws = Draws(seed, fields_of(document))
     documented: queue.Queue[Case] = queue.Queue(50)
     threading.Thread(
         target=lambda: [documented.put(case) for case in made_up(seed, document)], daemon=True
@@ -204,6 +209,8 @@ def main() -> int:
     (options.failed / f"{options.seed}.log").write_text(logged)
     for case in attack.failed()[:100]:
         path = options.failed / f"{case.seed}-{case.number}.json"
+        if not case.pieces:
+            case = Draws(case.seed, fields_of(document)).case(case.number)
         path.write_text(case.as_json())
         report.setdefault("files", []).append(str(path))
     print(json.dumps(report))

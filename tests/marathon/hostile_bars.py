@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ import numpy as np
 from hostile_calls import Outcome
 from hostile_case import Case
 from server_watch import Memory, Watched
+
+_KEPT = 1 << 13  # bytes of a case that are remembered for each one
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,9 @@ class Bars:
 
 @dataclass
 class Record:
-    """What happened to cases and canaries. `times`: when a case ran, by its number."""
+    """What happened to cases and canaries. `times`: when a case ran; large ones without their
+    pieces, which are drawn again where they are needed.
+    """
 
     answers: dict[str, Counter[str]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -42,7 +47,8 @@ class Record:
 
     def add(self, case: Case, outcome: Outcome, began: float, ended: float) -> None:
         self.answers.setdefault(case.route, Counter()).update(outcome.answers)
-        self.times.append((began, ended, case))
+        kept = case if case.size < _KEPT else dataclasses.replace(case, pieces=())
+        self.times.append((began, ended, kept))
         if outcome.problem:
             self.fail(f"{case.kind} to {case.route}: {outcome.problem}", case)
 
@@ -112,7 +118,7 @@ def _judge_memory(
     record: Record, name: str, samples: Sequence[Memory], bars: Bars
 ) -> dict[str, Any]:
     """Of the lowest value in each window: what one request takes goes back to the system."""
-    if len(samples) < 4:
+    if not samples:
         return {}
     first = samples[0].at
     windows: dict[int, float] = {}

@@ -10,60 +10,21 @@ import gzip
 import json
 import random
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from hostile_bodies import hostile_body
 from hostile_case import Case, Piece, head, post
 from hostile_messages import draw_message, draw_wire
+from hostile_requests import OWN, client_bodies
+from hostile_values import places, with_value
 
-BODIES = Path(__file__).resolve().parents[1] / "server" / "client_bodies"
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-MODEL = "tiny_llama"
 _INFER_HEADER = "Inference-Header-Content-Length"
-_OWN: tuple[tuple[str, dict[str, Any]], ...] = (
-    (COMPLETIONS, {"prompt": "Tom had a red", "max_tokens": 4, "logprobs": 2, "echo": True}),
-    (COMPLETIONS, {"prompt": [9, 30, 71], "max_tokens": 4, "n": 2, "stop": ["a", "b"], "seed": 1}),
-    (COMPLETIONS, {"prompt": "Tom", "max_tokens": 8, "guided_regex": "[a-z]+", "stream": True}),
-    (COMPLETIONS, {"prompt": "Tom", "max_tokens": 8, "guided_choice": ["red", "blue"]}),
-    (COMPLETIONS, {"prompt": "Tom", "max_tokens": 8, "guided_json": {"type": "object"}}),
-    (COMPLETIONS, {"prompt": ["a", "b"], "logit_bias": {"9": 1.5}, "stream": True}),
-    ("/tokenize", {"prompt": "Tom had a red ball"}),
-    ("/detokenize", {"tokens": [9, 30, 71]}),
-    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "small"}),
-    ("/v1/unload_lora_adapter", {"lora_name": "a"}),
-    ("/v2/models/ensemble/generate", {"text_input": "Tom", "max_tokens": 4, "bad_words": ["a"]}),
-    ("/v2/models/tensorrt_llm_bls/generate_stream", {"text_input": "Tom", "max_tokens": 4,
-                                                     "stream": True, "stop_words": ["b"]}),
-    ("/v2/models/tensorrt_llm/generate", {"input_ids": [9, 30], "input_lengths": 2,
-                                          "request_output_len": 4, "beam_width": 2}),
-    ("/v2/models/tensorrt_llm/infer", {"id": "x", "inputs": [
-        {"name": "input_ids", "shape": [1, 3], "datatype": "INT32", "data": [9, 30, 71]},
-        {"name": "input_lengths", "shape": [1, 1], "datatype": "INT32", "data": [3]},
-        {"name": "request_output_len", "shape": [1, 1], "datatype": "INT32", "data": [4]}],
-        "outputs": [{"name": "output_ids", "parameters": {"binary_data": False}},
-                    {"name": "sequence_length"}]}),
-)  # fmt: skip
 _GETS = (
     *("/health", "/metrics", "/v1/models", "/v1/models/tiny_llama", "/version", "/openapi.json"),
     *("/", "/v2", "/v2/health/ready", "/v2/models/stats", "/v2/models/ensemble/config", "/nothing"),
     *("/v1/models/%00", "/%ff%fe", "/v2/models/a%2f..%2f../ready", "/live/../health", "//health"),
     *("/v1/models/" + "a" * 30_000, "/?" + "a=b&" * 8000, "*", "http://other/health"),
 )
-
-
-def client_bodies() -> list[tuple[str, dict[str, Any]]]:
-    """Route and body of each, short enough for a small server; in a fixed order."""
-    found = list(_OWN)
-    for path in sorted(BODIES.glob("*.json")):
-        for case in json.loads(path.read_text(encoding="utf-8")):
-            body = {**case["body"], "model": MODEL}
-            if "max_tokens" in body or "max_completion_tokens" not in body:
-                body["max_tokens"] = 4
-            else:
-                body["max_completion_tokens"] = 4
-            found.append((case.get("route", CHATS), body))
-    return found
 
 
 class Draws:
@@ -73,11 +34,12 @@ class Draws:
         self._seed = seed
         self._fields = fields
         self._bodies = client_bodies()
-        self._kinds: dict[str, tuple[int, Callable[[random.Random], dict[str, Any]]]] = {
+        self._kinds: dict[str, tuple[float, Callable[[random.Random], dict[str, Any]]]] = {
             "body": (10, self._body),
             "wrong head": (3, self._wrong_head),
             "chunks": (3, self._chunks),
             "slow": (1, self._slow),
+            "large": (0.3, self._large),
             "gone": (3, self._gone),
             "pipeline": (2, self._pipeline),
             "no http": (2, self._no_http),
@@ -94,7 +56,7 @@ class Draws:
 
     def _drawn(self, chance: random.Random, hostile: float = 0.9) -> tuple[str, bytes]:
         # completions have as many bodies as all other routes together, chats more than both
-        route, body = chance.choice(self._bodies if chance.random() < 0.5 else _OWN)
+        route, body = chance.choice(self._bodies if chance.random() < 0.5 else OWN)
         if chance.random() >= hostile:
             return route, json.dumps(body).encode()
         template = "/v2/models/{name}/" + route.rpartition("/")[2]
@@ -104,6 +66,20 @@ class Draws:
     def _body(self, chance: random.Random) -> dict[str, Any]:
         route, body = self._drawn(chance)
         return _http(route, [post(route, body)], may_time_out=_has_deadline(body))
+
+    def _large(self, chance: random.Random) -> dict[str, Any]:
+        """Bodies of as much as is permitted, or a little more: 4 MiB, with tensors 64 MiB."""
+        route, body = chance.choice([it for it in OWN if not it[0].endswith("_adapter")])
+        size = chance.choice([1, 1, 1, 15 if route.endswith("/infer") else 1]) * (4 << 20)
+        value = chance.choice([b"0", b"0.5", b'"a"', b"[0]", b'{"a":0}', b"1e5", b'"\\u00e9"'])
+        count = (size - 2000) // (len(value) + 1)
+        raw = b"[" + b",".join([value] * count) + b"]"
+        if chance.random() < 0.2:
+            raw = b'"' + b"a" * (size - 2000) + b'"'
+        if chance.random() < 0.1:
+            raw += b" " * 3000
+        text = with_value(body, chance.choice(list(places(body))), raw)
+        return _http(route, [post(route, text)], may_time_out=True)
 
     def _wrong_head(self, chance: random.Random) -> dict[str, Any]:
         route, body = self._drawn(chance, 0.2)

@@ -65,7 +65,7 @@ def test_a_sound_server_is_not_blamed(tmp_path: Path) -> None:
     report = attack("none", tmp_path / "log")
     assert [it for it in report["failures"] if "/health took" not in it] == []
     assert report["cases"] > 30 and report["answers"]["/"] == {"200": report["cases"]}
-    assert report["health"]["polls"] > 5 and report["memory"]["server"]["peak_mb"] > 5
+    assert report["health"]["polls"] and report["memory"]["server"]["peak_mb"] > 5
 
 
 def judged(polls: list[Poll], memory: list[Memory]) -> list[str]:
