@@ -32,7 +32,10 @@ from gptmanager.terminal.tables import lines
 from gptmanager.testing import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+TOP_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+PAGES = sorted(
+    [*(ROOT / name for name in TOP_PAGES), *(ROOT / "docs").glob("*.md")],
+)
 # Elsewhere an example may be pasted alone.
 PAGES_READ_IN_ORDER = ("recording.md", "scheduling.md")
 CONFIGURATIONS = [it for it in vars(config).values() if dataclasses.is_dataclass(it)]

@@ -99,6 +99,33 @@ def test_what_is_too_large_is_found():
     assert too_large("x\n" * 401) == [("module", 401)]
 
 
+# A first sentence that begins so has no subject: it leans on the name above it.
+DANGLING = re.compile(r"(Of|As|That|What|Who|Whose|So|Such)\b")
+
+
+def dangling_docstrings(text):
+    """Return the modules, classes and functions whose docstring begins without a subject."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
+    return [
+        getattr(node, "name", "module")
+        for node in nodes
+        if DANGLING.match(ast.get_docstring(node) or "")
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_docstrings_begin_with_a_subject_or_a_verb(path):
+    assert dangling_docstrings(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_dangling_docstring_is_found():
+    method = '    def f(self):\n        """Return it."""\n'
+    text = '"""As others."""\nclass C:\n    """Of a step."""\n' + method
+    assert dangling_docstrings(text) == ["module", "C"]
+    assert dangling_docstrings("async def g():\n    '''What it is.'''") == ["g"]
+
+
 def test_a_decode_step_passes_few_files(monkeypatch, capsys):
     """From the top of an iteration to its statistics record, with all defaults, on the CPU."""
     top = Path(gptmanager.__file__).parent.parent
