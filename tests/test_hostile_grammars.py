@@ -160,6 +160,8 @@ def recording_popen(processes):
 
 def test_neighbors_go_on_while_a_grammar_compiles_for_ever(tokenizer, monkeypatch):
     base = load_guided_decoding(MODEL)
+    red = base.choice(["red"])
+    red.prepare("cpu").result(60)  # by a process that is not killed below
     guided = GuidedDecoding(tokenizer, sorted(base.end_ids), compile_timeout_s=600.0)
     processes = []
     monkeypatch.setattr(subprocess, "Popen", recording_popen(processes))
@@ -180,7 +182,7 @@ def test_neighbors_go_on_while_a_grammar_compiles_for_ever(tokenizer, monkeypatc
         [
             asked(tokenizer, 1, endless),
             last,
-            asked(tokenizer, 3, base.choice(["red"])),
+            asked(tokenizer, 3, red),
             asked(tokenizer, 4, blue),
         ]
     )
