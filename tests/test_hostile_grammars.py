@@ -187,8 +187,9 @@ def test_neighbors_go_on_while_a_grammar_compiles_for_ever(tokenizer, monkeypatc
         ]
     )
     assert not any(host.final(request_id).error for request_id in neighbors)
-    text = "InvalidRequestError: logits_post_processor json_schema: it takes more than "
-    assert host.final(1).error.startswith(text)
+    # a CapacityError if the process was killed while it started
+    error = host.final(1).error
+    assert "logits_post_processor json_schema: " in error and "it takes more than " in error
     assert tokenizer.decode(host.output(3)) == "red"
     assert tokenizer.decode(host.output(4)) == "blue"  # it was compiled behind the other
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 from gptmanager.callbacks import LivePage
+from gptmanager.decoding import guided
 from gptmanager.server import access, errors, http_protocol
 from gptmanager.server.body import LARGE_BODY
 from gptmanager.server.openai import (
@@ -58,6 +60,8 @@ def in_code():
         "seconds of a request": "request_timeout",
         "beams": "max_beam_width",
     }
+    most = inspect.signature(guided.GuidedDecoding).parameters["max_grammars"].default
+    grammars = f"{most}, with texts of {amount(guided.MAX_KEPT_BYTES)}"
     template = f"{templates.MAX_SECONDS:g}, and {amount(templates.MAX_BYTES)}"
     return {
         **{what: (f"{value:,}", None) for what, value in fixed.items()},
@@ -68,6 +72,7 @@ def in_code():
         "connections": ("three quarters of the descriptors", "max_connections"),
         "requests that run": ("a batch", "max_concurrency"),
         "tokens of a prompt with its output": ("`max_model_len`", "max_seq_len"),
+        "compiled grammars that are kept": (grammars, None),
         "seconds, and bytes of memory": (template, None),
     }
 
