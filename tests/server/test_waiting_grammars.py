@@ -64,7 +64,7 @@ def test_what_clients_that_are_gone_had_asked_for_is_not_compiled(server, slow_t
     leave(server, [f"slow{i}" for i in range(12)])
     wait_for(lambda: not server.engine._num_preparing)
     assert post(server, {"guided_regex": "ab"}).status_code == 200
-    assert slow_trials[-1] == "ab"
+    assert "ab" in slow_trials  # it does not wait for the time limits of the others
 
 
 def test_requests_that_wait_for_a_grammar_count_as_waiting(busy, slow_trials):
