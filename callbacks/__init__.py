@@ -5,26 +5,26 @@ streams. `load_peft_adapter` reads an adapter. The sinks keep or show the statis
 logits post-processors.
 """
 
-from gptmanager.callbacks.async_request_queue import AsyncRequestQueue
-from gptmanager.callbacks.banned_texts import BannedTexts
-from gptmanager.callbacks.broadcast import broadcast
-from gptmanager.callbacks.checkpoint import TokenDefaults, load_tokenizer
-from gptmanager.callbacks.forced_prefix import ForcedPrefix
-from gptmanager.callbacks.generation import Generation, GenerationPart
-from gptmanager.callbacks.guided_decoding import load_guided_decoding
-from gptmanager.callbacks.json_lines_sink import JsonLinesSink
-from gptmanager.callbacks.live_page import LivePage
-from gptmanager.callbacks.logging_sink import LoggingSink
-from gptmanager.callbacks.observers import fan_out
-from gptmanager.callbacks.peft_adapter import load_peft_adapter
-from gptmanager.callbacks.prometheus_sink import PrometheusSink
-from gptmanager.callbacks.request_queue import RequestQueue
-from gptmanager.callbacks.result import GenerationResult
+from gptmanager.callbacks.adapters.peft_adapter import load_peft_adapter
+from gptmanager.callbacks.live.page import LivePage
+from gptmanager.callbacks.processors.banned_texts import BannedTexts
+from gptmanager.callbacks.processors.forced_prefix import ForcedPrefix
+from gptmanager.callbacks.processors.guided_decoding import load_guided_decoding
+from gptmanager.callbacks.processors.temperature_schedule import TemperatureSchedule
+from gptmanager.callbacks.processors.token_rules import AllowedTokens, BannedTokens, TokenBias
+from gptmanager.callbacks.processors.watermark import Watermark
+from gptmanager.callbacks.queue.async_request_queue import AsyncRequestQueue
+from gptmanager.callbacks.queue.generation import Generation, GenerationPart
+from gptmanager.callbacks.queue.request_queue import RequestQueue
+from gptmanager.callbacks.queue.result import GenerationResult
+from gptmanager.callbacks.ranks.broadcast import broadcast
+from gptmanager.callbacks.sinks.json_lines import JsonLinesSink
+from gptmanager.callbacks.sinks.logging import LoggingSink
+from gptmanager.callbacks.sinks.observers import fan_out
+from gptmanager.callbacks.sinks.prometheus import PrometheusSink
 from gptmanager.callbacks.start import generate
-from gptmanager.callbacks.temperature_schedule import TemperatureSchedule
-from gptmanager.callbacks.text_stream import TextStream
-from gptmanager.callbacks.token_rules import AllowedTokens, BannedTokens, TokenBias
-from gptmanager.callbacks.watermark import Watermark
+from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
+from gptmanager.callbacks.text.text_stream import TextStream
 
 __all__ = [
     "AllowedTokens",

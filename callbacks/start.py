@@ -21,10 +21,10 @@ from tokenizers import Tokenizer
 
 from gptmanager import GptManager, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.arguments import at_least
-from gptmanager.callbacks.checkpoint import TokenDefaults, load_tokenizer
-from gptmanager.callbacks.generation import Generation
-from gptmanager.callbacks.request_queue import RequestQueue
-from gptmanager.callbacks.text_stream import TextStream
+from gptmanager.callbacks.queue.generation import Generation
+from gptmanager.callbacks.queue.request_queue import RequestQueue
+from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
+from gptmanager.callbacks.text.text_stream import TextStream
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.progress import ProgressBars

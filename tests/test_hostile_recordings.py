@@ -86,7 +86,7 @@ def graph_with_host(victim):
         objects.append(entry)
         return {"@": len(objects) - 1}
 
-    sink = "gptmanager.callbacks.json_lines_sink.JsonLinesSink"
+    sink = "gptmanager.callbacks.sinks.json_lines.JsonLinesSink"
     clock = add(object_of("gptmanager.statistics.PhaseTimes", nanoseconds="$(reboot)", _started=0))
     lock = add(object_of(sink, _file=None))
     fields = {"_path": str(victim), "_lock": lock, "_file": None, "_is_closed": False}

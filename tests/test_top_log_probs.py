@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_outputs import MAX_UTILIZATION, joined, serve
 
 from gptmanager import GptManager, InferenceRequest, ModelType, PromptLookup
-from gptmanager.callbacks.result import ResponseCollector
+from gptmanager.callbacks.queue.result import ResponseCollector
 from gptmanager.decoding.best_tokens import best_ids
 from gptmanager.errors import InvalidRequestError
 from gptmanager.executor import prompt_scores, torch_executor

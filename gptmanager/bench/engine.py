@@ -13,8 +13,8 @@ import orjson
 from gptmanager.bench.adapter_load import AdapterLoad
 from gptmanager.bench.load import Request, Source
 from gptmanager.callbacks import RequestQueue, broadcast
-from gptmanager.callbacks.generation import Generation
-from gptmanager.callbacks.result import GenerationResult
+from gptmanager.callbacks.queue.generation import Generation
+from gptmanager.callbacks.queue.result import GenerationResult
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError, RequestError
 from gptmanager.manager.gpt_manager import GptManager

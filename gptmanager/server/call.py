@@ -14,7 +14,7 @@ from typing import Any
 
 from gptmanager import FinishReason
 from gptmanager.callbacks import Generation, GenerationPart, GenerationResult
-from gptmanager.callbacks.generation import PartReader
+from gptmanager.callbacks.queue.generation import PartReader
 from gptmanager.errors import AdapterError
 from gptmanager.server.errors import ApiError, api_error
 

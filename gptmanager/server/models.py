@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from gptmanager.callbacks.live_page import is_loopback
+from gptmanager.callbacks.live.page import is_loopback
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.adapters import Adapter
 from gptmanager.server.body import read_json, until_disconnected

@@ -12,7 +12,7 @@ import sys
 import time
 
 from gptmanager import GptManager, InferenceRequest, ModelType, OptionalParams, PromptLookup
-from gptmanager.callbacks.checkpoint import load_tokenizer
+from gptmanager.callbacks.text.checkpoint import load_tokenizer
 from gptmanager.testing import RecordingCallbacks
 
 ROUNDS = 7

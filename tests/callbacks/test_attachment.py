@@ -3,7 +3,7 @@ from queue import SimpleQueue
 
 from responding import ManagerStub
 
-from gptmanager.callbacks.attachment import Attachment
+from gptmanager.callbacks.queue.attachment import Attachment
 from gptmanager.errors import ManagerDeadError
 
 TIMEOUT = 5.0

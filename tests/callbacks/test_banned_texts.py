@@ -12,8 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from gptmanager import GptManager, InferenceRequest, ModelType
-from gptmanager.callbacks import BannedTexts, banned_texts, load_tokenizer
-from gptmanager.callbacks.token_bytes import token_bytes
+from gptmanager.callbacks import BannedTexts, load_tokenizer
+from gptmanager.callbacks.processors import banned_texts
+from gptmanager.callbacks.processors.token_bytes import token_bytes
 from gptmanager.errors import ConfigError
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 

@@ -6,8 +6,8 @@ import pytest
 from responding import ending, in_thread, streamed, whole
 
 from gptmanager import FinishReason, InferenceRequest
-from gptmanager.callbacks.generation import Generation
-from gptmanager.callbacks.wakeups import AsyncWakeups
+from gptmanager.callbacks.queue.generation import Generation
+from gptmanager.callbacks.queue.wakeups import AsyncWakeups
 from gptmanager.errors import CapacityError
 
 TIMEOUT = 5.0

@@ -23,9 +23,11 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.callbacks import LivePage, live_feed, live_tap
-from gptmanager.callbacks.live_rows import LiveRows, ranges
-from gptmanager.callbacks.live_tap import LiveTap
+from gptmanager.callbacks import LivePage
+from gptmanager.callbacks.live import feed as live_feed
+from gptmanager.callbacks.live import tap as live_tap
+from gptmanager.callbacks.live.rows import LiveRows, ranges
+from gptmanager.callbacks.live.tap import LiveTap
 from gptmanager.manager import stall_watch
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 from gptmanager.recorder.taps import HostTap

@@ -5,7 +5,7 @@ import pytest
 
 from gptmanager import GptManager, ModelType, SchedulerConfig
 from gptmanager.callbacks import LoggingSink, RequestQueue
-from gptmanager.callbacks.logging_sink import summary
+from gptmanager.callbacks.sinks.logging import summary
 from gptmanager.testing import ScriptedModel
 
 INFLIGHT = {

@@ -15,7 +15,7 @@ import torch
 
 from gptmanager import InferenceRequest
 from gptmanager.callbacks import broadcast
-from gptmanager.callbacks.mpi_transport import MpiTransport
+from gptmanager.callbacks.ranks.mpi_transport import MpiTransport
 from gptmanager.errors import CallbackError, ConfigError, RankError
 from gptmanager.host.rank_messages import requests_digest, unpack_requests
 from gptmanager.request.post_processor import is_post_processor

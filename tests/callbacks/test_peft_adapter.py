@@ -249,7 +249,7 @@ def test_a_pattern_that_backtracking_never_ends_is_decided_at_once(tmp_path, fie
 
 
 def test_the_steps_of_a_file_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("gptmanager.callbacks.peft_config._MAX_STEPS", 3000)
+    monkeypatch.setattr("gptmanager.callbacks.adapters.peft_config._MAX_STEPS", 3000)
     told = "the patterns of the file take more than 3000 steps"
     for fields in (
         {"target_modules": SLOW},

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmanager import InferenceRequest
-from gptmanager.callbacks.pending_requests import PendingRequests
+from gptmanager.callbacks.queue.pending_requests import PendingRequests
 
 
 def ids(requests):

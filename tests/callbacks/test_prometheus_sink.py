@@ -30,8 +30,8 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.callbacks import PrometheusSink, fan_out
-from gptmanager.callbacks.metric_counts import Histogram, RequestCounts
-from gptmanager.callbacks.metric_names import METRICS, TRITON
+from gptmanager.callbacks.sinks.metric_counts import Histogram, RequestCounts
+from gptmanager.callbacks.sinks.metric_names import METRICS, TRITON
 from gptmanager.errors import ConfigError
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 

@@ -8,7 +8,7 @@ import torch
 from responding import METRICS, ending, streamed, whole
 
 from gptmanager import REQUEST_METRICS, FinishReason, InferenceRequest, NamedTensor, errors
-from gptmanager.callbacks.result import ResponseCollector, cancelled_response, error_of
+from gptmanager.callbacks.queue.result import ResponseCollector, cancelled_response, error_of
 
 
 def request(prompt=(1, 2, 3), **keywords):

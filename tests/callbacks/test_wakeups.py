@@ -3,7 +3,7 @@ import gc
 import threading
 import weakref
 
-from gptmanager.callbacks.wakeups import AsyncWakeups
+from gptmanager.callbacks.queue.wakeups import AsyncWakeups
 
 TIMEOUT = 5.0
 

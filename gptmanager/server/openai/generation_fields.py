@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gptmanager.callbacks.banned_texts import MAX_WORD_LETTERS, MAX_WORDS
+from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS, MAX_WORDS
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.fields import (
     AsItIs,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from gptmanager.callbacks.token_bytes import token_bytes
+from gptmanager.callbacks.processors.token_bytes import token_bytes
 from gptmanager.errors import ConfigError
 
 _LOWEST = -9999.0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gptmanager.callbacks.banned_texts import MAX_WORDS
+from gptmanager.callbacks.processors.banned_texts import MAX_WORDS
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.errors import ApiError
 from gptmanager.server.triton.errors import invalid

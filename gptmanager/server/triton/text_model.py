@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gptmanager.callbacks import BannedTexts, GenerationPart
-from gptmanager.callbacks.banned_texts import MAX_WORD_LETTERS
+from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS
 from gptmanager.run.text_encoder import TextTooLongError
 from gptmanager.server.body import beside
 from gptmanager.server.engine import Engine

@@ -13,7 +13,7 @@ from counted import Counted
 from triton_calls import message_of, prompt
 from tritonclient.utils import InferenceServerException
 
-from gptmanager.callbacks.banned_texts import MAX_WORD_LETTERS
+from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS
 from gptmanager.server.errors import ApiError
 from gptmanager.server.json_text import MAX_CONTAINERS, parse_json
 from gptmanager.server.triton import http_messages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-from gptmanager.callbacks.mpi_transport import MpiTransport
+from gptmanager.callbacks.ranks.mpi_transport import MpiTransport
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.lifecycle.callables import ordinary
 from gptmanager.request.inference_request import (

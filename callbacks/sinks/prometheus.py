@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import gptmanager
 from gptmanager import GptManager, InferenceRequest, NamedTensor
-from gptmanager.callbacks.metric_counts import Histogram, IterationCounts, RequestCounts
-from gptmanager.callbacks.metric_names import METRIC, METRICS, TRITON, VLLM, checked_prefix
+from gptmanager.callbacks.sinks.metric_counts import Histogram, IterationCounts, RequestCounts
+from gptmanager.callbacks.sinks.metric_names import METRIC, METRICS, TRITON, VLLM, checked_prefix
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 

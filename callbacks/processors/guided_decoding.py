@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from gptmanager import GuidedDecoding
-from gptmanager.callbacks.checkpoint import TokenDefaults, load_tokenizer
+from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
 
 
 def load_guided_decoding(folder: str | os.PathLike[str]) -> GuidedDecoding:

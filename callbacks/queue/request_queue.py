@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import Any, cast
 
 from gptmanager import GptManager, InferenceRequest, NamedTensor
-from gptmanager.callbacks.attachment import Attachment
-from gptmanager.callbacks.checkpoint import TokenDefaults, ids_of
-from gptmanager.callbacks.generation import Generation
-from gptmanager.callbacks.pending_requests import PendingRequests, Size
-from gptmanager.callbacks.result import cancelled_response
-from gptmanager.callbacks.wakeups import AsyncWakeups
+from gptmanager.callbacks.queue.attachment import Attachment
+from gptmanager.callbacks.queue.generation import Generation
+from gptmanager.callbacks.queue.pending_requests import PendingRequests, Size
+from gptmanager.callbacks.queue.result import cancelled_response
+from gptmanager.callbacks.queue.wakeups import AsyncWakeups
+from gptmanager.callbacks.text.checkpoint import TokenDefaults, ids_of
 from gptmanager.errors import CallbackError, DuplicateRequestIdError, ManagerDeadError
 
 _logger = logging.getLogger(__name__)

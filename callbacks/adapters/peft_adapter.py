@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gptmanager.callbacks.peft_config import PeftConfig
+from gptmanager.callbacks.adapters.peft_config import PeftConfig
 from gptmanager.errors import ConfigError
 from gptmanager.memory.checkpoint_files import read_object, shown_path
 from gptmanager.memory.tensor_sources import FLOATS, SafetensorsFolder, TensorInfo, tensor_name

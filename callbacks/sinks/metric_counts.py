@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from gptmanager import REQUEST_METRICS, FinishReason, NamedTensor
-from gptmanager.callbacks.metric_names import METRIC, METRICS
+from gptmanager.callbacks.sinks.metric_names import METRIC, METRICS
 
 _logger = logging.getLogger(__name__)
 

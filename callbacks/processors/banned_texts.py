@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from gptmanager.callbacks.token_bytes import token_bytes
+from gptmanager.callbacks.processors.token_bytes import token_bytes
 from gptmanager.errors import InvalidRequestError
 
 Ints = npt.NDArray[np.int64]

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from gptmanager import InferenceRequest, NamedTensor
-from gptmanager.callbacks.result import GenerationResult, ResponseCollector, error_of
-from gptmanager.callbacks.wakeups import AsyncWaiter, AsyncWakeups
+from gptmanager.callbacks.queue.result import GenerationResult, ResponseCollector, error_of
+from gptmanager.callbacks.queue.wakeups import AsyncWaiter, AsyncWakeups
 from gptmanager.errors import ManagerDeadError
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any
 
-from gptmanager.callbacks.live_tap import Change, Step
+from gptmanager.callbacks.live.tap import Change, Step
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 
 # what a request does from an iteration on

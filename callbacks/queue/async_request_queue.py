@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from gptmanager import InferenceRequest
-from gptmanager.callbacks.generation import Generation
-from gptmanager.callbacks.request_queue import RequestQueue
-from gptmanager.callbacks.result import GenerationResult
-from gptmanager.callbacks.wakeups import AsyncWaiter
+from gptmanager.callbacks.queue.generation import Generation
+from gptmanager.callbacks.queue.request_queue import RequestQueue
+from gptmanager.callbacks.queue.result import GenerationResult
+from gptmanager.callbacks.queue.wakeups import AsyncWaiter
 
 
 class AsyncRequestQueue(RequestQueue):

@@ -1,0 +1,1 @@
+"""The live page: a manager's schedule in a browser."""

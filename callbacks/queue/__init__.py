@@ -1,0 +1,1 @@
+"""Queues between a host and its manager, and the handles on what they hold."""

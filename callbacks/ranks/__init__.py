@@ -1,0 +1,1 @@
+"""Rank 0's callbacks, answered on every rank."""

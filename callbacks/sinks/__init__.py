@@ -1,0 +1,1 @@
+"""Where statistics go: log records, lines of JSON, Prometheus."""

@@ -1,0 +1,1 @@
+"""From the tokens of a model to text, and back."""
