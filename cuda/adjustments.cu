@@ -1,4 +1,4 @@
-// Bias, penalties and bans on rows of logits, in place: the rules of gptmanager.decoding.adjustments,
+// Bias, penalties and bans on rows of logits, in place: the rules of gptmanager.decoding.sampling.adjustments,
 // in the same order and with the same roundings.
 //
 // Only the logits of affected tokens are read and written. Counts are made from the history, in a

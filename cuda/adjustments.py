@@ -1,4 +1,4 @@
-"""Bias, penalties and bans on rows of logits, as in `gptmanager.decoding.adjustments`.
+"""Bias, penalties and bans on rows of logits, as in `gptmanager.decoding.sampling.adjustments`.
 
 A row costs as much as its history is long; one that asks for nothing costs the read of its record.
 """

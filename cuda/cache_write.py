@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 from gptmanager.cuda.paged_kernels import CACHES, HEAD_DIMS, check_cache, check_head_dim
-from gptmanager.kernels.attention_arguments import Pages, RowSpans
+from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
 
 _THREADS = 128
 PROGRAM = Program(

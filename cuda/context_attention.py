@@ -12,7 +12,7 @@ from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, ints
 from gptmanager.cuda.paged_kernels import CACHES, HEAD_DIMS, NARROW, check_attention, row_bytes
 from gptmanager.cuda.warpgroup_attention import PROGRAM as WARPGROUP_PROGRAM
 from gptmanager.cuda.warpgroup_attention import shared_memory, takes
-from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 Ints = npt.NDArray[np.int32]
 

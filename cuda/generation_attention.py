@@ -12,7 +12,7 @@ from gptmanager.cuda.float_attention import PROGRAM as FLOAT_PROGRAM
 from gptmanager.cuda.generation_plan import Places
 from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, ints
 from gptmanager.cuda.paged_kernels import CACHES, FP8, HEAD_DIMS, NARROW, check_attention, row_bytes
-from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 _WARPS, _TILE = 4, 16  # as in the .cu
 _BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # by the launch bounds in the .cu: up to which width

@@ -26,9 +26,9 @@ from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.own_products import OwnProducts
 from gptmanager.cuda.paged_kernels import HEAD_DIMS, has_group
 from gptmanager.cuda.product_choice import ProductChoice, Seconds
-from gptmanager.kernels.adapter_arguments import StepAdapters
-from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
-from gptmanager.kernels.packed_matrix import Matrix, plain
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
+from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.reference import Ints, Kernels
 
 

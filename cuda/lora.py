@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
-from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 
 MAX_MODULES = 4  # of one matrix: queries, keys, values, or all at once
 _MAX_COLUMNS = 1 << 24  # of a matrix, and fewer modules in a table than this by far

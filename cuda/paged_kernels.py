@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.launch import Expected, check_tensors
-from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 MAX_GROUP = 16

@@ -1,5 +1,5 @@
 // One token from each row of logits: min_length, temperature, top-k, top-p and min-p, by the row's own
-// parameters, seed and position. The rules are those of gptmanager.decoding.sampling.
+// parameters, seed and position. The rules are those of gptmanager.decoding.sampling.sampling.
 //
 // Nothing is sorted. A draw inverts the cumulative distribution over ascending ids; a token outside of
 // the nucleus is replaced by one of those that rank above it. With top-k what is drawn comes from those

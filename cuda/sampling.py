@@ -1,4 +1,4 @@
-"""One token from each row of logits, by the rules of `gptmanager.decoding.sampling`.
+"""One token from each row of logits, by the rules of `gptmanager.decoding.sampling.sampling`.
 
 That reads the same records, PARAMS.
 """

@@ -9,7 +9,7 @@ import torch
 
 from gptmanager.cuda.launch import NAMES, Launcher, Program
 from gptmanager.cuda.paged_kernels import NARROW
-from gptmanager.kernels.attention_arguments import AttentionShape
+from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 _HEAD_DIMS = (64, 128)
 _TOKENS = 128  # of a tile of keys and values, as in the .cu

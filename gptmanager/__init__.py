@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         PromptLookup,
         SchedulerConfig,
     )
-    from gptmanager.decoding.guided import GuidedDecoding
-    from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
+    from gptmanager.decoding.guided.guided import GuidedDecoding
+    from gptmanager.decoding.processors.raw_kernel import RawKernelLogitsPostProcessor
     from gptmanager.lifecycle.state import Health, ManagerState
     from gptmanager.loop.responses import REQUEST_METRICS
     from gptmanager.manager.gpt_manager import GptManager
@@ -69,8 +69,8 @@ __getattr__, __dir__ = lazy_names(
             "PromptLookup",
             "SchedulerConfig",
         ),
-        "gptmanager.decoding.guided": ("GuidedDecoding",),
-        "gptmanager.decoding.raw_kernel": ("RawKernelLogitsPostProcessor",),
+        "gptmanager.decoding.guided.guided": ("GuidedDecoding",),
+        "gptmanager.decoding.processors.raw_kernel": ("RawKernelLogitsPostProcessor",),
         "gptmanager.lifecycle.state": (
             "Health",
             "ManagerState",

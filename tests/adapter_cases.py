@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 
 LAYER, LAYERS, MODULES = 1, 3, 6
 NOTHING = (0, 0, 0, 0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gptmanager.bench.load import random_llama
-from gptmanager.kernels.adapter_arguments import StepAdapters
+from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.memory import KvPool
 from gptmanager.models import Batch, Model

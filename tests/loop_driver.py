@@ -7,8 +7,8 @@ from typing import Any
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.config import ContextChunkingPolicy, PromptLookup
-from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.end_rule import EndRule
+from gptmanager.decoding.search.beam_search import BeamParams, BeamSearch
 from gptmanager.errors import RequestError
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop.adapters import Adapters

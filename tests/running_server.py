@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gptmanager import KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
-from gptmanager.server.engine import Engine
+from gptmanager.server.engine.engine import Engine
 from gptmanager.server.serving import Server, bind, new_server, open_engine
 from gptmanager.server.settings import ServerSettings
 from gptmanager.terminal.options import ManagerOptions

@@ -10,9 +10,10 @@ import torch
 from adapter_cases import LAYER, Case, expected, new_case, qkv_layout
 from torch import Tensor
 
-from gptmanager.kernels import CpuKernels, Kernels, adapter_plan
-from gptmanager.kernels.adapter_arguments import AdapterModule
-from gptmanager.kernels.pairs import has_pairs
+from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels.lora import adapter_plan
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule
+from gptmanager.kernels.simd.pairs import has_pairs
 
 both_kernels = pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
 exact_kernels = pytest.mark.parametrize(

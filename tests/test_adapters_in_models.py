@@ -14,7 +14,7 @@ from adapter_folders import merge, module_name, random_pair, save_adapter
 from checkpoints import CONFIGS, PagedDriver, checkpoint, is_greedy, random_model
 
 from gptmanager.callbacks import load_peft_adapter
-from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 from gptmanager.models.lora_modules import lora_modules
 from gptmanager.models.model import load_model
 from gptmanager.models.spec import ModelSpec

@@ -18,7 +18,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from gptmanager.decoding.sampling import Sampler
+from gptmanager.decoding.sampling.sampling import Sampler
 from gptmanager.request.input_rows import split_bias, token_bias
 from gptmanager.request.sampling_params import SamplingParams
 

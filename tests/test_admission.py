@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmanager.decoding.random_numbers import derive_seed
+from gptmanager.decoding.sampling.random_numbers import derive_seed
 from gptmanager.errors import CapacityError, InvalidRequestError, RequestError
 from gptmanager.loop.admission import admit
 from gptmanager.loop.limits import Limits

@@ -15,8 +15,8 @@ from checkpoints import CONFIGS, checkpoint, random_model
 from fuzz import FUZZ
 
 from gptmanager import GptManager, InferenceRequest, ModelType
-from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.end_rule import EndRule
+from gptmanager.decoding.search.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.step import BeamCandidates
 from gptmanager.testing import RecordingCallbacks

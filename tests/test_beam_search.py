@@ -20,9 +20,9 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.callbacks import BannedTokens
-from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.end_rule import EndRule
-from gptmanager.decoding.random_numbers import derive_seed
+from gptmanager.decoding.sampling.random_numbers import derive_seed
+from gptmanager.decoding.search.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.step import BeamCandidates
 from gptmanager.testing import ContractChecker, RecordingCallbacks

@@ -15,16 +15,24 @@ from safetensors.torch import save_file
 from test_bench import TINY
 
 from gptmanager import OptionalParams, cli
-from gptmanager.bench import EndToEndOptions, bench_end_to_end, end_to_end, workbench
-from gptmanager.bench.dense_reference import compare, dense_logits, why_not
-from gptmanager.bench.device_trace import Ran
+from gptmanager.bench import EndToEndOptions, bench_end_to_end
+from gptmanager.bench.end_to_end import benchmark as end_to_end
+from gptmanager.bench.end_to_end import workbench
+from gptmanager.bench.end_to_end.dense_reference import compare, dense_logits, why_not
+from gptmanager.bench.end_to_end.device_trace import Ran
+from gptmanager.bench.end_to_end.serving_parts import (
+    Pressure,
+    Stage,
+    time_load,
+    time_steps,
+    trace_steps,
+)
+from gptmanager.bench.end_to_end.workbench import CPU_SCALE
 from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import RandomLlama, random_llama, read_checkpoint, uniform_requests
+from gptmanager.bench.peers.transformers_peer import TooSlow, TransformersPeer
 from gptmanager.bench.roofline import Ceilings, ModelShape
-from gptmanager.bench.serving_parts import Pressure, Stage, time_load, time_steps, trace_steps
 from gptmanager.bench.table import end_to_end_table
-from gptmanager.bench.transformers_peer import TooSlow, TransformersPeer
-from gptmanager.bench.workbench import CPU_SCALE
 from gptmanager.errors import ConfigError
 from gptmanager.terminal.tables import lines
 

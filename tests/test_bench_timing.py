@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gptmanager.bench.device_trace import idle_share
+from gptmanager.bench.end_to_end.device_trace import idle_share
 from gptmanager.bench.timing import Budget, ClockTimer, Spread, Stopwatch, take_turns
 
 

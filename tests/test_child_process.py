@@ -18,7 +18,7 @@ from gptmanager.lifecycle.child_process import (
     TooSlowError,
 )
 
-MODULE = "gptmanager.server.openai.template_program"
+MODULE = "gptmanager.server.chat.template_program"
 
 
 def question(template, content=""):

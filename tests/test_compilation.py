@@ -11,9 +11,11 @@ import pytest
 import torch
 from numba import carray
 
-from gptmanager.kernels import PackedMatrix, compilation, machine_code, product_plan
+from gptmanager.kernels import PackedMatrix, compilation
 from gptmanager.kernels.compilation import compile_all
-from gptmanager.kernels.lanes import pointer_to
+from gptmanager.kernels.gemm import product_plan
+from gptmanager.kernels.simd import machine_code
+from gptmanager.kernels.simd.lanes import pointer_to
 
 
 def first(address: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from gptmanager.environment import cores, memory
 from gptmanager.environment.control_groups import cpu_quota, memory_left
 from gptmanager.environment.cores import num_cores
-from gptmanager.kernels import threads
+from gptmanager.kernels.simd import threads
 
 GIB = 1 << 30
 V2 = "25 20 0:22 {within} {where} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"

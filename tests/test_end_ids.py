@@ -23,7 +23,7 @@ from gptmanager import (
 from gptmanager.callbacks import RequestQueue, generate
 from gptmanager.cli import main
 from gptmanager.config import PromptLookup
-from gptmanager.decoding.guided import GuidedDecoding
+from gptmanager.decoding.guided.guided import GuidedDecoding
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay.replaying import replay
 from gptmanager.testing import RecordingCallbacks

@@ -81,7 +81,7 @@ def test_each_beam_of_each_slot_has_a_line_of_its_own():
 
 def test_lines_are_computed_in_one_place():
     arithmetic = re.compile(r"(\*|//|%) *[\w.]*max_beam_width|max_beam_width *(\*|//|%|\+)")
-    files = [*PACKAGE.glob("executor/*.py"), *PACKAGE.glob("decoding/*.py")]
+    files = [*PACKAGE.glob("executor/**/*.py"), *PACKAGE.glob("decoding/**/*.py")]
     assert len(files) > 20
     found = {path.name for path in files if arithmetic.search(path.read_text("utf-8"))}
     assert found == {"lines.py"}
@@ -111,9 +111,9 @@ def test_a_quiet_step_passes_four_files(config):
     finally:
         sys.setprofile(None)
     assert result.tokens.tolist() == [[6], [10]] and (result.extras is None) == (config is None)
-    executing = ["torch_executor", "runner", "token_chooser"]
-    executing += [] if config is None else ["gathered_logits"]
-    expected = {f"executor/{name}.py" for name in executing} | {"decoding/sampling.py"}
+    executing = ["torch_executor", "runner", "choice/token_chooser"]
+    executing += [] if config is None else ["choice/gathered_logits"]
+    expected = {f"executor/{name}.py" for name in executing} | {"decoding/sampling/sampling.py"}
     assert {file for file in files if file.startswith(("executor/", "decoding/"))} == expected
 
 

@@ -27,9 +27,9 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.decoding.grammar_masks import Grammar
+from gptmanager.decoding.guided.grammar_masks import Grammar
 from gptmanager.decoding.lines import Lines
-from gptmanager.decoding.logits import PostProcessing
+from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError, InvalidRequestError
 from gptmanager.recorder.recording import read_recording
@@ -341,7 +341,7 @@ def test_a_grammar_that_is_wrong_ends_its_request_with_its_fault(
 
 
 def test_large_grammars_are_kept_only_so_long_as_there_is_room(monkeypatch):
-    monkeypatch.setattr("gptmanager.decoding.guided.MAX_KEPT_BYTES", 500)
+    monkeypatch.setattr("gptmanager.decoding.guided.guided.MAX_KEPT_BYTES", 500)
     guided = GuidedDecoding(byte_tokenizer(), [END_ID])
     for number in range(9):
         guided.regex(f"{number}" + "a" * 99).compiled.result(20)

@@ -16,7 +16,7 @@ from test_guided import MODEL, SCHEMA
 from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
 
 from gptmanager import REQUEST_METRICS, GuidedDecoding, InferenceRequest
-from gptmanager.decoding.guided import Grammar
+from gptmanager.decoding.guided.guided import Grammar
 
 LENGTH, CANCELLED = 3, 5
 PATTERN = r"[a-c]{2,5}-\d{1,3}"

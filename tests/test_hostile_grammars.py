@@ -22,11 +22,11 @@ from test_guided import MODEL, asked
 
 from gptmanager import InferenceRequest
 from gptmanager.callbacks import load_guided_decoding
-from gptmanager.decoding.grammar_masks import GuidedSession, _Progress
-from gptmanager.decoding.grammar_matcher import GrammarSource
-from gptmanager.decoding.grammar_trial import GrammarTrials
-from gptmanager.decoding.guided import GuidedDecoding
-from gptmanager.decoding.schema_reader import SchemaReader
+from gptmanager.decoding.guided.grammar_masks import GuidedSession, _Progress
+from gptmanager.decoding.guided.grammar_matcher import GrammarSource
+from gptmanager.decoding.guided.grammar_trial import GrammarTrials
+from gptmanager.decoding.guided.guided import GuidedDecoding
+from gptmanager.decoding.guided.schema_reader import SchemaReader
 from gptmanager.errors import CapacityError, InvalidRequestError, LogitsError
 from gptmanager.lifecycle.child_process import (
     NoAnswerError,

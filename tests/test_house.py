@@ -11,7 +11,7 @@ from test_layers import ROOT, layers, modules
 
 import gptmanager
 from gptmanager import GptManager, InferenceRequest, ModelType
-from gptmanager.kernels.product_plan import packing_pays
+from gptmanager.kernels.gemm.product_plan import packing_pays
 from gptmanager.loop import TokenLoop
 from gptmanager.testing import RecordingCallbacks
 
@@ -159,5 +159,5 @@ def test_a_decode_step_passes_few_files(monkeypatch, capsys):
     print(*(f"{name} ({function})" for name, function in passed.items()), sep="\n")
     passed.pop("gptmanager/testing/hosts.py")  # the host of this test
     if not packing_pays():  # a product passes the reference's
-        passed.pop("gptmanager/kernels/packed_matrix.py")
+        passed.pop("gptmanager/kernels/gemm/packed_matrix.py")
     assert len(passed) <= 26, capsys.readouterr().out

@@ -20,14 +20,20 @@ from everyday_schemas import EVERYDAY
 from fuzz import FUZZ
 from grammar_walks import random_text, without
 
-from gptmanager.decoding.grammar_matcher import (
+from gptmanager.decoding.guided.grammar_matcher import (
     GrammarSource,
     new_matcher,
     new_tokenizer,
     read_source,
 )
-from gptmanager.decoding.schema_reader import DROPPED, ENFORCED, FORMATS, SOMETIMES, SchemaReader
-from gptmanager.decoding.schema_references import SchemaReferences
+from gptmanager.decoding.guided.schema_reader import (
+    DROPPED,
+    ENFORCED,
+    FORMATS,
+    SOMETIMES,
+    SchemaReader,
+)
+from gptmanager.decoding.guided.schema_references import SchemaReferences
 
 NUM_TEXTS = 3 * FUZZ
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numba import carray
 
-from gptmanager.kernels import machine_code
-from gptmanager.kernels.lanes import pointer_to
+from gptmanager.kernels.simd import machine_code
+from gptmanager.kernels.simd.lanes import pointer_to
 
 
 def body(address: int) -> None:

@@ -18,9 +18,10 @@ from test_kernels import CPU, Sizes, new_pages, randn, rope_arguments
 from torch import Tensor
 
 from gptmanager.cuda.emulator import arrays
-from gptmanager.kernels import PackedMatrix, paged_attention
-from gptmanager.kernels.adapter_arguments import AdapterModule
-from gptmanager.kernels.attention_arguments import Pages, RowSpans
+from gptmanager.kernels import PackedMatrix
+from gptmanager.kernels.attention import paged_attention
+from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule
 
 WIDTH = 20  # no whole vectors
 ROWS = [(1, 1), (17, 17), (3, 70)]

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gptmanager.kernels import CpuKernels, Kernels
-from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
-from gptmanager.kernels.dtypes import DTYPES
-from gptmanager.kernels.threads import Team, end_threads_of_caller
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.simd.dtypes import DTYPES
+from gptmanager.kernels.simd.threads import Team, end_threads_of_caller
 
 both_kernels = pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
 CPU = CpuKernels()

@@ -83,30 +83,34 @@ statistics                    the statistics of an iteration
 step                          the values that pass between loop, executor and host
 kernels/                      every operation of a step in torch, and faster ones for CPUs
     torch_operations          torch's operations, told one by one
-    attention_arguments       what attention is given: pages, spans of rows, its shape
-    adapter_arguments         which low-rank adapters a step's tokens have, and where they add
-    packed_matrix             a weight in the order in which products read it
-    lanes                     SIMD words for Numba
-    dtypes                    lanes of any dtype, widened and rounded on their way
-    pairs                     dot products of bfloat16 pairs, and where they are fast
-    products                  small matrix products in register tiles
-    threads                   compiled code in torch's own threads
-    machine_code              bodies as machine code that is kept on disk
+    simd/                     what no operation owns: lanes, dtypes, threads, machine code
+        lanes                 SIMD words for Numba
+        dtypes                lanes of any dtype, widened and rounded on their way
+        pairs                 dot products of bfloat16 pairs, and where they are fast
+        threads               compiled code in torch's own threads
+        machine_code          bodies as machine code that is kept on disk
     compilation               bodies compiled on all cores (no torch)
     recorded_step             the tasks of a generation step, recorded and run again
-    reference                 every operation in torch: the specification
     token_loops               work token by token: rotation, KV write, norms, activations
-    adapter_words             sums of A x and columns of B, in registers
-    adapters                  low-rank adapters on a step's tokens
-    adapter_plan              which tokens adapters are computed for together, once a step
-    attention_task            what is told of pages and rows, and where scratch lies
-    paged_attention           attention straight on the pages of the KV cache
-    matrix_tiles              products with packed matrices in register tiles, by dtype
-    rounded_rows              activations as whole numbers, by stretches of a row
-    integer_tiles             products of int8 matrices with few rows, by whole numbers of 16 bits
-    byte_tiles                products of int8 matrices with many rows, by whole numbers of 8 bits
-    matrix_product            the product of tokens with a packed matrix
-    product_plan              which instructions multiply with a packed matrix, and whether it pays
+    gemm/                     matmuls of tokens with packed matrices
+        packed_matrix         a weight in the order in which products read it
+        products              small matrix products in register tiles
+        matrix_tiles          products with packed matrices in register tiles, by dtype
+        rounded_rows          activations as whole numbers, by stretches of a row
+        integer_tiles         products of int8 matrices with few rows, by whole numbers of 16 bits
+        byte_tiles            products of int8 matrices with many rows, by whole numbers of 8 bits
+        matrix_product        the product of tokens with a packed matrix
+        product_plan          which instructions multiply with a packed matrix, and whether it pays
+    attention/                attention straight on the pages of the KV cache
+        attention_arguments   what attention is given: pages, spans of rows, its shape
+        attention_task        what is told of pages and rows, and where scratch lies
+        paged_attention       attention straight on the pages of the KV cache
+    lora/                     LoRA adapters on a step's tokens
+        adapter_arguments     which low-rank adapters a step's tokens have, and where they add
+        adapter_words         sums of A x and columns of B, in registers
+        adapters              low-rank adapters on a step's tokens
+        adapter_plan          which tokens adapters are computed for together, once a step
+    reference                 every operation in torch: the specification
     token_masks               which tokens may come, written into logits
     compiled_bodies           which bodies a model needs on the CPU
     cpu                       the override for CPUs: what pays, compiled
@@ -186,44 +190,49 @@ decoding/                     from logits to tokens, and to the end of an output
     end_rule                  where an output ends, for a text and for each beam
     drafting                  tokens drafted ahead
     lines                     which line of a table belongs to which beam
-    rows                      what a step gives to logits post-processors
-    stream_watch              who works on another stream than the model's
-    logits                    who is called for which rows, and what becomes of one that fails
-    schema_numbers            numbers of a JSON schema as the parser can hold them (no torch)
-    schema_references         where the references of a JSON schema point to (no torch)
-    schema_overlap            whether two JSON schemas exclude each other (no torch)
-    schema_complement         what does not fit a JSON schema, as schemas (no torch)
-    schema_reader             a JSON schema as the parser can enforce it (no torch)
-    grammar_matcher           a grammar compiled, here or in a process of its own (no torch)
-    grammar_trial             a grammar compiled in a process that may be ended (no torch)
-    grammar_masks             which tokens a grammar permits, as masks of logits
-    guided                    grammars for a tokenizer, compiled in the background
-    kernel_signature          what a kernel over rows is passed
-    raw_kernel                a logits post-processor given as CUDA source
-    random_numbers            functions of seed and position
-    adjustments               bias, penalties, bans: what changes a row first
-    choice                    the best token of a row, or a drawn one
-    best_tokens               the best tokens of rows of scores
-    sampling                  one token from each row
-    device_sampling           rows that a device can choose alone
-    rejection                 a draft that was sampled, accepted or replaced
-    beam_search               beams and their parents, searched, or each a text of its own
-    beam_state                beams as data, and back
+    processors/               logits post-processors: which rows they get, and how they are called
+        rows                  what a step gives to logits post-processors
+        stream_watch          who works on another stream than the model's
+        logits                who is called for which rows, and what becomes of one that fails
+        kernel_signature      what a kernel over rows is passed
+        raw_kernel            a logits post-processor given as CUDA source
+    guided/                   JSON schemas and grammars as masks of tokens
+        schema_numbers        numbers of a JSON schema as the parser can hold them (no torch)
+        schema_references     where the references of a JSON schema point to (no torch)
+        schema_overlap        whether two JSON schemas exclude each other (no torch)
+        schema_complement     what does not fit a JSON schema, as schemas (no torch)
+        schema_reader         a JSON schema as the parser can enforce it (no torch)
+        grammar_matcher       a grammar compiled, here or in a process of its own (no torch)
+        grammar_trial         a grammar compiled in a process that may be ended (no torch)
+        grammar_masks         which tokens a grammar permits, as masks of logits
+        guided                grammars for a tokenizer, compiled in the background
+    sampling/                 from a row of logits to a token, seeded by position
+        random_numbers        functions of seed and position
+        adjustments           bias, penalties, bans: what changes a row first
+        choice                the best token of a row, or a drawn one
+        best_tokens           the best tokens of rows of scores
+        sampling              one token from each row
+        device_sampling       rows that a device can choose alone
+        rejection             a draft that was sampled, accepted or replaced
+    search/                   beam search
+        beam_search           beams and their parents, searched, or each a text of its own
+        beam_state            beams as data, and back
 executor/                     one step on a device: input arrays, the network, the choice of tokens
     packed_rows               a batch as the CPU knows it, padded or cut (no torch)
-    prompt_scores             how likely the tokens of prompts were
-    gathered_logits           what an executor keeps of its logits, by slot
     sequence_tables           tokens and blocks of each sequence, here and on a device
     step_in_flight            a step under way: what belongs to which row
+    choice/                   from the logits of a step to its tokens and their log probabilities
+        prompt_scores         how likely the tokens of prompts were
+        gathered_logits       what an executor keeps of its logits, by slot
+        drawn_drafts          drafts that a host has drawn, accepted or replaced
+        top_tokens            the best tokens of choices, for rows that want them
+        token_chooser         from the logits of a step to its tokens
+        device_chooser        the same choice, enqueued on a device
     runner                    packed rows to logits, on the CPU
     device_runner             the same, enqueued on a device
     result_message            what a step yielded, as a message to other ranks
     forward_thread            forwards that run beside the loop
     out_of_memory             a batch that does not fit, in parts
-    drawn_drafts              drafts that a host has drawn, accepted or replaced
-    top_tokens                the best tokens of choices, for rows that want them
-    token_chooser             from the logits of a step to its tokens
-    device_chooser            the same choice, enqueued on a device
     torch_executor            one step, in torch
     staged_executor           a stage of a pipeline, whose forwards run beside the loop
     rank_executor             the executor of a rank: who chooses, and how the others hear of it
@@ -384,38 +393,32 @@ run/                          a file of requests, run by a manager
     main                      run, once its arguments are read
     command                   what run accepts (no torch)
 server/                       a manager behind HTTP and gRPC
-    access                    who may reach a server, and with how much, checked
-    settings                  what a server is told, checked
     extras                    modules that need an extra (no torch)
     errors                    a refusal as every client gets it
-    model_card                what a server knows of its model beside the weights
-    warning_header            what a client should know about its answer (no torch)
-    responses                 JSON, errors as one object, server-sent events (no torch)
-    hosts                     which names the server answers to (no torch)
-    keys                      who may use the server (no torch)
+    http/                     bodies, keys, responses and connections of HTTP
+        access                who may reach a server, and with how much, checked
+        warning_header        what a client should know about its answer (no torch)
+        responses             JSON, errors as one object, server-sent events (no torch)
+        hosts                 which names the server answers to (no torch)
+        keys                  who may use the server (no torch)
+        json_text             JSON, and what it would take in memory (no torch)
+        body                  bodies of requests, within their limits (no torch)
+        connections           how many connections there may be, and of whom (no torch)
+        http_protocol         HTTP's bytes, within bounds (no torch)
+    settings                  what a server is told, checked
     fields                    fields of JSON bodies, read and described (no torch)
     request_fields            the fields of a request, and which were ignored (no torch)
-    json_text                 JSON, and what it would take in memory (no torch)
-    body                      bodies of requests, within their limits (no torch)
-    connections               how many connections there may be, and of whom (no torch)
-    adapters                  the adapters that clients may name
-    metrics                   what the manager and the server count (no torch)
-    call                      the requests of one call, and how they end with it
     context_length            whether prompt and output fit into the model's context
-    engine                    what every front runs requests on
+    engine/                   what every protocol runs on: manager, calls, adapters, metrics
+        model_card            what a server knows of its model beside the weights
+        adapters              the adapters that clients may name
+        metrics               what the manager and the server count (no torch)
+        call                  the requests of one call, and how they end with it
+        engine                what every front runs requests on
     health                    whether the server lives, and takes requests
     live                      the live page of the server (no torch)
-    models                    the model and its adapters
-    openai/                   what OpenAI's clients know
-        template_program      a chat template filled in, here or in a process of its own (no torch)
-        templates             where chat templates are, and how one is filled in within bounds
-        messages              messages of a chat, as templates want them
+    text/                     answers as text, shared by the protocols
         tools                 tools that a model may call, and what calls look like
-        functions             the deprecated functions, as tools
-        tool_parsing          calls of tools in the text of a model (no torch)
-        chat_answer           the text of an answer as a chat's message, and as deltas
-        control_tokens        texts of clients in a chat that never become control tokens (no torch)
-        chat_prompt           from messages to the tokens of a prompt
         structured            answers that fit a schema, a pattern, a choice, a grammar
         generation_fields     how to generate, and what to tell of it
         stop_strings          texts that end an output (no torch)
@@ -424,8 +427,20 @@ server/                       a manager behind HTTP and gRPC
         sampling              from fields to what the engine is asked for
         processors            what an output has to fit, or must not contain
         answer                all outputs of a request, while they are generated
+    chat/                     from messages to a prompt, and from an answer to a message
+        template_program      a chat template filled in, here or in a process of its own (no torch)
+        templates             where chat templates are, and how one is filled in within bounds
+        messages              messages of a chat, as templates want them
+        functions             the deprecated functions, as tools
+        tool_parsing          calls of tools in the text of a model (no torch)
+        chat_answer           the text of an answer as a chat's message, and as deltas
+        control_tokens        texts of clients in a chat that never become control tokens (no torch)
+        chat_prompt           from messages to the tokens of a prompt
+    openai/                   what OpenAI's clients know
+        models                the model and its adapters
         completions           prompts as they are, and what follows them
         chat                  /v1/chat/completions
+        tokenization          texts as tokens and back
     triton/                   what clients of the C++ backend know
         errors                refusals in Triton's protocol
         messages              a call and its answers, whatever has carried them (no torch)
@@ -442,10 +457,8 @@ server/                       a manager behind HTTP and gRPC
         wire                  bytes of a message, before it is parsed (no torch)
         grpc_messages         messages of the generated service
         grpc_service          the service, and its server
-    tokenization              texts as tokens and back
     openapi                   the OpenAPI document
     app                       all endpoints as one application
-    http_protocol             HTTP's bytes, within bounds (no torch)
     serving                   a server from its settings to its end
     main                      serve, once its arguments are read
     command                   what serve accepts (no torch)
@@ -457,26 +470,29 @@ bench/                        measures speed, its own and that of other librarie
     load                      requests of random tokens, and models of random weights
     adapter_load              random adapters of a model, and which requests have which
     engine                    a load through a manager, with the clock outside
-    transformers_peer         the same load through transformers
-    vllm_cpu_script           the same load through vLLM, in the interpreter that has it (no torch)
-    vllm_peer                 that script as a process
+    peers/                    other libraries on the same load
+        transformers_peer     the same load through transformers
+        vllm_cpu_script       the same load through vLLM, in the interpreter that has it (no torch)
+        vllm_peer             that script as a process
     throughput                a load on this machine, beside the peer
-    cases                     what is known of a case: least work, contenders, what is right
-    paged_rows                sequences over pages, for attention cases
-    attention_peers           others' attention on the same pages
-    attention_cases           attention over pages
-    product_cases             products of few rows
-    adapter_cases             low-rank adapters
-    token_cases               kernels that take tokens or blocks
-    sampling_cases            sampling
-    logits_cases              what stands around sampling
-    kernel_runs               cases run beside their peers, right before fast
-    kernels                   the kernel benchmark
-    dense_reference           a Llama without a cache, whose logits are right
-    device_trace              how busy a GPU is
-    serving_parts             steps and loads of a manager, policies on a KV cache that is too small
-    workbench                 device, model and manager of the end-to-end benchmark
-    end_to_end                the end-to-end benchmark, part by part
+    kernels/                  the kernel benchmark: cases by part, next to their peers
+        cases                 what is known of a case: least work, contenders, what is right
+        paged_rows            sequences over pages, for attention cases
+        attention_peers       others' attention on the same pages
+        attention_cases       attention over pages
+        product_cases         products of few rows
+        adapter_cases         low-rank adapters
+        token_cases           kernels that take tokens or blocks
+        sampling_cases        sampling
+        logits_cases          what stands around sampling
+        kernel_runs           cases run beside their peers, right before fast
+        benchmark             the kernel benchmark
+    end_to_end/               the end-to-end benchmark on a device, part by part
+        dense_reference       a Llama without a cache, whose logits are right
+        device_trace          how busy a GPU is
+        serving_parts         steps and loads of a manager, policies on a KV cache that is too small
+        workbench             device, model and manager of the end-to-end benchmark
+        benchmark             the end-to-end benchmark, part by part
     table                     reports as tables
     main                      bench, bench kernels and bench e2e, once their arguments are read
     command                   what those accept (no torch)

@@ -22,8 +22,8 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.decoding.lines import Lines
-from gptmanager.decoding.logits import PostProcessing
-from gptmanager.decoding.rows import ModelStream
+from gptmanager.decoding.processors.logits import PostProcessing
+from gptmanager.decoding.processors.rows import ModelStream
 from gptmanager.errors import ConfigError
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay

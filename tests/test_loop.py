@@ -17,7 +17,7 @@ from loop_driver import (
 )
 
 from gptmanager.config import FinishReason, PromptLookup
-from gptmanager.decoding.beam_search import BeamParams
+from gptmanager.decoding.search.beam_search import BeamParams
 from gptmanager.errors import SchedulerError
 from gptmanager.loop.responses import REQUEST_METRICS, final_tensors
 from gptmanager.request.inference_request import InferenceRequest

@@ -38,7 +38,7 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
-from gptmanager.decoding.beam_search import BeamParams
+from gptmanager.decoding.search.beam_search import BeamParams
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.scheduler import MaxUtilizationScheduler
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel

@@ -24,7 +24,7 @@ from gptmanager.config import (
     ParallelConfig,
     PromptLookup,
 )
-from gptmanager.decoding.beam_search import BeamParams
+from gptmanager.decoding.search.beam_search import BeamParams
 from gptmanager.errors import RecordingError
 from gptmanager.kv_cache import LedgerError
 from gptmanager.loop.token_loop import LoopState

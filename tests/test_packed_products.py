@@ -13,21 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gptmanager.kernels import (
-    CpuKernels,
-    PackedMatrix,
+from gptmanager.kernels import CpuKernels, PackedMatrix, plain
+from gptmanager.kernels.gemm import (
     byte_tiles,
     integer_tiles,
     matrix_product,
     matrix_tiles,
-    pairs,
-    plain,
     product_plan,
     rounded_rows,
 )
-from gptmanager.kernels.lanes import loop_named
-from gptmanager.kernels.matrix_tiles import has_matrix_unit
-from gptmanager.kernels.pairs import has_fast_pairs
+from gptmanager.kernels.gemm.matrix_tiles import has_matrix_unit
+from gptmanager.kernels.simd import pairs
+from gptmanager.kernels.simd.lanes import loop_named
+from gptmanager.kernels.simd.pairs import has_fast_pairs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64, 32), (1, 1), (7, 5), (33, 33), (96, 300), (130, 64), (256, 96))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmanager.decoding.random_numbers import rounds, uniform
+from gptmanager.decoding.sampling.random_numbers import rounds, uniform
 
 WORDS_32 = st.integers(0, 2**32 - 1)
 

@@ -19,11 +19,11 @@ from gptmanager.callbacks import (
     Watermark,
 )
 from gptmanager.cuda import compiler, emulator
-from gptmanager.decoding.kernel_signature import difference, with_signature
 from gptmanager.decoding.lines import Lines
-from gptmanager.decoding.logits import PostProcessing
-from gptmanager.decoding.raw_kernel import _Session
-from gptmanager.decoding.rows import ProcessedSequence, Rows
+from gptmanager.decoding.processors.kernel_signature import difference, with_signature
+from gptmanager.decoding.processors.logits import PostProcessing
+from gptmanager.decoding.processors.raw_kernel import _Session
+from gptmanager.decoding.processors.rows import ProcessedSequence, Rows
 from gptmanager.errors import ConfigError
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams
@@ -138,7 +138,7 @@ def test_a_recorded_launch_does_the_same_for_other_rows(monkeypatch):
     launch = processor.prepare("cpu").result()
     recorded = []
     monkeypatch.setattr(
-        "gptmanager.decoding.raw_kernel._Session.process",
+        "gptmanager.decoding.processors.raw_kernel._Session.process",
         lambda self, rows, process=_Session.process: record(self, rows, process),
     )
 

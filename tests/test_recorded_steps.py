@@ -17,9 +17,9 @@ from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.callbacks import RequestQueue
 from gptmanager.executor.runner import Runner
 from gptmanager.kernels import CpuKernels, Kernels, recorded_step
-from gptmanager.kernels.product_plan import packing_pays
+from gptmanager.kernels.gemm.product_plan import packing_pays
 from gptmanager.kernels.recorded_step import StepRecorder
-from gptmanager.kernels.threads import Team
+from gptmanager.kernels.simd.threads import Team
 from gptmanager.models import load_model
 from gptmanager.models.model import recordable
 

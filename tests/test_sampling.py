@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from gptmanager.decoding import choice
-from gptmanager.decoding.sampling import Sampler
+from gptmanager.decoding.sampling import choice
+from gptmanager.decoding.sampling.sampling import Sampler
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
 

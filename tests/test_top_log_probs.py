@@ -14,9 +14,10 @@ from test_outputs import MAX_UTILIZATION, joined, serve
 
 from gptmanager import GptManager, InferenceRequest, ModelType, PromptLookup
 from gptmanager.callbacks.queue.result import ResponseCollector
-from gptmanager.decoding.best_tokens import best_ids
+from gptmanager.decoding.sampling.best_tokens import best_ids
 from gptmanager.errors import InvalidRequestError
-from gptmanager.executor import prompt_scores, torch_executor
+from gptmanager.executor import torch_executor
+from gptmanager.executor.choice import prompt_scores
 from gptmanager.recorder import read_recording
 from gptmanager.replay import replay
 from gptmanager.testing import ContractChecker, ContractViolation, RecordingCallbacks, ScriptedModel
@@ -233,8 +234,8 @@ def test_nothing_is_asked_of_a_step_where_nobody_asks(source, monkeypatch):
         (torch_executor.ContextPart, "__new__"),
     ):
         monkeypatch.setattr(owner, name, lambda *args, **named: 1 / 0)
-    monkeypatch.setattr("gptmanager.executor.token_chooser.TopTokens", None)
-    monkeypatch.setattr("gptmanager.executor.token_chooser.best_ids", None)
+    monkeypatch.setattr("gptmanager.executor.choice.token_chooser.TopTokens", None)
+    monkeypatch.setattr("gptmanager.executor.choice.token_chooser.best_ids", None)
     host = serve(source, [request(0, [1, 2, 3], 4, return_log_probs=True)])
     assert host.final(0).tensors["output_log_probs"].shape == (1, 1, 4)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptmanager.decoding.stream_watch import _Operations
+from gptmanager.decoding.processors.stream_watch import _Operations
 from gptmanager.kernels.torch_operations import TorchOperations
 
 

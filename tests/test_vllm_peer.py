@@ -28,7 +28,7 @@ from gptmanager.bench import (
     random_llama,
     run_manager,
 )
-from gptmanager.bench.transformers_peer import TooSlow
+from gptmanager.bench.peers.transformers_peer import TooSlow
 from gptmanager.errors import ConfigError, GptManagerError
 
 REQUESTS = LOAD.requests(96)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gptmanager import RawKernelLogitsPostProcessor
 from gptmanager.arguments import as_token, at_least
-from gptmanager.decoding.raw_kernel import BoundKernel
+from gptmanager.decoding.processors.raw_kernel import BoundKernel
 
 _SOURCE = """
 struct Params { int count; int ids[MAX_TOKENS]; };

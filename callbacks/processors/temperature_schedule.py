@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptmanager import RawKernelLogitsPostProcessor
-from gptmanager.decoding.raw_kernel import BoundKernel
+from gptmanager.decoding.processors.raw_kernel import BoundKernel
 
 _SOURCE = """
 struct Params { float start, end; int steps; };

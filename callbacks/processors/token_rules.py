@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gptmanager import RawKernelLogitsPostProcessor
 from gptmanager.arguments import as_token, at_least
-from gptmanager.decoding.raw_kernel import BoundKernel
+from gptmanager.decoding.processors.raw_kernel import BoundKernel
 
 Logits = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]

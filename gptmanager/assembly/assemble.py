@@ -16,7 +16,7 @@ from gptmanager.assembly.ranks import Ranks
 from gptmanager.assembly.sizing import Room, Sizes, size
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.decoding.lines import Lines
-from gptmanager.decoding.logits import PostProcessing
+from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.executor.torch_executor import TorchExecutor

@@ -23,23 +23,23 @@ from gptmanager.cuda.graphs import ladder
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.streams import DeviceStream, EmulatedStream, Stream
 from gptmanager.cuda.uploads import Uploads
-from gptmanager.decoding.device_sampling import DeviceSampler
 from gptmanager.decoding.lines import Lines
-from gptmanager.decoding.logits import PostProcessing
-from gptmanager.decoding.sampling import Sampler, sample_rows
+from gptmanager.decoding.processors.logits import PostProcessing
+from gptmanager.decoding.sampling.device_sampling import DeviceSampler
+from gptmanager.decoding.sampling.sampling import Sampler, sample_rows
 from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError
-from gptmanager.executor.device_chooser import DeviceChooser
+from gptmanager.executor.choice.device_chooser import DeviceChooser
+from gptmanager.executor.choice.token_chooser import Chooser, TokenChooser
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.rank_executor import RankExecutor, RankPlace
 from gptmanager.executor.runner import Runner
 from gptmanager.executor.sequence_tables import DeviceTables, SequenceTables
 from gptmanager.executor.staged_executor import NoChooser, StagedExecutor
-from gptmanager.executor.token_chooser import Chooser, TokenChooser
 from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.kernels import CpuKernels, Kernels
-from gptmanager.kernels.dtypes import DTYPES
-from gptmanager.kernels.threads import keep_within_quota
+from gptmanager.kernels.simd.dtypes import DTYPES
+from gptmanager.kernels.simd.threads import keep_within_quota
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool

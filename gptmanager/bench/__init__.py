@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from gptmanager.environment.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from gptmanager.bench.end_to_end import bench_end_to_end
+    from gptmanager.bench.end_to_end.benchmark import bench_end_to_end
+    from gptmanager.bench.end_to_end.workbench import EndToEndOptions
     from gptmanager.bench.engine import Figures, run_manager
-    from gptmanager.bench.kernels import KernelOptions, bench_kernels
+    from gptmanager.bench.kernels.benchmark import KernelOptions, bench_kernels
     from gptmanager.bench.load import LLAMA_8B, SHAPES, SMALL_LLAMA, Load, random_llama
+    from gptmanager.bench.peers.transformers_peer import TransformersPeer
+    from gptmanager.bench.peers.vllm_peer import VllmPeer
     from gptmanager.bench.throughput import BenchOptions, bench
-    from gptmanager.bench.transformers_peer import TransformersPeer
-    from gptmanager.bench.vllm_peer import VllmPeer
-    from gptmanager.bench.workbench import EndToEndOptions
 
 __all__ = [
     "LLAMA_8B",
@@ -35,12 +35,12 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "gptmanager.bench.end_to_end": ("bench_end_to_end",),
+        "gptmanager.bench.end_to_end.benchmark": ("bench_end_to_end",),
         "gptmanager.bench.engine": (
             "Figures",
             "run_manager",
         ),
-        "gptmanager.bench.kernels": (
+        "gptmanager.bench.kernels.benchmark": (
             "KernelOptions",
             "bench_kernels",
         ),
@@ -55,8 +55,8 @@ __getattr__, __dir__ = lazy_names(
             "BenchOptions",
             "bench",
         ),
-        "gptmanager.bench.transformers_peer": ("TransformersPeer",),
-        "gptmanager.bench.vllm_peer": ("VllmPeer",),
-        "gptmanager.bench.workbench": ("EndToEndOptions",),
+        "gptmanager.bench.peers.transformers_peer": ("TransformersPeer",),
+        "gptmanager.bench.peers.vllm_peer": ("VllmPeer",),
+        "gptmanager.bench.end_to_end.workbench": ("EndToEndOptions",),
     },
 )

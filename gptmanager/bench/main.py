@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 import orjson
 
-from gptmanager.bench.end_to_end import bench_end_to_end
+from gptmanager.bench.end_to_end.benchmark import bench_end_to_end
+from gptmanager.bench.end_to_end.workbench import CPU_SCALE, GPU_SCALE, ON_CPU, EndToEndOptions
 from gptmanager.bench.engine import Figures
-from gptmanager.bench.kernels import KernelOptions, bench_kernels
+from gptmanager.bench.kernels.benchmark import KernelOptions, bench_kernels
 from gptmanager.bench.load import Load
 from gptmanager.bench.names import PARTS
 from gptmanager.bench.table import end_to_end_table, kernel_table
 from gptmanager.bench.throughput import BenchOptions, bench
-from gptmanager.bench.workbench import CPU_SCALE, GPU_SCALE, ON_CPU, EndToEndOptions
 from gptmanager.errors import GptManagerError
 from gptmanager.run.follow import is_follower
 from gptmanager.terminal.options import manager_options

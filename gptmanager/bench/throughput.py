@@ -25,8 +25,8 @@ from gptmanager.bench.adapter_load import AdapterLoad, adapter_load
 from gptmanager.bench.engine import Figures, run_manager
 from gptmanager.bench.load import SHAPES, Load, Request, Source, random_llama, read_config
 from gptmanager.bench.machine import machine
-from gptmanager.bench.transformers_peer import TransformersPeer
-from gptmanager.bench.vllm_peer import VllmPeer
+from gptmanager.bench.peers.transformers_peer import TransformersPeer
+from gptmanager.bench.peers.vllm_peer import VllmPeer
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
 from gptmanager.models.read_spec import read_spec

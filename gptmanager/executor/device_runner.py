@@ -19,8 +19,8 @@ from gptmanager.cuda.graphs import GenerationGraphs
 from gptmanager.cuda.launch import NAMES
 from gptmanager.cuda.streams import Stream
 from gptmanager.cuda.uploads import Array, Uploads
+from gptmanager.executor.choice.prompt_scores import DevicePromptScorer, Scores
 from gptmanager.executor.packed_rows import PackedRows, offsets, padded
-from gptmanager.executor.prompt_scores import DevicePromptScorer, Scores
 from gptmanager.executor.runner import Computed, Runner, has_one_token_each
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 from gptmanager.executor.step_in_flight import StepInFlight
-from gptmanager.kernels.threads import compute_alone, end_threads_of_caller
+from gptmanager.kernels.simd.threads import compute_alone, end_threads_of_caller
 from gptmanager.step import Schedule
 
 Forward = Callable[[Schedule], StepInFlight]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.uploads import Array
+from gptmanager.executor.choice.prompt_scores import PromptScorer, Scores
 from gptmanager.executor.packed_rows import PackedRows
-from gptmanager.executor.prompt_scores import PromptScorer, Scores
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
 from gptmanager.memory.adapter_pool import AdapterPool

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gptmanager.decoding.lines import Lines
+from gptmanager.executor.choice.gathered_logits import GatheredLogits
+from gptmanager.executor.choice.token_chooser import TokenChooser
 from gptmanager.executor.forward_thread import ForwardThread
-from gptmanager.executor.gathered_logits import GatheredLogits
 from gptmanager.executor.runner import Runner
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import PendingTokens, StepInFlight
-from gptmanager.executor.token_chooser import TokenChooser
 from gptmanager.executor.torch_executor import TorchExecutor, load_tokens
 from gptmanager.statistics import Memory
 from gptmanager.step import Schedule, SequenceStart, StepResult

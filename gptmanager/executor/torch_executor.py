@@ -14,14 +14,14 @@ from torch import Tensor
 
 from gptmanager.decoding.lines import Lines
 from gptmanager.errors import response_text
-from gptmanager.executor.gathered_logits import ContextPart, split_context, with_context
+from gptmanager.executor.choice.gathered_logits import ContextPart, split_context, with_context
+from gptmanager.executor.choice.prompt_scores import MOST_LOGITS
+from gptmanager.executor.choice.token_chooser import Chooser
 from gptmanager.executor.out_of_memory import Cuts, failures, joined
 from gptmanager.executor.packed_rows import PackedRows, offsets
-from gptmanager.executor.prompt_scores import MOST_LOGITS
 from gptmanager.executor.runner import Computed, Runner
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import SamplingRows, StepInFlight
-from gptmanager.executor.token_chooser import Chooser
 from gptmanager.kv_cache.attention_window import AttentionWindow
 from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_ns
 from gptmanager.statistics import Memory

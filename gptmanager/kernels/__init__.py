@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gptmanager.kernels.cpu import CpuKernels
-from gptmanager.kernels.packed_matrix import PackedMatrix, plain
+from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, plain
 from gptmanager.kernels.reference import Kernels
 
 __all__ = ["CpuKernels", "Kernels", "PackedMatrix", "plain"]

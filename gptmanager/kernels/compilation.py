@@ -18,7 +18,7 @@ from typing import Any
 
 from gptmanager.environment.cores import num_cores
 from gptmanager.environment.memory import free_memory_bytes
-from gptmanager.kernels.machine_code import Body, compiled, has_folder, is_kept
+from gptmanager.kernels.simd.machine_code import Body, compiled, has_folder, is_kept
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.log import logger
 

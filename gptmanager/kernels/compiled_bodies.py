@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from gptmanager.kernels import paged_attention, token_loops
-from gptmanager.kernels.adapter_plan import plan_runs
-from gptmanager.kernels.adapters import add as add_adapters
-from gptmanager.kernels.machine_code import Body
-from gptmanager.kernels.product_plan import can_be_packed, product_bodies
+from gptmanager.kernels import token_loops
+from gptmanager.kernels.attention import paged_attention
+from gptmanager.kernels.gemm.product_plan import can_be_packed, product_bodies
+from gptmanager.kernels.lora.adapter_plan import plan_runs
+from gptmanager.kernels.lora.adapters import add as add_adapters
+from gptmanager.kernels.simd.machine_code import Body
 
 
 def bodies_of_model(

@@ -17,25 +17,31 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from gptmanager.kernels import paged_attention, token_loops
-from gptmanager.kernels.adapter_arguments import StepAdapters
-from gptmanager.kernels.adapter_plan import AdapterPlan
-from gptmanager.kernels.adapters import add as adapters_body
-from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
-from gptmanager.kernels.attention_task import AttentionTask, give_rows, on_pages, page_sizes
+from gptmanager.kernels import token_loops
+from gptmanager.kernels.attention import paged_attention
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.attention.attention_task import (
+    AttentionTask,
+    give_rows,
+    on_pages,
+    page_sizes,
+)
 from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.compiled_bodies import bodies_of_model
-from gptmanager.kernels.dtypes import DTYPES
-from gptmanager.kernels.integer_tiles import FEW_ROWS
-from gptmanager.kernels.lanes import LANES
-from gptmanager.kernels.machine_code import compiled
-from gptmanager.kernels.matrix_product import CHUNK_ROWS, STREAMED_ROWS
-from gptmanager.kernels.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
-from gptmanager.kernels.product_plan import ProductPlan, can_be_packed, plan_product, registers
+from gptmanager.kernels.gemm.integer_tiles import FEW_ROWS
+from gptmanager.kernels.gemm.matrix_product import CHUNK_ROWS, STREAMED_ROWS
+from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
+from gptmanager.kernels.gemm.product_plan import ProductPlan, can_be_packed, plan_product, registers
+from gptmanager.kernels.gemm.rounded_rows import round_rows, row_bytes
+from gptmanager.kernels.lora.adapter_arguments import StepAdapters
+from gptmanager.kernels.lora.adapter_plan import AdapterPlan
+from gptmanager.kernels.lora.adapters import add as adapters_body
 from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.kernels.reference import Kernels
-from gptmanager.kernels.rounded_rows import round_rows, row_bytes
-from gptmanager.kernels.threads import Team, address_of, alike, with_first
+from gptmanager.kernels.simd.dtypes import DTYPES
+from gptmanager.kernels.simd.lanes import LANES
+from gptmanager.kernels.simd.machine_code import compiled
+from gptmanager.kernels.simd.threads import Team, address_of, alike, with_first
 from gptmanager.kernels.token_loops import (
     ActivationTask,
     ConversionTask,

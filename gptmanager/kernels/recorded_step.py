@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.threads import COUNTER_BYTES, Team
+from gptmanager.kernels.simd.threads import COUNTER_BYTES, Team
 from gptmanager.kernels.torch_operations import TorchOperations
 
 Compute = Callable[[Sequence[Tensor]], Tensor]

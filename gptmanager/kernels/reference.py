@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptmanager.kernels.adapter_arguments import StepAdapters
-from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
-from gptmanager.kernels.packed_matrix import Matrix, PackedMatrix, plain
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, plain
+from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.recorded_step import StepRecorder
 
 LINEAR_TILE = 32

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.kernels.dtypes import FLOAT32, get_byte, load_as, move_item, store_as
-from gptmanager.kernels.lanes import (
+from gptmanager.kernels.simd.dtypes import FLOAT32, get_byte, load_as, move_item, store_as
+from gptmanager.kernels.simd.lanes import (
     LANES,
     claim,
     exp2,
@@ -30,7 +30,7 @@ from gptmanager.kernels.lanes import (
     sum_lanes,
     task_at,
 )
-from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
 MINUS_LOG2_E = np.float32(-1.4426950408889634)

@@ -16,9 +16,9 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from gptmanager.kernels.lanes import pointer_to, task_at
-from gptmanager.kernels.machine_code import compiled
-from gptmanager.kernels.threads import address_of, run_alone, task_fields
+from gptmanager.kernels.simd.lanes import pointer_to, task_at
+from gptmanager.kernels.simd.machine_code import compiled
+from gptmanager.kernels.simd.threads import address_of, run_alone, task_fields
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from gptmanager.decoding.beam_search import BeamParams
-from gptmanager.decoding.beam_state import BeamState, beam_state, restore_beams
 from gptmanager.decoding.deferred import beginning
 from gptmanager.decoding.drafting import Drafter, DraftsState, RequestDrafts
 from gptmanager.decoding.end_rule import EndRuleState, restored_end_rule
+from gptmanager.decoding.search.beam_search import BeamParams
+from gptmanager.decoding.search.beam_state import BeamState, beam_state, restore_beams
 from gptmanager.errors import InvalidRequestError
 from gptmanager.kv_cache.state import Salt
 from gptmanager.loop.active_request import ActiveRequest

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.decoding.drafting import Drafter, RequestDrafts
 from gptmanager.decoding.end_rule import EndRule
-from gptmanager.decoding.random_numbers import derive_seed
+from gptmanager.decoding.sampling.random_numbers import derive_seed
+from gptmanager.decoding.search.beam_search import BeamParams
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import AdapterError, InvalidRequestError
 from gptmanager.loop.active_request import ActiveRequest

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.decoding.beam_search import BeamNode
+from gptmanager.decoding.search.beam_search import BeamNode
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.step import Extras, PromptLogProbs, Row
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.config import FinishReason
-from gptmanager.decoding.beam_search import BeamNode, BeamSearch
+from gptmanager.decoding.search.beam_search import BeamNode, BeamSearch
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.extras import HeldExtras, RequestExtras
 from gptmanager.request.inference_request import NamedTensor

@@ -13,7 +13,7 @@ from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import OptionalParams
 from gptmanager.errors import ManagerDeadError
 from gptmanager.host.callback_host import CallbackHost
-from gptmanager.kernels.threads import end_threads_of_caller
+from gptmanager.kernels.simd.threads import end_threads_of_caller
 from gptmanager.lifecycle.clock import perf_counter_ns
 from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.state import Deposed, ManagerState, as_final

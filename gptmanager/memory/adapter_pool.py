@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import AdapterError
-from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, Packing
 from gptmanager.peft_cache.manager import PageCopy
 from gptmanager.request.adapter import Adapter, AdapterShare, LoraModule

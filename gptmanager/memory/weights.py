@@ -21,7 +21,7 @@ from torch import Tensor
 from gptmanager.config import ProgressCallback
 from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError
-from gptmanager.kernels.packed_matrix import Matrix, PackedMatrix
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix
 from gptmanager.memory.checkpoint_files import told
 from gptmanager.memory.tensor_sources import (
     FLOATS,

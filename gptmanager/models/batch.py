@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gptmanager.kernels.adapter_arguments import StepAdapters
+from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 
 
 @dataclass(frozen=True, slots=True, eq=False)

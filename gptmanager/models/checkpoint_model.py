@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
-from gptmanager.kernels.adapter_arguments import StepAdapters
-from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
-from gptmanager.kernels.packed_matrix import Matrix
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.gemm.packed_matrix import Matrix
+from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.checkpoint_files import told

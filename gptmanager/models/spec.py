@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from gptmanager.kernels.attention_arguments import AttentionShape
+from gptmanager.kernels.attention.attention_arguments import AttentionShape
 from gptmanager.models.rope import Rope
 
 

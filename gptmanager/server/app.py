@@ -13,14 +13,15 @@ from starlette.routing import BaseRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from gptmanager.errors import GptManagerError
-from gptmanager.server import health, live, metrics, models, openapi, tokenization
-from gptmanager.server.connections import AddressLimit
-from gptmanager.server.engine import Engine
+from gptmanager.server import health, live, openapi
+from gptmanager.server.engine import metrics
+from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
-from gptmanager.server.hosts import HostGuard, needs_guard
-from gptmanager.server.keys import KeyGuard
-from gptmanager.server.openai import chat, completions
-from gptmanager.server.responses import DIRECT_SEND, IS_WHOLE, error_response
+from gptmanager.server.http.connections import AddressLimit
+from gptmanager.server.http.hosts import HostGuard, needs_guard
+from gptmanager.server.http.keys import KeyGuard
+from gptmanager.server.http.responses import DIRECT_SEND, IS_WHOLE, error_response
+from gptmanager.server.openai import chat, completions, models, tokenization
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import http as triton
 

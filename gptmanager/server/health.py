@@ -9,9 +9,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from gptmanager import __version__
-from gptmanager.server.engine import Engine
+from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import RETRY_AFTER_S
-from gptmanager.server.responses import json_response
+from gptmanager.server.http.responses import json_response
 from gptmanager.server.settings import ServerSettings
 
 

@@ -10,11 +10,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from gptmanager import __version__
-from gptmanager.server import models, tokenization
-from gptmanager.server.engine import Engine
+from gptmanager.server.engine.engine import Engine
 from gptmanager.server.fields import Field, object_schema
-from gptmanager.server.openai import chat, completions
-from gptmanager.server.responses import json_response
+from gptmanager.server.http.responses import json_response
+from gptmanager.server.openai import chat, completions, models, tokenization
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import described
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gptmanager.server.fields import Field, read_fields
-from gptmanager.server.warning_header import Warnings
+from gptmanager.server.http.warning_header import Warnings
 
 
 class NotSupported(NamedTuple):

@@ -22,12 +22,12 @@ from gptmanager import GptManager, InferenceRequest, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, broadcast
 from gptmanager.errors import ConfigError
 from gptmanager.server.app import create_app
-from gptmanager.server.connections import Connections, Proxies, default_max_connections
-from gptmanager.server.engine import Engine
+from gptmanager.server.engine.engine import Engine
+from gptmanager.server.engine.metrics import ServerMetrics
+from gptmanager.server.engine.model_card import ModelCard
 from gptmanager.server.extras import load_extra
-from gptmanager.server.http_protocol import HttpProtocol
-from gptmanager.server.metrics import ServerMetrics
-from gptmanager.server.model_card import ModelCard
+from gptmanager.server.http.connections import Connections, Proxies, default_max_connections
+from gptmanager.server.http.http_protocol import HttpProtocol
 from gptmanager.server.settings import ServerSettings
 
 _GRPC = "gptmanager.server.triton.grpc_service"

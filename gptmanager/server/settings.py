@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
-from gptmanager.server.access import AccessSettings
+from gptmanager.server.http.access import AccessSettings
 from gptmanager.terminal.options import ManagerOptions
 
 

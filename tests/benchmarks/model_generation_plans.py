@@ -27,7 +27,7 @@ import numpy as np
 
 from gptmanager.cuda.generation_attention import resident_blocks
 from gptmanager.cuda.generation_plan import GenerationPlan, Places, plan_generation
-from gptmanager.kernels.attention_arguments import AttentionShape
+from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 # Assumed, not measured: 0.5 us for a load, and five of them for the chain of block_starts, items,
 # slots, the block table and the first tile. A trip is a load and the products of a tile.

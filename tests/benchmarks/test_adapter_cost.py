@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it too
 from adapter_cases import LAYER, new_case, qkv_layout  # noqa: E402
 
 from gptmanager.kernels import CpuKernels  # noqa: E402
-from gptmanager.kernels.adapter_arguments import AdapterModule  # noqa: E402
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule  # noqa: E402
 
 ROWS, ADAPTERS, RANK = 64, 8, 8
 HIDDEN = (256, 512, 1024)

@@ -20,7 +20,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it too
 
 from gptmanager.bench.load import SMALL_LLAMA, random_llama  # noqa: E402
-from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters  # noqa: E402
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters  # noqa: E402
 from gptmanager.memory.kv_pool import KvPool  # noqa: E402
 from gptmanager.models.batch import Batch  # noqa: E402
 from gptmanager.models.lora_modules import lora_modules  # noqa: E402

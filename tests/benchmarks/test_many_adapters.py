@@ -20,7 +20,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it too
 
 from gptmanager.kernels import CpuKernels  # noqa: E402
-from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters  # noqa: E402
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters  # noqa: E402
 
 ROWS, ADAPTERS, HIDDEN = 256, 64, 1024
 DTYPES = torch.float32, torch.bfloat16

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from gptmanager import GuidedDecoding
 from gptmanager.callbacks import BannedTokens
 from gptmanager.decoding.lines import Lines
-from gptmanager.decoding.logits import PostProcessing
+from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import SequenceStart

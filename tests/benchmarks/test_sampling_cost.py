@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptmanager.decoding.sampling import Sampler
+from gptmanager.decoding.sampling.sampling import Sampler
 from gptmanager.request.input_rows import token_bias
 from gptmanager.request.output_options import OutputConfig
 from gptmanager.request.sampling_params import SamplingParams

@@ -25,8 +25,8 @@ from running import TIMED_OUT, Phase, Record
 from summary import MOST_LINES, WIDTH, summary, write
 
 from gptmanager import cli
-from gptmanager.bench.cases import Sizes
-from gptmanager.bench.kernels import all_cases
+from gptmanager.bench.kernels.benchmark import all_cases
+from gptmanager.bench.kernels.cases import Sizes
 from gptmanager.cuda import matrix
 
 FOLDER = Path(__file__).parent

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gptmanager.bench.cases import Adapters, Bed, Decoder, Sizes
-from gptmanager.bench.kernels import Ground
+from gptmanager.bench.kernels.benchmark import Ground
+from gptmanager.bench.kernels.cases import Adapters, Bed, Decoder, Sizes
 from gptmanager.bench.timing import Stopwatch
 from gptmanager.cuda.launch import EmulatorLauncher
 

@@ -17,7 +17,7 @@ from gptmanager.assembly import assemble as assembly
 from gptmanager.assembly.backend import DeviceBackend
 from gptmanager.cuda import emulator
 from gptmanager.cuda.launch import DeviceLauncher
-from gptmanager.decoding import raw_kernel
+from gptmanager.decoding.processors import raw_kernel
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 

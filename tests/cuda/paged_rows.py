@@ -9,7 +9,7 @@ import torch
 from kernel_values import DTYPES, randn
 
 from gptmanager.cuda.paged_kernels import HEAD_DIMS, MAX_GROUP
-from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 
 def int32(values):

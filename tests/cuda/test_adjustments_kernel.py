@@ -8,7 +8,7 @@ import torch
 from kernel_values import randn
 
 from gptmanager.cuda.adjustments import PARAMS, adjust, pack, pack_lists
-from gptmanager.decoding.sampling import Sampler
+from gptmanager.decoding.sampling.sampling import Sampler
 from gptmanager.request.input_rows import token_bias
 from gptmanager.request.sampling_params import SamplingParams
 

@@ -7,7 +7,7 @@ from kernel_values import DTYPES, close, randn
 
 from gptmanager.cuda.cache_write import locate_tokens, rope_and_write
 from gptmanager.cuda.paged_kernels import HEAD_DIMS
-from gptmanager.kernels.attention_arguments import Pages, RowSpans
+from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
 from gptmanager.kernels.reference import Kernels
 
 ROWS = [(1, 1), (5, 5), (0, 3), (7, 20), (1, 17)]  # new tokens, KV length

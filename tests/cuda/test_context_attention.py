@@ -9,7 +9,7 @@ from requirements import skip
 
 from gptmanager.cuda.context_attention import context_attention, plan_context
 from gptmanager.cuda.paged_kernels import HEAD_DIMS
-from gptmanager.kernels.attention_arguments import AttentionShape
+from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 # A whole prompt, a chunk behind earlier ones, a single token, nothing, and tiles' borders.
 ROWS = [(65, 65), (7, 90), (1, 33), (0, 5), (64, 128)]

@@ -15,7 +15,7 @@ from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda import downloads
 from gptmanager.cuda.streams import DeviceStream
-from gptmanager.executor.device_chooser import DeviceChooser
+from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.torch_executor import TorchExecutor
 
@@ -211,7 +211,7 @@ def test_nothing_waits_for_beams(device, watched):
 
 
 def test_a_search_too_wide_for_the_kernel_is_the_hosts(device, watched, monkeypatch):
-    monkeypatch.setattr("gptmanager.executor.device_chooser.MAX_CONTINUATIONS", 2)
+    monkeypatch.setattr("gptmanager.executor.choice.device_chooser.MAX_CONTINUATIONS", 2)
     check(device, watched, texts, waits=True, max_beam_width=3)
 
 

@@ -27,11 +27,11 @@ from gptmanager.cuda.graphs import GenerationGraphs, ladder
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.streams import DeviceStream, EmulatedStream
 from gptmanager.cuda.uploads import Uploads
-from gptmanager.decoding import device_sampling
-from gptmanager.decoding.device_sampling import DeviceSampler
-from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
+from gptmanager.decoding.processors.raw_kernel import RawKernelLogitsPostProcessor
+from gptmanager.decoding.sampling import device_sampling
+from gptmanager.decoding.sampling.device_sampling import DeviceSampler
 from gptmanager.errors import ConfigError
-from gptmanager.executor.device_chooser import DeviceChooser
+from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.memory.device_kv_pool import DeviceKvPool

@@ -26,7 +26,7 @@ from gptmanager.cuda.tiled_products import PROGRAM as TILED
 from gptmanager.cuda.warpgroup_attention import PROGRAM as WARPGROUPS
 from gptmanager.cuda.warpgroup_attention import takes
 from gptmanager.errors import ConfigError
-from gptmanager.kernels.attention_arguments import AttentionShape
+from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 SHAPE = AttentionShape(4, 2, 64, 0.125)
 

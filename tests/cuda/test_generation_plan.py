@@ -13,7 +13,7 @@ from gptmanager.cuda.generation_attention import PROGRAM, find_places, resident_
 from gptmanager.cuda.generation_plan import PASS, Places, max_num_items, plan_generation
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.errors import ConfigError
-from gptmanager.kernels.attention_arguments import AttentionShape
+from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 H200 = Places(132, 3)
 

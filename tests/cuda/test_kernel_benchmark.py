@@ -15,10 +15,13 @@ from bench_ground import TINY, FakeTimer, ground
 from separate_device import DEVICE, SeparateStream, pin_in
 
 from gptmanager import cli
-from gptmanager.bench import KernelOptions, attention_peers, bench_kernels, kernels, main
-from gptmanager.bench.adapter_cases import adapter_cases
-from gptmanager.bench.attention_peers import torch_varlen
-from gptmanager.bench.cases import (
+from gptmanager.bench import KernelOptions, bench_kernels, main
+from gptmanager.bench.kernels import attention_peers
+from gptmanager.bench.kernels import benchmark as kernels
+from gptmanager.bench.kernels.adapter_cases import adapter_cases
+from gptmanager.bench.kernels.attention_peers import torch_varlen
+from gptmanager.bench.kernels.benchmark import all_cases
+from gptmanager.bench.kernels.cases import (
     OURS,
     Absent,
     Bed,
@@ -29,14 +32,13 @@ from gptmanager.bench.cases import (
     Sizes,
     largest_error,
 )
-from gptmanager.bench.kernel_runs import report as kernel_report
-from gptmanager.bench.kernel_runs import run_case
-from gptmanager.bench.kernels import all_cases
+from gptmanager.bench.kernels.kernel_runs import report as kernel_report
+from gptmanager.bench.kernels.kernel_runs import run_case
+from gptmanager.bench.kernels.paged_rows import attention_flops, paged_rows
+from gptmanager.bench.kernels.product_cases import product_cases
+from gptmanager.bench.kernels.sampling_cases import refused_share
 from gptmanager.bench.machine import find_gpu
-from gptmanager.bench.paged_rows import attention_flops, paged_rows
-from gptmanager.bench.product_cases import product_cases
 from gptmanager.bench.roofline import Ceilings
-from gptmanager.bench.sampling_cases import refused_share
 from gptmanager.bench.table import kernel_table
 from gptmanager.bench.timing import Budget, DeviceTimer, Spread
 from gptmanager.cuda.launch import EmulatorLauncher
@@ -487,7 +489,9 @@ def test_an_older_torch_is_told(monkeypatch):
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
         raise AssertionError("called")
 
-    monkeypatch.setattr("gptmanager.bench.attention_peers._find_varlen", lambda: varlen_attn)
+    monkeypatch.setattr(
+        "gptmanager.bench.kernels.attention_peers._find_varlen", lambda: varlen_attn
+    )
     with pytest.raises(Absent, match="varlen_attn has no window_size"):
         torch_varlen([])
 

@@ -14,7 +14,7 @@ from gptmanager.cuda.context_attention import plan_context
 from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
 from gptmanager.cuda.own_products import OwnProducts
 from gptmanager.cuda.sampling import PARAMS
-from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 BF16, FLOAT, INT, LONG = torch.bfloat16, torch.float32, torch.int32, torch.int64
 

@@ -9,7 +9,7 @@ from kernel_values import close, randn
 
 from gptmanager.cuda import sampling
 from gptmanager.cuda.log_probs import LOG_PROB, LOGIT, NOTHING, log_probs
-from gptmanager.decoding.sampling import Sampler
+from gptmanager.decoding.sampling.sampling import Sampler
 from gptmanager.request.output_options import OutputConfig
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE

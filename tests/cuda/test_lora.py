@@ -11,7 +11,7 @@ from kernel_values import DTYPES, close, randn
 
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.lora import MAX_MODULES, add_adapters, covers
-from gptmanager.kernels.adapter_arguments import AdapterModule
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule
 
 WIDTH, Q, KV = 136, 130, 33  # parts of a chunk, of a block, and a border of modules inside of it
 COLUMNS = Q + 2 * KV

@@ -26,9 +26,9 @@ from gptmanager import (
     OptionalParams,
     PromptLookup,
 )
-from gptmanager.decoding.beam_search import BeamParams, ParallelSampling
 from gptmanager.decoding.end_rule import EndRule
-from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
+from gptmanager.decoding.processors.raw_kernel import RawKernelLogitsPostProcessor
+from gptmanager.decoding.search.beam_search import BeamParams, ParallelSampling
 from gptmanager.step import BeamCandidates
 from gptmanager.testing import RecordingCallbacks
 

@@ -13,7 +13,7 @@ from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.cuda.own_products import OwnProducts
 from gptmanager.cuda.product_choice import ProductChoice
 from gptmanager.cuda.streams import DeviceStream
-from gptmanager.kernels.adapter_arguments import AdapterModule
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule
 
 
 class CountingLauncher(EmulatorLauncher):

@@ -20,7 +20,7 @@ from gptmanager import (
     ModelType,
     PromptLookup,
 )
-from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
+from gptmanager.decoding.processors.raw_kernel import RawKernelLogitsPostProcessor
 
 NUM_RUNS = 4 * FUZZ
 HIDDEN = WIDE["hidden_size"]

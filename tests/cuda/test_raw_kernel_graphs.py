@@ -10,7 +10,7 @@ from requirements import skip
 from gptmanager import RawKernelLogitsPostProcessor
 from gptmanager.cuda.device import find_cupy
 from gptmanager.cuda.streams import DeviceStream
-from gptmanager.decoding.rows import ProcessedSequence, Rows
+from gptmanager.decoding.processors.rows import ProcessedSequence, Rows
 from gptmanager.errors import ConfigError
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams

@@ -14,10 +14,10 @@ from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.cuda.streams import EmulatedStream
 from gptmanager.cuda.uploads import Uploads
-from gptmanager.decoding.device_sampling import DeviceSampler
 from gptmanager.decoding.lines import Lines
-from gptmanager.decoding.logits import PostProcessing
-from gptmanager.executor.device_chooser import DeviceChooser
+from gptmanager.decoding.processors.logits import PostProcessing
+from gptmanager.decoding.sampling.device_sampling import DeviceSampler
+from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import DeviceTables

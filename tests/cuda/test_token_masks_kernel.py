@@ -63,7 +63,7 @@ def test_guided_decoding_by_the_kernel(device, monkeypatch):
 
     expected, calls = outputs(), []
     monkeypatch.setattr(
-        "gptmanager.decoding.grammar_masks.token_masks.mask_logits",
+        "gptmanager.decoding.guided.grammar_masks.token_masks.mask_logits",
         lambda *arguments: (calls.append(1), mask_logits(*arguments)),
     )
     assert outputs(device=device, dtype="float32") == expected and calls

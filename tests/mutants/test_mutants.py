@@ -126,7 +126,7 @@ def test_no_name_of_a_file_is_cut(tmp_path, monkeypatch, capsys):
     """Also where the table goes to a pipe."""
     monkeypatch.setenv("COLUMNS", "60")
     command = runpy.run_path(str(FOLDER / "__main__.py"))
-    file, report = "gptmanager/kernels/attention_arguments.py", tmp_path / "report"
+    file, report = "gptmanager/kernels/attention/attention_arguments.py", tmp_path / "report"
     trials = [Trial(Mutant(file, 1, "any", "", " "), verdict) for verdict in (KILLED, SURVIVED)]
     command["show"](trials, report)
     assert f"{file} " in capsys.readouterr().out and file in report.read_text()

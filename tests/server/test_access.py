@@ -11,12 +11,12 @@ from starlette.requests import Request
 
 from gptmanager.callbacks import load_peft_adapter
 from gptmanager.errors import ConfigError
-from gptmanager.server.adapters import FIRST_OWN_TASK
-from gptmanager.server.call import EngineRequest
+from gptmanager.server.engine.adapters import FIRST_OWN_TASK
+from gptmanager.server.engine.call import EngineRequest
 from gptmanager.server.errors import ApiError
-from gptmanager.server.hosts import needs_guard
-from gptmanager.server.keys import ServerKey, bearer, is_key
-from gptmanager.server.models import _check_caller
+from gptmanager.server.http.hosts import needs_guard
+from gptmanager.server.http.keys import ServerKey, bearer, is_key
+from gptmanager.server.openai.models import _check_caller
 
 KEY = "sécret"
 HEADER = {"Authorization": f"Bearer {KEY}".encode()}

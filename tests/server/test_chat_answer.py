@@ -2,8 +2,8 @@
 
 import pytest
 
-from gptmanager.server.openai.chat_answer import ChatAnswer
-from gptmanager.server.openai.tools import HERMES, read_tools
+from gptmanager.server.chat.chat_answer import ChatAnswer
+from gptmanager.server.text.tools import HERMES, read_tools
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "stop")]
 TEXT = (

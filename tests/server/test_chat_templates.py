@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from gptmanager.errors import ConfigError
-from gptmanager.server.openai.template_program import TemplateError, fill_in
-from gptmanager.server.openai.templates import (
+from gptmanager.server.chat.template_program import TemplateError, fill_in
+from gptmanager.server.chat.templates import (
     TemplateProcess,
     pick,
     read_chat_templates,

@@ -8,10 +8,10 @@ from running_server import wait_for
 from starlette.routing import Route
 
 from gptmanager import FinishReason
-from gptmanager.server.body import begun, read_json, until_disconnected
-from gptmanager.server.call import EngineRequest
+from gptmanager.server.engine.call import EngineRequest
 from gptmanager.server.errors import ApiError
-from gptmanager.server.responses import DONE, EventStream, event, json_response
+from gptmanager.server.http.body import begun, read_json, until_disconnected
+from gptmanager.server.http.responses import DONE, EventStream, event, json_response
 
 NUM_CLIENTS = 200
 

@@ -9,7 +9,7 @@ from server.test_endpoints import refusal
 
 from gptmanager import GptManager, InferenceRequest, ModelType
 from gptmanager.callbacks import generate, load_tokenizer
-from gptmanager.server.openai.sampling import mixed_seed
+from gptmanager.server.text.sampling import mixed_seed
 from gptmanager.testing import RecordingCallbacks
 
 MODEL = "examples/tiny_llama"

@@ -7,7 +7,7 @@ import pytest
 from running_server import running_server, settings_of
 
 from gptmanager import FinishReason
-from gptmanager.server.call import EngineRequest
+from gptmanager.server.engine.call import EngineRequest
 from gptmanager.server.errors import ApiError
 
 ENDLESS = {"end_id": -1}  # no token ends it

@@ -21,7 +21,7 @@ from gptmanager.server.fields import (
     read_fields,
 )
 from gptmanager.server.openai.completions import FIELDS
-from gptmanager.server.openai.generation_fields import EarlyStopping, TokenBias
+from gptmanager.server.text.generation_fields import EarlyStopping, TokenBias
 
 KINDS = {
     "number": Number(-1, 2),

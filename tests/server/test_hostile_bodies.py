@@ -24,9 +24,9 @@ from hostile_values import (
 )
 from running_server import MODEL
 
-from gptmanager.server import body
-from gptmanager.server.access import AccessSettings
-from gptmanager.server.openai.messages import count_items
+from gptmanager.server.chat.messages import count_items
+from gptmanager.server.http import body
+from gptmanager.server.http.access import AccessSettings
 from gptmanager.server.openapi import ENDPOINTS
 
 CHAT = {

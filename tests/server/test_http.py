@@ -12,9 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gptmanager.errors import ConfigError
-from gptmanager.server import http_protocol
-from gptmanager.server.connections import Connections, Proxies, RefusalLog
-from gptmanager.server.responses import EventStream, disconnected, event
+from gptmanager.server.http import http_protocol
+from gptmanager.server.http.connections import Connections, Proxies, RefusalLog
+from gptmanager.server.http.responses import EventStream, disconnected, event
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = b'{"prompt":"hi"}'

@@ -24,8 +24,8 @@ from gptmanager import ManagerState, cli
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError, ManagerDeadError, SchedulerError
 from gptmanager.server import app, main
-from gptmanager.server.call import EngineRequest
-from gptmanager.server.responses import DONE, EventStream, event
+from gptmanager.server.engine.call import EngineRequest
+from gptmanager.server.http.responses import DONE, EventStream, event
 from gptmanager.server.serving import address_of, bind, serve, welcome
 from gptmanager.server.settings import ServerSettings
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage
 
+from gptmanager.server.chat.messages import MESSAGES_SCHEMA, ROLES, one_call_each, read_messages
 from gptmanager.server.errors import ApiError
-from gptmanager.server.openai.messages import MESSAGES_SCHEMA, ROLES, one_call_each, read_messages
 
 ROLE = st.sampled_from(ROLES)
 KEYS = st.sampled_from(

@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_server import wait_for
 
 from gptmanager.errors import ConfigError
-from gptmanager.server.call import Call
-from gptmanager.server.engine import EngineRequest
-from gptmanager.server.metrics import ServerMetrics
+from gptmanager.server.engine.call import Call
+from gptmanager.server.engine.engine import EngineRequest
+from gptmanager.server.engine.metrics import ServerMetrics
 
 
 def scrape(client):

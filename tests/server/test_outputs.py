@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from gptmanager import FinishReason
 from gptmanager.callbacks import load_tokenizer
-from gptmanager.server.openai.log_probs import TokenLogProb
-from gptmanager.server.openai.outputs import Ends, Output
-from gptmanager.server.openai.stop_strings import StopStrings
+from gptmanager.server.text.log_probs import TokenLogProb
+from gptmanager.server.text.outputs import Ends, Output
+from gptmanager.server.text.stop_strings import StopStrings
 
 TOKENIZER = load_tokenizer("examples/tiny_llama")
 END = 0

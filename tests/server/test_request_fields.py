@@ -9,10 +9,10 @@ import openai
 import pytest
 from server.test_warning_header import texts_of
 
+from gptmanager.server.chat.chat_prompt import _VARIABLES
 from gptmanager.server.openai import chat, completions
-from gptmanager.server.openai.chat_prompt import _VARIABLES
-from gptmanager.server.openai.generation_fields import IGNORED, NOT_SUPPORTED
-from gptmanager.server.openai.sampling import Wanted, requests_of
+from gptmanager.server.text.generation_fields import IGNORED, NOT_SUPPORTED
+from gptmanager.server.text.sampling import Wanted, requests_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 ROUTES = {

@@ -7,17 +7,14 @@ import re
 from pathlib import Path
 
 from gptmanager.callbacks import LivePage
-from gptmanager.decoding import guided
-from gptmanager.server import access, errors, http_protocol
-from gptmanager.server.body import LARGE_BODY
-from gptmanager.server.openai import (
-    chat_prompt,
-    completions,
-    generation_fields,
-    templates,
-    tools,
-)
+from gptmanager.decoding.guided import guided
+from gptmanager.server import errors
+from gptmanager.server.chat import chat_prompt, templates
+from gptmanager.server.http import access, http_protocol
+from gptmanager.server.http.body import LARGE_BODY
+from gptmanager.server.openai import completions
 from gptmanager.server.settings import ServerSettings
+from gptmanager.server.text import generation_fields, tools
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
 

@@ -11,9 +11,9 @@ import pytest
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.environment.distribution import install_command
 from gptmanager.server.errors import ApiError
-from gptmanager.server.openai.structured import OutputRule, StructuredOutputs, read_output_rule
-from gptmanager.server.openai.tools import HERMES, read_tools
-from gptmanager.server.warning_header import Warnings
+from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.text.structured import OutputRule, StructuredOutputs, read_output_rule
+from gptmanager.server.text.tools import HERMES, read_tools
 
 SCHEMA = {"type": "object"}
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gptmanager.server.openai.tool_parsing import Arguments, CallBegins, Content, ToolCallParser
+from gptmanager.server.chat.tool_parsing import Arguments, CallBegins, Content, ToolCallParser
 
 NAMES = ("get_weather", "add")
 

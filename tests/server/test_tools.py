@@ -7,9 +7,9 @@ import pytest
 
 from gptmanager import GuidedDecoding
 from gptmanager.callbacks import load_tokenizer
+from gptmanager.server.chat.functions import has_functions, read_functions
 from gptmanager.server.errors import ApiError
-from gptmanager.server.openai.functions import has_functions, read_functions
-from gptmanager.server.openai.tools import HERMES, LLAMA_3, format_of, marks_of, read_tools
+from gptmanager.server.text.tools import HERMES, LLAMA_3, format_of, marks_of, read_tools
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 

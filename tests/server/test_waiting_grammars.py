@@ -7,7 +7,7 @@ import httpx
 import pytest
 from running_server import running_server, settings_of, wait_for
 
-from gptmanager.decoding.grammar_trial import GrammarTrials
+from gptmanager.decoding.guided.grammar_trial import GrammarTrials
 from gptmanager.lifecycle.child_process import NoAnswerError
 
 BODY = {"prompt": "Tom had", "max_tokens": 2}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running_server import running_server, settings_of
 
-from gptmanager.server.warning_header import Warnings
+from gptmanager.server.http.warning_header import Warnings
 
 TEXTS = re.compile(r'299 - "((?:[^"\\]|\\.)*)"')
 ADD = [{"role": "user", "content": "17 + 25 ="}]

@@ -13,21 +13,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from gptmanager.server.body import begun, read_json, until_disconnected
-from gptmanager.server.engine import Engine
-from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import AsItIs, Field, Flag, Integer, by_name, wrong
-from gptmanager.server.models import check_model
-from gptmanager.server.openai.answer import Answer
-from gptmanager.server.openai.chat_answer import ChatAnswer
-from gptmanager.server.openai.chat_prompt import (
+from gptmanager.server.chat.chat_answer import ChatAnswer
+from gptmanager.server.chat.chat_prompt import (
     MESSAGES,
     OBJECTS,
     TEMPLATE_FIELDS,
     ChatPrompts,
 )
-from gptmanager.server.openai.functions import has_functions, read_functions
-from gptmanager.server.openai.generation_fields import (
+from gptmanager.server.chat.functions import has_functions, read_functions
+from gptmanager.server.engine.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import AsItIs, Field, Flag, Integer, by_name, wrong
+from gptmanager.server.http.body import begun, read_json, until_disconnected
+from gptmanager.server.http.responses import DONE, EventStream, event, json_response
+from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.openai.models import check_model
+from gptmanager.server.request_fields import read_request
+from gptmanager.server.settings import ServerSettings
+from gptmanager.server.text.answer import Answer
+from gptmanager.server.text.generation_fields import (
     IGNORED,
     MAX_TOP_LOG_PROBS,
     NOT_SUPPORTED,
@@ -36,20 +40,16 @@ from gptmanager.server.openai.generation_fields import (
     NewTokens,
     with_known_names,
 )
-from gptmanager.server.openai.log_probs import (
+from gptmanager.server.text.log_probs import (
     TokenLogProb,
     TokenTexts,
     chat_shape,
     prompt_shape,
 )
-from gptmanager.server.openai.outputs import Delta
-from gptmanager.server.openai.processors import STRUCTURED, Processors
-from gptmanager.server.openai.sampling import Wanted, check
-from gptmanager.server.openai.tools import read_tools
-from gptmanager.server.request_fields import read_request
-from gptmanager.server.responses import DONE, EventStream, event, json_response
-from gptmanager.server.settings import ServerSettings
-from gptmanager.server.warning_header import Warnings
+from gptmanager.server.text.outputs import Delta
+from gptmanager.server.text.processors import STRUCTURED, Processors
+from gptmanager.server.text.sampling import Wanted, check
+from gptmanager.server.text.tools import read_tools
 
 _MAX_TOKENS = NewTokens(1)
 

@@ -13,8 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from gptmanager.memory.checkpoint_files import shown
-from gptmanager.server.body import begun, beside, read_json, until_disconnected
-from gptmanager.server.engine import LONG_TEXT, Engine
+from gptmanager.server.engine.engine import LONG_TEXT, Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import (
     Field,
@@ -25,9 +24,14 @@ from gptmanager.server.fields import (
     check_token_ids,
     wrong,
 )
-from gptmanager.server.models import check_model
-from gptmanager.server.openai.answer import Answer
-from gptmanager.server.openai.generation_fields import (
+from gptmanager.server.http.body import begun, beside, read_json, until_disconnected
+from gptmanager.server.http.responses import DONE, EventStream, event, json_response
+from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.openai.models import check_model
+from gptmanager.server.request_fields import read_request
+from gptmanager.server.settings import ServerSettings
+from gptmanager.server.text.answer import Answer
+from gptmanager.server.text.generation_fields import (
     IGNORED,
     MAX_TOP_LOG_PROBS,
     NOT_SUPPORTED,
@@ -36,18 +40,14 @@ from gptmanager.server.openai.generation_fields import (
     NewTokens,
     with_known_names,
 )
-from gptmanager.server.openai.log_probs import (
+from gptmanager.server.text.log_probs import (
     TokenTexts,
     completion_shape,
     prompt_shape,
 )
-from gptmanager.server.openai.outputs import Delta
-from gptmanager.server.openai.processors import STRUCTURED, Processors
-from gptmanager.server.openai.sampling import Wanted, check
-from gptmanager.server.request_fields import read_request
-from gptmanager.server.responses import DONE, EventStream, event, json_response
-from gptmanager.server.settings import ServerSettings
-from gptmanager.server.warning_header import Warnings
+from gptmanager.server.text.outputs import Delta
+from gptmanager.server.text.processors import STRUCTURED, Processors
+from gptmanager.server.text.sampling import Wanted, check
 
 MAX_PROMPTS = 1024
 _MAX_TOKENS = 16  # if a request does not say

@@ -17,10 +17,10 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from gptmanager.errors import ConfigError, GptManagerError
-from gptmanager.server.body import beside
-from gptmanager.server.engine import Engine
+from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
-from gptmanager.server.keys import ServerKey, bearer, is_key
+from gptmanager.server.http.body import beside
+from gptmanager.server.http.keys import ServerKey, bearer, is_key
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
 from gptmanager.server.triton.errors import invalid, not_here

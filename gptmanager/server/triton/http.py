@@ -21,16 +21,16 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from gptmanager.memory.checkpoint_files import shown
-from gptmanager.server.body import (
+from gptmanager.server.engine.engine import Engine
+from gptmanager.server.errors import api_error
+from gptmanager.server.http.body import (
     begun,
     beside,
     read_body,
     read_json,
     until_disconnected,
 )
-from gptmanager.server.engine import Engine
-from gptmanager.server.errors import api_error
-from gptmanager.server.responses import EventStream, event, json_response
+from gptmanager.server.http.responses import EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
 from gptmanager.server.triton.datatypes import from_values, to_values

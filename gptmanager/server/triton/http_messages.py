@@ -10,7 +10,7 @@ import orjson
 
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.errors import ApiError
-from gptmanager.server.json_text import parse_json
+from gptmanager.server.http.json_text import parse_json
 from gptmanager.server.triton.datatypes import from_bytes, from_values, to_bytes, to_values
 from gptmanager.server.triton.errors import invalid, unsupported
 from gptmanager.server.triton.inference import VERSION, Model, check_outputs

@@ -16,8 +16,8 @@ import numpy as np
 
 from gptmanager.callbacks import GenerationPart
 from gptmanager.memory.checkpoint_files import shown
-from gptmanager.server.call import Call, EngineRequest
-from gptmanager.server.engine import Engine
+from gptmanager.server.engine.call import Call, EngineRequest
+from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton.errors import invalid

@@ -14,11 +14,11 @@ import numpy as np
 from gptmanager.callbacks import BannedTexts, GenerationPart
 from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS
 from gptmanager.run.text_encoder import TextTooLongError
-from gptmanager.server.body import beside
-from gptmanager.server.engine import Engine
+from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
-from gptmanager.server.openai.outputs import Ends, Output
+from gptmanager.server.http.body import beside
 from gptmanager.server.settings import ServerSettings
+from gptmanager.server.text.outputs import Ends, Output
 from gptmanager.server.triton.errors import invalid
 from gptmanager.server.triton.tensors import (
     InputReader,

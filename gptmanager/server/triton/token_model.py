@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gptmanager.callbacks import GenerationPart, GenerationResult
-from gptmanager.server.call import EngineRequest, check_in_time
-from gptmanager.server.engine import Engine
-from gptmanager.server.openai.sampling import mixed_seed
+from gptmanager.server.engine.call import EngineRequest, check_in_time
+from gptmanager.server.engine.engine import Engine
 from gptmanager.server.settings import ServerSettings
+from gptmanager.server.text.sampling import mixed_seed
 from gptmanager.server.triton.errors import invalid
 from gptmanager.server.triton.tensors import (
     InputReader,

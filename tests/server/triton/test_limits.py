@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS
 from gptmanager.server.errors import ApiError
-from gptmanager.server.json_text import MAX_CONTAINERS, parse_json
+from gptmanager.server.http.json_text import MAX_CONTAINERS, parse_json
 from gptmanager.server.triton import http_messages
 from gptmanager.server.triton.datatypes import from_bytes, from_values
 from gptmanager.server.triton.grpc_messages import read_request

@@ -1,0 +1,1 @@
+"""The end-to-end benchmark on a device, part by part."""

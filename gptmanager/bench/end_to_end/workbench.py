@@ -1,0 +1,205 @@
+"""`Workbench`: what the end-to-end benchmark stands on: device, model, and a manager at work.
+
+Decides which model, of which dtype, with which parameters managers are made, and how large the
+benchmark is: one size for a large GPU, one for a CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptmanager.bench.end_to_end.dense_reference import why_not
+from gptmanager.bench.end_to_end.device_trace import watch
+from gptmanager.bench.end_to_end.serving_parts import Pressure, Stage
+from gptmanager.bench.engine import IterationLog, Session
+from gptmanager.bench.load import (
+    LLAMA_8B,
+    SMALL_LLAMA,
+    RandomLlama,
+    Request,
+    Source,
+    read_checkpoint,
+    uniform_requests,
+)
+from gptmanager.bench.roofline import Ceilings, ModelShape, measure_ceilings
+from gptmanager.bench.timing import Budget, ClockTimer, DeviceTimer
+from gptmanager.config import KvCacheConfig, OptionalParams, ProgressCallback
+
+ON_CPU = ("cpu", "emulator")
+_OF_MODEL = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+SATURATED = ((128, 128, 4096), (1000, 1000, 512), (2048, 128, 768))  # in, out, requests
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Lengths in tokens. Steps are timed at all `batches` with the first of `contexts`; with the
+    others at all but the largest.
+    """
+
+    requests: int
+    lengths: tuple[int, int]  # of prompts and outputs, both ends included
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    steps: int
+    peer_requests: int
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    copy_bytes: int
+    product_width: int
+    pressure: Pressure
+    saturated: tuple[tuple[int, int, int], ...] = ()
+    kv_cache_tokens: int | None = None
+
+
+GPU_SCALE = Scale(256, (100, 1024), (1, 32, 128, 256), (1024, 4096), 64, 64, 256, 8192, 8192,
+                  4 << 30, 8192, Pressure(512, 128, 1024, (64, 512), 65536), SATURATED)  # fmt: skip
+CPU_SCALE = Scale(16, (16, 128), (1, 8), (128,), 16, 16, 64, 1024, 1024, 64 << 20, 1024,
+                  Pressure(24, 16, 128, (8, 64), 1024), kv_cache_tokens=16384)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class EndToEndOptions:
+    """`device`: as in OptionalParams. `dtype` None: the checkpoint's, or of random weights bfloat16
+    on a GPU, float32 on a CPU. `run_ahead` None: the device's. `ablations`: names of
+    `end_to_end.ABLATIONS`.
+    """
+
+    device: str = "cuda"
+    model: Path | None = None
+    scale: Scale | None = None  # None: the device's
+    only: tuple[str, ...] = ()
+    dtype: str | None = None
+    run_ahead: int | None = None
+    quick: bool = False
+    minutes: float | None = None
+    seed: int = 0
+    command: tuple[str, ...] = ()
+    ablations: tuple[str, ...] = ()
+
+
+class Workbench:
+    """`load` before anything else. `on_progress`: as in OptionalParams, for each manager."""
+
+    source: Source  # what a manager loads
+    config: dict[str, Any]
+    weights: Mapping[str, Tensor] | None  # for the reference, where it knows the model
+    ceilings: Ceilings
+    shape: ModelShape | None
+
+    def __init__(
+        self, options: EndToEndOptions, on_progress: ProgressCallback | None = None
+    ) -> None:
+        self.options = options
+        self.device = torch.device("cpu" if options.device in ON_CPU else options.device)
+        self.scale = options.scale or (CPU_SCALE if self.device.type == "cpu" else GPU_SCALE)
+        self.managers: list[dict[str, Any]] = []  # what each took to be made
+        self.changes: Mapping[str, Any] = {}  # of a manager's parameters
+        self._on_progress = on_progress
+        self._session: Session | None = None
+        self._log = IterationLog()
+
+    def load(self, budget: Budget) -> dict[str, Any]:
+        """Model and ceilings, and what a report tells of them. `budget`: its clock is read."""
+        started = budget.used
+        self.source, self.config, self.weights = self._model()
+        weights_s = budget.used - started
+        dtype = self.weights["model.norm.weight"].dtype if self.weights else torch.float32
+        timer = ClockTimer() if self.device.type == "cpu" else DeviceTimer()
+        sizes = (self.scale.copy_bytes, self.scale.product_width)
+        self.ceilings = measure_ceilings(timer, self.device, dtype, *sizes)
+        kv_itemsize = 4 if self.options.device == "cpu" else dtype.itemsize
+        self.shape = ModelShape.of(self.config, dtype.itemsize, kv_itemsize)
+        return {
+            "construction": {"weights_s": round(weights_s, 1), "managers": self.managers},
+            "model": {
+                **{name: self.config.get(name) for name in _OF_MODEL},
+                "dtype": str(dtype).removeprefix("torch."),
+                "weights": str(self.options.model or "random"),
+            },
+            "ceilings": self.ceilings.report(),
+            "prepared_s": round(budget.used - started, 1),
+        }
+
+    def stage(self, max_batch_size: int | None = None) -> Stage:
+        """A manager of these sizes, started if there is none."""
+        size = max_batch_size or self.scale.max_batch_size
+        if self._session is None:
+            started = time.perf_counter()
+            self._session = Session(self.source, self.params(size), log=self._log)
+            made = time.perf_counter()
+            self._session.warm_up()
+            took = {"made_s": made - started, "first_request_s": time.perf_counter() - made}
+            took = {name: round(seconds, 2) for name, seconds in took.items()}
+            self.managers.append({"max_batch_size": size, **self.changes, **took})
+        return Stage(
+            session=self._session,
+            log=self._log,
+            vocab_size=self.config["vocab_size"],
+            max_num_tokens=self.scale.max_num_tokens,
+            max_batch_size=size,
+            ceilings=self.ceilings,
+            shape=self.shape,
+            trace=watch if self.device.type == "cuda" else None,
+        )
+
+    def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def params(self, max_batch_size: int) -> OptionalParams:
+        limit = self.config.get("max_position_embeddings") or self.scale.max_seq_len
+        return OptionalParams(
+            kv_cache_config=KvCacheConfig(max_tokens=self.scale.kv_cache_tokens),
+            max_batch_size=max_batch_size,
+            max_num_tokens=self.scale.max_num_tokens,
+            max_seq_len=min(self.scale.max_seq_len, limit),
+            run_ahead=self.options.run_ahead,
+            device=self.options.device,
+            dtype=self.dtype,
+            black_box_iterations=0,
+            on_progress=self._on_progress,
+            **self.changes,
+        )
+
+    @property
+    def dtype(self) -> str | None:
+        if self.options.dtype is not None or self.options.model is not None:
+            return self.options.dtype
+        return "float32" if self.device.type == "cpu" else "bfloat16"
+
+    @property
+    def is_goal_shape(self) -> bool:
+        return self.config is LLAMA_8B and self.scale is GPU_SCALE
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        lengths = self.scale.lengths
+        return uniform_requests(self.scale.requests, lengths, lengths, self.config["vocab_size"])
+
+    def _model(self) -> tuple[Source, dict[str, Any], Mapping[str, Tensor] | None]:
+        """Return the manager's source, the config, and weights for the reference if it knows it."""
+        if self.options.model is not None:
+            config, read = read_checkpoint(self.options.model)
+            where: dict[str, Any] = {
+                "dtype": getattr(torch, self.dtype or "", None),
+                "device": self.device,
+            }
+            weights = {name: weight.to(**where) for name, weight in read.items()}
+            return self.options.model, config, None if why_not(config) else weights
+        config = SMALL_LLAMA if self.device.type == "cpu" else LLAMA_8B
+        dtype = getattr(torch, self.dtype or "float32")
+        drawn = RandomLlama(config, self.options.seed, dtype=dtype, device=self.device)
+        return (config, drawn), config, drawn

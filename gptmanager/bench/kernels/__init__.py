@@ -1,0 +1,1 @@
+"""The kernel benchmark: cases by part, run beside their peers, right before fast."""

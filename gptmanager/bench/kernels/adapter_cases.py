@@ -1,0 +1,86 @@
+"""Low-rank adapters as the kernel benchmark times them: a generation step with many of them.
+
+Each adapter has as many rows as the others, side by side: else torch has nothing to compare with.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gptmanager.bench.kernels.cases import (
+    Bed,
+    Case,
+    Goal,
+    Prepared,
+    Sizes,
+    largest_error,
+    tolerance,
+)
+from gptmanager.cuda.lora import add_adapters
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
+
+_TIMES_ROOFLINE = 1.3
+_MODULES = {"Q, K, V": 3, "output": 1}  # each as wide as the model
+
+
+def adapter_cases(sizes: Sizes) -> list[Case]:
+    return [
+        _case(sizes, name, number, rank)
+        for name, number in _MODULES.items()
+        for rank in sizes.adapters.ranks
+    ]
+
+
+def _case(sizes: Sizes, name: str, num_modules: int, rank: int) -> Case:
+    rows, hidden = sizes.rows, sizes.adapters.hidden
+    weights = sizes.adapters.number * num_modules * rank * 2 * hidden
+    return Case(
+        "adapters",
+        f"{name} of rank {rank}, {rows} x {hidden} over {sizes.adapters.number}",
+        (weights + rows * hidden + 2 * rows * num_modules * hidden) * sizes.dtype.itemsize,
+        partial(_prepare, num_modules, rank),
+        2 * rows * num_modules * rank * 2 * hidden,
+        (Goal("roofline", _TIMES_ROOFLINE),),
+        quick=rank == sizes.adapters.ranks[0],
+    )
+
+
+def _prepare(num_modules: int, rank: int, bed: Bed) -> Prepared:
+    """The sets are layers of the table: a step reads the weights of each anew."""
+    sizes = bed.sizes
+    rows, hidden, num_adapters = sizes.rows, sizes.adapters.hidden, sizes.adapters.number
+    size, scale = 2 * rank * hidden, (rank * hidden) ** -0.25
+    shape = num_adapters, num_modules, size
+    sets = torch.stack(bed.sets(sizes.dtype.itemsize * shape[0] * shape[1] * size, *shape))
+    pool, num_sets = (sets * scale).flatten(), len(sets)
+    starts = size * torch.arange(len(pool) // size, device=bed.device)
+    places = starts.view(num_sets, num_adapters, num_modules).transpose(0, 1)
+    table = torch.stack((places, torch.full_like(places, rank)), dim=-1).contiguous()
+    modules = tuple(AdapterModule(n, n * hidden, hidden, hidden) for n in range(num_modules))
+    slots = bed.ints([row * num_adapters // rows for row in range(rows)])
+    adapters = StepAdapters(pool, slots, table, {"all": modules}, rank)
+    x, before = bed.randn(rows, hidden), bed.randn(rows, num_modules * hidden)
+    own, other = before.clone(), before.clone()
+
+    def ours(number: int) -> Tensor:
+        add_adapters(bed.launcher, own, x, adapters, number, modules)
+        return own
+
+    weights = pool.view(num_sets, num_adapters, num_modules, size)
+    a = weights[..., : rank * hidden].unflatten(-1, (rank, hidden)).flatten(2, 3).contiguous()
+    b = weights[..., rank * hidden :].unflatten(-1, (hidden, rank)).mT.contiguous()
+
+    def add(result: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """One product for all of A, and one for each module's B."""
+        inner = torch.bmm(x.view(num_adapters, -1, hidden), a.mT)
+        for n in range(num_modules):
+            columns = result[:, n * hidden : (n + 1) * hidden].view(num_adapters, -1, hidden)
+            columns.baddbmm_(inner[..., n * rank : (n + 1) * rank], b[:, n])
+        return result
+
+    expected = add(before.float(), x.float(), a[0].float(), b[0].float())
+    peers = {"torch": lambda: lambda number: add(other, x, a[number], b[number])}
+    return Prepared(num_sets, ours, largest_error(expected), tolerance(sizes.dtype), peers)

@@ -1,0 +1,139 @@
+"""Others' attention on the same pages: FlashInfer where it is installed, and torch's own.
+
+Whatever a peer needs laid out differently is laid out before the clock starts; plans that are made
+once a step are, too, and timed apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptmanager.bench.kernels.cases import Absent, Contender, Planned
+from gptmanager.bench.kernels.paged_rows import PagedRows
+
+_WORKSPACE = 128 << 20
+
+
+def flashinfer() -> Any:
+    """The module; Absent without it."""
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise Absent("not installed") from error
+    return flashinfer
+
+
+def flashinfer_generation(sets: Sequence[PagedRows]) -> Contender:
+    """Its paged decode kernel, on tensor cores."""
+    wrap, workspace = flashinfer().BatchDecodeWithPagedKVCacheWrapper, _workspace(sets)
+    wrappers = [wrap(workspace, kv_layout="HND", use_tensor_cores=True) for _ in sets]
+    return _planned(sets, wrappers, [_page_lists(rows) for rows in sets])
+
+
+def flashinfer_context(sets: Sequence[PagedRows], backend: str) -> Contender:
+    """Its paged prefill kernel: `fa2` or `fa3`."""
+    wrap, workspace = flashinfer().BatchPrefillWithPagedKVCacheWrapper, _workspace(sets)
+    wrappers = [wrap(workspace, "HND", backend=backend) for _ in sets]
+    lists = [(rows.spans.row_starts.cpu(), *_page_lists(rows)) for rows in sets]
+    return _planned(sets, wrappers, lists, causal=True)
+
+
+def _planned(
+    sets: Sequence[PagedRows], wrappers: Sequence[Any], lists: Sequence[Any], **options: Any
+) -> Planned:
+    """Plan the wrappers, each with the lists that its plan takes. The first plan compiles."""
+    plans = []
+    for rows, wrapper, own in zip(sets, wrappers, lists, strict=True):
+        options |= {"q_data_type": rows.queries.dtype, "kv_data_type": rows.pages.keys.dtype}
+        arguments = (*own, *rows.shape[:3], rows.tokens_per_block)
+        plans.append(functools.partial(wrapper.plan, *arguments, **options))
+        plans[-1]()
+
+    def run(number: int) -> Any:
+        rows = sets[number]
+        return wrappers[number].run(rows.queries, rows.token_major)
+
+    return Planned(run, plans[0])
+
+
+def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:
+    """`scaled_dot_product_attention` over dense keys and values; rows of one shape only."""
+    first = sets[0]
+    new, length = int(first.num_new[0]), int(first.lengths[0])
+    alike = (first.num_new == new).all() and (first.lengths == length).all()
+    if not alike or new not in (1, length):
+        raise Absent("needs rows of one length, without earlier blocks")
+    dense = []
+    for rows in sets:
+        queries = rows.queries.view(-1, new, *rows.queries.shape[1:]).transpose(1, 2).contiguous()
+        pairs = [rows.history(row) for row in range(len(rows.lengths))]
+        keys, values = (
+            torch.stack(it).transpose(1, 2).contiguous() for it in zip(*pairs, strict=True)
+        )
+        dense.append((queries, keys, values))
+
+    def run(number: int) -> Tensor:
+        attended = F.scaled_dot_product_attention(
+            *dense[number], is_causal=new > 1, scale=first.shape.scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
+def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
+    """`varlen_attn` over packed dense keys and values: torch's FlashAttention, for any lengths."""
+    attend = _find_varlen()
+    names = inspect.signature(attend).parameters
+    missing = {"scale", "window_size"} - names.keys()
+    if missing:
+        raise Absent(f"torch {torch.__version__}'s varlen_attn has no {', '.join(sorted(missing))}")
+    packed = []
+    for rows in sets:
+        pairs = [rows.history(row) for row in range(len(rows.lengths))]
+        keys, values = (torch.cat(it) for it in zip(*pairs, strict=True))
+        starts = F.pad(rows.spans.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = (int(rows.num_new.max()), int(rows.lengths.max()))
+        packed.append((rows.queries, keys, values, rows.spans.row_starts, starts, *longest))
+
+    grouped = {"enable_gqa": True} if "enable_gqa" in names else {}  # which at first had no name
+
+    def run(number: int) -> Any:
+        options = {"window_size": (-1, 0), "scale": sets[number].shape.scale, **grouped}
+        return attend(*packed[number], **options)
+
+    return run
+
+
+def _find_varlen() -> Any:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise Absent(f"torch {torch.__version__} has no varlen_attn") from error
+    return varlen_attn
+
+
+def _workspace(sets: Sequence[PagedRows]) -> Tensor:
+    """One for all sets: they run one by one."""
+    return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=sets[0].queries.device)
+
+
+def _page_lists(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each row's pages begin in the list of all, that list, tokens in each last page.
+
+    The first and the last in CPU memory, where a server knows them and FlashInfer plans. Each plan
+    would wait for a device to give them.
+    """
+    lengths, tables = rows.spans.kv_lengths, rows.spans.block_tables
+    counts = -(-lengths // rows.tokens_per_block)
+    starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    pages = torch.cat([tables[row, :count] for row, count in enumerate(counts.tolist())])
+    last = (lengths - 1) % rows.tokens_per_block + 1
+    return starts.cpu(), pages, last.cpu()

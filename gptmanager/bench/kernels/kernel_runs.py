@@ -1,0 +1,200 @@
+"""A kernel case, run beside its peers in turn, right before fast.
+
+Decides what is told of a contender that fails, is absent or wrong, and of cases for which no time
+is left. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from gptmanager.bench.kernels.cases import OURS, Absent, Bed, Case, Contender, Planned, Prepared
+from gptmanager.bench.roofline import Ceilings
+from gptmanager.bench.timing import Budget, Spread, Stopwatch, Timer, host_seconds, take_turns
+
+NO_TIME = "no time left"
+Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The result of one contender in one case. `note`: why it has no figure, or what is wrong.
+
+    `first_use_s`: until its first result was there, whatever had to be compiled for it; `plan_s`:
+    of the host, for one step. Neither is part of `spread`.
+    """
+
+    status: Status
+    note: str = ""
+    error: float | None = None
+    spread: Spread | None = None
+    how: str = ""
+    first_use_s: float | None = None
+    plan_s: float | None = None
+
+    @property
+    def right_s(self) -> float | None:
+        """Its figure; None where there is none that is right."""
+        return self.spread.median if self.spread and self.status == "ok" else None
+
+
+@dataclass(frozen=True, eq=False)
+class CaseResult:
+    case: Case
+    tolerance: float | None
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> Entry:
+        return self.entries[OURS]
+
+    def times(self, name: str) -> float | None:
+        """How many times as long as ours a peer takes; None where one has no right figure."""
+        ours, peer = self.ours.right_s, self.entries[name].right_s
+        return peer / ours if ours and peer else None
+
+
+def run_case(
+    case: Case,
+    bed: Bed,
+    timer: Timer,
+    *,
+    rounds: int,
+    budget: Budget,
+    peers: Sequence[str] | None = None,
+) -> CaseResult:
+    """Skipped where the budget is spent. `peers`: beginnings of names; None: all."""
+    if budget.is_spent:
+        return CaseResult(case, None, {OURS: Entry("skipped", NO_TIME)})
+    why = _does_not_fit(case, bed)
+    if why:
+        return CaseResult(case, None, {OURS: Entry("skipped", why)})
+    torch.manual_seed(0)
+    try:
+        prepared = case.prepare(bed)
+    except Exception as error:
+        return CaseResult(case, None, {OURS: _problem(error)})
+    entries: dict[str, Entry] = {}
+    watches: dict[str, Stopwatch] = {}
+    makers: dict[str, Callable[[], Contender]] = {OURS: lambda: prepared.ours}
+    for name, maker in prepared.peers.items():
+        if peers is None or any(name.startswith(wanted) for wanted in peers):
+            makers[name] = maker
+    for name, maker in makers.items():
+        try:
+            entries[name], watches[name] = _enter(maker, prepared, timer, bed.device)
+        except Exception as error:  # of whatever library a peer comes from
+            entries[name] = _problem(error)
+    for name, seconds in take_turns(watches, rounds, budget).items():
+        spread = Spread.of(seconds)
+        entries[name] = replace(entries[name], spread=spread, how=watches[name].how)
+    return CaseResult(case, prepared.tolerance, entries)
+
+
+def _does_not_fit(case: Case, bed: Bed) -> str:
+    """Why there is no memory for the inputs of all sets, for a peer once more; empty: there is."""
+    needed = 2 * bed.num_sets(case.num_bytes) * case.num_bytes
+    if bed.free_bytes is None or needed <= bed.free_bytes():
+        return ""
+    return (
+        f"needs about {needed / 2**30:.1f} GiB of memory, {bed.free_bytes() / 2**30:.1f} are free"
+    )
+
+
+def _enter(
+    maker: Callable[[], Contender], prepared: Prepared, timer: Timer, device: torch.device
+) -> tuple[Entry, Stopwatch]:
+    """One contender: is it there, does it run, is it right? And what times it."""
+    started = time.perf_counter()
+    run = maker()
+    error = prepared.error(run(0))  # the first call: inputs are as they were prepared
+    first_use_s = time.perf_counter() - started
+    plan_s = host_seconds(run.plan, device) if isinstance(run, Planned) else None
+    watch = timer.prepare(run, prepared.num_sets)
+    entry = Entry("ok", error=error, first_use_s=first_use_s, plan_s=plan_s)
+    if not error <= prepared.tolerance:
+        note = f"error {error:.2g}, allowed {prepared.tolerance:.2g}"
+        return replace(entry, status="wrong", note=note), watch
+    return entry, watch
+
+
+def _problem(error: Exception) -> Entry:
+    """Return the entry of a case that failed: no failure ends the benchmark."""
+    if isinstance(error, Absent):
+        return Entry("absent", f"{error}: skipped")
+    text = str(error).strip().splitlines()
+    return Entry("failed", f"{type(error).__name__}: {text[0] if text else ''}"[:120])
+
+
+def report(results: Sequence[CaseResult], ceilings: Ceilings) -> list[dict[str, Any]]:
+    """Return the results as plain values, for JSON and for the table."""
+    medians = {
+        (result.case.part, result.case.name): result.ours.spread.median
+        for result in results
+        if result.ours.spread is not None
+    }
+    return [_row(result, ceilings, medians) for result in results]
+
+
+def _row(
+    result: CaseResult, ceilings: Ceilings, medians: Mapping[tuple[str, str], float]
+) -> dict[str, Any]:
+    case = result.case
+    row: dict[str, Any] = {
+        "part": case.part,
+        "case": case.name,
+        "bytes": case.num_bytes,
+        "flops": case.flops,
+        "floor_us": round(ceilings.floor_s(case.num_bytes, case.flops) * 1e6, 3),
+        "tolerance": result.tolerance,
+        "engines": {},
+    }
+    for name, entry in result.entries.items():
+        row["engines"][name] = {
+            "status": entry.status,
+            **({"note": entry.note} if entry.note else {}),
+            **({} if entry.error is None else {"error": float(f"{entry.error:.3g}")}),
+            **({} if entry.first_use_s is None else {"first_use_s": round(entry.first_use_s, 3)}),
+            **({} if entry.plan_s is None else {"plan_us": round(entry.plan_s * 1e6, 1)}),
+            **({} if entry.spread is None else _figures(case, entry, entry.spread, ceilings)),
+        }
+        times = None if name == OURS else result.times(name)
+        if times is not None:
+            row["engines"][name]["times_ours"] = round(times, 3)
+    row["goals"] = list(_judged(result, ceilings, medians))
+    return row
+
+
+def _judged(
+    result: CaseResult, ceilings: Ceilings, medians: Mapping[tuple[str, str], float]
+) -> Iterator[dict[str, Any]]:
+    """Goals beside what did not run, or is wrong, are passed over."""
+    case, ours = result.case, result.ours
+    peers = {name: entry.right_s for name, entry in result.entries.items()}
+    for goal in case.goals:
+        other = peers.get(goal.of) if goal.kind == "peer" else medians.get((case.part, goal.of))
+        if ours.spread is not None and (other is not None or not goal.of):
+            met = ours.status == "ok" and goal.is_met(case, ours.spread, ceilings, other)
+            yield {"text": goal.text, "met": met}
+
+
+def _figures(case: Case, entry: Entry, spread: Spread, ceilings: Ceilings) -> dict[str, Any]:
+    median = spread.median
+    floor = ceilings.floor_s(case.num_bytes, case.flops)
+    return {
+        "median_us": round(median * 1e6, 3),
+        "best_us": round(spread.best * 1e6, 3),
+        "quartiles_us": [round(cut * 1e6, 3) for cut in spread.quartiles],
+        "rounds": spread.rounds,
+        "timed_by": entry.how,
+        "tb_per_s": round(case.num_bytes / median / 1e12, 4),
+        "tflop_per_s": round(case.flops / median / 1e12, 3),
+        "share_of_copy": round(case.num_bytes / median / ceilings.copy_bytes_per_s, 4),
+        "share_of_roofline": round(floor / median, 4),
+        "times_floor": round(median / floor, 3),
+    }

@@ -1,0 +1,126 @@
+"""Sampling as the kernel benchmark times it. Right is a token that the limits allow.
+
+Random weights give flat logits, of which top-p keeps most: the worst case. Peaked ones, of which it
+keeps few, are what models give.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.bench.kernels.attention_peers import flashinfer
+from gptmanager.bench.kernels.cases import Bed, Case, Contender, Goal, Prepared, Sizes
+from gptmanager.cuda.sampling import PARAMS, pack, sample
+from gptmanager.request.sampling_params import SamplingParams
+
+_TOP_K, _TOP_P, _TEMPERATURE = 50, 0.9, 0.8
+_WIDE = 1000  # more than a block has threads
+_PEAKED = 6.0  # times a flat row
+_SLACK = 1e-4  # of the mass: sums in another order may put a token on the other side
+
+
+def sampling_cases(sizes: Sizes) -> list[Case]:
+    drawn = SamplingParams(greedy=False, temperature=_TEMPERATURE, seed=1)
+    nucleus, wide = replace(drawn, top_p=_TOP_P), replace(drawn, top_k=_WIDE)
+    limited = replace(nucleus, top_k=_TOP_K)
+    goals = (Goal("roofline", 3),)
+    case = functools.partial(_case, sizes)
+    return [
+        case(f"top-k {_TOP_K}, top-p {_TOP_P}, peaked", limited, _PEAKED, goals=goals),
+        case(f"top-p {_TOP_P}, peaked", nucleus, _PEAKED, goals=goals),
+        case(f"top-p {_TOP_P}, flat", nucleus, 1.0, goals=goals),
+        case(f"top-k {_WIDE}, flat", wide, 1.0, goals=goals, quick=False),
+        case("greedy", SamplingParams(), 1.0, quick=False),
+    ]
+
+
+def _case(
+    sizes: Sizes,
+    name: str,
+    params: SamplingParams,
+    scale: float,
+    *,
+    goals: tuple[Goal, ...] = (),
+    quick: bool = True,
+) -> Case:
+    num_bytes = sizes.rows * sizes.vocab_size * 4
+    name = f"{name}, {sizes.rows} x {sizes.vocab_size}"
+    prepare = functools.partial(_prepare, params, scale, num_bytes)
+    return Case("sampling", name, num_bytes, prepare, goals=goals, quick=quick)
+
+
+def _prepare(params: SamplingParams, scale: float, num_bytes: int, bed: Bed) -> Prepared:
+    rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
+    sets = bed.sets(num_bytes, rows, vocab_size, dtype=torch.float32, scale=scale)
+    packed = bed.records([pack(params, vocab_size)] * rows, PARAMS)
+    slots = bed.ints(np.arange(rows))
+    positions = torch.arange(8, 8 + rows, device=bed.device)
+    tokens = torch.empty(rows, dtype=torch.int32, device=bed.device)
+    inputs = torch.empty_like(tokens)
+
+    def ours(number: int) -> Tensor:
+        sample(bed.launcher, tokens, inputs, sets[number], packed, slots, positions)
+        return tokens
+
+    peers = {} if params.greedy else {
+        "flashinfer": lambda: _flashinfer(sets, params),
+        "torch sort": lambda: _torch_sort(sets, params),
+    }  # fmt: skip
+    return Prepared(len(sets), ours, functools.partial(refused_share, sets[0], params), 0.0, peers)
+
+
+def refused_share(logits: Tensor, params: SamplingParams, tokens: Tensor) -> float:
+    """Rows whose token the limits do not allow, as a share of all."""
+    in_range = (tokens >= 0) & (tokens < logits.shape[1])
+    chosen = logits.gather(1, tokens.long().clamp(0, logits.shape[1] - 1)[:, None])
+    higher = logits > chosen
+    if params.greedy:
+        is_allowed = ~higher.any(1)
+    else:
+        is_allowed = torch.ones_like(in_range)
+        if params.top_k:
+            is_allowed &= higher.sum(1) < params.top_k
+            kth = logits.topk(min(params.top_k, logits.shape[1]), dim=1).values[:, -1:]
+            logits = logits.masked_fill(logits < kth, -torch.inf)
+        weights = (logits / params.temperature).softmax(-1)
+        above = torch.where(higher, weights, 0.0).sum(1)
+        is_allowed &= above < params.top_p + _SLACK
+    return 1 - (is_allowed & in_range).float().mean().item()
+
+
+def _flashinfer(sets: list[Tensor], params: SamplingParams) -> Contender:
+    """Softmax, then rejection with a moving pivot."""
+    sampling = flashinfer().sampling
+
+    def run(number: int) -> Any:
+        probs = torch.softmax(sets[number] / params.temperature, dim=-1)
+        place = {"seed": params.seed, "offset": number}  # else it asks the generator, and waits
+        if params.top_k:
+            return sampling.top_k_top_p_sampling_from_probs(
+                probs, params.top_k, params.top_p, filter_apply_order="top_k_first", **place
+            )
+        return sampling.top_p_sampling_from_probs(probs, params.top_p, **place)
+
+    return run
+
+
+def _torch_sort(sets: list[Tensor], params: SamplingParams) -> Contender:
+    """Sample as is commonly written in torch: with a sort of each row."""
+
+    def run(number: int) -> Tensor:
+        logits, order = (sets[number] / params.temperature).sort(dim=-1, descending=True)
+        if params.top_k:
+            logits, order = logits[:, : params.top_k], order[:, : params.top_k]
+        probs = logits.softmax(-1)
+        probs = probs.masked_fill(probs.cumsum(-1) - probs >= params.top_p, 0.0)
+        # the exponential race: argmax of probs / noise draws from probs, without a wait
+        place = (probs / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True)
+        return order.gather(1, place)[:, 0]
+
+    return run

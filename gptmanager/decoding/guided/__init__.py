@@ -1,0 +1,1 @@
+"""JSON schemas and grammars as masks of tokens."""

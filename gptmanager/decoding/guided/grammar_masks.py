@@ -1,0 +1,293 @@
+"""`Grammar`: what a request brings of a guided decoding; and the masks of a step's requests.
+
+Decides which tokens may come next, and writes that into the logits. Knows nothing of how a grammar
+is compiled, nor of sampling: what comes of the logits afterwards is checked when it comes back as
+history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gptmanager.cuda import token_masks
+from gptmanager.cuda.streams import Stream
+from gptmanager.cuda.uploads import Uploads
+from gptmanager.decoding.guided.grammar_matcher import fault_of
+from gptmanager.decoding.processors.rows import Errors, ProcessedSequence, Rows, RowSession
+from gptmanager.errors import InvalidRequestError, LogitsError, RequestError
+from gptmanager.kernels.token_masks import mask_logits
+from gptmanager.request.post_processor import BoundProcessor
+
+_NUM_BUFFERS = 4  # of masks: more than steps are under way
+Words = npt.NDArray[np.int32]
+
+
+class TextBans(Protocol):
+    """Bans tokens by the text before them; a processor that can be combined with a grammar."""
+
+    def prepare(self, device: str) -> Future[Any]: ...
+
+    def banned_after(self, history: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Ids of tokens that may not come next, prompt and output being `history`."""
+        ...
+
+
+class CompiledGrammar(Future[Any]):
+    """A matcher at its start, once it is compiled."""
+
+    unenforced: tuple[str, ...] = ()
+
+
+class Grammar(BoundProcessor):
+    """A grammar that is being compiled, or has been; any number of requests may bring it."""
+
+    def __init__(
+        self, owner: Any, kind: str, compiled: CompiledGrammar, bans: TextBans | None = None
+    ) -> None:
+        super().__init__(owner)
+        self.kind = kind
+        self.compiled = compiled
+        self.bans = bans
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    @property
+    def unenforced(self) -> tuple[str, ...]:
+        """Pointers to the keywords of a lenient schema that are not enforced, once it is compiled.
+
+        For `lark` each begins with the name of its rule.
+        """
+        return self.compiled.unenforced
+
+    def without(self, bans: TextBans) -> Grammar:
+        """The same, but for texts that hold a banned word: `grammar.without(banned.bind(words))`
+        of a `BannedTexts`.
+        """
+        return Grammar(self.owner, self.kind, self.compiled, bans)
+
+    def prepare(self, device: str) -> Future[Any]:
+        if self.bans is None:
+            return self.compiled
+        return _both(self.compiled, self.bans.prepare(device))
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """How far a sequence has come in its grammar.
+
+    `num_tokens`: generated tokens that the matcher has taken; `ended_at`: so many, of which the
+    last one ended the text.
+    """
+
+    matcher: Any
+    num_tokens: int = 0
+    ended_at: int | None = None
+
+    def copy(self) -> _Progress:
+        return _Progress(self.matcher.deep_copy(), self.num_tokens, self.ended_at)
+
+    def follow(self, generated: npt.NDArray[np.int32], end_ids: frozenset[int]) -> None:
+        """Take the history's new tokens, or go back to a shorter one after a pause.
+
+        Raises InvalidRequestError for a token that the grammar does not permit there.
+        """
+        count = len(generated)
+        if self.ended_at is not None and count < self.ended_at:
+            self.ended_at = None
+        if count < self.num_tokens:
+            if not self.matcher.rollback(self.num_tokens - count):
+                raise InvalidRequestError(self.matcher.get_error())
+            self.num_tokens = count
+        if count == self.num_tokens or self.ended_at is not None:
+            return
+        tokens = generated[self.num_tokens :].tolist()
+        for index, token in enumerate(tokens):
+            if token in end_ids:
+                self.ended_at = self.num_tokens + index + 1
+                tokens = tokens[:index]
+                break
+        taken = self.matcher.try_consume_tokens(tokens)
+        self.num_tokens += taken
+        if taken < len(tokens) and self.matcher.is_error():
+            raise _dead_end(self)
+        if taken < len(tokens):
+            raise InvalidRequestError(
+                f"token {tokens[taken]} at place {self.num_tokens} of the output does not continue "
+                "the grammar: other inputs (min_length, bad words) permitted none that does"
+            )
+
+
+class _Beams:
+    """Progress of the beams of one request, by their texts: so they fork as they like.
+
+    A beam goes on from a copy of what its text was a step ago; after a pause, from the start.
+    """
+
+    def __init__(self) -> None:
+        self._length = -1
+        self._last: dict[bytes, _Progress] = {}
+        self._now: dict[bytes, _Progress] = {}
+
+    def follow(
+        self, bound: Grammar, generated: npt.NDArray[np.int32], end_ids: frozenset[int]
+    ) -> _Progress:
+        """Raises InvalidRequestError for a text that is not the grammar's."""
+        if len(generated) != self._length:
+            self._length = len(generated)
+            self._last, self._now = self._now, {}
+        text = generated.tobytes()
+        progress = self._now.get(text)
+        if progress is None:
+            before = self._last.get(text[: -generated.itemsize])
+            progress = _started(bound) if before is None else before.copy()
+            progress.follow(generated, end_ids)
+            self._now[text] = progress
+        return progress
+
+
+class GuidedSession(RowSession):
+    """Computes masks on the loop's thread.
+
+    llguidance has threads for that, too; but to wait for them is to hand over the interpreter lock,
+    which costs milliseconds beside a busy host thread, and a mask takes 20 us. On a device a
+    kernel applies them, and nothing waits for that.
+    """
+
+    def __init__(self, vocab_size: int, end_ids: frozenset[int], stream: Stream | None) -> None:
+        self._stream = stream
+        self._uploads = None if stream is None else Uploads(stream, _NUM_BUFFERS)
+        self._end_ids = end_ids
+        self._num_words = -(-vocab_size // 32)
+        self._masks: Words = np.empty((0, 0), dtype=np.int32)
+        self._address = 0  # of the masks: NumPy takes 3 us to tell
+
+    def load(self, line: int, bound: Grammar) -> None:
+        """All that a sequence needs goes with its request."""
+
+    def process(self, rows: Rows) -> Errors:
+        errors: dict[int, BaseException] = {}
+        masks = self._masks_for(rows)
+        progresses: dict[int, _Progress] = {}  # of rows that have not failed
+        lines, lengths = rows.lines.tolist(), rows.lengths.tolist()
+        for index, sequence in enumerate(rows.sequences):
+            try:
+                history = rows.tokens[lines[index], sequence.orig_prompt_len : lengths[index]]
+                progress = self._followed(sequence, history)
+                self._compute(masks, index, sequence.end_ids, progress)
+                if sequence.bound.bans is not None:
+                    text = rows.tokens[lines[index], : lengths[index]]
+                    _clear_bits(masks[index], sequence.bound.bans.banned_after(text))
+                progresses[index] = progress
+            except BaseException as error:  # noqa: B036 - a panic of llguidance, too
+                errors[index] = error
+                masks[index] = 0
+        if self._apply(masks, rows) > len(errors):  # nothing may come, though nothing has failed
+            for index in np.flatnonzero(~masks.any(axis=1)).tolist():
+                if index in progresses:
+                    bound = rows.sequences[index].bound
+                    errors[index] = _dead_end(progresses[index], has_bans=bound.bans is not None)
+        # a search pads its beams with dead ones, of any text, where the grammar permits too few
+        return {
+            index: error
+            for index, error in errors.items()
+            if not (rows.sequences[index].is_searched and isinstance(error, RequestError))
+        }
+
+    def _apply(self, masks: Words, rows: Rows) -> int:
+        """Write the masks into the logits; how many permit nothing."""
+        if self._stream is None or self._uploads is None:
+            return mask_logits(rows.logits, rows.index, masks)
+        index, sent = self._uploads.upload((rows.index.astype(np.int32), masks))
+        token_masks.mask_logits(self._stream.launcher, rows.logits, index, sent)
+        return len(masks) - int(masks.any(axis=1).sum())
+
+    def _masks_for(self, rows: Rows) -> Words:
+        """Room for a mask each; those before are overwritten."""
+        count = len(rows.sequences)
+        if len(self._masks) < count:  # the width is that of the manager's model, or the tokenizer's
+            width = max(-(-rows.logits.shape[1] // 32), self._num_words)
+            self._masks = np.zeros((count, width), dtype=np.int32)
+            self._address = self._masks.ctypes.data
+        return self._masks[:count]
+
+    def _compute(
+        self, masks: Words, index: int, end_ids: frozenset[int], progress: _Progress
+    ) -> None:
+        """The mask of one row; the tokenizer's words, and none behind them but for the end.
+
+        `end_ids`, the request's, may come where the text is complete, and nothing behind them.
+        """
+        width = masks.shape[1]
+        if width > self._num_words:
+            masks[index, self._num_words :] = 0
+        if progress.ended_at is not None:
+            masks[index] = 0
+            for token in end_ids or self._end_ids:
+                _set_bit(masks[index], token, True)
+            return
+        address = self._address + index * width * 4
+        progress.matcher.unsafe_compute_mask_ptr(address, self._num_words * 4)
+        if progress.matcher.is_error():  # the mask permits an end, which is none of the grammar
+            raise _dead_end(progress)
+        for token in end_ids - self._end_ids:
+            _set_bit(masks[index], token, progress.matcher.is_accepting())
+
+    def _followed(self, sequence: ProcessedSequence, history: npt.NDArray[np.int32]) -> _Progress:
+        kept, ends = sequence.request.kept, self._end_ids | sequence.end_ids
+        if sequence.beam_width > 1:
+            beams: _Beams = kept or _Beams()
+            sequence.request.kept = beams
+            return beams.follow(sequence.bound, history, ends)
+        progress: _Progress = kept or _started(sequence.bound)
+        sequence.request.kept = progress
+        progress.follow(history, ends)
+        return progress
+
+
+def _set_bit(mask: Words, token: int, may_come: bool) -> None:
+    bits, bit = mask.view(np.uint8), 1 << (token & 7)
+    bits[token >> 3] = bits[token >> 3] & (255 - bit) | (bit if may_come else 0)
+
+
+def _clear_bits(mask: Words, tokens: npt.NDArray[np.int64]) -> None:
+    bits = mask.view(np.uint8)
+    tokens = tokens[tokens < 8 * len(bits)]
+    np.bitwise_and.at(bits, tokens >> 3, 255 - (1 << (tokens & 7)).astype(np.uint8))
+
+
+def _dead_end(progress: _Progress, *, has_bans: bool = False) -> LogitsError:
+    text = f"no token continues the grammar as generated token {progress.num_tokens + 1}"
+    text += " without a bad word" if has_bans else ""
+    fault = fault_of(progress.matcher)
+    return LogitsError(f"{text}: {fault}" if fault else text)
+
+
+def _both(first: Future[Any], second: Future[Any]) -> Future[Any]:
+    """Done when both are, or when one has failed."""
+    joined: Future[Any] = Future()
+    joined.set_running_or_notify_cancel()  # nobody can cancel it from now on
+
+    def then(done: Future[Any], go_on: Callable[[], None]) -> None:
+        error = CancelledError() if done.cancelled() else done.exception()
+        if error is None:
+            go_on()
+        else:
+            joined.set_exception(error)
+
+    def end(done: Future[Any]) -> None:
+        then(done, lambda: joined.set_result(None))
+
+    first.add_done_callback(lambda done: then(done, lambda: second.add_done_callback(end)))
+    return joined
+
+
+def _started(bound: Grammar) -> _Progress:
+    return _Progress(bound.compiled.result().deep_copy())

@@ -1,0 +1,144 @@
+"""From the source of a grammar to llguidance's matcher.
+
+`answerer` is for a `ChildProcess`: with llguidance alone, it starts in no time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gptmanager.decoding.guided.schema_reader import TOO_DEEP, SchemaReader
+
+NO_TEXT = "no text fits the grammar"
+_FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}  # what exhausts it takes 0.2 s
+
+
+class GrammarSource(NamedTuple):
+    """The source of a grammar. `schemas`: the rules of a Lark grammar that are JSON schemas.
+
+    `lenient`: the rules whose keywords are left out where they cannot be enforced; "" is the rule
+    of a grammar that is one JSON schema.
+    """
+
+    kind: str
+    text: str
+    schemas: tuple[tuple[str, str], ...] = ()
+    lenient: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        texts = (self.text, *(schema for _, schema in self.schemas))
+        return sum(len(text.encode(errors="surrogatepass")) for text in texts)
+
+
+def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
+    """A matcher at its start, which is never moved on: sequences have copies.
+
+    `text`: as `read_source` gives it. Raises ValueError for a grammar that is wrong, or that no
+    text fits.
+    """
+    make = llguidance.LLMatcher
+    if kind == "regex":
+        grammar = make.grammar_from_regex(text)
+    elif kind.startswith("json_schema"):
+        options = {"whitespace_flexible": kind != "json_schema"}
+        grammar = make.grammar_from_json_schema(text, overrides=options)
+    else:
+        grammar = make.grammar_from_lark(text)
+    limits = llguidance.LLParserLimits(verbose_errors=False, **_FUEL)
+    matcher = make(tokenizer, grammar, log_level=0, limits=limits)
+    fault = matcher.get_error() or _first_fault(matcher.deep_copy(), tokenizer.eos_tokens)
+    if fault:
+        raise ValueError(fault)
+    return matcher
+
+
+def _first_fault(matcher: Any, end_ids: list[int]) -> str:
+    """Return the fault of the first steps, of which the first is the slow one; "" if none."""
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    fault = fault_of(matcher)
+    for end_id in end_ids:
+        mask &= ~(1 << end_id)
+    if fault or not mask:
+        return fault
+    lowest = mask & -mask
+    matcher.consume_token(lowest.bit_length() - 1)
+    fault = fault_of(matcher)
+    return "" if fault == NO_TEXT and mask != lowest else fault  # another may do
+
+
+def fault_of(matcher: Any) -> str:
+    """Why a matcher can go on no more, empty if it can or has come to an end."""
+    fault = str(matcher.get_error()).removesuffix("\n<non-verbose/>")
+    return NO_TEXT if fault.startswith("NoExtension") else fault
+
+
+def text_of(schema: Any) -> str:
+    """A schema as JSON, if it is not given as such. ValueError if it is nested too deeply."""
+    if isinstance(schema, str):
+        return schema
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+
+
+def read_source(
+    llguidance: Any, source: GrammarSource, *, expands: bool = True
+) -> tuple[str, list[str]]:
+    """The text of a grammar with its schemas as the parser can enforce them, and what is left out.
+
+    That is a rule and a pointer to a keyword each, such as "x#/items/uniqueItems". ValueError for
+    what is not a schema, or cannot be enforced.
+    """
+    make = llguidance.LLMatcher
+    unenforced: list[str] = []
+
+    def read(name: str, schema: str) -> str:
+        reader = SchemaReader(
+            name in source.lenient,
+            lambda pattern: make.validate_grammar(make.grammar_from_regex(pattern)),
+            expands=expands,
+        )
+        text = reader.read(schema)
+        unenforced.extend(f"{name}{pointer}" for pointer in reader.unenforced)
+        return text
+
+    if source.kind.startswith("json_schema"):
+        return read("", source.text), unenforced
+    rules = [source.text]
+    for name, schema in source.schemas:
+        options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        rule = {**json.loads(read(name, schema)), "x-guidance": options}
+        rules.append(f"{name}: %json {json.dumps(rule)}")
+    return "\n".join(rules), unenforced
+
+
+def new_tokenizer(llguidance: Any, text: str, end_ids: list[int]) -> Any:
+    return llguidance.LLTokenizer(text, eos_token=end_ids or None)
+
+
+def answerer(tokenizer: str, end_ids: list[int]) -> Callable[[list[Any]], tuple[str, list[str]]]:
+    """The function that compiles grammars on trial, in a process of its own."""
+    llguidance = importlib.import_module("llguidance")
+    made = new_tokenizer(llguidance, tokenizer, end_ids)
+    new_matcher(llguidance, made, "regex", "a")  # starts threads, which need memory of their own
+
+    def answer(question: list[Any]) -> tuple[str, list[str]]:
+        source = GrammarSource(*question)
+        try:
+            return compiled(source, expands=True)
+        except ValueError:
+            if not source.lenient:
+                raise
+            return compiled(source, expands=False)  # it may have become too large
+
+    def compiled(source: GrammarSource, *, expands: bool) -> tuple[str, list[str]]:
+        text, unenforced = read_source(llguidance, source, expands=expands)
+        new_matcher(llguidance, made, source.kind, text)
+        return text, unenforced
+
+    return answer

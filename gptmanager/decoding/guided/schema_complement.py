@@ -1,0 +1,194 @@
+"""Complements of JSON schemas, as schemas: for `not`, `if`, and branches of `oneOf`.
+
+Decides what can be said exactly, given the schema around it; None for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gptmanager.decoding.guided.schema_overlap import Resolve, listed_values, types_of
+
+ANNOTATIONS = frozenset(
+    {
+        *("$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "default"),
+        *("title", "description", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("discriminator", "markdownDescription", "tsType"),
+    }
+)
+_SOME = r"[\s\S]+"
+Alternatives = list[dict[str, Any]]  # of which one must fit
+
+
+def complement(
+    schema: Any, around: Any, resolve: Resolve, depth: int = 6, *, partial: bool = False
+) -> Alternatives | None:
+    """Schemas of which one fits where `schema` does not, given that `around` fits.
+
+    `partial`: those that can be said, instead of None where some cannot.
+    """
+    schema, around = resolve(schema), resolve(around)
+    if schema == around:
+        return []
+    if isinstance(schema, bool):
+        return [] if schema else [{}]
+    if not isinstance(schema, Mapping) or not depth:
+        return None
+    found: Alternatives = []
+    for name, value in schema.items():
+        if name in ANNOTATIONS or name.startswith("x-"):
+            continue
+        if name == "additionalProperties":
+            own = _of_additional(schema, around)
+        else:
+            make = _KEYWORDS.get(name)
+            own = None if make is None else make(value, around, resolve, depth - 1)
+        if own is not None:
+            found += own
+        elif not partial:
+            return None
+    return found
+
+
+def _of_additional(schema: Mapping[str, Any], around: Any) -> Alternatives | None:
+    """For a closed object: one of the properties around that it has not."""
+    if schema["additionalProperties"] is True:
+        return []
+    is_closed = isinstance(around, Mapping) and around.get("additionalProperties") is False
+    patterns = schema.get("patternProperties") or not is_closed or around.get("patternProperties")
+    if schema["additionalProperties"] is not False or patterns:
+        return None
+    others = (around.get("properties") or {}).keys() - (schema.get("properties") or {}).keys()
+    return [{"type": "object", "required": [name]} for name in sorted(others)]
+
+
+def _of_type(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+    others = types_of(around) - types_of({"type": value})
+    if "integer" in types_of({"type": value}):
+        others -= {"number"}  # which would hold integers, too
+    return [{"type": sorted(others)}] if others else []
+
+
+def _of_values(values: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+    known = listed_values(around)
+    if known is None and types_of(around) == {"boolean"}:
+        known = [True, False]
+    if not isinstance(values, list):
+        return None
+    if known is None:
+        if not all(isinstance(value, str) for value in values):
+            return None
+        others = sorted(types_of(around) - {"string"})
+        pattern = f"^(?:{_other_text(values)})$"
+        return [{"type": "string", "pattern": pattern}, *([{"type": others}] if others else [])]
+    texts = {json.dumps(value, sort_keys=True) for value in values}
+    left = [value for value in known if json.dumps(value, sort_keys=True) not in texts]
+    return [{"enum": left}] if left else []
+
+
+def _other_text(texts: Sequence[str]) -> str:
+    """A regular expression for each text that is not one of these, without look-ahead."""
+    firsts = sorted({text[0] for text in texts if text})
+    if not firsts:
+        return _SOME if texts else f"(?:{_SOME})?"
+    letters = "".join(rf"\x{{{ord(letter):x}}}" for letter in firsts)
+    branches = [] if "" in texts else [""]
+    branches.append(f"[^{letters}](?:{_SOME})?")
+    for letter in firsts:
+        rest = _other_text([text[1:] for text in texts if text[:1] == letter])
+        branches.append(rf"\x{{{ord(letter):x}}}(?:{rest})")
+    return "|".join(branches)
+
+
+def _of_const(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+    return _of_values([value], around, resolve, depth)
+
+
+def _of_required(names: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+    needed = around.get("required") or () if isinstance(around, Mapping) else ()
+    return [{"type": "object", "properties": {name: False}} for name in names if name not in needed]
+
+
+def _of_properties(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+    given = around.get("properties") or {} if isinstance(around, Mapping) else {}
+    found: Alternatives = []
+    for name, schema in value.items():
+        own = complement(schema, given.get(name, True), resolve, depth)
+        if own is None:
+            return None
+        found += [{"type": "object", "required": [name], "properties": {name: it}} for it in own]
+    return found
+
+
+def _of_items(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+    """Arrays of which no item fits: exact if the items around have the types of one branch."""
+    given = around.get("items", True) if isinstance(around, Mapping) else True
+    own = complement(value, given, resolve, depth)
+    if own is None or isinstance(value, list) or isinstance(given, list):
+        return None
+    return [{"type": "array", "minItems": 1, "items": it} for it in own]
+
+
+def _of_contains(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+    given = around.get("items", True) if isinstance(around, Mapping) else True
+    own = complement(value, given, resolve, depth)
+    return None if own is None else [{"type": "array", "items": {"anyOf": own} if own else False}]
+
+
+def _of_any(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+    each = [complement(it, around, resolve, depth) for it in value]
+    if any(it is None for it in each):
+        return None
+    return [] if not all(each) else [{"allOf": [{"anyOf": it} for it in each]}]
+
+
+def _of_all(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+    found: Alternatives = []
+    for schema in value:
+        own = complement(schema, around, resolve, depth)
+        if own is None:
+            return None
+        found += own
+    return found
+
+
+def _of_not(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+    return [{"allOf": [value]}]
+
+
+def _of_least(kind: str, keyword: str) -> Callable[..., Alternatives | None]:
+    """For the least length: what is shorter."""
+
+    def make(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+        return [{"type": kind, keyword: value - 1}] if value > 0 else []
+
+    return make
+
+
+def _of_most(kind: str, keyword: str) -> Callable[..., Alternatives | None]:
+    """For the greatest length: what is longer."""
+
+    def make(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
+        return [{"type": kind, keyword: value + 1}]
+
+    return make
+
+
+_KEYWORDS: Mapping[str, Callable[..., Alternatives | None]] = {
+    "type": _of_type,
+    "enum": _of_values,
+    "const": _of_const,
+    "required": _of_required,
+    "properties": _of_properties,
+    "items": _of_items,
+    "contains": _of_contains,
+    "anyOf": _of_any,
+    "allOf": _of_all,
+    "not": _of_not,
+    "minLength": _of_least("string", "maxLength"),
+    "maxLength": _of_most("string", "minLength"),
+    "minItems": _of_least("array", "maxItems"),
+    "maxItems": _of_most("array", "minItems"),
+}

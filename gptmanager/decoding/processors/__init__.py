@@ -1,0 +1,1 @@
+"""Logits post-processors: which rows they get, and how they are called."""

@@ -1,0 +1,347 @@
+"""Logits post-processors: what hosts do to a step's logits before its tokens are chosen.
+
+Decides which processor sees which rows and with what, and what becomes of one that fails: its own
+rows end, all others go on. Knows nothing of the loop, nor of what processors do.
+
+There are three forms. A *callable* is called row by row; an object with `process_batch` once a step
+for all rows that share it; a `RowProcessor` likewise, on the rows where they lie, in one operation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.streams import Stream
+from gptmanager.decoding.lines import Lines
+from gptmanager.decoding.processors.rows import (
+    Errors,
+    Ints,
+    ModelStream,
+    ProcessedSequence,
+    RowProcessor,
+    Rows,
+    RowSession,
+    Tokens,
+)
+from gptmanager.decoding.processors.stream_watch import watched
+from gptmanager.errors import CallbackError, RequestError, response_text
+from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer
+from gptmanager.lifecycle.clock import perf_counter
+from gptmanager.lifecycle.log import logger
+from gptmanager.lifecycle.watchdog import CallbackTimer
+from gptmanager.request.post_processor import BoundProcessor, RequestProcessor, name_of
+from gptmanager.step import SequenceStart
+
+
+class PostProcessing:
+    """The processors of started sequences, and what they do to a step.
+
+    `batched` serves sequences without their own. A call that takes longer than `budget_s` seconds
+    is named in the log, the 1st, 2nd, 4th, 8th ... time. `stream`: of the device of the logits;
+    None: they are on the CPU. `watches_streams`: one that works on another stream than the model's
+    ends its requests, at the price of waiting for the device. `sequences`, by slot, is empty where
+    no sequence has a processor.
+    """
+
+    def __init__(
+        self,
+        lines: Lines,
+        *,
+        batched: Any = None,
+        budget_s: float | None = None,
+        timer: CallbackTimer | None = None,
+        stream: Stream | None = None,
+        watches_streams: bool = False,
+    ) -> None:
+        self._batched = batched
+        self._budget_s = budget_s
+        self.timer = timer or CallbackTimer("LogitsPostProcessor")
+        self._lines = lines
+        self._stream = stream
+        self._watches_streams = watches_streams
+        self.sequences: dict[int, ProcessedSequence] = {}
+        self._sessions: WeakKeyDictionary[RowProcessor, RowSession] = WeakKeyDictionary()
+        self._overstays: dict[str, int] = {}
+        prepare = getattr(batched, "prepare", None)
+        if isinstance(batched, BoundProcessor) and callable(prepare):
+            where = "cpu" if stream is None else stream.name
+            prepare(where).result()  # what is wrong with it is wrong with the manager
+
+    def serves(self, slots: Ints) -> bool:
+        """One of these slots has a processor."""
+        if self.sequences:
+            self._forget_ended()
+        return any(slot in self.sequences for slot in slots.tolist())
+
+    def start(self, start: SequenceStart) -> None:
+        """A sequence takes a slot, and what was there is gone."""
+        request = start.processor
+        if request is None and self._batched is not None:
+            request = RequestProcessor(self._batched)
+        if request is None or request.post_processor is None:
+            self.sequences.pop(start.slot, None)
+            return
+        sequence = self.sequences[start.slot] = ProcessedSequence(start, request)
+        if isinstance(sequence.shared, RowProcessor):
+            try:
+                for beam in range(start.beam_width):
+                    line = self._lines.of(start.slot, beam)
+                    self._session(sequence.shared).load(line, sequence.bound)
+            except BaseException as error:  # noqa: B036 - the loop outlives any callback
+                sequence.error = error
+
+    def run(
+        self,
+        logits: Tensor,
+        request_ids: Sequence[int],
+        lines: Ints,
+        lengths: Ints,
+        tokens: Tokens,
+        firsts: Ints | None = None,
+        token_tensor: Tensor | None = None,
+    ) -> dict[int, BaseException]:
+        """Call the processors of a step's rows; the errors by row.
+
+        `logits` float32 `[S, vocab]`, changed in place; `lengths` `[S]`: tokens of each history;
+        `tokens` int32 `[num_lines, max_seq_len]`: the histories, which lie in `lines` `[S]`.
+        `firsts` `[rows + 1]`: where each row's beams begin among the S; None: each has one.
+        `token_tensor`: `tokens` where the logits are; None: on the CPU.
+        """
+        groups: dict[int, list[int]] = {}
+        bounds = range(logits.shape[0] + 1) if firsts is None else firsts.tolist()
+        stream = ModelStream(logits.device)
+        step = _Step(logits, bounds, lines, lengths, tokens, stream, {}, token_tensor)
+        slots = lines if len(bounds) == len(lines) + 1 else lines[list(bounds[:-1])]
+        slots = self._lines.slot_of(slots)
+        for index, slot in enumerate(slots.tolist()):
+            sequence = self.sequences.get(slot)
+            if sequence is not None and not sequence.has_ended:
+                sequence.request_id = request_ids[index]
+                step.sequences[index] = sequence
+                if sequence.error is None:
+                    groups.setdefault(id(sequence.shared), []).append(index)
+        if not step.sequences:
+            self._forget_ended()
+        with step.stream:
+            for members in groups.values():
+                shared = step.sequences[members[0]].shared
+                self._form(shared)(step, members, shared)
+        sequences = step.sequences.items()
+        return {index: one.error for index, one in sequences if one.error is not None}
+
+    # Inside --------------------------------------------------------------------------------
+
+    def _form(self, shared: Any) -> Callable[[_Step, list[int], Any], None]:
+        if isinstance(shared, RowProcessor):
+            return self._run_rows
+        if callable(getattr(shared, "process_batch", None)) or shared is self._batched:
+            return self._run_batch
+        return self._run_each
+
+    def _run_each(self, step: _Step, members: list[int], shared: Any) -> None:
+        for index in members:
+            sequence = step.sequences[index]
+            logits, beams = step.view(index), step.beams(index)
+            with _Guard(self, [sequence], shared):
+                ids = sequence.request_id, sequence.client_id
+                call = functools.partial(shared, ids[0], logits, beams, step.stream, ids[1])
+                answer = self._call(call, logits)
+                step.replace(logits, answer)
+            step.forget_changes(index)
+
+    def _run_batch(self, step: _Step, members: list[int], shared: Any) -> None:
+        sequences = [step.sequences[index] for index in members]
+        views = [step.view(index) for index in members]
+        process = getattr(shared, "process_batch", shared)
+        answers: Any = None
+        with _Guard(self, sequences, shared):
+            call = functools.partial(
+                process,
+                [sequence.request_id for sequence in sequences],
+                list(views),
+                [step.beams(index) for index in members],
+                step.stream,
+                [sequence.client_id for sequence in sequences],
+            )
+            answers = self._call(call, step.logits)
+            if answers is not None and len(answers) != len(members):
+                raise _Misuse(f"returned {len(answers)} values for {len(members)} requests")
+        for member, index in enumerate(members):
+            if answers is not None and step.sequences[index].error is None:
+                with _Guard(self, [step.sequences[index]], shared):
+                    if isinstance(answers[member], BaseException):
+                        raise answers[member]
+                    step.replace(views[member], answers[member])
+            step.forget_changes(index)
+
+    def _run_rows(self, step: _Step, members: list[int], shared: Any) -> None:
+        rows = step.rows(members)
+        sequences = rows.sequences
+        errors: Errors = {}
+        with _Guard(self, sequences, shared):
+            session = self._session(shared)
+            errors = self._call(lambda: session.process(rows), step.logits)
+        for index, error in errors.items():
+            sequences[index].error = self._told(error, shared)
+
+    def _call(self, call: Callable[[], Any], logits: Tensor) -> Any:
+        if self._watches_streams:
+            answer, wrong = watched(call, logits)
+            if wrong:
+                raise _Misuse(f"{wrong}: work within `with stream:`")
+        else:
+            answer = call()
+        if answer is not None:
+            check_answer("it", answer)
+        return answer
+
+    def _session(self, shared: RowProcessor) -> RowSession:
+        session = self._sessions.get(shared)
+        if session is None:
+            session = self._sessions[shared] = shared.open(self._lines.count, self._stream)
+        return session
+
+    def fail(
+        self, error: BaseException, sequences: Sequence[ProcessedSequence], shared: Any
+    ) -> None:
+        """A call has raised: it ends its sequences, and they alone."""
+        told = self._told(error, shared)
+        logger.error(
+            "logits_post_processor %s failed; it ends the requests %s",
+            *(name_of(shared), [sequence.request_id for sequence in sequences]),
+            exc_info=error,
+        )
+        for sequence in sequences:
+            sequence.error = told
+
+    def check_budget(
+        self, taken_s: float, sequences: Sequence[ProcessedSequence], shared: Any
+    ) -> None:
+        """Name a call that took too long."""
+        if self._budget_s is None or taken_s <= self._budget_s:
+            return
+        name = name_of(shared)
+        count = self._overstays[name] = self._overstays.get(name, 0) + 1
+        if count & (count - 1) == 0:
+            logger.warning(
+                "logits_post_processor %s took %.3f s for %d requests (the first: %d), its budget "
+                "is %g s (logits_post_processor_budget_s); no token is generated meanwhile. It has "
+                "overstayed %d times",
+                *(name, taken_s, len(sequences), sequences[0].request_id, self._budget_s, count),
+            )
+
+    @staticmethod
+    def _told(error: BaseException, shared: Any) -> BaseException:
+        """Return the error that ends a request, without frames: they would be kept alive."""
+        text = f"logits_post_processor {name_of(shared)}"
+        if isinstance(error, _Misuse):
+            return CallbackError(f"{text} {error}")
+        if isinstance(error, UnfinishedAnswer):
+            return CallbackError(f"{text}: {error}")
+        if isinstance(error, RequestError) and isinstance(shared, RowProcessor):
+            return type(error)(f"{text}: {error}")
+        return CallbackError(f"{text} raised {response_text(error)}")
+
+    def _forget_ended(self) -> None:
+        sequences = self.sequences.items()
+        self.sequences = {slot: one for slot, one in sequences if not one.has_ended}
+
+
+@dataclass(slots=True, eq=False)
+class _Guard:
+    """Around a call: times it, and lets no error out. No generator: it is entered for every row."""
+
+    processing: PostProcessing
+    sequences: Sequence[ProcessedSequence]
+    shared: Any
+    started: float = 0.0
+
+    def __enter__(self) -> None:
+        self.processing.timer.start()
+        self.started = perf_counter()
+
+    def __exit__(self, kind: Any, raised: BaseException | None, traceback: Any) -> bool:
+        taken_s = perf_counter() - self.started
+        self.processing.timer.stop()
+        if raised is not None:
+            self.processing.timer.errors += 1
+            self.processing.fail(raised, self.sequences, self.shared)
+        self.processing.check_budget(taken_s, self.sequences, self.shared)
+        return True
+
+
+class _Misuse(Exception):
+    """A processor did what it must not; says what."""
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """The arguments of a step's processors. `sequences` has an entry for each row."""
+
+    logits: Tensor
+    bounds: Sequence[int]  # row r has the beams bounds[r] to bounds[r + 1]
+    lines: Ints
+    lengths: Ints
+    tokens: Tokens
+    stream: ModelStream
+    sequences: dict[int, ProcessedSequence]
+    token_tensor: Tensor | None
+
+    def rows(self, members: list[int]) -> Rows:
+        """All beams of the rows `members`, ascending."""
+        sequences = [self.sequences[row] for row in members]
+        beams, lines, lengths = members, self.lines, self.lengths
+        if len(self.bounds) < len(lines) + 1:
+            pairs = [(row, beam) for row in members for beam in self.beams_of(row)]
+            sequences = [self.sequences[row] for row, _ in pairs]
+            beams = [beam for _, beam in pairs]
+        index = np.array(beams, dtype=np.int64)
+        if len(beams) < len(lines):
+            lines, lengths = lines[index], lengths[index]
+        histories = self.token_tensor
+        if histories is None:
+            histories = torch.from_numpy(self.tokens)
+        return Rows(self.logits, index, sequences, lines, lengths, self.tokens, histories)
+
+    def beams_of(self, row: int) -> range:
+        """Which of the S are the beams of a row; one after the context, whatever comes."""
+        return range(self.bounds[row], self.bounds[row + 1])
+
+    def view(self, row: int) -> Tensor:
+        """The logits of one row as hosts see them, `[1, beam, vocab]`."""
+        beams = self.beams_of(row)
+        return self.logits[beams.start : beams.stop][None]
+
+    def beams(self, row: int) -> list[list[int]]:
+        beams = self.beams_of(row)
+        lines = self.lines[beams.start : beams.stop]
+        return self.sequences[row].beams(self.tokens, lines, int(self.lengths[beams.start]))
+
+    def forget_changes(self, row: int) -> None:
+        """A history that a processor has added to, or taken from, is void."""
+        history = self.sequences[row].history
+        if len(history) != self.lengths[self.bounds[row]]:
+            history.clear()
+
+    def replace(self, given: Tensor, answer: Any) -> None:
+        """Take the logits that a processor returned instead of those it was given."""
+        if answer is None or answer is given:
+            return
+        check_answer("it", answer)
+        if not isinstance(answer, Tensor):
+            raise _Misuse(f"returned a {type(answer).__name__}, expected None or a tensor")
+        expected = (torch.float32, list(given.shape), self.logits.device)
+        found = (answer.dtype, list(answer.shape), answer.device)
+        if found != expected:
+            raise _Misuse(
+                "returned a {} tensor {} on {}, expected {} {} on {}".format(*found, *expected)
+            )
+        given.copy_(answer)

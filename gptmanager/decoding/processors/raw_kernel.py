@@ -1,0 +1,278 @@
+"""A logits post-processor given as CUDA C++ source.
+
+Decides when it is compiled and how it is launched: once a step for all its rows. On a CUDA device
+by CuPy, on the CPU by the emulator, or by a twin in Python. Knows nothing of what the kernel does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gptmanager.arguments import at_least
+from gptmanager.config import DEVICE
+from gptmanager.cuda import emulator
+from gptmanager.cuda.device import find_cupy
+from gptmanager.cuda.launch import DeviceLauncher
+from gptmanager.cuda.streams import Stream
+from gptmanager.cuda.uploads import Layout, Uploads
+from gptmanager.decoding.processors.kernel_signature import PARAMETERS, difference, with_signature
+from gptmanager.decoding.processors.rows import Errors, RowProcessor, Rows, RowSession
+from gptmanager.errors import ConfigError, response_text
+from gptmanager.request.post_processor import BoundProcessor
+
+_NUM_BUFFERS = 6  # a step has two copies, and few steps are under way
+# (grid, block, arguments): CuPy's and the emulator's kernels are called so
+Launch = Callable[[tuple[int], tuple[int], tuple[Any, ...]], None]
+
+
+class RawKernelLogitsPostProcessor(RowProcessor):
+    """A kernel over rows of logits; requests bring `processor.bind(...)`.
+
+    `source`: CUDA C++ with a kernel of this signature, launched with one block of `block` threads
+    for each row, so that `blockIdx.x` says which:
+
+        extern "C" __global__ void kernel_name(
+            float* logits,              // [.., vocab_size], of the whole step; changed in place
+            const int* rows,            // [gridDim.x] which row of the logits
+            const int* slots,           // [gridDim.x] which entry of `params` and `tokens`
+            const Params* params,       // by slot: what `bind` was given
+            const int* lengths,         // [gridDim.x] tokens of the history
+            const int* prompt_lengths,  // [gridDim.x] how many of them the host sent
+            const int* tokens,          // [.., max_seq_len], by slot: the histories
+            int max_seq_len,
+            int vocab_size)
+
+    `params_dtype`: the fields of Params, a structured dtype with `align=True`; its size is the
+    macro PARAMS_SIZE. `options`: macros, as `-DNAME=1`. `twin`: a callable on the same arguments as
+    NumPy arrays and ints, which a manager on the CPU runs instead of emulating the kernel.
+
+    Compiled once a device, off the loop thread: a request waits for it, or ends with the compiler's
+    log, or with the parameter that is missing, too many or of another type. `compile` does it in
+    the caller's line. Raises ConfigError for what cannot be right.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        kernel_name: str,
+        params_dtype: Any,
+        block: int = 256,
+        *,
+        options: Sequence[str] = (),
+        twin: Callable[..., None] | None = None,
+    ) -> None:
+        if "\n" not in source and source.endswith((".cu", ".cuh")):
+            raise ConfigError(f"source = {source!r} is a path: pass the text of the file")
+        if isinstance(options, str) or not all(isinstance(one, str) for one in options):
+            raise ConfigError(f"options = {options!r} is no sequence of strings")
+        self.source = source
+        self.name = self.kernel_name = kernel_name
+        self.params_dtype = _struct(params_dtype)
+        self.block = at_least(1, "block", block, 1024)
+        self.options = (*options, f"-DPARAMS_SIZE={self.params_dtype.itemsize}")
+        self.twin = None if twin is None else _checked_twin(twin)
+        self._lock = threading.Lock()
+        self._compiled: dict[str, Future[Launch]] = {}  # by device
+
+    def bind(self, **params: Any) -> BoundKernel:
+        """Bind a request's values, one for each field. Raises TypeError, ValueError."""
+        fields = self.params_dtype.names or ()
+        if params.keys() != set(fields):
+            given = ", ".join(params) or "nothing"
+            raise TypeError(f"{self.name} takes {', '.join(fields)}; got {given}")
+        return BoundKernel(self, params)
+
+    def compile(self, device: str = "cpu") -> None:
+        """Compile now, if that has not been done; ConfigError with the compiler's log."""
+        if not DEVICE.fullmatch(device):
+            raise ConfigError(
+                f"device = {device!r} is none of 'cpu', 'emulator', 'cuda:0' and so on"
+            )
+        self.prepare(device).result()
+
+    def prepare(self, device: str) -> Future[Launch]:
+        """Begin to compile, in another thread, for "cpu", "emulator" or "cuda:N"."""
+        with self._lock:
+            future = self._compiled.get(device)
+            if future is not None:
+                return future
+            future = self._compiled[device] = Future()
+        if device == "cpu" and self.twin is not None:
+            future.set_result(_call_twin(self.twin, self.params_dtype))
+        else:
+            work = functools.partial(self._compile, device, future)
+            threading.Thread(target=work, name=f"compile {self.name}", daemon=True).start()
+        return future
+
+    def open(self, num_lines: int, stream: Stream | None) -> RowSession:
+        launch = self.prepare("cpu" if stream is None else stream.name).result()
+        return _Session(launch, self.block, (num_lines, self.params_dtype.itemsize), stream)
+
+    def _compile(self, device: str, future: Future[Launch]) -> None:
+        source = with_signature(self.source, self.kernel_name)
+        try:
+            if device in ("cpu", "emulator"):
+                module = emulator.Module(
+                    source=source, name_expressions=[self.kernel_name], options=self.options
+                )
+                future.set_result(module.get_function(self.kernel_name))
+            else:
+                find_cupy()
+                with torch.cuda.device(device):  # a new thread begins with the first
+                    kernel = DeviceLauncher().load(source, self.kernel_name, self.options)
+                future.set_result(kernel)
+        except BaseException as error:  # noqa: B036 - whoever waits is told
+            why = response_text(error)
+            why = difference(why, self.source, self.kernel_name) or why
+            text = f"{self.name} cannot be compiled: {why}"
+            future.set_exception(ConfigError(text))
+
+
+class BoundKernel(BoundProcessor):
+    """A request's parameters of a kernel."""
+
+    owner: RawKernelLogitsPostProcessor
+
+    def __init__(self, owner: RawKernelLogitsPostProcessor, params: Mapping[str, Any]) -> None:
+        super().__init__(owner)
+        self.record = np.zeros((), dtype=owner.params_dtype)
+        for name, value in params.items():
+            kind = owner.params_dtype[name]
+            try:
+                _check_kind(value, kind)
+                with np.errstate(over="raise"):
+                    self.record[name] = value
+            except (TypeError, ValueError, ArithmeticError) as error:
+                raise ValueError(
+                    f"{owner.name}: {name} = {value!r} is no {kind}: {error}"
+                ) from None
+
+    def prepare(self, device: str) -> Future[Launch]:
+        return self.owner.prepare(device)
+
+
+class _Session(RowSession):
+    """Parameters by line, and the numbers of a step's rows, in device memory that never moves.
+
+    `launch` allocates nothing, reads nothing on the CPU and waits for nothing. It can be recorded
+    in a CUDA graph after a first step, and run again behind any `update` for as many blocks.
+    """
+
+    def __init__(
+        self, launch: Launch, block: int, shape: tuple[int, int], stream: Stream | None
+    ) -> None:
+        """`shape`: how many lines, and the bytes of the parameters of each."""
+        self._launch = launch
+        self._block = block
+        device = torch.device("cpu") if stream is None else stream.device
+        self._params = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._numbers = torch.zeros((4, shape[0]), dtype=torch.int32, device=device)
+        self._uploads = None if stream is None else Uploads(stream, _NUM_BUFFERS)
+        self._started: dict[int, npt.NDArray[np.uint8]] = {}  # since the last update, by line
+
+    def load(self, line: int, bound: BoundKernel) -> None:
+        self._started[line] = np.frombuffer(bound.record.tobytes(), dtype=np.uint8)
+
+    def process(self, rows: Rows) -> Errors:
+        self.update(rows)
+        self.launch(rows.logits, rows.token_tensor, len(rows.sequences))
+        return {}
+
+    def update(self, rows: Rows, spare_row: int = 0) -> None:
+        """Write down what the next launch works on.
+
+        Blocks beyond the rows do what the first one does, to the logits' row `spare_row`, which
+        should be nobody's.
+        """
+        if self._started:
+            self._place_params()
+        prompts = [sequence.orig_prompt_len for sequence in rows.sequences]
+        own = np.array([rows.index, rows.lines, rows.lengths, prompts], dtype=np.int32)
+        numbers = np.empty(self._numbers.shape, dtype=np.int32)
+        numbers[:] = own[:, :1] if prompts else [[0], [0], [1], [1]]
+        numbers[0] = spare_row
+        numbers[:, : len(prompts)] = own
+        self._write(self._numbers, numbers)
+
+    def launch(self, logits: Tensor, tokens: Tensor, num_blocks: int) -> None:
+        """For the rows of the last `update`, with the tensors that it was for."""
+        index, lines, lengths, prompt_lengths = self._numbers.unbind()
+        arguments = (
+            *(logits, index, lines, self._params, lengths, prompt_lengths, tokens),
+            *(np.int32(tokens.shape[1]), np.int32(logits.shape[1])),
+        )
+        self._launch((num_blocks,), (self._block,), arguments)
+
+    def _place_params(self) -> None:
+        """Upload the parameters of all sequences that have started, in one copy."""
+        lines, records = np.array([*self._started]), np.array([*self._started.values()])
+        self._started.clear()
+        if self._uploads is None:
+            self._params.numpy()[lines] = records
+        else:
+            self._params.index_copy_(0, *self._uploads.upload((lines, records)))
+
+    def _write(self, memory: Tensor, array: npt.NDArray[Any]) -> None:
+        """On a device nothing waits for it."""
+        if self._uploads is None:
+            memory.numpy()[:] = array
+        else:
+            self._uploads.fill(memory.view(-1).view(torch.uint8), Layout([array]), [array])
+
+
+def _call_twin(twin: Callable[..., None], params_dtype: np.dtype[Any]) -> Launch:
+    def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+        logits, rows, lines, params, lengths, prompt_lengths, tokens, *sizes = arguments
+        records = params.numpy().view(params_dtype)[:, 0]
+        rows, lines, lengths, prompt_lengths = (
+            numbers.numpy()[: grid[0]] for numbers in (rows, lines, lengths, prompt_lengths)
+        )
+        arrays = logits.numpy(), rows, lines, records, lengths, prompt_lengths, tokens.numpy()
+        twin(*arrays, *map(int, sizes))
+
+    return launch
+
+
+def _checked_twin(twin: Callable[..., None]) -> Callable[..., None]:
+    try:
+        inspect.signature(twin).bind(*PARAMETERS)
+    except TypeError as error:
+        raise ConfigError(
+            f"twin = {twin!r} does not take what it is called with, {error}: "
+            f"({', '.join(PARAMETERS)})"
+        ) from None
+    except ValueError:  # a callable of another language tells nothing
+        pass
+    return twin
+
+
+def _check_kind(value: Any, dtype: np.dtype[Any]) -> None:
+    """Raise TypeError where NumPy would cut a fraction off, or take None for NaN."""
+    given = np.asarray(value).dtype
+    if given.kind == "O" or (given.kind in "fc" and dtype.base.kind in "biu"):
+        raise TypeError(f"it is of dtype {given}")
+
+
+def _struct(params_dtype: Any) -> np.dtype[Any]:
+    """A structured dtype that lies in memory as the struct in C++ does."""
+    dtype: np.dtype[Any] = np.dtype(params_dtype)
+    if not dtype.names:
+        raise ConfigError(f"params_dtype = {dtype} is not a structured dtype with fields")
+    formats = [dtype[name] for name in dtype.names]
+    aligned = np.dtype({"names": dtype.names, "formats": formats}, align=True)
+    if dtype.itemsize != aligned.itemsize or dtype.fields != aligned.fields:
+        raise ConfigError(
+            f"params_dtype = {dtype} does not lie in memory as a struct in C++ does: make it with "
+            "align=True"
+        )
+    return dtype

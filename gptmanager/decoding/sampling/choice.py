@@ -1,0 +1,293 @@
+"""One token of one row of logits: the best, or one drawn from what temperature and cuts leave.
+
+Compiled. Decides which tokens top-k, top-p and min-p keep and which kept one is drawn; each row by
+its own parameters and nothing else. Every sum runs in an order that only the row's length gives.
+
+Nothing is sorted. Top-k looks for its smallest logit by halving an interval and counting what lies
+above. A draw inverts the cumulative weights over ascending ids. Top-p accepts what was drawn if
+the mass ranked above it is less than p; else the next draw is from what ranks above it: the
+nucleus' own distribution, in 1 + ln(1/p) draws on average at most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gptmanager.decoding.sampling.random_numbers import uniform
+from gptmanager.kernels.simd.lanes import (
+    LANES,
+    exp2,
+    get,
+    keep_lanes,
+    larger,
+    load,
+    load_part,
+    loop,
+    mark_nan,
+    max_lanes,
+    put,
+    splat,
+    store,
+    sum_lanes,
+    where_above,
+    where_at_least,
+)
+from gptmanager.step import NO_TOKEN, NOT_FINITE
+
+Single = Any  # a float32 of compiled code
+
+BLOCK = 8 * LANES  # tokens that one entry of the cumulative weights stands for
+FEW = 16  # logits between two bounds, that are looked at one by one
+ZERO, ONE, HALF_OF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
+NOTHING, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min
+LOG2_E = np.float32(1.4426950408889634)
+NEGLIGIBLE = np.float32(-87.0)  # e to that power is the smallest weight that is not 0
+
+
+@loop
+def padded(size: int) -> int:
+    """Weights that a row needs room for: whole blocks."""
+    return (size + BLOCK - 1) // BLOCK * BLOCK
+
+
+@loop
+def _load_or_nothing(x: int, i: int, size: int) -> Any:
+    """Sixteen logits, -inf behind the end of the row."""
+    value = load_part(x, i, size - i)
+    if i + LANES > size:
+        value = keep_lanes(value, 0, size - i, NOTHING)
+    return value
+
+
+@loop
+def find_best(x: int, size: int) -> tuple[int, Single]:
+    """The best token, the lowest id on a tie, and its logit.
+
+    NOT_FINITE instead if one is NaN or +inf, NO_TOKEN if all are -inf.
+    """
+    top, start, marks = NOTHING, 0, splat(ZERO)
+    for block in range(0, size, BLOCK):
+        highest = splat(NOTHING)
+        for i in range(block, min(block + BLOCK, size), LANES):
+            logits = _load_or_nothing(x, i, size)
+            highest, marks = larger(highest, logits), mark_nan(marks, logits)
+        value = max_lanes(highest)
+        if value > top:
+            top, start = value, block
+    if top == np.inf or np.isnan(sum_lanes(marks)):
+        return NOT_FINITE, top
+    if top == NOTHING:
+        return NO_TOKEN, top
+    token = start
+    while get(x, token) != top:
+        token += 1
+    return token, top
+
+
+# Top-k ---------------------------------------------------------------------------------------
+
+
+@loop
+def _count_from(x: int, size: int, bound: Single) -> int:
+    """How many logits are at least `bound`, which is not -inf."""
+    one, limit = splat(ONE), splat(bound)
+    a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+    whole = size // (4 * LANES) * (4 * LANES)
+    for i in range(0, whole, 4 * LANES):
+        a = a + where_at_least(load(x, i), limit, one)
+        b = b + where_at_least(load(x, i + LANES), limit, one)
+        c = c + where_at_least(load(x, i + 2 * LANES), limit, one)
+        d = d + where_at_least(load(x, i + 3 * LANES), limit, one)
+    for i in range(whole, size, LANES):
+        a = a + where_at_least(_load_or_nothing(x, i, size), limit, one)
+    return int(sum_lanes(a + b + (c + d)))
+
+
+@loop
+def _gather(x: int, size: int, low: Single, high: Single, found: int) -> int:
+    """The logits low <= l < high, to `found`; how many."""
+    one, bottom, limit = splat(ONE), splat(low), splat(high)
+    count = 0
+    for block in range(0, size, BLOCK):
+        end = min(block + BLOCK, size)
+        inside = splat(ZERO)
+        for i in range(block, end, LANES):
+            value = _load_or_nothing(x, i, size)
+            inside = inside + where_at_least(value, bottom, one) - where_at_least(value, limit, one)
+        if sum_lanes(inside) > ZERO:
+            for i in range(block, end):
+                if low <= get(x, i) < high:
+                    put(found, count, get(x, i))
+                    count += 1
+    return count
+
+
+@loop
+def _largest(values: int, count: int, rank: int) -> Single:
+    """The `rank`-th largest of few values, which are changed."""
+    best = 0
+    for _ in range(rank):
+        best = 0
+        for i in range(1, count):
+            if get(values, i) > get(values, best):
+                best = i
+        result = get(values, best)
+        put(values, best, NOTHING)
+    return result
+
+
+@loop
+def find_kth(x: int, size: int, k: int, top: Single, scratch: int) -> Single:
+    """The k-th best logit, k >= 1; -inf if fewer than k are more.
+
+    `top` is the best one; `scratch` has room for FEW.
+    """
+    low = high = top
+    num_low = num_high = _count_from(x, size, top)
+    if num_high >= k:
+        return top
+    step = ONE
+    while num_low < k:  # a lower bound, twice as far down each time
+        if low == LOWEST:
+            return NOTHING
+        high, num_high = low, num_low
+        low = max(top - step, LOWEST)
+        step = step + step
+        num_low = _count_from(x, size, low)
+    # at least k logits are no less than `low`, and fewer than k are no less than `high`
+    while num_low - num_high > FEW:
+        middle = HALF_OF * low + HALF_OF * high
+        if middle <= low or middle >= high:  # neighbors: what lies between them ties
+            return low
+        count = _count_from(x, size, middle)
+        if count >= k:
+            low, num_low = middle, count
+        else:
+            high, num_high = middle, count
+    return _largest(scratch, _gather(x, size, low, high, scratch), k - num_high)
+
+
+# Weights -------------------------------------------------------------------------------------
+
+
+@loop
+def weigh(
+    x: int, size: int, temperature: Single, top: Single, kth: Single, weights: int, sums: int
+) -> float:
+    """Weights e^((l - top) / temperature) of all logits l that are no less than `kth`.
+
+    `weights` holds `padded(size)` floats, `sums` one for each block of them; returns their sum.
+    """
+    divisor, scale = splat(temperature), splat(LOG2_E)
+    highest, lowest, least = splat(top / temperature), splat(kth / temperature), splat(NEGLIGIBLE)
+    total = 0.0
+    for block in range(0, size, BLOCK):
+        mass = splat(ZERO)
+        for i in range(block, block + BLOCK, LANES):
+            scaled = _load_or_nothing(x, i, size) / divisor
+            below = scaled - highest
+            weight = where_above(below, least, exp2(below * scale))
+            weight = where_at_least(scaled, lowest, weight)
+            store(weights, i, weight)
+            mass = mass + weight
+        put(sums, block // BLOCK, sum_lanes(mass))
+        total += sum_lanes(mass)
+    return total
+
+
+@loop
+def _drop_below(weights: int, sums: int, size: int, floor: Single) -> None:
+    """Min-p: weights under `floor` become 0."""
+    limit = splat(floor)
+    for block in range(0, size, BLOCK):
+        mass = splat(ZERO)
+        for i in range(block, block + BLOCK, LANES):
+            weight = load(weights, i)
+            weight = where_at_least(weight, limit, weight)
+            store(weights, i, weight)
+            mass = mass + weight
+        put(sums, block // BLOCK, sum_lanes(mass))
+
+
+@loop
+def _sum_above(weights: int, sums: int, size: int, token: int) -> float:
+    """The mass ranked above `token`, by block; of equal weights the lower id ranks higher."""
+    own = splat(get(weights, token))
+    total = 0.0
+    for block in range(0, size, BLOCK):
+        mass = splat(ZERO)
+        if block <= token < block + BLOCK:
+            for i in range(block, block + BLOCK, LANES):
+                weight = load(weights, i)
+                before = keep_lanes(where_at_least(weight, own, weight), 0, token - i, ZERO)
+                behind = keep_lanes(where_above(weight, own, weight), token - i, LANES, ZERO)
+                mass = mass + (before + behind)
+        elif block < token:
+            for i in range(block, block + BLOCK, LANES):
+                mass = mass + where_at_least(load(weights, i), own, load(weights, i))
+        else:
+            for i in range(block, block + BLOCK, LANES):
+                mass = mass + where_above(load(weights, i), own, load(weights, i))
+        put(sums, block // BLOCK, sum_lanes(mass))
+        total += sum_lanes(mass)
+    return total
+
+
+# The draw ------------------------------------------------------------------------------------
+
+
+@loop
+def _pick(weights: int, sums: int, size: int, own: Single, token: int, fraction: Single) -> int:
+    """Where the cumulative weight passes `fraction` of the sum; never a weight of 0.
+
+    Only what ranks above a `token` of the weight `own` counts; (0, 0): everything.
+    """
+    spot = 0.0
+    for block in range(padded(size) // BLOCK):
+        spot += get(sums, block)
+    spot *= fraction
+    passed, start, mass, chosen = 0.0, 0.0, 0.0, 0
+    for block in range(padded(size) // BLOCK):
+        if get(sums, block) > ZERO:
+            chosen, start, mass = block * BLOCK, passed, np.float64(get(sums, block))
+            passed += mass
+            if passed > spot:
+                break
+    inside = 0.0
+    for i in range(chosen, chosen + BLOCK):
+        weight = get(weights, i)
+        if weight > own or (weight == own and i < token):
+            inside += weight
+    spot = (spot - start) / mass * inside
+    passed, last = 0.0, chosen
+    for i in range(chosen, chosen + BLOCK):
+        weight = get(weights, i)
+        if weight > ZERO and (weight > own or (weight == own and i < token)):
+            last = i
+            passed += weight
+            if passed > spot:
+                break
+    return last
+
+
+@loop
+def draw_token(p: Any, position: int, total: float, weights: int, sums: int, size: int) -> int:
+    """From weights whose sum is `total`; `p` a record of `cuda.sampling.PARAMS`.
+
+    Whether the mass above a token is p already is compared from below and in single precision, as
+    in transformers.
+    """
+    if p.min_p > ZERO:  # the best weight is 1; what falls ranks lowest, so top-p may come later
+        _drop_below(weights, sums, size, np.float32(p.min_p))
+    token, own, draw = 0, ZERO, 0
+    while True:
+        token = _pick(weights, sums, size, own, token, uniform(p.seed, position, draw))
+        if p.top_p >= 1.0:
+            return token
+        own = get(weights, token)
+        above = _sum_above(weights, sums, size, token)
+        if above <= 0.0 or np.float32(1.0 - above / total) > np.float32(1.0 - p.top_p):
+            return token
+        draw += 1

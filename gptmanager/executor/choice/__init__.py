@@ -1,0 +1,1 @@
+"""From the logits of a step to its tokens and their log probabilities."""

@@ -1,0 +1,209 @@
+"""`DeviceChooser`: the `TokenChooser` of a device, that nothing waits for before the result.
+
+Decides what of a step's choice stays on the device and what travels to the CPU; kernels choose.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.downloads import Downloads
+from gptmanager.cuda.uploads import Uploads
+from gptmanager.decoding.lines import Lines
+from gptmanager.decoding.processors.logits import PostProcessing
+from gptmanager.decoding.sampling.device_sampling import MAX_CONTINUATIONS, Choice, DeviceSampler
+from gptmanager.executor.choice.token_chooser import TokenChooser
+from gptmanager.executor.choice.top_tokens import TopTokens
+from gptmanager.executor.sequence_tables import DeviceTables
+from gptmanager.executor.step_in_flight import (
+    ChoiceInputs,
+    ChosenTokens,
+    PendingTokens,
+    SamplingRows,
+    StepInFlight,
+    candidates,
+)
+from gptmanager.step import BeamCandidates, SequenceStart
+
+
+class DeviceChooser(TokenChooser):
+    """Enqueues choices, whose tokens are the next inputs on the device.
+
+    A step with drafts of which one can be verified only when the one before it is known is left
+    to the CPU: those for rows with a logits post-processor, and those that a host has drawn.
+    """
+
+    _tables: DeviceTables
+    _sampler: DeviceSampler
+
+    def __init__(
+        self,
+        lines: Lines,
+        tables: DeviceTables,
+        sampler: DeviceSampler,
+        processing: PostProcessing,
+        *,
+        uploads: Uploads,
+        downloads: Downloads,
+    ) -> None:
+        super().__init__(lines, tables, sampler, processing)
+        self._uploads = uploads
+        self._downloads = downloads
+        self._num_starts = np.zeros(lines.count, dtype=np.int64)
+
+    def load(self, start: SequenceStart) -> None:
+        super().load(start)
+        self._num_starts[self.lines.of(start.slot)] += 1
+
+    def is_plain(self, lines: np.ndarray) -> bool:
+        """Whether `choose_recorded` is all that a step for these lines needs, none of which is one
+        of several beams. What it reads of them is brought to the device.
+        """
+        slots = lines
+        if self._processing.serves(slots) or self.gathered.wants_logits(slots):
+            return False
+        self._sampler.flush(self._uploads.upload)
+        return self._sampler.is_plain(lines)
+
+    def choose_recorded(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None:
+        """Choose the next tokens of lines without beams; nothing of lines that are -1."""
+        places = inputs.lines, inputs.positions, inputs.cells
+        self._sampler.sample_there(tokens, self._tables.token_cells, logits, *places)
+
+    def choose(self, step: StepInFlight) -> PendingTokens:
+        if step.inputs is not None and step.inputs.tokens is not None:
+            return self._bring(step.rows, step.inputs.tokens)
+        rows = step.rows
+        counts = self._num_candidates[rows.slots]
+        depends_on_order = bool(rows.drafts) and self._depends_on_order(rows)
+        if depends_on_order or counts.max(initial=0) > MAX_CONTINUATIONS:
+            return self._choose_on_cpu(step)
+        logits = step.logits
+        raw: tuple[tuple[int, Tensor], ...] = ()
+        if self.gathered.any_generation or self._processing.sequences:
+            with torch.inference_mode():
+                logits = logits.float()  # as hosts read and change them
+        if self.gathered.any_generation:
+            raw = self.gathered.generation_logits(
+                rows.slots, rows.firsts, logits, self._downloads.bring
+            )
+        with torch.inference_mode():
+            rows, logits, failed = self._prepare(rows, logits)
+            top = self._top_tokens(rows)
+            choice, is_single = self._enqueue(rows, logits, step.inputs, counts, top)
+            download = self._downloads.send(choice)
+        if self._drawn.by_slot:
+            self._drawn.forget(rows)
+        starts = self._num_starts[rows.lines]
+
+        def receive() -> ChosenTokens:
+            download.copied.synchronize()
+            tokens, log_probs, *best = (  # None where nobody wants them
+                None if tensor is None else tensor.numpy() for tensor in download.tensors
+            )
+            assert tokens is not None
+            if top is not None and log_probs is not None:
+                is_searched = counts.repeat(np.diff(rows.firsts)) > 0
+                _put(top, log_probs[:, 1:], is_searched, best[0], best[1])
+                log_probs = log_probs[:, 0]
+            beams: tuple[BeamCandidates, ...] = ()
+            if not is_single.all():
+                beams = candidates(rows, counts, tokens, log_probs, *best)
+            # another sequence may have started in a line meanwhile
+            self._write(rows, tokens, is_single & (starts == self._num_starts[rows.lines]))
+            pieces = tuple((row, pinned.clone()) for row, pinned in raw)
+            found = self._by_row(rows, tokens, log_probs)
+            ranked = () if top is None else top.by_row()
+            return ChosenTokens(*found, beams, failed, pieces, ranked)
+
+        return receive
+
+    def _bring(self, rows: SamplingRows, chosen: Tensor) -> PendingTokens:
+        """Download the tokens that `choose_recorded` has chosen."""
+        with torch.inference_mode():
+            download = self._downloads.send((chosen,))
+        if self._drawn.by_slot:
+            self._drawn.forget(rows)
+        starts = self._num_starts[rows.lines]
+
+        def receive() -> ChosenTokens:
+            download.copied.synchronize()
+            (pinned,) = download.tensors
+            assert pinned is not None
+            tokens = pinned.numpy()
+            self._write(rows, tokens, starts == self._num_starts[rows.lines])
+            return ChosenTokens(*self._by_row(rows, tokens, None))
+
+        return receive
+
+    def _enqueue(
+        self,
+        rows: SamplingRows,
+        logits: Tensor,
+        inputs: ChoiceInputs | None,
+        counts: np.ndarray,
+        top: TopTokens | None,
+    ) -> tuple[Choice, np.ndarray]:
+        """Choose for all S, `counts[row]` candidates; which belong to requests of one beam."""
+        most_top = most = 0
+        if top is not None or self.lines.max_beam_width > 1:
+            each = counts.repeat(np.diff(rows.firsts))
+            if top is not None:
+                each, most_top = np.maximum(each, top.wanted), top.most
+            most = int(each.max(initial=0))
+        tables, upload = self._tables, self._uploads.upload
+        tables.flush(upload)  # the histories of beams that part here
+        is_single = np.ones(len(rows.lines), dtype=np.bool_)
+        if inputs is None:
+            cells = tables.cells(rows.lines, rows.positions)
+            arrays = [rows.lines.astype(np.int32), rows.positions, cells]
+            if self.lines.max_beam_width > 1:
+                widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
+                is_single = widths.repeat(np.diff(rows.firsts)) == 1
+                cells[~is_single] = tables.tokens.size  # a fork will bring them
+            if most:
+                arrays.append(each)
+            inputs = ChoiceInputs(*upload(arrays))
+        elif most:
+            inputs = inputs._replace(counts=upload((each,))[0])
+        # behind a wrong draft its inputs are overwritten before anything reads them
+        choice = self._sampler.enqueue(
+            *(logits, rows.lines, *inputs[:4], most, most_top),
+            *(tables.token_tensor, tables.token_cells, upload),
+        )
+        return choice, is_single
+
+    def _choose_on_cpu(self, step: StepInFlight) -> PendingTokens:
+        """Wait for the logits; the tokens go back to the device."""
+        step.logits = step.logits.float()
+        pending = super().choose(step)
+        tables, upload, rows = self._tables, self._uploads.upload, step.rows
+        tables.flush(upload)
+        cells = tables.cells(rows.lines, rows.positions)
+        fits = cells < tables.tokens.size
+        tokens = tables.tokens[rows.lines[fits], rows.positions[fits]]
+        tables.token_cells.index_copy_(0, *upload((cells[fits], tokens)))
+        if step.context_logits or step.prompt_log_probs:
+            self._downloads.send(()).copied.synchronize()
+        return pending
+
+
+def _put(
+    top: TopTokens,
+    log_probs: np.ndarray,
+    is_searched: np.ndarray,
+    best_tokens: np.ndarray | None,
+    best_log_probs: np.ndarray | None,
+) -> None:
+    """Store the best tokens' log probabilities; for beams, the ones that the search ranks by."""
+    assert best_tokens is not None and best_log_probs is not None
+    ids = best_tokens[:, : top.most]
+    searched = best_log_probs[:, : top.most]
+    log_probs = np.where(is_searched[:, None], searched, log_probs)
+    log_probs[ids < 0] = -np.inf  # behind what the row wants
+    # which rank by log probabilities of fewer digits
+    order = np.lexsort((np.where(ids < 0, np.iinfo(np.int32).max, ids), -log_probs))
+    ranked = (np.take_along_axis(array, order, 1) for array in (log_probs, ids))
+    top.put(np.arange(len(ids)), *ranked)

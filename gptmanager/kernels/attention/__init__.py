@@ -1,0 +1,1 @@
+"""Attention straight on the pages of the KV cache."""

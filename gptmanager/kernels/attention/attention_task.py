@@ -1,0 +1,155 @@
+"""The task of attention: its fields, the pages it reads, and the layout of a thread's scratch.
+
+Python and compiled code compute these sizes by the same functions. Nothing is read or written here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numba.extending import register_jitable
+
+from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
+from gptmanager.kernels.simd.dtypes import DTYPES
+from gptmanager.kernels.simd.lanes import LANES
+from gptmanager.kernels.simd.threads import address_of, check_layout, task_fields
+from gptmanager.kernels.token_loops import RopeTask
+
+TILE_ROWS = 32
+SPAN = 64
+
+
+class AttentionTask(ctypes.Structure):
+    """Addresses, sizes in elements, `window` 0 for none, `scratch_bytes` for each thread.
+
+    `dtype`: of `q` and `result`; `page_dtype`: of keys and values, and `item_bytes` of it.
+    `sink`: the number of first positions that are always seen. `page_tokens`: see `page_of`.
+    `token_major`: the keys of a page are `[tokens, head_dim]`, and transposed as they are read.
+    """
+
+    _fields_ = task_fields(
+        "q keys values result row_starts kv_lengths slots block_tables num_rows table_width"
+        " num_heads num_kv_heads head_dim tokens_per_block block_stride token_major page_tokens"
+        " window sink scratch scratch_bytes dtype page_dtype item_bytes",
+        "scale",
+    )
+
+
+TASK = np.dtype(AttentionTask)
+
+
+@register_jitable(error_model="numpy")
+def padded(size: int) -> int:
+    """`size` rounded up to whole vectors."""
+    return (size + LANES - 1) // LANES * LANES
+
+
+@register_jitable(error_model="numpy")
+def tile_tokens(group: int) -> int:
+    """Tokens of a tile, with `group` query heads to a KV head."""
+    return max(1, TILE_ROWS // group)
+
+
+def page_of(tokens_per_block: int, token_major: bool, blocks_per_sequence: int) -> int:
+    """Positions that are read as one page: a block, or a part of one whose keys may be cut."""
+    fits = blocks_per_sequence == 1 or tokens_per_block % SPAN == 0
+    return min(SPAN, tokens_per_block) if token_major and fits else tokens_per_block
+
+
+@register_jitable(error_model="numpy")
+def span_of(page_tokens: int) -> int:
+    """Positions of a span: whole pages."""
+    return page_tokens * max(1, SPAN // page_tokens)
+
+
+def scratch_floats(group: int, head_dim: int, page_tokens: int, token_major: bool) -> int:
+    """Return how many float32 of scratch a thread needs for the areas of `areas_at`."""
+    row = 2 * padded(head_dim) + LANES + padded(span_of(page_tokens)) + LANES + 3
+    keys = padded(head_dim) * padded(page_tokens) + LANES * LANES if token_major else 0
+    return padded(tile_tokens(group) * group) * row + keys
+
+
+@register_jitable(error_model="numpy")
+def areas_at(t: Any, scratch: int) -> tuple[int, ...]:
+    """Addresses of queries, outputs and lane sums by row; three numbers for each row; scores; keys
+    that are transposed.
+    """
+    group = t.num_heads // t.num_kv_heads
+    room, wide = padded(tile_tokens(group) * group), padded(t.head_dim)
+    mixed = scratch + 4 * room * wide
+    sums = mixed + 4 * room * wide
+    highest = sums + 4 * room * LANES
+    risen, shrink = highest + 4 * room, highest + 8 * room
+    scores = shrink + 4 * room
+    turned = scores + 4 * room * (padded(span_of(t.page_tokens)) + LANES)
+    return scratch, mixed, sums, highest, risen, shrink, scores, turned
+
+
+Task = TypeVar("Task", RopeTask, AttentionTask)
+
+
+def on_pages(kind: type[Task], pages: Pages) -> Task:
+    """A task that knows its pages. They are looked at once: layers have the same in each step."""
+    keys, values, _ = pages
+    layout = keys.shape, keys.stride(), values.stride(), keys.dtype, values.dtype
+    known = _page_fields(kind, keys.data_ptr(), values.data_ptr(), *layout)
+    return kind.from_buffer_copy(known)
+
+
+@functools.lru_cache(maxsize=1024)
+def _page_fields(
+    kind: type[Task],
+    keys_address: int,
+    values_address: int,
+    shape: torch.Size,
+    key_strides: tuple[int, ...],
+    value_strides: tuple[int, ...],
+    key_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Task:
+    """Return a task with the fields that describe pages. TypeError for a layout it cannot read.
+
+    The contents of one block must be contiguous; keys may be `[K, B, D]`. Blocks may be apart from
+    each other, with the same stride for keys and values.
+    """
+    num_blocks, num_kv_heads, head_dim, tokens_per_block = shape
+    block = torch.empty_strided((1, *shape[1:]), key_strides, dtype=key_dtype, device="meta")
+    values_of = 1, num_kv_heads, tokens_per_block, head_dim
+    value_block = torch.empty_strided(values_of, value_strides, dtype=dtype, device="meta")
+    if num_blocks > 1 and key_strides[0] != value_strides[0]:
+        strides = key_strides[0], value_strides[0]
+        raise TypeError(f"keys and values of equal strides expected, got {strides}")
+    token_major = not block.is_contiguous()
+    for tensor in (block.mT if token_major else block, value_block):
+        check_layout(tensor, dtype)
+    return kind(
+        keys=keys_address,
+        values=values_address,
+        page_dtype=DTYPES[dtype],
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        tokens_per_block=tokens_per_block,
+        block_stride=key_strides[0],
+        token_major=token_major,
+    )
+
+
+def give_rows(task: RopeTask | AttentionTask, rows: RowSpans) -> None:
+    task.row_starts = address_of(rows.row_starts, torch.int32)
+    task.kv_lengths = address_of(rows.kv_lengths, torch.int32)
+    task.slots = address_of(rows.slots, torch.int32)
+    task.block_tables = address_of(rows.block_tables, torch.int32)
+    task.table_width = rows.block_tables.shape[1]
+
+
+@functools.cache
+def page_sizes(
+    group: int, head_dim: int, tokens_per_block: int, token_major: bool, blocks_per_sequence: int
+) -> tuple[int, int]:
+    """Positions that are read as one page, and bytes that a thread works in."""
+    page_tokens = page_of(tokens_per_block, token_major, blocks_per_sequence)
+    return page_tokens, 4 * scratch_floats(group, head_dim, page_tokens, token_major)

@@ -1,0 +1,164 @@
+"""Products of a packed int8 matrix with many rows, by whole numbers of 8 bits.
+
+The rows are rounded before, see `rounded_rows`, and sums over a stretch of them are exact. The
+instruction wants factors of one side without a sign: the matrix gets 128 added to each, and its
+sums begin with what that is too much. It decides what an element comes to; how many rows there are
+is not seen in it.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba import types
+
+from gptmanager.kernels.gemm.matrix_tiles import PANELS, fetch_line
+from gptmanager.kernels.gemm.products import repeat
+from gptmanager.kernels.gemm.rounded_rows import MARK_BYTES, STRETCH
+from gptmanager.kernels.simd.lanes import (
+    FLOAT,
+    INDICES,
+    INT,
+    LANES,
+    LONG,
+    VECTOR,
+    at,
+    call,
+    long,
+    multiply_add,
+    nothing,
+    spread,
+    word,
+)
+
+SPAN = 256  # positions of four panels that stay in the first cache while rows pass
+SPAN_BYTES = PANELS * LANES * SPAN
+FOUR = 4  # positions of a step
+_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+def has_bytes() -> bool:
+    """Whether there is an instruction that adds products of 8 bits by fours, for 512 bits."""
+    return bool(binding.get_host_cpu_features().get("avx512vnni"))
+
+
+def _add_products(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
+    """The four products of each lane, to its sum."""
+    return call(builder, "llvm.x86.avx512.vpdpbusd.512", INDICES, total, unsigned, signed)
+
+
+class _Stretch(NamedTuple):
+    """A stretch of a tile's rows: `count` steps of four positions, from step `first` on."""
+
+    marks: Sequence[Any]  # addresses
+    panels: Sequence[Any]  # of the matrix
+    first: Any
+    count: Any
+
+    def mark(self, builder: Any, field: int, kind: Any) -> list[Any]:
+        return [builder.load(at(builder, it, ir.Constant(LONG, field), kind)) for it in self.marks]
+
+    def added(
+        self, builder: Any, rows: Sequence[Any], field: int, totals: Sequence[Any]
+    ) -> Sequence[Any]:
+        """To the totals, products with the bytes at `rows`, whose marks begin at `field`."""
+
+        def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
+            place = builder.add(self.first, index)
+            offset = builder.mul(place, ir.Constant(LONG, LANES))
+            right = [builder.load(at(builder, it, offset, INDICES), align=4) for it in self.panels]
+            four = [spread(builder, builder.load(at(builder, it, place, INT))) for it in rows]
+            return [
+                _add_products(builder, right[n % PANELS], four[n // PANELS], total)
+                for n, total in enumerate(sums)
+            ]
+
+        begin = [spread(builder, it) for it in self.mark(builder, field + 1, INT)]
+        sums = repeat(builder, self.count, [begin[n // PANELS] for n in range(len(totals))], step)
+        factors = [spread(builder, it) for it in self.mark(builder, field, FLOAT)]
+        return [
+            multiply_add(builder, factors[n // PANELS], builder.sitofp(it, VECTOR), total)
+            for n, (it, total) in enumerate(zip(sums, totals, strict=True))
+        ]
+
+    def with_left(self, builder: Any, left: Sequence[Any], totals: Sequence[Any]) -> Sequence[Any]:
+        """The same of what is left, if any of the rows has something."""
+        some = functools.reduce(builder.or_, self.mark(builder, 2, INT))
+        before = builder.block
+        with builder.if_then(builder.icmp_signed("!=", some, ir.Constant(INT, 0)), likely=False):
+            more, inside = self.added(builder, left, 2, totals), builder.block
+        results = [builder.phi(VECTOR) for _ in totals]
+        for result, one, other in zip(results, totals, more, strict=True):
+            result.add_incoming(one, before)
+            result.add_incoming(other, inside)
+        return results
+
+
+def byte_tile(rows: int) -> Any:
+    """A word that adds to `rows` x 64 elements of a product, or begins with them.
+
+    Its arguments: `(c, a, left, marks, a_stride, b, fours, add)`. `c` float32 of stride 64; `a`,
+    `left` and `marks`: of rounded rows, from a stretch on; `b`: four panels as `lay_out` writes
+    them, `SPAN` positions apart; `fours` of positions, up to as many.
+    """
+    per_stretch = ir.Constant(LONG, STRETCH // FOUR)
+
+    @word(nothing, *[long] * 7, types.boolean)
+    def product(
+        builder: Any, c: Any, a: Any, left: Any, marks: Any, a_stride: Any, b: Any, fours: Any,
+        add: Any,
+    ) -> None:  # fmt: skip
+        def of_rows(first: Any) -> list[Any]:
+            strides = (builder.mul(a_stride, ir.Constant(LONG, row)) for row in range(rows))
+            return [builder.add(first, stride) for stride in strides]
+
+        whole, rest = of_rows(a), of_rows(left)
+        panels = [builder.add(b, ir.Constant(LONG, LANES * SPAN * n)) for n in range(PANELS)]
+
+        def stretch(number: Any, totals: Sequence[Any]) -> Sequence[Any]:
+            first = builder.mul(number, per_stretch)
+            behind = builder.sub(fours, first)
+            is_whole = builder.icmp_signed(">=", behind, per_stretch)
+            count = builder.select(is_whole, per_stretch, behind)
+            marked = builder.add(marks, builder.mul(number, ir.Constant(LONG, MARK_BYTES)))
+            own = _Stretch(of_rows(marked), panels, first, count)
+            return own.with_left(builder, rest, own.added(builder, whole, 0, totals))
+
+        places = [ir.Constant(LONG, LANES * n) for n in range(rows * PANELS)]
+        targets, none = [at(builder, c, n, VECTOR) for n in places], ir.Constant(VECTOR, None)
+        initial = [builder.select(add, builder.load(it, align=4), none) for it in targets]
+        up = builder.add(fours, ir.Constant(LONG, STRETCH // FOUR - 1))
+        totals = repeat(builder, builder.sdiv(up, per_stretch), initial, stretch)
+        for target, total in zip(targets, totals, strict=True):
+            builder.store(total, target, align=4)
+
+    return product
+
+
+@word(nothing, long, long, long)
+def lay_out(builder: Any, target: Any, source: Any, fours: Any) -> None:
+    """A panel's positions by fours, 128 more each: `[fours, 16, 4]` of uint8. Asks for the next
+    ones of that panel meanwhile.
+    """
+    kind = ir.VectorType(ir.IntType(8), 4 * LANES)
+    order = [n // 2 + n % 2 * LANES for n in range(2 * LANES)]
+    mask = ir.Constant(ir.VectorType(INT, 2 * LANES), order)
+    signs = ir.Constant(_SHORTS, [0x8080] * (2 * LANES))
+
+    def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+        offset = builder.mul(index, ir.Constant(LONG, FOUR * LANES))
+        start = builder.add(source, offset)
+        fetch_line(builder, builder.add(start, ir.Constant(LONG, LANES * SPAN)))
+        read = builder.load(builder.inttoptr(start, _SHORTS.as_pointer()), align=1)
+        value = builder.shuffle_vector(read, ir.Constant(_SHORTS, ir.Undefined), mask)
+        value = builder.bitcast(builder.xor(value, signs), kind)
+        to = builder.inttoptr(builder.add(target, offset), kind.as_pointer())
+        builder.store(value, to, align=1)
+        return []
+
+    repeat(builder, fours, [], step)

@@ -1,0 +1,348 @@
+"""The product of tokens with a packed matrix, and what follows on its result at once.
+
+What one thread does of it. Parts are groups of four panels, for a chunk of rows each. The panels of
+a group lie a quarter of the matrix apart, so that a thread with several groups in a row reads four
+long pieces of memory. A chunk's elements stay in scratch until their sums are whole; then they are
+scaled, biased, activated and rounded on their way out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from gptmanager.kernels.gemm.byte_tiles import FOUR, SPAN, byte_tile, has_bytes, lay_out
+from gptmanager.kernels.gemm.integer_tiles import (
+    FEW_ROWS,
+    INTEGER_DEPTH,
+    has_integers,
+    integer_tile,
+)
+from gptmanager.kernels.gemm.matrix_tiles import (
+    PANELS,
+    configure,
+    over_rows,
+    release,
+    unit_tile,
+    widen_bytes,
+    widen_panel,
+)
+from gptmanager.kernels.gemm.rounded_rows import (
+    MARK_BYTES,
+    MOST_POSITIONS,
+    STRETCH,
+    round_to_shorts,
+    row_size,
+)
+from gptmanager.kernels.simd.dtypes import load_as, store_as
+from gptmanager.kernels.simd.lanes import (
+    LANES,
+    claim,
+    load,
+    load_part,
+    loop,
+    loop_named,
+    task_at,
+)
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
+from gptmanager.kernels.token_loops import logistic
+
+CHUNK_ROWS = 192  # their elements of a group, float32, fit beside panels into the second cache
+BLOCK = 256  # positions of four panels that stay in its first cache while rows pass
+SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
+WIDE_BYTES = 4 * BLOCK * LANES  # of a panel's positions that are widened at a time
+STREAMED_ROWS = 6  # up to here the matrix is read once, in long pieces
+WIDEN_FROM = 32  # rows: for fewer it takes longer than it saves
+
+
+class ProductTask(ctypes.Structure):
+    """Addresses (0: none), sizes (scratch in bytes), and how a group of panels is made.
+
+    What is of one call comes first, up to `tail`. `x` has `depth` elements a row, float32, or
+    bfloat16 for pairs and the matrix unit; for whole numbers of 16 bits it is of `dtype`, which is
+    that of `result`, and for those of 8 bits it is rounded rows. `part_groups`: how many groups a
+    part has. `num_groups`: of all, and how far the second panel of a group lies behind the first,
+    and the fourth behind the third; `second`: how far the third lies behind the first. `silu`: the
+    third and fourth are factors of the SiLU of the first and second. `full`, `tail`: the matrix
+    unit's configurations, for sixteen rows and for those that are left.
+    """
+
+    _fields_ = task_fields(
+        "x result bias bias_dtype scratch scratch_bytes rows num_chunks part_groups full tail"
+        " matrix scales columns depth num_panels num_groups second silu position_bytes positions"
+        " dtype"
+    )
+
+
+PRODUCT_TASK = np.dtype(ProductTask)
+_thirty_two, _sixteen = unit_tile(2), unit_tile(1)
+
+
+@loop
+def _finished(
+    c: int, index: int, scales: int, bias: int, bias_dtype: int, column: int, count: int
+) -> Any:
+    value = load(c, index)
+    if scales:
+        value = value * load_part(scales, column, count)
+    if bias:
+        value = value + load_as(bias_dtype, bias, column, count)
+    return value
+
+
+@loop
+def _finish(t: Any, c: int, group: int, first_row: int, rows: int) -> None:
+    """A chunk of a group on its way out of scratch."""
+    # read once: for all that the compiler knows, a store may change the task
+    scales, bias, silu, columns = t.scales, t.bias, t.silu, t.columns
+    result, dtype, bias_dtype = t.result, t.dtype, t.bias_dtype
+    num_panels, apart = 2 if silu else PANELS, t.num_groups
+    for row in range(rows):
+        start = (first_row + row) * columns
+        for n in range(num_panels):
+            column = LANES * (group + n * apart)
+            count, index = columns - column, LANES * (PANELS * row + n)
+            if count <= 0:
+                break
+            value = _finished(c, index, scales, bias, bias_dtype, column, count)
+            if silu:
+                behind = index + 2 * LANES, scales, bias, bias_dtype, columns + column
+                value = value * logistic(value) * _finished(c, *behind, count)
+            store_as(dtype, result, start + column, value, count)
+
+
+@loop
+def _panel(t: Any, panel: int) -> int:
+    """Its address; of the last one, which is computed for nothing, where there are no more."""
+    address = t.matrix + min(panel, t.num_panels - 1) * t.depth * t.position_bytes
+    return int(address)
+
+
+@loop
+def _widen(t: Any, target: int, source: int) -> None:
+    """A panel of int8 as one of bfloat16, at `target`."""
+    for k in range(0, t.depth, 2):
+        widen_bytes(target + 2 * LANES * k, source + LANES * k)
+
+
+@loop
+def _panels(t: Any, group: int) -> Any:
+    """Addresses of the four of a group."""
+    second, third = group + t.num_groups, group + t.second
+    return _panel(t, group), _panel(t, second), _panel(t, third), _panel(t, third + t.num_groups)
+
+
+@loop
+def _part(t: Any, part: int) -> Any:
+    """Its groups, and its rows."""
+    first = part // t.num_chunks * t.part_groups
+    groups = range(first, min(first + t.part_groups, t.num_groups))
+    first_row = part % t.num_chunks * CHUNK_ROWS
+    return groups, first_row, min(CHUNK_ROWS, t.rows - first_row)
+
+
+@loop
+def _widened(t: Any, scratch: int, group: int, held: int) -> Any:
+    """The same of int8 as bfloat16, which they become behind the sums; `held`: they are already."""
+    first, size = scratch + SCRATCH_BYTES, 2 * LANES * t.depth
+    wide = first, first + size, first + 2 * size, first + 3 * size
+    if held != group:
+        for target, source in zip(wide, _panels(t, group)):  # noqa: B905 - Numba has no strict
+            _widen(t, target, source)
+    return wide
+
+
+def _share_by_lanes(dtype: str) -> Any:
+    """A thread's share. For many rows panels become float32 before where they are not: exactly.
+    Pairs stay pairs, on either side.
+    """
+    is_pairs, name = dtype == "bfloat16 pairs", dtype.replace(" ", "_")
+    widens, item = not is_pairs and dtype != "float32", 2 if is_pairs else 4
+    multiply_few, widen = over_rows(dtype), widen_panel(dtype.removesuffix(" pairs"))
+    multiply_many = over_rows("float32") if widens else multiply_few
+
+    @loop_named(f"share_{name}")
+    def share(t: Any, address: int) -> None:
+        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        w0 = scratch + SCRATCH_BYTES
+        w1, w2, w3 = w0 + WIDE_BYTES, w0 + 2 * WIDE_BYTES, w0 + 3 * WIDE_BYTES
+        part = claim(address, NEXT_PART)
+        while part < t.num_parts:
+            groups, first, rows = _part(t, part)
+            x, stride = t.x + item * first * t.depth, item * t.depth
+            span = BLOCK if rows > STREAMED_ROWS else t.depth
+            for group in groups:
+                b0, b1, b2, b3 = _panels(t, group)
+                for k in range(0, t.depth, span):
+                    a, at, count = x + item * k, k * t.position_bytes, min(span, t.depth - k)
+                    if widens and rows >= WIDEN_FROM:
+                        widen(w0, b0 + at, count)
+                        widen(w1, b1 + at, count)
+                        widen(w2, b2 + at, count)
+                        widen(w3, b3 + at, count)
+                        multiply_many(scratch, a, stride, w0, w1, w2, w3, count, k > 0, rows)
+                    else:
+                        multiply_few(
+                            *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
+                            *(count // t.positions, k > 0, rows),
+                        )
+                _finish(t, scratch, group, first, rows)
+            part = claim(address, NEXT_PART)
+
+    return share
+
+
+def _share_by_bytes() -> Any:
+    """A thread's share, by whole numbers of 8 bits; x are rounded rows."""
+    three, two, one = (byte_tile(rows) for rows in (3, 2, 1))
+
+    @loop_named("share_int8_bytes")
+    def share(t: Any, address: int) -> None:
+        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        depth, b, size = t.depth, scratch + SCRATCH_BYTES, LANES * SPAN
+        stride = row_size(depth)
+        part = claim(address, NEXT_PART)
+        while part < t.num_parts:
+            groups, first, rows = _part(t, part)
+            x = t.x + first * stride
+            for group in groups:
+                b0, b1, b2, b3 = _panels(t, group)
+                for k in range(0, depth, SPAN):
+                    fours, more, at = min(SPAN, depth - k) // FOUR, k > 0, k * LANES
+                    lay_out(b, b0 + at, fours)
+                    lay_out(b + size, b1 + at, fours)
+                    lay_out(b + 2 * size, b2 + at, fours)
+                    lay_out(b + 3 * size, b3 + at, fours)
+                    left, marks = depth + k, 2 * depth + MARK_BYTES * (k // STRETCH)
+                    for row in range(0, rows - 2, 3):
+                        c, a = scratch + 256 * row, x + row * stride
+                        three(c, a + k, a + left, a + marks, stride, b, fours, more)
+                    row = rows // 3 * 3
+                    c, a = scratch + 256 * row, x + row * stride
+                    if rows - row == 2:
+                        two(c, a + k, a + left, a + marks, stride, b, fours, more)
+                    elif rows - row == 1:
+                        one(c, a + k, a + left, a + marks, stride, b, fours, more)
+                _finish(t, scratch, group, first, rows)
+            part = claim(address, NEXT_PART)
+
+    return share
+
+
+def _share_by_integers() -> Any:
+    """A thread's share, of few rows: they become whole numbers, each stretch by its largest."""
+    four, three, two, one = (integer_tile(rows) for rows in (4, 3, 2, 1))
+
+    @loop_named("share_int8_integers")
+    def share(t: Any, address: int) -> None:
+        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        depth, stride = t.depth, 2 * t.depth
+        x, factors_stride = scratch + SCRATCH_BYTES, 4 * ((depth - 1) // MOST_POSITIONS + 1)
+        factors = x + FEW_ROWS * stride
+        for row in range(t.rows):  # by each thread, which takes less time than to wait for one
+            to = factors + row * factors_stride
+            round_to_shorts(t.dtype, t.x, row, depth, x + row * stride, to)
+        part = claim(address, NEXT_PART)
+        while part < t.num_parts:
+            groups, _, rows = _part(t, part)
+            for group in groups:
+                b0, b1, b2, b3 = _panels(t, group)
+                for number, k in enumerate(range(0, depth, MOST_POSITIONS)):
+                    steps = min(MOST_POSITIONS, depth - k) // INTEGER_DEPTH
+                    a, by, at, more = x + 2 * k, factors + 4 * number, k * LANES, k > 0
+                    c0, c1, c2, c3 = b0 + at, b1 + at, b2 + at, b3 + at
+                    own = scratch, a, stride, by, factors_stride
+                    if rows == 1:
+                        one(*own, c0, c1, c2, c3, steps, more)
+                    elif rows == 2:
+                        two(*own, c0, c1, c2, c3, steps, more)
+                    elif rows == 3:
+                        three(*own, c0, c1, c2, c3, steps, more)
+                    else:
+                        four(*own, c0, c1, c2, c3, steps, more)
+                _finish(t, scratch, group, 0, rows)
+            part = claim(address, NEXT_PART)
+
+    return share
+
+
+_float32, _bfloat16 = _share_by_lanes("float32"), _share_by_lanes("bfloat16")
+_float16, _int8 = _share_by_lanes("float16"), _share_by_lanes("int8")
+_pairs = _share_by_lanes("bfloat16 pairs")
+_int8_integers = _share_by_integers() if has_integers() else _int8
+_int8_bytes = _share_by_bytes() if has_bytes() else _int8
+
+
+def multiply_float32(address: int) -> None:
+    """`result = x @ matrix.T`, of float32; the others as their names say."""
+    _float32(task_at(address, PRODUCT_TASK), address)
+
+
+def multiply_bfloat16(address: int) -> None:
+    _bfloat16(task_at(address, PRODUCT_TASK), address)
+
+
+def multiply_float16(address: int) -> None:
+    _float16(task_at(address, PRODUCT_TASK), address)
+
+
+def multiply_int8(address: int) -> None:
+    _int8(task_at(address, PRODUCT_TASK), address)
+
+
+def multiply_int8_integers(address: int) -> None:
+    """The same of int8 with few rows, by whole numbers."""
+    _int8_integers(task_at(address, PRODUCT_TASK), address)
+
+
+def multiply_pairs(address: int) -> None:
+    """The same of bfloat16, by dot products of pairs."""
+    _pairs(task_at(address, PRODUCT_TASK), address)
+
+
+def multiply_int8_bytes(address: int) -> None:
+    """The same of int8, by whole numbers of 8 bits."""
+    _int8_bytes(task_at(address, PRODUCT_TASK), address)
+
+
+@loop
+def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
+    """A thread's share, by the matrix unit. What is quantized is widened to scratch before."""
+    scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+    held = -1  # the group whose panels are widened
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        groups, first, rows = _part(t, part)
+        span = BLOCK if rows >= 32 else t.depth
+        for group in groups:
+            if is_quantized:
+                b0, b1, b2, b3 = _widened(t, scratch, group, held)
+                held = group
+            else:
+                b0, b1, b2, b3 = _panels(t, group)
+            for k in range(0, t.depth, span):
+                steps, at = min(span, t.depth - k) // 32, 2 * LANES * k
+                configure(t.full)
+                for row in range(0, rows - 31, 32):
+                    c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
+                    _thirty_two(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
+                for row in range(rows // 32 * 32, rows, 16):
+                    if rows - row < 16:
+                        configure(t.tail)
+                    c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
+                    _sixteen(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
+            _finish(t, scratch, group, first, rows)
+        part = claim(address, NEXT_PART)
+    release()
+
+
+def multiply_by_unit(address: int) -> None:
+    """The same of bfloat16, by the matrix unit."""
+    _share_by_unit(task_at(address, PRODUCT_TASK), address, False)
+
+
+def multiply_int8_by_unit(address: int) -> None:
+    """The same of int8, by the matrix unit."""
+    _share_by_unit(task_at(address, PRODUCT_TASK), address, True)

@@ -1,0 +1,317 @@
+"""Register tiles of a product with a packed matrix, by the dtype that the matrix is kept in.
+
+It decides which instructions an element passes; how a product is cut into tiles is not seen in its
+bits: each element is one chain along the depth. A panel of a packed matrix has sixteen rows, side
+by side: see `PackedMatrix`.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba import types
+
+from gptmanager.kernels.gemm.products import WIDE, repeat
+from gptmanager.kernels.simd.lanes import (
+    FLOAT,
+    INDICES,
+    INT,
+    LANES,
+    LONG,
+    VECTOR,
+    at,
+    call,
+    long,
+    loop_named,
+    multiply_add,
+    nothing,
+    spread,
+    word,
+)
+from gptmanager.kernels.simd.pairs import add_pairs, is_amd
+
+PANELS = 4  # that a tile spans: enough sums to hide the latency of an addition from one row on
+# Bytes of a panel: the processor itself looks less far ahead. AMD's have room for few lines on
+# their way to the first cache, but more to the second; Intel's were faster the other way.
+AHEAD, _NEAR = (1024, 2) if is_amd() else (2048, 3)
+# By the rows of a tile, of how many panels the sums fit into registers: into 32 of 512 bits, or 16
+# of 256, of which a vector takes two.
+_ACROSS = dict.fromkeys((1, 2, 4, 6), PANELS) if WIDE > 1 else {1: 4, 2: 2, 4: 1, 6: 1}
+_BYTE, _SHORT = ir.IntType(8), ir.IntType(16)
+_HALVES, _SHORTS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_SHORT, LANES)
+
+
+class Format(NamedTuple):
+    """`kind`: what is read of a panel at a time. `widen` makes factors of it, of one position of
+    the depth after another, or of one pair. `left`: the same of a row. `add`: `(left, right,
+    total)` -> total, a vector each.
+    """
+
+    kind: Any
+    widen: Callable[[Any, Any], tuple[Any, ...]]
+    left: Any = FLOAT
+    add: Callable[[Any, Any, Any, Any], Any] = multiply_add
+
+    @property
+    def bytes_read(self) -> int:
+        return LANES * {VECTOR: 4, INDICES: 4, _HALVES: 2, _SHORTS: 2}[self.kind]
+
+
+def fetch_line(builder: Any, address: Any) -> None:
+    """Ask for the line of memory there."""
+    to_read, to_stay, data = (ir.Constant(INT, n) for n in (0, _NEAR, 1))
+    kind, pointer = ir.VoidType(), builder.inttoptr(address, FLOAT.as_pointer())
+    call(builder, "llvm.prefetch.p0", kind, pointer, to_read, to_stay, data)
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(INDICES, [value] * LANES)
+
+
+def _pairs(builder: Any, value: Any) -> tuple[Any, ...]:
+    """A bfloat16 is the upper half of a float32; the even position lies in the lower one."""
+    even = builder.shl(value, _all(16))
+    odd = builder.and_(value, _all(0xFFFF0000))
+    return builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)
+
+
+def _bytes(builder: Any, value: Any) -> tuple[Any, ...]:
+    """Widen the int8 values of two positions; the even one is in the lower byte of a lane."""
+    eight = ir.Constant(_SHORTS, [8] * LANES)
+    even = builder.ashr(builder.shl(value, eight), eight)
+    odd = builder.ashr(value, eight)
+    return tuple(builder.sitofp(builder.sext(it, INDICES), VECTOR) for it in (even, odd))
+
+
+_FORMATS = {
+    "float32": Format(VECTOR, lambda builder, value: (value,)),
+    "bfloat16": Format(INDICES, _pairs),
+    "bfloat16 pairs": Format(INDICES, lambda builder, value: (value,), INT, add_pairs),
+    "float16": Format(_HALVES, lambda builder, value: (builder.fpext(value, VECTOR),)),
+    "int8": Format(_SHORTS, _bytes),
+}
+
+
+def tile(rows: int, dtype: str, across: int) -> Any:
+    """A word that computes `rows` x 64 elements of a product, or adds to them. The sums of `across`
+    panels are in registers at a time.
+
+    Its arguments: `(c, a, a_stride, b0, b1, b2, b3, steps, add)`. `c` float32 of stride 64,
+    `a` float32, of pairs bfloat16, `b0` to `b3` the addresses of four panels; a step is what is
+    read of a panel at a time: two positions for bfloat16 and int8, one for others. `a_stride` in
+    bytes.
+    """
+    own = _FORMATS[dtype]
+
+    @word(nothing, *[long] * 8, types.boolean)
+    def product(
+        builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
+        steps: Any, add: Any,
+    ) -> None:  # fmt: skip
+        lefts = [
+            builder.add(a, builder.mul(a_stride, ir.Constant(LONG, row))) for row in range(rows)
+        ]
+
+        def multiply(first: int, panels: Sequence[Any]) -> None:
+            def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
+                offset = builder.mul(index, ir.Constant(LONG, own.bytes_read))
+                starts = [builder.add(panel, offset) for panel in panels]
+                for start in starts:
+                    fetch_line(builder, builder.add(start, ir.Constant(LONG, AHEAD)))
+                pointers = [builder.inttoptr(start, own.kind.as_pointer()) for start in starts]
+                read = [own.widen(builder, builder.load(pointer, align=1)) for pointer in pointers]
+                depth = len(read[0])
+                for inner in range(depth):
+                    position = builder.add(
+                        builder.mul(index, ir.Constant(LONG, depth)), ir.Constant(LONG, inner)
+                    )
+                    factors = [
+                        spread(builder, builder.load(at(builder, left, position, own.left)))
+                        for left in lefts
+                    ]
+                    sums = [
+                        own.add(builder, factors[n // across], read[n % across][inner], total)
+                        for n, total in enumerate(sums)
+                    ]
+                return sums
+
+            targets = [
+                at(builder, c, ir.Constant(LONG, LANES * (PANELS * row + first + n)), VECTOR)
+                for row in range(rows)
+                for n in range(across)
+            ]
+            zero = ir.Constant(VECTOR, None)
+            initial = [builder.select(add, builder.load(t, align=4), zero) for t in targets]
+            for target, value in zip(targets, repeat(builder, steps, initial, step), strict=True):
+                builder.store(value, target, align=4)
+
+        for first in range(0, PANELS, across):
+            multiply(first, (b0, b1, b2, b3)[first : first + across])
+
+    return product
+
+
+@functools.cache
+def widen_panel(dtype: str) -> Any:
+    """A word that reads so many positions of a panel as float32: `(target, source, positions)`."""
+    own = _FORMATS[dtype]
+
+    @word(nothing, long, long, long)
+    def widened(builder: Any, target: Any, source: Any, positions: Any) -> None:
+        depth = 2 if dtype in ("bfloat16", "int8") else 1
+
+        def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+            start = builder.add(source, builder.mul(index, ir.Constant(LONG, own.bytes_read)))
+            read = builder.load(builder.inttoptr(start, own.kind.as_pointer()), align=1)
+            first = builder.mul(index, ir.Constant(LONG, depth * LANES))
+            for n, value in enumerate(own.widen(builder, read)):
+                place = builder.add(first, ir.Constant(LONG, n * LANES))
+                builder.store(value, at(builder, target, place, VECTOR), align=4)
+            return []
+
+        repeat(builder, builder.sdiv(positions, ir.Constant(LONG, depth)), [], step)
+
+    return widened
+
+
+@functools.cache  # one function for each name
+def over_rows(dtype: str) -> Any:
+    """The same for any number of rows, by tiles of six and fewer."""
+    six, four, two, one = (tile(rows, dtype, _ACROSS[rows]) for rows in (6, 4, 2, 1))
+    name = dtype.replace(" ", "_")
+
+    @loop_named(f"multiply_rows_{name}")
+    def product(
+        c: int, a: int, a_stride: int, b0: int, b1: int, b2: int, b3: int,
+        steps: int, add: bool, rows: int,
+    ) -> None:  # fmt: skip
+        row = 0
+        while row < rows:
+            to, left, rest = c + 256 * row, a + row * a_stride, rows - row
+            if rest >= 6:
+                six(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                row += 6
+            elif rest >= 4:
+                four(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                row += 4
+            elif rest >= 2:
+                two(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                row += 2
+            else:
+                one(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                row += 1
+
+    return product
+
+
+# The matrix unit of some processors (Intel's AMX): eight registers of 16 rows of 64 bytes.
+
+
+@functools.cache
+def has_matrix_unit() -> bool:
+    """Whether this process may use it; Linux wants to be asked once, for all threads."""
+    if sys.platform != "linux" or not binding.get_host_cpu_features().get("amx-bf16"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+
+
+def _unit(builder: Any, name: str, *values: Any) -> None:
+    call(builder, f"llvm.x86.{name}", ir.VoidType(), *values)
+
+
+def _register(number: int) -> Any:
+    return ir.Constant(_BYTE, number)
+
+
+def _byte(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _BYTE.as_pointer())
+
+
+@word(nothing, long)
+def configure(builder: Any, address: Any) -> None:
+    """Rows and bytes of each register, as the 64 bytes at `address` say."""
+    _unit(builder, "ldtilecfg", _byte(builder, address))
+
+
+@word(nothing)
+def release(builder: Any) -> None:
+    """Not to be forgotten: what the registers hold is saved at each switch of threads."""
+    _unit(builder, "tilerelease")
+
+
+def unit_tile(down: int) -> Any:
+    """A word that computes `16 * down` x 64 elements of a bfloat16 product; `down` is 1 or 2.
+
+    Its arguments are those of a `tile` but the last; `a` is bfloat16, a step 32 positions. Of the
+    registers the first hold sums, then come those of a, then those of b.
+    """
+    across = PANELS // down
+    lefts = [_register(down * across + n) for n in range(down)]
+    rights = [_register(n) for n in range(down * across + down, 8)]
+
+    @word(nothing, long, long, long, long, long, long, long, long, types.boolean)
+    def product(
+        builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
+        steps: Any, add: Any,
+    ) -> None:  # fmt: skip
+        def multiply(c_start: Any, panels: Sequence[Any]) -> None:
+            def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+                column, block = (builder.mul(index, ir.Constant(LONG, n)) for n in (64, 1024))
+                for left, row in zip(lefts, rows, strict=True):
+                    start = builder.add(row, column)
+                    _unit(builder, "tileloadd64", left, _byte(builder, start), row_bytes)
+                for n, panel in enumerate(panels):
+                    right, start = rights[n % len(rights)], builder.add(panel, block)
+                    if down == 1:  # with more rows the unit is what takes the time
+                        for offset in range(0, 1024, 64):
+                            fetch_line(
+                                builder, builder.add(start, ir.Constant(LONG, offset + AHEAD))
+                            )
+                    _unit(builder, "tileloadd64", right, _byte(builder, start), line)
+                    for m, left in enumerate(lefts):
+                        _unit(builder, "tdpbf16ps", _register(m * across + n), left, right)
+                return []
+
+            places = [
+                builder.add(c_start, ir.Constant(LONG, 4 * (16 * 64 * m + 16 * n)))
+                for m in range(down)
+                for n in range(across)
+            ]
+            with builder.if_else(add) as (more, first):
+                with more:
+                    for n, to in enumerate(places):
+                        _unit(builder, "tileloadd64", _register(n), _byte(builder, to), c_bytes)
+                with first:
+                    for n in range(len(places)):
+                        _unit(builder, "tilezero", _register(n))
+            repeat(builder, steps, [], step)
+            for n, to in enumerate(places):
+                _unit(builder, "tilestored64", _register(n), _byte(builder, to), c_bytes)
+
+        row_bytes = builder.mul(a_stride, ir.Constant(LONG, 2))
+        line, c_bytes = ir.Constant(LONG, 64), ir.Constant(LONG, 256)
+        sixteen = builder.mul(row_bytes, ir.Constant(LONG, 16))
+        rows = [a, builder.add(a, sixteen)][:down]
+        for n in range(0, PANELS, across):
+            start = builder.add(c, ir.Constant(LONG, 4 * 16 * n))
+            multiply(start, (b0, b1, b2, b3)[n : n + across])
+
+    return product
+
+
+@word(nothing, long, long)
+def widen_bytes(builder: Any, target: Any, source: Any) -> None:
+    """Sixteen lanes of two positions of int8, as the matrix unit wants them in bfloat16: exact."""
+
+    read = builder.load(builder.inttoptr(source, _SHORTS.as_pointer()), align=1)
+    even, odd = (builder.bitcast(it, INDICES) for it in _bytes(builder, read))
+    both = builder.or_(builder.lshr(even, _all(16)), odd)
+    builder.store(both, builder.inttoptr(target, INDICES.as_pointer()), align=4)

@@ -1,0 +1,188 @@
+"""Small matrix products for compiled code: register tiles, and a loop over them.
+
+It decides how a product is cut; what an element comes to does not depend on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba import types
+
+from gptmanager.kernels.simd.dtypes import BFLOAT16, FLOAT32, HAS_FLOAT16, itemsize, load_at
+from gptmanager.kernels.simd.lanes import (
+    FLOAT,
+    INDICES,
+    LANES,
+    LONG,
+    VECTOR,
+    at,
+    compact,
+    long,
+    loop,
+    loop_named,
+    multiply_add,
+    nothing,
+    spread,
+    word,
+)
+
+Step = Callable[[Any, Sequence[Any]], Sequence[Any]]
+
+
+def repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequence[Any]:
+    """The values after `count` >= 1 times `values = step(index, values)`, kept in registers."""
+    before, body = builder.block, builder.append_basic_block("step")
+    builder.branch(body)
+    builder.position_at_end(body)
+    index, values = builder.phi(LONG), [builder.phi(value.type) for value in initial]
+    results = step(index, values)
+    following, last = builder.add(index, ir.Constant(LONG, 1)), builder.block
+    after = builder.append_basic_block("after")
+    builder.cbranch(builder.icmp_signed("<", following, count), body, after)
+    starts, ends = [ir.Constant(LONG, 0), *initial], [following, *results]
+    for phi, start, end in zip([index, *values], starts, ends, strict=True):
+        phi.add_incoming(start, before)
+        phi.add_incoming(end, last)
+    builder.position_at_end(after)
+    return results
+
+
+def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
+    """A word that computes `rows` x (16 * `vectors`) elements of a product in registers.
+
+    Its arguments: `(c, c_stride, a, a_stride, b, b_stride, depth, add, columns)`, see `multiply`.
+    Each element is one chain of fused multiply-adds along `depth`, whatever the tile's shape.
+    `dtype`: of b. `partial`: only the first `columns` of b are read.
+    """
+
+    @word(nothing, long, long, long, long, long, long, long, types.boolean, long)
+    def product(
+        builder: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
+        depth: Any, add: Any, columns: Any,
+    ) -> None:  # fmt: skip
+        def element(start: Any, row: Any, stride: Any, column: Any, kind: Any) -> Any:
+            return at(builder, start, builder.add(builder.mul(row, stride), column), kind)
+
+        def right(index: Any, column: Any) -> Any:
+            place = builder.add(builder.mul(index, b_stride), column)
+            return load_at(builder, dtype, b, place, columns if partial else None)
+
+        def left(row: Any, index: Any) -> Any:
+            return spread(builder, builder.load(element(a, row, a_stride, index, FLOAT)))
+
+        def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
+            on_top, at_left = [right(index, n) for n in across], [left(n, index) for n in down]
+            factors = [(x, y) for x in at_left for y in on_top]
+            return [
+                multiply_add(builder, x, y, total)
+                for (x, y), total in zip(factors, sums, strict=True)
+            ]
+
+        down = [ir.Constant(LONG, row) for row in range(rows)]
+        across = [ir.Constant(LONG, v * LANES) for v in range(vectors)]
+        targets = [element(c, row, c_stride, n, VECTOR) for row in down for n in across]
+        zero = ir.Constant(VECTOR, None)
+        initial = [builder.select(add, builder.load(t, align=4), zero) for t in targets]
+        for target, value in zip(targets, repeat(builder, depth, initial, step), strict=True):
+            builder.store(value, target, align=4)
+
+    return product
+
+
+# The sums of a tile fill eight registers: enough to hide the latency of an addition, and few enough
+# where there are sixteen. A vector takes one register of 512 bits, or two of 256.
+WIDE = 2 if binding.get_host_cpu_features().get("avx512f") else 1
+
+
+def _multiply_by(dtype: str) -> Any:
+    four_by_wide, four_by_one = tile(4, WIDE, dtype), tile(4, 1, dtype)
+    two_by_wide, two_by_one = tile(2, 2 * WIDE, dtype), tile(2, 1, dtype)
+    four_by_part, two_by_part = tile(4, 1, dtype, partial=True), tile(2, 1, dtype, partial=True)
+    size = itemsize(dtype)
+
+    @loop_named(f"multiply_by_{dtype}")
+    def multiply(
+        c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int,
+        rows: int, columns: int, depth: int, add: bool,
+    ) -> None:  # fmt: skip
+        compact()
+        row = 0
+        while row < rows:
+            four = rows - row > 2
+            column, wide = 0, WIDE * LANES if four else 2 * WIDE * LANES
+            while column < columns:
+                to, left = c + 4 * (row * c_stride + column), a + 4 * row * a_stride
+                right, rest = b + size * column, columns - column
+                if rest >= wide:
+                    column += wide
+                    if four:
+                        four_by_wide(
+                            to, c_stride, left, a_stride, right, b_stride, depth, add, rest
+                        )
+                    else:
+                        two_by_wide(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                elif rest >= LANES:
+                    column += LANES
+                    if four:
+                        four_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                    else:
+                        two_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                else:
+                    column += LANES
+                    if four:
+                        four_by_part(
+                            to, c_stride, left, a_stride, right, b_stride, depth, add, rest
+                        )
+                    else:
+                        two_by_part(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+            row += 4 if four else 2
+
+    return multiply
+
+
+_by_float32, _by_bfloat16 = _multiply_by("float32"), _multiply_by("bfloat16")
+_by_float16 = _multiply_by("float16") if HAS_FLOAT16 else _by_bfloat16  # no tensor of it comes
+
+
+@loop
+def multiply(
+    dtype: int, c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int,
+    rows: int, columns: int, depth: int, add: bool,
+) -> None:  # fmt: skip
+    """`c = a @ b`, or `c += a @ b` if `add`; row-major, strides in elements, depth >= 1.
+
+    `dtype`: of b; the others are float32. a and c have room for an even number of rows, c for
+    whole sixteens of columns.
+    """
+    if dtype == FLOAT32:
+        _by_float32(c, c_stride, a, a_stride, b, b_stride, rows, columns, depth, add)
+    elif dtype == BFLOAT16:
+        _by_bfloat16(c, c_stride, a, a_stride, b, b_stride, rows, columns, depth, add)
+    else:
+        _by_float16(c, c_stride, a, a_stride, b, b_stride, rows, columns, depth, add)
+
+
+@word(nothing, long, long, long, long)
+def transpose(
+    builder: Any, target: Any, target_stride: Any, source: Any, source_stride: Any
+) -> None:
+    """16 x 16 floats; strides in elements."""
+
+    def row(start: Any, index: int, stride: Any) -> Any:
+        return at(builder, start, builder.mul(ir.Constant(LONG, index), stride), VECTOR)
+
+    rows = [builder.load(row(source, n, source_stride), align=4) for n in range(LANES)]
+    distance = LANES
+    while distance > 1:  # each round swaps two quarters of every square of 2 x distance
+        distance //= 2
+        low = [n if not n & distance else n + LANES - distance for n in range(LANES)]
+        high = [n + distance if not n & distance else n + LANES for n in range(LANES)]
+        for n in (n for n in range(LANES) if not n & distance):
+            pair = rows[n], rows[n + distance]
+            rows[n] = builder.shuffle_vector(*pair, ir.Constant(INDICES, low))
+            rows[n + distance] = builder.shuffle_vector(*pair, ir.Constant(INDICES, high))
+    for n, value in enumerate(rows):
+        builder.store(value, row(target, n, target_stride), align=4)

@@ -1,0 +1,170 @@
+"""Rows of activations as whole numbers, for products with matrices of int8.
+
+Each stretch of a row is rounded by its largest number: to 16 bits where rows are few, to 8 bits
+where they are many. Of 8 bits, what rounding left is kept, too, where the largest is far larger
+than the others, which would be lost beside it: activations of language models have such outliers,
+in the same few channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from gptmanager.kernels.simd.dtypes import load_as
+from gptmanager.kernels.simd.lanes import (
+    INDICES,
+    INT,
+    LANES,
+    LONG,
+    ROUND,
+    VECTOR,
+    call,
+    claim,
+    larger,
+    long,
+    loop,
+    mark_nan,
+    max_lanes,
+    nothing,
+    put,
+    put_int,
+    splat,
+    sum_lanes,
+    task_at,
+    vector,
+    word,
+)
+from gptmanager.kernels.simd.threads import NEXT_PART
+from gptmanager.kernels.token_loops import CONVERSION_TASK, ZERO, share_of
+
+MOST_POSITIONS = 256  # of a sum of 16 bits: what 127 times 32,767 may add up to is twice that
+STRETCH = (
+    64  # positions of 8 bits with one factor: a sum in their midst takes an eighth of the time
+)
+MARK_BYTES = 16  # of a stretch: its factor, what its sums begin with; the same of what is left
+OUTLIER = 16.0  # times the mean magnitude of a stretch: what is left is looked at from here on
+MOST_INTEGER, MOST_BYTE = np.float32(32767.0), np.float32(127.0)
+FINER = np.float32(254.0)  # half a unit of what is rounded is 127 of what is left
+LEAST = 1e-30  # of a stretch's largest number: below it there is nothing to tell apart
+
+
+def row_bytes(depth: int) -> int:
+    """Return the bytes of an int8 row: its values, their remainders, the marks of its stretches."""
+    return 2 * depth + MARK_BYTES * ((depth - 1) // STRETCH + 1)
+
+
+row_size = loop(row_bytes)  # for compiled callers
+
+
+def _rounded(builder: Any, value: Any, bits: int) -> Any:
+    """Sixteen numbers as integers, to the nearest, ties to even."""
+    shifted = builder.fadd(value, ir.Constant(VECTOR, [ROUND] * LANES))
+    return builder.trunc(builder.bitcast(shifted, INDICES), ir.VectorType(ir.IntType(bits), LANES))
+
+
+def _store(builder: Any, address: Any, index: Any, value: Any) -> None:
+    size = value.type.element.width // 8
+    start = builder.add(address, builder.mul(index, ir.Constant(LONG, size)))
+    builder.store(value, builder.inttoptr(start, value.type.as_pointer()), align=size)
+
+
+@word(nothing, long, long, vector)
+def _store_shorts(builder: Any, address: Any, index: Any, value: Any) -> None:
+    """Sixteen numbers of at most 2^15 as int16."""
+    _store(builder, address, index, _rounded(builder, value, 16))
+
+
+@word(vector, long, long, vector, vector)
+def _store_bytes(builder: Any, address: Any, index: Any, value: Any, total: Any) -> Any:
+    """Sixteen numbers of at most 127 as int8; returns the int32 that lie in `total`, and those
+    added.
+    """
+    lower = _rounded(builder, value, 8)
+    _store(builder, address, index, lower)
+    added = builder.add(builder.bitcast(total, INDICES), builder.sext(lower, INDICES))
+    return builder.bitcast(added, VECTOR)
+
+
+@word(long, vector)
+def _sum_ints(builder: Any, value: Any) -> Any:
+    """Return the sum of the int32 lanes of `value`, as int64."""
+    name = "llvm.vector.reduce.add.v16i32"
+    return builder.sext(call(builder, name, INT, builder.bitcast(value, INDICES)), LONG)
+
+
+@loop
+def _measured(dtype: int, x: int, start: int, positions: int, count: int) -> Any:
+    """Return the largest magnitude, the sum of magnitudes, and NaN if there is one (else 0).
+
+    Reads `positions` values from `start` on, of which `count` exist. A largest magnitude below
+    `LEAST` is returned as 0.
+    """
+    most, size, nans = splat(ZERO), splat(ZERO), splat(ZERO)
+    for k in range(0, positions, LANES):
+        value = load_as(dtype, x, start + k, count - k)
+        magnitude = larger(value, splat(ZERO) - value)
+        most, size, nans = larger(most, magnitude), size + magnitude, mark_nan(nans, value)
+    largest = max_lanes(most)
+    if largest < np.float32(LEAST):
+        largest = ZERO
+    return largest, sum_lanes(size), sum_lanes(nans)
+
+
+@loop
+def _inverse(most: Any, largest: Any) -> Any:
+    return most / largest if largest > ZERO else ZERO
+
+
+@loop
+def round_to_shorts(dtype: int, x: int, row: int, depth: int, to: int, factors: int) -> None:
+    """A row of x as int16, and what its stretches are to be multiplied with; NaN stays NaN."""
+    for number, first in enumerate(range(0, depth, MOST_POSITIONS)):
+        positions, start = min(MOST_POSITIONS, depth - first), row * depth + first
+        largest, _, nan = _measured(dtype, x, start, positions, depth - first)
+        put(factors, number, largest / MOST_INTEGER + nan)
+        by = splat(_inverse(MOST_INTEGER, largest))
+        for k in range(0, positions, LANES):
+            value = load_as(dtype, x, start + k, depth - first - k)
+            _store_shorts(to, first + k, value * by)
+
+
+@loop
+def _round_to_bytes(dtype: int, x: int, row: int, given: int, depth: int, to: int) -> None:
+    """A row of x, `given` elements and zeros up to `depth`; NaN stays NaN."""
+    for number, first in enumerate(range(0, depth, STRETCH)):
+        positions, start = min(STRETCH, depth - first), row * given + first
+        count, marks = given - first, to + 2 * depth + MARK_BYTES * number
+        largest, size, nan = _measured(dtype, x, start, positions, count)
+        factor, by = largest / MOST_BYTE, splat(_inverse(MOST_BYTE, largest))
+        total = splat(ZERO)
+        for k in range(0, positions, LANES):
+            value = load_as(dtype, x, start + k, count - k) * by
+            total = _store_bytes(to, first + k, value, total)
+        put(marks, 0, factor + nan)
+        put_int(marks, 1, -128 * _sum_ints(total))
+        if largest * np.float32(min(positions, count)) <= np.float32(OUTLIER) * size:
+            put(marks, 2, ZERO)
+            continue
+        total = splat(ZERO)
+        for k in range(0, positions, LANES):
+            value = load_as(dtype, x, start + k, count - k) * by
+            left = value - ((value + splat(np.float32(ROUND))) - splat(np.float32(ROUND)))
+            total = _store_bytes(to + depth, first + k, left * splat(FINER), total)
+        put(marks, 2, factor / FINER)
+        put_int(marks, 3, -128 * _sum_ints(total))
+
+
+def round_rows(address: int) -> None:
+    """Tokens as rows of 8 bits; the task's own dtype is not looked at."""
+    t = task_at(address, CONVERSION_TASK)
+    size = row_size(t.width)
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        for token in share_of(t, part):
+            _round_to_bytes(t.x_dtype, t.x, token, t.given, t.width, t.result + token * size)
+        part = claim(address, NEXT_PART)

@@ -1,0 +1,250 @@
+"""Register tiles of low-rank adapters: sums of A x, and products with B, whose rows are turned.
+
+It decides how an element passes through registers; how tokens and ranks are cut into tiles is not
+seen in its bits. Elements of two bytes are turned in pairs, and widened behind it. A tile asks for
+the memory that is read next: what the processor looks ahead by itself ends with each row.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from gptmanager.kernels.gemm.products import WIDE, repeat
+from gptmanager.kernels.simd.dtypes import HAS_FLOAT16, itemsize, load_at
+from gptmanager.kernels.simd.lanes import (
+    FLOAT,
+    INDICES,
+    INT,
+    LANES,
+    LONG,
+    VECTOR,
+    at,
+    call,
+    long,
+    multiply_add,
+    nothing,
+    spread,
+    word,
+)
+from gptmanager.kernels.simd.pairs import add_pairs
+
+ROWS, RANKS = 2 * WIDE, 4  # of a tile of A x: as many sums as there are registers for
+RANKS_OF_ONE = 4 * WIDE  # of a tile with one token
+DEPTH = 8  # of the slabs of B that stay in registers, beside as many sums
+LINE = 64  # bytes of memory that are read together
+NAMES = "float32", "bfloat16", *(("float16",) if HAS_FLOAT16 else ())
+
+
+def _number(value: int) -> Any:
+    return ir.Constant(LONG, value)
+
+
+def fetch(builder: Any, address: Any, num_bytes: int) -> None:
+    """Asks for lines of memory, for the second cache: the first is too small for what is ahead."""
+    to_read, second_level, data = (ir.Constant(INT, n) for n in (0, 2, 1))
+    for offset in range(0, num_bytes, LINE):
+        pointer = builder.inttoptr(builder.add(address, _number(offset)), FLOAT.as_pointer())
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, to_read, second_level, data)
+
+
+def _lanes(builder: Any, first: Any, second: Any, lanes: Sequence[int]) -> Any:
+    """These lanes of two vectors, side by side."""
+    chosen = ir.Constant(ir.VectorType(INT, len(lanes)), list(lanes))
+    return builder.shuffle_vector(first, second, chosen)
+
+
+def _sums(builder: Any, values: Sequence[Any]) -> Any:
+    """The sum of each vector's lanes, in the order of the vectors: halves of what is left of a
+    vector are added until one lane is left.
+    """
+    width = LANES
+    while width > 1:
+        width //= 2
+        low = [lane for lane in range(2 * LANES) if lane // width % 2 == 0]
+        high = [lane + width for lane in low]
+        pairs = zip(values[::2], values[1::2] or values, strict=True)
+        values = [
+            builder.fadd(_lanes(builder, *pair, low), _lanes(builder, *pair, high))
+            for pair in pairs
+        ]
+    return values[0]
+
+
+def dots(rows: int, ranks: int, dtype: str) -> Any:
+    """A word that stores the products of `rows` tokens with `ranks` rows of A.
+
+    Its arguments: `(h, stride, x, a, width, last_row, last_rank, ahead)`; rows behind the last ones
+    are those once more. The memory at `ahead`, as much as is read of A, is asked for. `x` is
+    float32. `width`, of x and of A, is at least LANES. An element is sixteen chains along it, and
+    their sum. With `dtype` "bfloat16 pairs" x is bfloat16, too, and `width` at least 2 * LANES: a
+    chain takes two products at a time.
+    """
+    kept = dtype.removesuffix(" pairs")
+    by_pairs = kept != dtype
+    x_kept, at_once = (kept, 2 * LANES) if by_pairs else ("float32", LANES)
+    read = at_once * ranks * itemsize(kept)
+
+    @word(nothing, long, long, long, long, long, long, long, long)
+    def product(
+        builder: Any, h: Any, stride: Any, x: Any, a: Any, width: Any, last_row: Any,
+        last_rank: Any, ahead: Any,
+    ) -> None:  # fmt: skip
+        def add(pairs: bool, index: Any, count: Any, totals: Any) -> list[Any]:
+            read_at, add_to = (_pairs_at, add_pairs) if pairs else (load_at, multiply_add)
+            tokens = [read_at(builder, x_kept, left, index, count) for left in lefts]
+            parts = [read_at(builder, kept, right, index, count) for right in rights]
+            factors = [(x, y) for x in tokens for y in parts]
+            return [
+                add_to(builder, x, y, total) for (x, y), total in zip(factors, totals, strict=True)
+            ]
+
+        def step(index: Any, totals: Any) -> list[Any]:
+            fetch(builder, builder.add(ahead, builder.mul(index, _number(read))), read)
+            first = builder.mul(index, _number(at_once))
+            return add(by_pairs, first, None, totals)
+
+        lefts = _starts(builder, x, builder.mul(width, _number(itemsize(x_kept))), last_row, rows)
+        rights = _starts(builder, a, builder.mul(width, _number(itemsize(kept))), last_rank, ranks)
+        zeros = [ir.Constant(VECTOR, None)] * (rows * ranks)
+        whole = builder.sdiv(width, _number(at_once))
+        totals = repeat(builder, whole, zeros, step)
+        end, before = builder.mul(whole, _number(at_once)), builder.block
+        with builder.if_then(builder.icmp_signed("<", end, width)):
+            longer = totals
+            for offset in range(0, at_once, LANES):
+                first = builder.add(end, _number(offset))
+                longer = add(False, first, builder.sub(width, first), longer)
+            after = builder.block
+        ends = []
+        for short, long_one in zip(totals, longer, strict=True):
+            total = builder.phi(VECTOR)
+            total.add_incoming(short, before)
+            total.add_incoming(long_one, after)
+            ends.append(total)
+        sums = _sums(builder, ends)
+        for row in range(rows):
+            part = _lanes(builder, sums, sums, range(row * ranks, (row + 1) * ranks))
+            place = builder.mul(_number(row), stride)
+            builder.store(part, at(builder, h, place, part.type), align=4)
+
+    return product
+
+
+def _starts(builder: Any, address: Any, num_bytes: Any, last: Any, count: int) -> list[Any]:
+    """Addresses of rows of so many bytes; behind the last one that one again."""
+    rows = [_number(row) for row in range(count)]
+    there = [builder.select(builder.icmp_signed("<", row, last), row, last) for row in rows]
+    return [builder.add(address, builder.mul(row, num_bytes)) for row in there]
+
+
+def _pairs_at(builder: Any, dtype: str, address: Any, index: Any, count: Any) -> Any:
+    """Sixteen pairs of bfloat16, as they are; all of them."""
+    assert dtype == "bfloat16" and count is None
+    start = builder.add(address, builder.mul(index, _number(2)))
+    return builder.load(builder.inttoptr(start, INDICES.as_pointer()), align=2)
+
+
+def _floats(builder: Any, value: Any) -> list[Any]:
+    return [builder.bitcast(value, VECTOR)]
+
+
+def _of_bfloat16(builder: Any, value: Any) -> list[Any]:
+    upper = builder.and_(value, ir.Constant(INDICES, [0xFFFF0000] * LANES))
+    lower = builder.shl(value, ir.Constant(INDICES, [16] * LANES))
+    return [builder.bitcast(lower, VECTOR), builder.bitcast(upper, VECTOR)]
+
+
+_WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {
+    "float32": _floats,
+    "bfloat16": _of_bfloat16,
+}
+
+
+def _turned(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
+    """Vector k: what sixteen rows of B hold at k. Four bytes of a row are a lane."""
+    size = itemsize(dtype)
+    units = DEPTH * size // 4  # of four bytes, in a row
+    part = ir.VectorType(INT, units)
+
+    def load_row(row: int) -> Any:
+        place = builder.mul(builder.mul(rank, _number(row)), _number(size))
+        pointer = builder.inttoptr(builder.add(b, place), part.as_pointer())
+        return builder.load(pointer, align=size)
+
+    def load_lanes(first: int) -> Any:
+        """Load lanes already exchanged by more than `units` lanes: loading does it for free."""
+        parts = [load_row(first + units * n) for n in range(LANES // units)]
+        while len(parts) > 1:
+            every = range(2 * parts[0].type.count)
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [_lanes(builder, *pair, every) for pair in pairs]
+        return parts[0]
+
+    values = [load_lanes(index) for index in range(units)]
+    distance = units
+    while distance > 1:  # each round exchanges two quarters of every square of 2 x distance
+        distance //= 2
+        low = [n if not n & distance else n + LANES - distance for n in range(LANES)]
+        high = [n + distance if not n & distance else n + LANES for n in range(LANES)]
+        for n in (n for n in range(units) if not n & distance):
+            pair = values[n], values[n + distance]
+            values[n] = _lanes(builder, *pair, low)
+            values[n + distance] = _lanes(builder, *pair, high)
+    return [wide for value in values for wide in _WIDEN[dtype](builder, value)]
+
+
+def expanded(groups: int, dtype: str) -> Any:
+    """A word that adds to 16 * `groups` columns of each token's sums what DEPTH elements of h add.
+
+    Its arguments: `(sums, stride, b, rank, h, h_stride, rows, ahead)`: as many rows of B begin at
+    `b`, `rank` elements apart. They are turned in registers, and stay there for all tokens. The
+    memory at `ahead`, as much as is read, is asked for.
+    """
+
+    @word(nothing, long, long, long, long, long, long, long, long)
+    def add(
+        builder: Any, sums: Any, stride: Any, b: Any, rank: Any, h: Any, h_stride: Any, rows: Any,
+        ahead: Any,
+    ) -> None:  # fmt: skip
+        fetch(builder, ahead, groups * LANES * DEPTH * itemsize(dtype))
+        group = builder.mul(rank, _number(LANES * itemsize(dtype)))
+        starts = [builder.add(b, builder.mul(group, _number(n))) for n in range(groups)]
+        turned = [_turned(builder, dtype, start, rank) for start in starts]
+
+        def add_to(first: Any, count: int) -> None:
+            tokens = [builder.add(first, _number(row)) for row in range(count)]
+            places = [
+                at(builder, sums, builder.add(builder.mul(it, stride), _number(LANES * n)), VECTOR)
+                for it in tokens
+                for n in range(groups)
+            ]
+            totals = [builder.load(place, align=4) for place in places]
+            for k, parts in enumerate(zip(*turned, strict=True)):
+                for row, token in enumerate(tokens):
+                    place = builder.add(builder.mul(token, h_stride), _number(k))
+                    factor = spread(builder, builder.load(at(builder, h, place, FLOAT)))
+                    for n, part in enumerate(parts, start=row * groups):
+                        totals[n] = multiply_add(builder, factor, part, totals[n])
+            for place, total in zip(places, totals, strict=True):
+                builder.store(total, place, align=4)
+
+        def four(index: Any, _: Sequence[Any]) -> list[Any]:
+            add_to(builder.mul(index, _number(4)), 4)
+            return []
+
+        def one(index: Any, _: Sequence[Any]) -> list[Any]:
+            add_to(builder.add(whole, index), 1)
+            return []
+
+        whole = builder.and_(rows, _number(-4))
+        with builder.if_then(builder.icmp_signed(">", whole, _number(0))):
+            repeat(builder, builder.sdiv(whole, _number(4)), [], four)
+        with builder.if_then(builder.icmp_signed(">", rows, whole)):
+            repeat(builder, builder.sub(rows, whole), [], one)
+
+    return add

@@ -1,0 +1,250 @@
+"""Low-rank adapters on a step's tokens: what one thread does of `Kernels.add_adapters`.
+
+A part is a run: tokens of one adapter, side by side or not. First h = A x of all its modules, then
+B h is added to one span of columns after another; B is turned for all tokens of the run. The sum
+of an element never depends on these: of A x it is sixteen chains along x, and their sum; of B h
+one chain along h, that begins with the result and takes one module after another.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from gptmanager.kernels.gemm.products import multiply, transpose
+from gptmanager.kernels.lora.adapter_words import (
+    DEPTH,
+    NAMES,
+    RANKS,
+    RANKS_OF_ONE,
+    ROWS,
+    dots,
+    expanded,
+)
+from gptmanager.kernels.simd.dtypes import BFLOAT16, FLOAT32, load_as, store_as
+from gptmanager.kernels.simd.lanes import (
+    LANES,
+    claim,
+    get_long,
+    load,
+    loop,
+    store,
+    task_at,
+)
+from gptmanager.kernels.simd.pairs import has_pairs
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
+
+BLOCK = 32  # tokens of a run
+AHEAD = 8192  # bytes of the pool: how far ahead memory is asked for
+SPAN = 256  # columns that are computed at a time
+STRIDE = SPAN + LANES  # of a token's sums, which are computed in whole sixteens
+# A thread's floats: a square of lanes on its way, a span of B turned, the sums of a run; then come
+# the rows of x that are multiplied at a time, and h.
+SQUARE, TURNED, SUMS = LANES * LANES, LANES * STRIDE, BLOCK * STRIDE
+FIXED = SQUARE + TURNED + SUMS
+
+
+class AdapterTask(ctypes.Structure):
+    """Addresses, and sizes in elements but for scratch.
+
+    `order`: int64, the tokens that have adapters, each one's side by side. `runs`: int64
+    `[num_parts, 3]`, where it begins in `order`, where the next one does, and the slot; at most
+    BLOCK tokens each. `modules`: int64 `[num_modules, 4]`, as `AdapterModule`. `h_stride`: of a
+    token's h, at least its rank, and whole tiles. `dtype`: of `result`. `pairs`: whether A is
+    bfloat16 and multiplied in pairs, by x that is bfloat16, too.
+    """
+
+    _fields_ = task_fields(
+        "result x scratch layer dtype x_dtype columns order runs pool table modules num_modules"
+        " width slot_stride layer_stride h_stride pool_dtype scratch_bytes pairs"
+    )
+
+
+ADAPTER_TASK = np.dtype(AdapterTask)
+
+_several = {name: dots(ROWS, RANKS, name) for name in NAMES}
+_one = {name: dots(1, RANKS_OF_ONE, name) for name in NAMES}
+_several_float32, _one_float32 = _several["float32"], _one["float32"]
+_several_bfloat16, _one_bfloat16 = _several["bfloat16"], _one["bfloat16"]
+_several_float16 = _several.get("float16", _several_bfloat16)  # no tensor of it comes
+_one_float16 = _one.get("float16", _one_bfloat16)
+_several_pairs, _one_pairs = _several_bfloat16, _one_bfloat16  # no task says `pairs`
+if has_pairs():
+    _several_pairs = dots(ROWS, RANKS, "bfloat16 pairs")
+    _one_pairs = dots(1, RANKS_OF_ONE, "bfloat16 pairs")
+_thirty_two_float32, _sixteen_float32 = expanded(2, "float32"), expanded(1, "float32")
+_thirty_two_bfloat16, _sixteen_bfloat16 = expanded(2, "bfloat16"), expanded(1, "bfloat16")
+
+
+def scratch_floats(width: int, num_modules: int, h_stride: int) -> int:
+    """Return how many float32 of scratch a thread needs; the last ones hold one spare token."""
+    return FIXED + ROWS * (width + LANES) + (num_modules * BLOCK + 1) * h_stride
+
+
+@loop
+def _module(t: Any, slot: int, module: int) -> Any:
+    """The element of the pool at which its A begins, and its rank."""
+    number = get_long(t.modules, 4 * module)
+    entry = slot * t.slot_stride + t.layer * t.layer_stride + 2 * number
+    return get_long(t.table, entry), get_long(t.table, entry + 1)
+
+
+@loop
+def _following(t: Any, slot: int, module: int) -> int:
+    """Address of what is read after A of a module: the next A, or the first B."""
+    size = 4 if t.pool_dtype == FLOAT32 else 2
+    if module + 1 < t.num_modules:
+        return int(t.pool + size * _module(t, slot, module + 1)[0])
+    offset, rank = _module(t, slot, 0)
+    return int(t.pool + size * (offset + rank * t.width))
+
+
+@loop
+def _rows_of(t: Any, to: int, place: int, rows: int, dtype: int) -> int:
+    """Address of x of these tokens, in `dtype`, one behind the other: where it is, or `to`."""
+    first, width, size = get_long(t.order, place), t.width, 4 if dtype == FLOAT32 else 2
+    if t.x_dtype == dtype and get_long(t.order, place + rows - 1) - first == rows - 1:
+        return int(t.x + size * first * width)
+    for row in range(rows):
+        start = get_long(t.order, place + row) * width
+        for i in range(0, width, LANES):
+            value = load_as(t.x_dtype, t.x, start + i, width - i)
+            store_as(dtype, to, row * width + i, value, width - i)
+    return to
+
+
+@loop
+def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
+    """`h = A x` of a run, by module."""
+    xs = scratch + 4 * FIXED
+    hs, width, stride = xs + 4 * ROWS * (t.width + LANES), t.width, t.h_stride
+    dtype, size, token = t.pool_dtype, 4 if t.pool_dtype == FLOAT32 else 2, first
+    pairs = t.pairs and t.x_dtype == BFLOAT16
+    while token < stop:
+        rows = min(ROWS, stop - token)
+        if rows == 2 and ROWS > 2:
+            rows = 1  # so few would be computed with copies of themselves
+        x = _rows_of(t, xs, token, rows, BFLOAT16 if pairs else FLOAT32)
+        for module in range(t.num_modules):
+            offset, rank = _module(t, slot, module)
+            h = hs + 4 * (module * BLOCK + token - first) * stride
+            behind, ranks = _following(t, slot, module), RANKS_OF_ONE if rows == 1 else RANKS
+            for d in range(0, rank, ranks):
+                a, to, last = t.pool + size * (offset + d * width), h + 4 * d, rank - d - 1
+                ahead = a + size * ranks * width if last >= ranks else behind
+                if rows == 1:
+                    if pairs:
+                        _one_pairs(to, stride, x, a, width, 0, last, ahead)
+                    elif dtype == FLOAT32:
+                        _one_float32(to, stride, x, a, width, 0, last, ahead)
+                    elif dtype == BFLOAT16:
+                        _one_bfloat16(to, stride, x, a, width, 0, last, ahead)
+                    else:
+                        _one_float16(to, stride, x, a, width, 0, last, ahead)
+                elif pairs:
+                    _several_pairs(to, stride, x, a, width, rows - 1, last, ahead)
+                elif dtype == FLOAT32:
+                    _several_float32(to, stride, x, a, width, rows - 1, last, ahead)
+                elif dtype == BFLOAT16:
+                    _several_bfloat16(to, stride, x, a, width, rows - 1, last, ahead)
+                else:
+                    _several_float16(to, stride, x, a, width, rows - 1, last, ahead)
+        token += rows
+
+
+@loop
+def _turn(dtype: int, scratch: int, b: int, count: int, rank: int, depth: int) -> None:
+    """`count` rows of B from `b` on, at most SPAN: their first `depth` elements, at most LANES."""
+    to, size = scratch + 4 * SQUARE, 4 if dtype == FLOAT32 else 2
+    for row in range(0, count, LANES):
+        for lane in range(LANES):
+            own = b + size * min(row + lane, count - 1) * rank
+            store(scratch, lane * LANES, load_as(dtype, own, 0, depth))
+        transpose(to + 4 * row, STRIDE, scratch, LANES)
+
+
+@loop
+def _add_columns(
+    t: Any, scratch: int, to: int, b: int, h: int, rows: int, count: int, rank: int
+) -> None:
+    """Adds B h to `count` columns of the sums; their rows of B begin at `b`. What fills registers
+    is turned there.
+    """
+    dtype, stride = t.pool_dtype, t.h_stride
+    size = 4 if dtype == FLOAT32 else 2
+    depth, columns = rank // DEPTH * DEPTH, count // LANES * LANES
+    if depth == 0 or (dtype != FLOAT32 and dtype != BFLOAT16):
+        depth = columns = 0
+    column = 0
+    while column < columns:
+        sums, start, wide = to + 4 * column, b + size * rank * column, columns - column > LANES
+        for d in range(0, depth, DEPTH):
+            own, hd = start + size * d, h + 4 * d
+            if wide:
+                behind = start + AHEAD + 2 * LANES * size * d
+                if dtype == FLOAT32:
+                    _thirty_two_float32(sums, STRIDE, own, rank, hd, stride, rows, behind)
+                else:
+                    _thirty_two_bfloat16(sums, STRIDE, own, rank, hd, stride, rows, behind)
+            elif dtype == FLOAT32:
+                _sixteen_float32(sums, STRIDE, own, rank, hd, stride, rows, own)
+            else:
+                _sixteen_bfloat16(sums, STRIDE, own, rank, hd, stride, rows, own)
+        column += 2 * LANES if wide else LANES
+    for start, end, first in ((0, columns, depth), (columns, count, 0)):
+        for d in range(first, rank if start < end else 0, LANES):
+            part, own = min(LANES, rank - d), b + size * (rank * start + d)
+            _turn(dtype, scratch, own, end - start, rank, part)
+            left, right = h + 4 * d, scratch + 4 * SQUARE
+            multiply(
+                *(FLOAT32, to + 4 * start, STRIDE, left, stride, right, STRIDE),
+                *(rows, end - start, part, True),
+            )
+
+
+@loop
+def _expand(t: Any, scratch: int, first: int, stop: int, slot: int, low: int, high: int) -> None:
+    """Adds all that the adapter adds to these columns of a run."""
+    sums = scratch + 4 * (SQUARE + TURNED)
+    hs = scratch + 4 * (FIXED + ROWS * (t.width + LANES))
+    size, rows, is_read = 4 if t.pool_dtype == FLOAT32 else 2, stop - first, False
+    for module in range(t.num_modules):
+        offset, rank = _module(t, slot, module)
+        column = get_long(t.modules, 4 * module + 1)
+        begin, end = max(low, column), min(high, column + get_long(t.modules, 4 * module + 2))
+        if rank == 0 or begin >= end:
+            continue
+        if not is_read:
+            is_read = True
+            for row in range(rows):
+                start = get_long(t.order, first + row) * t.columns + low
+                for i in range(0, high - low, LANES):
+                    value = load_as(t.dtype, t.result, start + i, high - low - i)
+                    store(sums, row * STRIDE + i, value)
+        b = t.pool + size * (offset + rank * (t.width + begin - column))
+        h, to = hs + 4 * module * BLOCK * t.h_stride, sums + 4 * (begin - low)
+        _add_columns(t, scratch, to, b, h, rows, end - begin, rank)
+    if is_read:
+        for row in range(rows):
+            start = get_long(t.order, first + row) * t.columns + low
+            for i in range(0, high - low, LANES):
+                value = load(sums, row * STRIDE + i)
+                store_as(t.dtype, t.result, start + i, value, high - low - i)
+
+
+def add(address: int) -> None:
+    """`result += B A x` for each run of tokens."""
+    t = task_at(address, ADAPTER_TASK)
+    scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        first, stop = get_long(t.runs, 3 * part), get_long(t.runs, 3 * part + 1)
+        slot = get_long(t.runs, 3 * part + 2)
+        _shrink(t, scratch, first, stop, slot)
+        for low in range(0, t.columns, SPAN):
+            _expand(t, scratch, first, stop, slot, low, min(low + SPAN, t.columns))
+        part = claim(address, NEXT_PART)

@@ -1,0 +1,1 @@
+"""Code for Numba and LLVM that no operation owns: lanes, dtypes, threads, kept machine code."""

@@ -1,0 +1,184 @@
+"""Lanes of any dtype: widened to float32 as they are read, rounded once as they are written.
+
+It decides what compiled code calls a dtype. bfloat16 is the upper half of a float32.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+
+from gptmanager.kernels.simd.lanes import (
+    INDICES,
+    INT,
+    LANES,
+    LONG,
+    VECTOR,
+    call,
+    get_int,
+    lanes_from,
+    load_part,
+    long,
+    loop,
+    nothing,
+    put_int,
+    real,
+    store_part,
+    vector,
+    word,
+)
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+_features = binding.get_host_cpu_features()
+HAS_FLOAT16 = "sse2" not in _features or bool(_features.get("f16c"))
+if HAS_FLOAT16:  # without the instruction it would be a call into a library that is not linked
+    DTYPES[torch.float16] = FLOAT16
+
+_BYTE = ir.IntType(8)
+_SHORT = ir.IntType(16)
+_SHORTS, _HALVES = ir.VectorType(_SHORT, LANES), ir.VectorType(ir.HalfType(), LANES)
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(INDICES, [value] * LANES)
+
+
+_VECTORS = {"float32": VECTOR, "bfloat16": _SHORTS, "float16": _HALVES}
+_NAMES = {VECTOR: "v16f32", _SHORTS: "v16i16", _HALVES: "v16f16"}
+
+
+def itemsize(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def load_at(builder: Any, dtype: str, address: Any, index: Any, count: Any = None) -> Any:
+    """Sixteen lanes, widened; with `count` only so many are read, and the others are zero."""
+    kind, size = _VECTORS[dtype], itemsize(dtype)
+    pointer = _pointer(builder, address, index, kind, size)
+    if count is None:
+        value = builder.load(pointer, align=size)
+    else:
+        mask, align = lanes_from(builder, "<", count), ir.Constant(INT, size)
+        name, rest = f"llvm.masked.load.{_NAMES[kind]}.p0", ir.Constant(kind, None)
+        value = call(builder, name, kind, pointer, align, mask, rest)
+    if dtype == "bfloat16":
+        return builder.bitcast(builder.shl(builder.zext(value, INDICES), _all(16)), VECTOR)
+    return builder.fpext(value, VECTOR) if dtype == "float16" else value
+
+
+def _pointer(builder: Any, address: Any, index: Any, kind: Any, size: int) -> Any:
+    start = builder.add(address, builder.mul(index, ir.Constant(LONG, size)))
+    return builder.inttoptr(start, kind.as_pointer())
+
+
+def _is_full(builder: Any, count: Any) -> Any:
+    return builder.icmp_signed(">=", count, ir.Constant(LONG, LANES))
+
+
+def _read(builder: Any, dtype: str, address: Any, index: Any, count: Any) -> Any:
+    with builder.if_else(_is_full(builder, count)) as (full, part):
+        with full:
+            whole, full_block = load_at(builder, dtype, address, index), builder.block
+        with part:
+            masked, part_block = load_at(builder, dtype, address, index, count), builder.block
+    value = builder.phi(VECTOR)
+    value.add_incoming(whole, full_block)
+    value.add_incoming(masked, part_block)
+    return value
+
+
+def _write(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
+    pointer = _pointer(builder, address, index, value.type, 2)
+    with builder.if_else(_is_full(builder, count)) as (full, part):
+        with full:
+            builder.store(value, pointer, align=2)
+        with part:
+            name = f"llvm.masked.store.{_NAMES[value.type]}.p0"
+            mask, align = lanes_from(builder, "<", count), ir.Constant(INT, 2)
+            call(builder, name, ir.VoidType(), value, pointer, align, mask)
+
+
+@word(vector, long, long, long)
+def _load_bfloat16(builder: Any, address: Any, index: Any, count: Any) -> Any:
+    return _read(builder, "bfloat16", address, index, count)
+
+
+@word(vector, long, long, long)
+def _load_float16(builder: Any, address: Any, index: Any, count: Any) -> Any:
+    return _read(builder, "float16", address, index, count)
+
+
+@word(nothing, long, long, vector, long)
+def _store_bfloat16(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
+    """To the nearest, ties to even; NaN stays NaN."""
+    bits = builder.bitcast(value, INDICES)
+    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
+    rounded = builder.add(bits, builder.add(odd, _all(0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    rounded = builder.select(is_nan, _all(0x7FC00000), rounded)
+    upper = builder.trunc(builder.lshr(rounded, _all(16)), _SHORTS)
+    _write(builder, address, index, upper, count)
+
+
+@word(nothing, long, long, vector, long)
+def _store_float16(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
+    """To the nearest, ties to even."""
+    _write(builder, address, index, builder.fptrunc(value, _HALVES), count)
+
+
+@word(long, long, long)
+def _get_short(builder: Any, address: Any, index: Any) -> Any:
+    return builder.zext(builder.load(_pointer(builder, address, index, _SHORT, 2)), LONG)
+
+
+@word(nothing, long, long, long)
+def _put_short(builder: Any, address: Any, index: Any, value: Any) -> None:
+    builder.store(builder.trunc(value, _SHORT), _pointer(builder, address, index, _SHORT, 2))
+
+
+@word(real, long, long)
+def get_byte(builder: Any, address: Any, index: Any) -> Any:
+    """An int8."""
+    byte = builder.load(_pointer(builder, address, index, _BYTE, 1))
+    return builder.sitofp(byte, ir.FloatType())
+
+
+if HAS_FLOAT16:
+    _load_half, _store_half = _load_float16, _store_float16
+else:  # no tensor of it comes here
+    _load_half, _store_half = _load_bfloat16, _store_bfloat16
+
+
+@loop
+def load_as(dtype: int, address: int, index: int, count: int) -> Any:
+    """The first `count` lanes; the rest are zero and their memory is not touched."""
+    if dtype == FLOAT32:
+        return load_part(address, index, count)
+    if dtype == BFLOAT16:
+        return _load_bfloat16(address, index, count)
+    return _load_half(address, index, count)
+
+
+@loop
+def store_as(dtype: int, address: int, index: int, value: Any, count: int) -> None:
+    """The first `count` lanes; the memory of the others is not touched."""
+    if dtype == FLOAT32:
+        store_part(address, index, value, count)
+    elif dtype == BFLOAT16:
+        _store_bfloat16(address, index, value, count)
+    else:
+        _store_half(address, index, value, count)
+
+
+@loop
+def move_item(dtype: int, target: int, to: int, source: int, index: int) -> None:
+    """One element, as it is."""
+    if dtype == FLOAT32:
+        put_int(target, to, get_int(source, index))
+    else:
+        _put_short(target, to, _get_short(source, index))

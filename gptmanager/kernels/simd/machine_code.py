@@ -1,0 +1,169 @@
+"""Bodies, which run in `Team`'s threads, as machine code that is kept on disk.
+
+The one place where Numba's cache is used. Its folder is Numba's choice: `NUMBA_CACHE_DIR`, else
+`__pycache__` beside the sources, else the user's cache. A kept file may be damaged, and there may
+be no folder at all: then the body is compiled, and the log says so once.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FunctionType
+from typing import Any, cast
+
+import numpy as np
+from numba import types
+from numba.core import registry
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    IndexDataCacheFile,
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+)
+from numba.core.ccallback import CFunc
+
+logger = logging.getLogger("gptmanager")
+
+Body = Callable[[int], None]
+
+_SIGNATURE: Any = types.void(types.int64)
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@functools.cache
+def compiled(body: Body) -> int:
+    """Return the address of the machine code, from the disk where it is kept there."""
+    stamped = _stamped(body)
+    function: Any = CFunc(stamped, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {})
+    function._cache = _cache_of(stamped) or function._cache
+    function.compile()
+    return cast(int, function.address)
+
+
+def is_kept(body: Body) -> bool:
+    """Whether the disk has the machine code for this processor, as far as names tell."""
+    cache = _cache_of(_stamped(body))
+    return cache is not None and cache.has(_SIGNATURE)
+
+
+def has_folder(body: Body) -> bool:
+    """Whether what is compiled can be kept."""
+    return _cache_of(_stamped(body)) is not None
+
+
+def _stamped(body: Body) -> FunctionType:
+    """The same function under a name that changes with any source of `kernels/` or of its own
+    folder, and with the layout of records that it reads.
+
+    Numba's cache looks at the file of the body alone, not at those of the words it is made of.
+    """
+    digest = hashlib.sha256()
+    folders = {Path(__file__).parents[1], Path(body.__code__.co_filename).parent}
+    for source in sorted({path for folder in folders for path in folder.rglob("*.py")}):
+        digest.update(source.read_bytes())
+    layouts = [value for value in body.__globals__.values() if isinstance(value, np.dtype)]
+    digest.update(repr(layouts).encode())
+    name = f"{body.__name__}_{digest.hexdigest()[:12]}"
+    stamped = FunctionType(body.__code__, body.__globals__, name)
+    stamped.__qualname__ = name
+    return stamped
+
+
+class _UserCacheLocator(UserWideCacheLocator):
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> Any:
+        """None where nobody knows the home: Numba would make a folder named `~` right here."""
+        if "XDG_CACHE_HOME" not in os.environ and not Path("~").expanduser().is_absolute():
+            return None
+        return super().from_function(function, file)
+
+
+class _CacheImpl(CompileResultCacheImpl):
+    _locator_classes = [UserProvidedCacheLocator, InTreeCacheLocator, _UserCacheLocator]
+
+
+class _SealedFile(IndexDataCacheFile):
+    """Numba's files, with a digest before the data: damaged machine code could run."""
+
+    def _save_data(self, name: str, content: Any) -> None:
+        data = self._dump(content)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(hashlib.sha256(data).digest() + data)
+
+    def _load_data(self, name: str) -> Any:
+        content = Path(self._data_path(name)).read_bytes()
+        digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError(f"{name} does not match its digest")
+        return pickle.loads(data)
+
+
+class _Cache(FunctionCache):
+    """Numba's cache of one function, whose faults are reported in the log and not raised."""
+
+    _impl_class = _CacheImpl
+
+    def __init__(self, function: FunctionType) -> None:
+        """RuntimeError or OSError: no folder can hold the cache."""
+        super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = _SealedFile(self._cache_path, self._impl.filename_base, stamp)
+
+    def has(self, signature: Any) -> bool:
+        """Whether there is a file for this processor."""
+        try:
+            key = self._index_key(signature, registry.cpu_target.target_context.codegen())
+            name = self._cache_file._load_index().get(key)
+            return name is not None and Path(self._cache_file._data_path(name)).exists()
+        except Exception:  # a damaged index: `load_overload` tells
+            return False
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        try:
+            return super().load_overload(signature, context)
+        except Exception as error:  # unpickling garbage raises anything
+            logger.debug("%s: %s: %s", self._name, type(error).__name__, error)
+            _tell_of_damage(self.cache_path)
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        try:
+            super().save_overload(signature, data)
+        except Exception as error:  # the disk is full, or the index is damaged and must stay so
+            _tell_that_nothing_is_kept(f"{type(error).__name__}: {error}")
+
+
+def _cache_of(function: FunctionType) -> _Cache | None:
+    try:
+        return _Cache(function)
+    except (RuntimeError, OSError) as error:
+        logger.debug("%s: %s", function.__name__, error)
+        _tell_that_nothing_is_kept("no folder can be written to")
+        return None
+
+
+@functools.cache
+def _tell_of_damage(folder: str) -> None:
+    logger.warning("kernels kept in %s are damaged: they are compiled anew", folder)
+
+
+@functools.cache
+def _tell_that_nothing_is_kept(reason: str) -> None:
+    logger.warning(
+        "compiled kernels cannot be kept, so that every start compiles them anew (%s); name a "
+        "folder that can be written to in the environment variable NUMBA_CACHE_DIR",
+        reason,
+    )

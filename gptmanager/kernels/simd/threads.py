@@ -1,0 +1,199 @@
+"""`Team`: runs a compiled body in torch's own OpenMP threads; and what its task is made of.
+
+A second pool of threads (Numba's prange brings one) would fight torch's for the cores: each spins
+while it waits for the other. Numba's default layer where there is no OpenMP, workqueue, also
+aborts the process when two managers use it from two threads. So the bodies are handed to the
+OpenMP runtime that torch has loaded: no pool of ours, no library that could be missing, and any
+number of managers. The interpreter lock is kept meanwhile, as bodies never need it: handing it
+over costs up to 5 ms beside a busy thread of the host. It decides nothing about the work itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from gptmanager.environment.cores import num_cores
+from gptmanager.kernels.simd.dtypes import DTYPES
+
+logger = logging.getLogger("gptmanager")
+
+Task = TypeVar("Task", bound=ctypes.Structure)
+
+NEXT_PART, NEXT_THREAD = 0, 1
+COUNTER_BYTES = 16
+DEFAULT_SIZE = torch.get_num_threads()  # before anybody has set another number
+
+
+def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
+    """Fields of a task: its two counters, then int64 and float64 values by name."""
+    names = ["next_part", "next_thread", "num_parts", *longs.split()]
+    return [(n, ctypes.c_int64) for n in names] + [(n, ctypes.c_double) for n in reals.split()]
+
+
+def with_first(task: Task, *values: int) -> Task:
+    """A copy of a task whose first fields behind its counters are these: at once, because a field
+    by its name takes as long.
+    """
+    made = type(task).from_buffer_copy(task)
+    struct.pack_into(f"{2 + len(values)}q", made, 0, 0, 0, *values)
+    return made
+
+
+def address_of(tensor: Tensor | None, dtype: torch.dtype) -> int:
+    """Return the address of the first element, 0 for None.
+
+    Compiled bodies trust the address, so any other dtype or layout is a TypeError.
+    """
+    if tensor is None:
+        return 0
+    check_layout(tensor, dtype)
+    return tensor.data_ptr()
+
+
+def check_layout(tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        layout = "contiguous" if tensor.is_contiguous() else "strided"
+        raise TypeError(f"expected a contiguous {dtype} tensor, got a {layout} {tensor.dtype} one")
+
+
+def alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Contiguous and of one dtype that compiled code reads: widened to float32 if need be."""
+    dtype = x.dtype
+    for other in others:
+        if other is not None and other.dtype is not dtype:
+            dtype = torch.float32
+    if dtype not in DTYPES:
+        dtype = torch.float32
+    return tuple(
+        it
+        if it is None or (it.dtype is dtype and it.is_contiguous())
+        else it.to(dtype).contiguous()
+        for it in (x, *others)
+    )
+
+
+def end_threads_of_caller() -> None:
+    """End the OpenMP threads that torch keeps for the calling thread; it makes new ones on demand.
+
+    Each thread that computes has threads of its own. Where all of them are more than the cores, the
+    GNU runtime lets none wait actively, so that each parallel region wakes them from sleep: a step
+    of a small model took 1.6 times as long because the host's thread had used torch before.
+    """
+    pause = getattr(ctypes.PyDLL(torch._C.__file__), "omp_pause_resource_all", None)
+    if pause is not None:
+        soft = 1
+        pause(soft)
+
+
+def compute_alone() -> None:
+    """From now on the calling thread computes on one core; other threads as before."""
+    set_number = getattr(ctypes.PyDLL(torch._C.__file__), "omp_set_num_threads", None)
+    if set_number is not None:
+        set_number(1)
+
+
+def keep_within_quota() -> None:
+    """Lower torch's default number of threads to the cores that control groups give this process.
+
+    Under a quota more threads wait for each other longer than they work. A number that the host has
+    set, or the environment, stays.
+    """
+    is_default = "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == DEFAULT_SIZE
+    if is_default and num_cores() < DEFAULT_SIZE:
+        torch.set_num_threads(num_cores())
+        logger.info(
+            "%d threads compute, as many as the CPU quota has cores; OMP_NUM_THREADS sets another "
+            "number",
+            num_cores(),
+        )
+
+
+class Recording(Protocol):
+    """Is told what a team runs, and where it works meanwhile."""
+
+    def add(self, body: int, task: ctypes.Structure, size: int) -> None: ...
+
+    def scratch(self, num_bytes: int) -> int: ...
+
+
+class _Own(threading.local):
+    """The state of a team that each calling thread has for itself."""
+
+    recording: Recording | None = None
+    size = -1  # bytes of scratch
+
+
+class Team:
+    """Torch's threads; one thread, the caller's, where that runtime has no GNU entry point."""
+
+    def __init__(self) -> None:
+        # Symbols are looked up in the library and all it was linked with.
+        runtime = ctypes.PyDLL(torch._C.__file__)
+        self._parallel = getattr(runtime, "GOMP_parallel", None)
+        if self._parallel is not None:
+            self._parallel.restype = None
+            self._parallel.argtypes = (
+                ctypes.c_void_p,
+                ctypes.c_void_p,
+                ctypes.c_uint,
+                ctypes.c_uint,
+            )
+        self._own = _Own()
+
+    @property
+    def max_size(self) -> int:
+        """How many threads `run` may use."""
+        return 1 if self._parallel is None else torch.get_num_threads()
+
+    def scratch(self, num_bytes: int) -> int:
+        """Address of memory for one `run` of the calling thread, which stays its own."""
+        own = self._own
+        if own.recording is not None:
+            return own.recording.scratch(num_bytes)
+        if own.size < num_bytes:
+            own.memory = torch.empty(num_bytes, dtype=torch.uint8)
+            own.address, own.size = own.memory.data_ptr(), num_bytes
+        return cast(int, own.address)
+
+    def run(self, body: int, task: ctypes.Structure, size: int) -> None:
+        """Calls `body(address of task)` in up to `size` threads; returns when all have."""
+        if self._own.recording is not None:
+            self._own.recording.add(body, task, size)
+        function, arguments = self.call(body, ctypes.addressof(task), size)
+        function(*arguments)
+
+    def call(self, body: int, address: int, size: int) -> tuple[Callable[..., None], Any]:
+        """Return the function that `run` would call for a task at `address`, and its arguments."""
+        if size > 1 and self._parallel is not None:
+            return self._parallel, (body, address, size, 0)
+        return _function(body), (address,)
+
+    @contextmanager
+    def recorded(self, recording: Recording) -> Iterator[None]:
+        """Report to `recording` all that the calling thread runs in the `with` block."""
+        self._own.recording = recording
+        try:
+            yield
+        finally:
+            self._own.recording = None
+
+
+def run_alone(body: int, task: ctypes.Structure) -> None:
+    """Call `body(address of task)` on the calling thread."""
+    _function(body)(ctypes.addressof(task))
+
+
+@functools.cache
+def _function(body: int) -> Callable[[int], None]:
+    return ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(body)

@@ -1,0 +1,267 @@
+"""From the messages of a chat to the tokens of its prompt.
+
+Decides which template a request gets, and with what it is filled in. Knows nothing of what is
+generated.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gptmanager.lifecycle.child_process import NotStartedError
+from gptmanager.server.chat.control_tokens import ControlTokens
+from gptmanager.server.chat.messages import (
+    MESSAGES_SCHEMA,
+    count_items,
+    one_call_each,
+    read_messages,
+)
+from gptmanager.server.chat.template_program import TemplateError
+from gptmanager.server.chat.templates import (
+    TemplateProcess,
+    pick,
+    read_chat_templates,
+    read_template_file,
+)
+from gptmanager.server.engine.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import AsItIs, Field, Flag, ListOf, Object, Text
+from gptmanager.server.http.body import beside
+from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.settings import ServerSettings
+from gptmanager.server.text.tools import ToolFormat, Tools, format_of
+
+OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
+_MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may bring another
+_MOST_LOOKED_FOR = 32  # variables in a template, which may be long
+MAX_DOCUMENTS = 1024
+_MANY = 100  # messages, parts and calls that take a millisecond to read
+MESSAGES = AsItIs(MESSAGES_SCHEMA)
+# of every request that has messages
+TEMPLATE_FIELDS = (
+    Field("add_generation_prompt", Flag(), "absent: true, unless the last message goes on"),
+    Field("continue_final_message", Flag(), "the answer goes on with the last message"),
+    Field("chat_template", Text(), "instead of the model's, if the server allows that"),
+    Field("chat_template_kwargs", Object(), "variables of the template"),
+    Field("documents", ListOf(Object(), longest=MAX_DOCUMENTS), "for templates that know them"),
+    Field("reasoning_effort", Text(0, 64), "a variable of the template"),
+    Field("enable_thinking", Flag(), "a variable of the template"),
+)
+_VARIABLES = ("reasoning_effort", "enable_thinking")
+# what a template gets from other fields
+_FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """`tool_format`: how the template's model writes calls; None: nobody asks, or nobody knows.
+
+    `one_call`: the template refuses a message with two calls, so that an answer must have one.
+    """
+
+    tokens: list[int]
+    tool_format: ToolFormat | None
+    one_call: bool = False
+
+
+class ChatPrompts:
+    """Makes prompts with the chat templates of a server's model.
+
+    ConfigError for a template that cannot be read. A template that a request brings is filled in
+    by a process of its own, so that it keeps nobody else waiting.
+    """
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+        if settings.chat_template is not None:
+            self._templates = read_template_file(settings.chat_template)
+        else:
+            self._templates = read_chat_templates(engine.card.folder)
+        self._one_call: dict[bytes, bool] = {}  # of templates that have been tried
+        self._process = TemplateProcess()
+        self._process_of_requests = TemplateProcess()
+        tokenizer, hides = engine.card.tokenizer, settings.no_special_tokens_in_text
+        self._control_tokens = ControlTokens(tokenizer) if tokenizer and hides else None
+
+    async def read(
+        self, body: Mapping[str, Any], tools: Tools | None, warnings: Warnings
+    ) -> ChatPrompt:
+        """Return the prompt; `warnings` gets the variables that the template does not know.
+
+        ApiError (400) for wrong messages, without a template, and where it refuses.
+        """
+        given = body.get("messages")
+        limit = self._engine.card.max_model_len
+        num_items = count_items(given, limit)
+        if num_items > limit:
+            told = f"However, your messages have {num_items} parts and calls."
+            raise self._engine.context_length.exceeded("messages", told)
+        reading = functools.partial(read_messages, given)
+        messages = await beside(reading) if num_items > _MANY else reading()
+        template, process = self._template(body, tools is not None)
+        warnings.add_ignored(_unknown_variables(body, template), "unknown to the chat template")
+        form = None if tools is None else _known_format(template)
+        if "developer" not in template:  # the newer word of two for the same
+            messages = [
+                {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
+            ]
+        has_calls = tools is not None or any(len(one.get("tool_calls", ())) > 1 for one in messages)
+        one_call = has_calls and await self._takes_one_call(template, process)
+        if one_call:
+            messages = one_call_each(messages)
+        text = await self._filled_in(template, process, messages, body, tools)
+        special = body.get("add_special_tokens", False)  # the template has them
+        tokens = await self._encoded(text, special=special)
+        return ChatPrompt(tokens, form, one_call)
+
+    async def _encoded(self, text: str, *, special: bool) -> list[int]:
+        if self._control_tokens is None:
+            return await self._engine.encode("messages", text, special=special)
+        tokens: list[int] = []
+        for piece in self._control_tokens.pieces(text):
+            if isinstance(piece, int):
+                tokens.append(piece)
+            else:
+                tokens += await self._engine.encode("messages", piece, special=special)
+                special = False
+        return tokens
+
+    async def _takes_one_call(self, template: str, process: TemplateProcess) -> bool:
+        """Return whether a template takes a message with one call and refuses one with two.
+
+        A template is tried once: what it refuses cannot be read from its text.
+        """
+        key = hashlib.sha256(template.encode()).digest()  # a template may be long
+        if key not in self._one_call:
+            if not await self._takes(template, process, 1):  # it says nothing of two
+                return False
+            takes_two = await self._takes(template, process, 2)
+            if len(self._one_call) >= _MOST_TRIED:
+                self._one_call.clear()
+            self._one_call[key] = not takes_two
+        return self._one_call[key]
+
+    async def _takes(self, template: str, process: TemplateProcess, num_calls: int) -> bool:
+        messages, tools = _trial(num_calls)
+        variables = {
+            **self._engine.card.special_tokens,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        try:
+            await process.fill_in(template, messages, variables)
+        except TemplateError:
+            return False
+        return True
+
+    def _template(self, body: Mapping[str, Any], has_tools: bool) -> tuple[str, TemplateProcess]:
+        given = body.get("chat_template")
+        if given is not None:
+            if not self._settings.trust_request_chat_template:
+                raise ApiError(
+                    400,
+                    "chat_template: templates of requests need --trust-request-chat-template",
+                    param="chat_template",
+                )
+            return str(given), self._process_of_requests
+        template = pick(self._templates, has_tools)
+        if template is None:
+            raise ApiError(
+                400,
+                "messages: the model has no chat template: give one by --chat-template, or use "
+                "/v1/completions",
+                param="messages",
+            )
+        return template, self._process
+
+    async def _filled_in(
+        self,
+        template: str,
+        process: TemplateProcess,
+        messages: list[dict[str, Any]],
+        body: Mapping[str, Any],
+        tools: Tools | None,
+    ) -> str:
+        continues = bool(body.get("continue_final_message"))
+        generates = body.get("add_generation_prompt")
+        if continues and generates:
+            raise ApiError(
+                400,
+                "continue_final_message: stands beside add_generation_prompt: one is possible",
+                param="continue_final_message",
+            )
+        of_client = {
+            "tools": None if tools is None else tools.for_template(),
+            "documents": body.get("documents"),
+            "add_generation_prompt": not continues if generates is None else generates,
+            **{name: body[name] for name in _VARIABLES if name in body},
+            **_own_variables(body.get("chat_template_kwargs")),
+        }
+        if self._control_tokens is not None:
+            messages, of_client = map(self._control_tokens.marked, (messages, of_client))
+        variables = {**self._engine.card.special_tokens, **of_client}
+        try:
+            return await process.fill_in(
+                template, messages, variables, continue_final_message=continues
+            )
+        except TemplateError as error:
+            raise ApiError(400, f"messages: the chat template: {error}", param="messages") from None
+        except NotStartedError as error:
+            raise ApiError(
+                503, f"messages: the chat template: {error}", code="no_process"
+            ) from None
+
+
+def _trial(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return messages, one of them with calls of the same tool, and the list of that tool."""
+    ids = [f"call{index:05}" for index in range(num_calls)]  # nine characters, as Mistral's
+    function = {"name": "look", "arguments": {"at": "it"}}
+    calls = [{"id": one, "type": "function", "function": function} for one in ids]
+    results = [{"role": "tool", "content": "seen", "tool_call_id": one} for one in ids]
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
+    tool = {"name": "look", "description": "", "parameters": parameters}
+    asks = {"role": "user", "content": "Look!"}
+    answers = {"role": "assistant", "content": "", "tool_calls": calls}
+    return [asks, answers, *results], [{"type": "function", "function": tool}]
+
+
+def _unknown_variables(body: Mapping[str, Any], template: str) -> list[str]:
+    """Return the names of given variables that are not in the template, so that it ignores them."""
+    own = body.get("chat_template_kwargs", {})
+    names = [*(("documents",) if body.get("documents") else ()), *_VARIABLES]
+    given = [name for name in names if name in body]
+    return [
+        name for name in (*given, *itertools.islice(own, _MOST_LOOKED_FOR)) if name not in template
+    ]
+
+
+def _own_variables(given: Any) -> Mapping[str, Any]:
+    """Those that a request adds; ApiError (400) for what has a field of its own."""
+    where = "chat_template_kwargs"
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ApiError(400, f"{where}: is no object", param=where)
+    for name in _FIELDS:
+        if name in given:
+            raise ApiError(400, f"{where}.{name}: is a field of its own", param=f"{where}.{name}")
+    return given
+
+
+def _known_format(template: str) -> ToolFormat:
+    form = format_of(template)
+    if form is None:
+        raise ApiError(
+            400,
+            "tools: the chat template describes no format of calls that is known: those of Hermes "
+            "and Qwen (<tool_call> with name and arguments) and of Llama 3 (name and parameters)",
+            param="tools",
+        )
+    return form

@@ -1,0 +1,50 @@
+"""The deprecated fields `functions` and `function_call`, as tools and the choice of one.
+
+Decides what they mean; `ChatAnswer` answers in their shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import wrong
+from gptmanager.server.text.tools import MAX_TOOLS, Tools, read_tools
+
+
+def has_functions(given: Mapping[str, Any]) -> bool:
+    """Return whether a request uses the deprecated fields. ApiError 400 if it uses both kinds."""
+    for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+        if old in given and new in given:
+            raise wrong(old, f"pass either {old} or {new}, not both")
+    return "functions" in given or "function_call" in given
+
+
+def read_functions(functions: Any, function_call: Any) -> Tools | None:
+    """Return the functions as tools, one call at most; None where none may be called.
+
+    ApiError (400) names what is wrong by the fields that the client has sent.
+    """
+    listed = [] if functions is None else functions
+    if not isinstance(listed, list) or len(listed) > MAX_TOOLS:
+        raise wrong("functions", f"functions must be a list of at most {MAX_TOOLS} functions")
+    tools = [{"type": "function", "function": one} for one in listed]
+    choice = function_call
+    if isinstance(function_call, Mapping):
+        choice = {"type": "function", "function": function_call}
+    try:
+        return read_tools(tools, choice, False)
+    except ApiError as error:
+        raise wrong(_renamed(error.param or ""), _renamed(error.message)) from None
+
+
+def _renamed(text: str) -> str:
+    for new, old in (
+        ("tool_choice.function", "function_call"),
+        ("tool_choice", "function_call"),
+        ("].function", "]"),
+        ("tools", "functions"),
+    ):
+        text = text.replace(new, old)
+    return text

@@ -1,0 +1,140 @@
+"""Chat templates: where a checkpoint keeps them, and how one is filled in with bounds.
+
+Decides which template a request gets, and how long filling it in may take. Knows nothing of what
+messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.child_process import (
+    ChildProcess,
+    NoAnswerError,
+    NotStartedError,
+    RefusedError,
+)
+from gptmanager.server.chat import template_program
+from gptmanager.server.chat.template_program import TemplateError
+
+MAX_SECONDS = 5.0  # that a template may take
+MAX_BYTES = 1 << 29  # of memory
+
+_DEFAULT = "default"
+_WITH_TOOLS = "tool_use"
+
+
+def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """Name -> text of a checkpoint's templates; the usual one is called "default".
+
+    In the order of transformers: chat_template.jinja with additional_chat_templates/*.jinja, else
+    the key `chat_template` of tokenizer_config.json (a text, or a list of named ones), else that
+    of chat_template.json. Empty where there are none. ConfigError for files that cannot be read.
+    """
+    own = Path(folder) / "chat_template.jinja"
+    if own.is_file():
+        named = sorted((Path(folder) / "additional_chat_templates").glob("*.jinja"))
+        return {_DEFAULT: _read(own), **{path.stem: _read(path) for path in named}}
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        path = Path(folder) / name
+        if path.is_file():
+            try:
+                config = json.loads(_read(path))
+            except ValueError as error:
+                raise ConfigError(f"{path} is no JSON: {error}") from None
+            found = config.get("chat_template") if isinstance(config, dict) else None
+            if found is not None:
+                return _named(found, path)
+    return {}
+
+
+def read_template_file(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The one template of a file, for requests with and without tools."""
+    return {_DEFAULT: _read(Path(path))}
+
+
+def pick(templates: Mapping[str, str], has_tools: bool) -> str | None:
+    """The template of a request; None if there is none."""
+    if has_tools and _WITH_TOOLS in templates:
+        return templates[_WITH_TOOLS]
+    return templates.get(_DEFAULT)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: a chat template cannot be read: {error}") from None
+
+
+def _named(found: Any, path: Path) -> dict[str, str]:
+    listed = [{"name": _DEFAULT, "template": found}] if isinstance(found, str) else found
+    try:
+        named = {one["name"]: one["template"] for one in listed}
+    except (KeyError, TypeError):
+        named = {}
+    if not named or not all(isinstance(text, str) for pair in named.items() for text in pair):
+        raise ConfigError(f"{path}: chat_template is neither a text nor a list of named ones")
+    return named
+
+
+class TemplateProcess:
+    """Fills in templates in a process of its own, one after another.
+
+    So a template that runs for ever, or eats memory, harms requests of this process alone: it has
+    `max_seconds`, then the process is ended, and the next request starts another. It starts with
+    the first request, in about 0.1 s.
+    """
+
+    def __init__(self, max_seconds: float = MAX_SECONDS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_seconds = max_seconds
+        self._child = ChildProcess(template_program.__name__, {}, max_bytes)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-chat-template")
+
+    async def fill_in(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Return what `template_program.fill_in` returns.
+
+        Raises TemplateError for what the template or its process refuses, and NotStartedError
+        where there is no process.
+        """
+        given = {
+            "template": template,
+            "messages": messages,
+            "variables": variables,
+            "continue_final_message": continue_final_message,
+        }
+        try:
+            filling = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, given)
+        except RuntimeError as error:  # no thread can be started
+            raise NotStartedError(f"no process can be started: {error}") from None
+        return await filling
+
+    def close(self) -> None:
+        """End the process; it may be started again."""
+        self._thread.submit(self._child.stop).result()
+
+    def _ask(self, given: Mapping[str, Any]) -> str:
+        try:
+            return str(self._child.ask(orjson.dumps(given), self._max_seconds))
+        except TypeError as error:
+            raise TemplateError(f"cannot be given to a chat template: {error}") from None
+        except NotStartedError:
+            raise
+        except (NoAnswerError, RefusedError) as error:
+            raise TemplateError(str(error)) from None

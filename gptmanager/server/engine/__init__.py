@@ -1,0 +1,1 @@
+"""The engine that every protocol runs requests on, with its adapters and metrics."""

@@ -1,0 +1,306 @@
+"""`Engine`: what every front runs requests on; a manager, its queue, and the limits of the server.
+
+Decides which requests are taken, all of a call or none. Its methods are called on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from gptmanager import GptManager, ManagerState
+from gptmanager.callbacks import AsyncRequestQueue, Generation
+from gptmanager.errors import GptManagerError, ManagerDeadError
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.run.text_encoder import TextEncoder, TextTooLongError
+from gptmanager.server.context_length import ContextLength
+from gptmanager.server.engine.adapters import FIRST_OWN_TASK, Adapter, Adapters
+from gptmanager.server.engine.call import Call, EngineRequest
+from gptmanager.server.engine.metrics import ServerMetrics, counts_of
+from gptmanager.server.engine.model_card import ModelCard
+from gptmanager.server.errors import ApiError, api_error
+from gptmanager.server.http.body import beside
+from gptmanager.server.http.keys import ServerKey
+from gptmanager.server.settings import ServerSettings
+
+_LOOK_S = 0.02
+LONG_TEXT = 2048  # characters that take some milliseconds to encode
+
+
+class Counts(NamedTuple):
+    """Requests: those that the manager has, and those that wait for it to take them."""
+
+    running: int
+    waiting: int
+
+
+class Engine:
+    """`card`: the model. `manager` and `queue`: what serves it. `adapters`: those that are loaded.
+
+    `has_adapters`: the manager takes adapters at all.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        manager: GptManager,
+        queue: AsyncRequestQueue,
+        settings: ServerSettings,
+        metrics: ServerMetrics,
+        *,
+        has_adapters: bool = True,
+    ) -> None:
+        self.card = card
+        self.manager = manager
+        self.queue = queue
+        self.metrics = metrics
+        self.adapters = Adapters(card.folder, settings.adapter_dir)
+        self.has_adapters = has_adapters
+        self.key = ServerKey(settings)
+        self.is_draining = False
+        self._settings = settings
+        self.context_length = ContextLength(card.max_model_len)
+        self._encoder = TextEncoder(
+            card.tokenizer,
+            card.max_model_len,
+            long_text=LONG_TEXT,
+            special_in_text=not settings.no_special_tokens_in_text,
+        )
+        self._calls: set[Call] = set()
+        self._num_preparing = 0
+        self._request_ids = itertools.count(1)
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(*counts_of(self.queue))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be taken, but for the limits."""
+        health = self.manager.health()
+        return health.alive and health.accepting and not self.is_draining
+
+    def check_alive(self) -> None:
+        """ManagerDeadError, which says why, if the manager has failed."""
+        if self.manager.state is ManagerState.FAILED:
+            self.manager.notify()
+
+    # Requests ---------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[EngineRequest]) -> Call:
+        """Queue all of them, or none.
+
+        Raises ApiError: 404 for an adapter that is not loaded, 400 for what can never run, 429
+        with Retry-After where too much waits, 503 while the server ends, or is dead.
+        """
+        self._check_open()
+        adapters = [
+            None if it.adapter is None else self.adapters.find(it.adapter) for it in requests
+        ]
+        for request in requests:
+            _check_task(request.by_name.get("lora_task_id", 0))
+            if request.is_scoring:
+                self.context_length.check_scored(len(request.tokens))
+            self.context_length.check(len(request.tokens), request.max_new_tokens)
+        self._check_room(requests)
+        generations: list[Generation] = []
+        try:
+            for request, adapter in zip(requests, adapters, strict=True):
+                generations.append(self._start(request, adapter, False))
+        except Exception as error:
+            for generation in generations:
+                self.metrics.cancel(generation, "cancelled")
+            raise api_error(error) from error
+        call = Call(
+            generations,
+            [
+                None if adapter is None else functools.partial(self._start, request, adapter, True)
+                for request, adapter in zip(requests, adapters, strict=True)
+            ],
+            [self._timeout_s(request) for request in requests],
+            self.metrics.cancel,
+            self._calls.discard,
+        )
+        self._calls.add(call)
+        return call
+
+    def _check_open(self) -> None:
+        try:
+            self.check_alive()
+        except ManagerDeadError as error:
+            raise api_error(error) from error
+        if self.is_draining:
+            raise ApiError(503, "the server shuts down", code="shutting_down")
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Count a request as one that waits while its grammar is compiled.
+
+        Raises ApiError: 429 where too much waits, 503 while the server ends, or is dead.
+        """
+        self._check_open()
+        self._check_number_waiting(1)
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+
+    def check_number(self, number: int) -> None:
+        """Check that `number` requests may be made at once.
+
+        ApiError 400, because clients would repeat a 429 for ever.
+        """
+        settings = self._settings
+        most = settings.concurrency + settings.max_queued_requests
+        if number > most:
+            raise ApiError(
+                400,
+                f"these are {number} requests at once: no more than {most} may run and wait "
+                f"(--max-concurrency {settings.concurrency}, --max-queued-requests "
+                f"{settings.max_queued_requests})",
+                code="too_many_requests_at_once",
+            )
+
+    def _check_room(self, requests: Sequence[EngineRequest]) -> None:
+        settings, limit = self._settings, self._settings.max_queued_tokens
+        if self._check_number_waiting(len(requests)) <= 0:
+            return
+        tokens = sum(len(request.tokens) for request in requests)
+        if limit is not None and len(requests) > settings.concurrency and tokens > limit:
+            raise ApiError(
+                400,
+                f"these {len(requests)} prompts have {tokens} tokens, and only "
+                f"{settings.concurrency} run at once: no more may wait than --max-queued-tokens = "
+                f"{limit}",
+                code="too_many_requests_at_once",
+            )
+        if limit is not None and self.queue.num_pending_tokens + tokens > limit:
+            raise ApiError(
+                429,
+                f"{self.queue.num_pending_tokens} prompt tokens wait, {tokens} more would exceed "
+                f"--max-queued-tokens = {limit}",
+                code="queue_full",
+            )
+
+    def _check_number_waiting(self, number: int) -> int:
+        """How many requests would wait if `number` more came; ApiError 429 for too many."""
+        settings = self._settings
+        running = self.queue.num_open + self._num_preparing
+        waiting = running + number - settings.concurrency
+        if waiting > 0:
+            self.check_number(number)
+        if waiting > settings.max_queued_requests:
+            raise ApiError(
+                429,
+                f"{running} requests run or wait, {number} more would make {waiting} wait: "
+                f"--max-queued-requests allows {settings.max_queued_requests}",
+                code="queue_full",
+            )
+        return waiting
+
+    def _start(
+        self, request: EngineRequest, adapter: Adapter | None, with_weights: bool
+    ) -> Generation:
+        by_name = {"include_stop_in_output": True, **request.by_name}
+        by_name.pop("deadline_s", None)  # counted from here on, and by the call
+        if adapter is not None:
+            by_name["lora_task_id"] = adapter.task_id
+            if with_weights:
+                by_name.update(adapter.tensors)
+        by_name.setdefault("request_id", next(self._request_ids))
+        submit = functools.partial(
+            self.queue.submit, request.tokens, request.max_new_tokens, timeout=0.0, **by_name
+        )
+        is_try = adapter is not None and not with_weights
+        return self.metrics.submit(
+            by_name["request_id"],
+            submit,
+            is_try=is_try,
+            is_scoring=request.is_scoring,
+            is_ended_by_caller=request.is_ended_by_caller,
+        )
+
+    def _timeout_s(self, request: EngineRequest) -> float | None:
+        own, limit = request.by_name.get("deadline_s"), self._settings.request_timeout
+        found = [seconds for seconds in (own, limit) if seconds is not None]
+        return min(found, default=None)
+
+    # Text -------------------------------------------------------------------------------------
+
+    async def encode(self, name: str, text: str, *, special: bool = True) -> list[int]:
+        """Encode a text, see `encode_now`; a long one on a worker thread."""
+        encode = functools.partial(self.encode_now, name, text, special=special)
+        return await beside(encode) if len(text) >= LONG_TEXT else encode()
+
+    def encode_now(self, name: str, text: str, *, special: bool = True) -> list[int]:
+        """Return the token ids of a text. `special`: with the tokens that the tokenizer puts around
+        a text. ApiError 400 names the field `name`.
+        """
+        try:
+            return self._encoder.encode(name, text, special=special)
+        except TextTooLongError as error:
+            raise self.context_length.exceeded(name, f"However, {error}.") from error
+        except GptManagerError as error:
+            raise ApiError(400, str(error), param=name) from error
+
+    # Adapters ---------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Read an adapter, try it, and give it a name. ApiError where that cannot be."""
+        if not self.has_adapters:
+            raise ApiError(501, "this server's manager takes no adapters")
+        self._check_open()
+        if name == self.card.name:
+            raise ApiError(400, f"{shown(name)} is the model's name", param="lora_name")
+        self.adapters.check_free(name)
+        adapter = await beside(functools.partial(self.adapters.read, name, path))
+        # one token shows whether it is one of this model, and caches it
+        request = EngineRequest([0], 1, lora_task_id=adapter.task_id, **adapter.tensors)
+        try:
+            with self._start(request, None, False) as generation:
+                await generation
+            self.adapters.add(adapter)  # another of its name may have come meanwhile
+        except GptManagerError as error:
+            raise ApiError(
+                api_error(error).status, f"lora_path = {shown(path)}: {error}", param="lora_path"
+            ) from error
+        except BaseException:
+            self.manager.forget_adapter(adapter.task_id)
+            raise
+        return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it go on with it. ApiError 404."""
+        if not self.has_adapters:
+            raise ApiError(501, "this server's manager takes no adapters")
+        self.manager.forget_adapter(self.adapters.remove(name).task_id)
+
+    # The end ----------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and return when the others have ended; after `timeout_s` they are
+        ended as past a deadline.
+        """
+        self.is_draining = True
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + timeout_s
+        while self._calls and loop.time() < give_up:
+            await asyncio.sleep(_LOOK_S)
+        for call in list(self._calls):
+            call.time_out()
+
+
+def _check_task(task_id: int) -> None:
+    """ApiError 400 for an id of the server's own, which a client must not bring."""
+    if task_id >= FIRST_OWN_TASK:
+        raise ApiError(
+            400,
+            f"lora_task_id = {task_id} is outside 0..{FIRST_OWN_TASK - 1}",
+            param="lora_task_id",
+            code="InvalidRequestError",
+        )

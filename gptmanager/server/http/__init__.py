@@ -1,0 +1,1 @@
+"""Bodies, keys, responses and connections of HTTP."""

@@ -1,0 +1,121 @@
+"""Bodies of HTTP requests, read within their limits, and work that ends with its client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.errors import ApiError
+from gptmanager.server.http.access import AccessSettings
+from gptmanager.server.http.json_text import parse_json
+from gptmanager.server.http.responses import disconnected
+
+_T = TypeVar("_T")
+LARGE_BODY = 1 << 14  # bytes: a thread takes a tenth of a millisecond, their fields a whole one
+
+
+async def read_body(request: Request, *, carries_tensors: bool = False) -> bytes:
+    """At most `--max-body-bytes` of it; a 413 for more, which is not kept."""
+    settings: AccessSettings = request.app.state.settings
+    limit = settings.body_limit(carries_tensors=carries_tensors)
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise _too_large(f"{length} bytes", limit)
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > limit:
+            raise _too_large("more", limit)
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _T:
+    """Return what `read` makes of the body, a JSON object; a 413, 415 or 400 where it is none.
+
+    A large body is parsed and read beside the event loop.
+    """
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        told = f"Content-Encoding is {shown(encoding)}: the body must come as it is"
+        raise ApiError(415, told, param="content-encoding", code="unsupported_encoding")
+    body = await read_body(request)
+    if len(body) < LARGE_BODY:
+        return read(_parse_object(body))
+    return await beside(lambda: read(_parse_object(body)))
+
+
+def _parse_object(body: bytes) -> dict[str, Any]:
+    found = parse_json(body)
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ApiError(400, f"the body must be a JSON object, not {kind}", code="invalid_json")
+    return found
+
+
+async def beside(work: Callable[[], _T]) -> _T:
+    """Run `work`, which takes long, on a worker thread."""
+    return await asyncio.to_thread(work)
+
+
+def _too_large(found: str, limit: int) -> ApiError:
+    return ApiError(
+        413, f"the body has {found}, --max-body-bytes allows {limit}", code="body_too_large"
+    )
+
+
+async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
+    """Return the result of `work`, which is cancelled when the client goes away.
+
+    Raises ClientDisconnect then. The body must have been read.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(request.receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not working.done():
+            working.cancel()
+    try:
+        return await working
+    except asyncio.CancelledError:
+        if gone.done() and not gone.cancelled():
+            raise ClientDisconnect from None
+        raise
+
+
+class Begun:
+    """Frames whose first one is there already. It adds no generator to what each frame passes."""
+
+    def __init__(self, first: bytes | None, frames: AsyncIterator[bytes]) -> None:
+        self._first = first
+        self._frames = frames
+
+    def __aiter__(self) -> Begun:
+        return self
+
+    def __anext__(self) -> Awaitable[bytes]:
+        if self._first is None:
+            return self._frames.__anext__()
+        return self._take_first(self._first)
+
+    async def _take_first(self, first: bytes) -> bytes:
+        self._first = None
+        return first
+
+    async def aclose(self) -> None:
+        await self._frames.aclose()  # type: ignore[attr-defined]
+
+
+async def begun(frames: AsyncIterator[bytes]) -> Begun:
+    """`frames` after its first one has come: what goes wrong before raises here, in the handler.
+
+    Use: `EventStream(await until_disconnected(request, begun(frames)))`.
+    """
+    return Begun(await anext(frames, None), frames)

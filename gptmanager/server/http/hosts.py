@@ -1,0 +1,78 @@
+"""`HostGuard`: on this machine alone, and without a key, no web page of somebody else gets in.
+
+A page may lead its own name to this machine (DNS rebinding): then `Host` is that name. It may post
+text to a local address: then `Origin` is the page's. So both must name this machine, or a host that
+`--allowed-host` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.errors import ApiError
+from gptmanager.server.http.access import AccessSettings
+from gptmanager.server.http.responses import error_response
+
+
+def needs_guard(host: str, access: AccessSettings) -> bool:
+    """Whether a server that listens at `host` checks who names it."""
+    return bool(access.allowed_hosts) or (not access.has_key and is_of_this_machine(host))
+
+
+def is_of_this_machine(host: str) -> bool:
+    """Whether a name or an address, without a port, leads every machine to itself."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class HostGuard:
+    """ASGI middleware: a 403 for a `Host` or an `Origin` that is not of this machine, nor one of
+    `allowed`. A request without `Host` comes from no browser.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = {host.lower() for host in allowed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(refusal, scope["path"])(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = dict(scope["headers"])
+        for name, value in scope["headers"]:
+            text = value.decode("latin-1")
+            if name == b"host" and not self._is_allowed(text):
+                return _refused("Host", text)
+            if name == b"origin" and not self._is_allowed(text.partition("://")[2]):
+                return _refused("Origin", text)
+        is_foreign = headers.get(b"sec-fetch-site") == b"cross-site" and b"origin" not in headers
+        if is_foreign and headers.get(b"sec-fetch-mode") != b"navigate":  # a link may lead here
+            return _refused("Sec-Fetch-Site", "cross-site")
+        return None
+
+    def _is_allowed(self, authority: str) -> bool:
+        try:
+            host = (urlsplit(f"//{authority}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        return host in self._allowed or is_of_this_machine(host)
+
+
+def _refused(header: str, value: str) -> ApiError:
+    return ApiError(
+        403,
+        f"{header} is {shown(value)}: without a key this server answers its own machine; "
+        "--allowed-host names others",
+        code="host_not_allowed",
+    )

@@ -1,0 +1,132 @@
+"""The model and its adapters: what there is, and what is loaded and unloaded."""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from gptmanager.callbacks.live.page import is_loopback
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.engine.adapters import Adapter
+from gptmanager.server.engine.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import Field, Text, by_name
+from gptmanager.server.http.body import read_json, until_disconnected
+from gptmanager.server.http.responses import json_response
+from gptmanager.server.request_fields import read_request
+from gptmanager.server.settings import ServerSettings
+
+_NAME = Field("lora_name", Text(1, 256), "what clients call the adapter", required=True)
+LOAD = by_name(
+    [_NAME, Field("lora_path", Text(1, 4096), "its folder, as PEFT saves it", required=True)]
+)
+UNLOAD = by_name([_NAME])
+
+
+def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    """/v1/models, /v1/models/{name}; /v1/load_lora_adapter and /v1/unload_lora_adapter only if the
+    settings name a folder of adapters.
+    """
+
+    async def models(request: Request) -> Response:
+        data = [_model(engine), *(_adapter(engine, it) for it in engine.adapters)]
+        return json_response({"object": "list", "data": data})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name == engine.card.name:
+            return json_response(_model(engine))
+        if name in engine.adapters:
+            return json_response(_adapter(engine, engine.adapters.find(name)))
+        raise unknown_model(name)
+
+    async def load(request: Request) -> Response:
+        _check_caller(request, settings)
+        read = functools.partial(read_request, fields=LOAD, lenient=settings.lenient)
+        given, warnings = await read_json(request, read)
+        loading = engine.load_adapter(given["lora_name"], given["lora_path"])
+        adapter = await until_disconnected(request, loading)
+        return json_response(_adapter(engine, adapter), headers=warnings.headers())
+
+    async def unload(request: Request) -> Response:
+        _check_caller(request, settings)
+        read = functools.partial(read_request, fields=UNLOAD, lenient=settings.lenient)
+        given, warnings = await read_json(request, read)
+        name = given["lora_name"]
+        engine.unload_adapter(name)
+        found = {"id": name, "object": "model", "deleted": True}
+        return json_response(found, headers=warnings.headers())
+
+    found: list[BaseRoute] = [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+    ]
+    if settings.adapter_dir is None:
+        return found
+    return [
+        *found,
+        Route("/v1/load_lora_adapter", load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
+    ]
+
+
+def check_model(engine: Engine, name: str | None) -> None:
+    """ApiError 404 for a name that is neither the model's nor an adapter's."""
+    if name is not None and name != engine.card.name and name not in engine.adapters:
+        raise unknown_model(name)
+
+
+def unknown_model(name: str) -> ApiError:
+    return ApiError(
+        404, f"the model {shown(name)} does not exist", param="model", code="model_not_found"
+    )
+
+
+def _model(engine: Engine) -> dict[str, Any]:
+    card = engine.card
+    return _entry(card.name, card.created, engine) | {"root": str(card.folder), "parent": None}
+
+
+def _adapter(engine: Engine, adapter: Adapter) -> dict[str, Any]:
+    found = _entry(adapter.name, adapter.created, engine)
+    return found | {"root": str(adapter.folder), "parent": engine.card.name}
+
+
+def _entry(name: str, created: int, engine: Engine) -> dict[str, Any]:
+    length = engine.card.max_model_len
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "gptmanager",
+        "max_model_len": length,
+    }
+
+
+def _check_caller(request: Request, settings: ServerSettings) -> None:
+    """With a key, who comes so far has it; without one, adapters are for this machine."""
+    host = request.client.host if request.client is not None else ""
+    origin = request.headers.get("origin", "")
+    if not settings.has_key and (not _is_loopback(host) or _is_foreign(origin)):
+        raise ApiError(
+            403, "adapters are loaded for callers of this machine, or with a key (--api-key)"
+        )
+
+
+def _is_foreign(origin: str) -> bool:
+    """Whether a browser asks for a web page of somebody else."""
+    return bool(origin) and not is_loopback(origin.partition("://")[2])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

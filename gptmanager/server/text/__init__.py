@@ -1,0 +1,1 @@
+"""Answers as text, shared by the protocols."""

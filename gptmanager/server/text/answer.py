@@ -1,0 +1,155 @@
+"""`Answer`: all outputs of one HTTP request, while the engine generates them.
+
+Knows which of the engine's requests is which output, and counts the usage. Knows nothing of the
+JSON that clients get.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from gptmanager import FinishReason
+from gptmanager.callbacks import GenerationPart
+from gptmanager.server.engine.call import check_in_time
+from gptmanager.server.engine.engine import Engine
+from gptmanager.server.text.log_probs import TokenLogProb, output_log_probs, prompt_log_probs
+from gptmanager.server.text.outputs import Delta, Output
+from gptmanager.server.text.sampling import Wanted, ends_of, requests_of, scoring_request
+
+
+class Answer:
+    """Prompts, and `num_choices` outputs for each: output p x n + k is choice k of prompt p.
+
+    `prompts`: token ids. `max_new_tokens`: for each prompt. `offsets`: characters that stand before
+    each prompt's outputs. `lists_end`: as of `Output`. `is_silent`: the outputs are empty, since
+    only the prompts are asked about.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        wanted: Wanted,
+        prompts: Sequence[list[int]],
+        max_new_tokens: Sequence[int],
+        *,
+        offsets: Sequence[int] | None = None,
+        lists_end: bool = False,
+        is_silent: bool = False,
+    ) -> None:
+        self.prompts = prompts
+        self.prompt_log_probs: list[list[TokenLogProb] | None] = [None] * len(prompts)
+        # whose outputs may be told: the log probabilities of a prompt stand before them
+        self._knows = [wanted.num_prompt_top is None] * len(prompts)
+        self._wanted = wanted
+        self._is_silent = is_silent
+        self._num_cached = self._num_generated = 0
+        self._num_choices = count = wanted.num_choices
+        self._is_search = wanted.beam_width > 1
+        engine.check_number(len(prompts) * wanted.num_requests)  # before work is done for them
+        ends = ends_of(wanted, engine.card)
+        self.outputs = [
+            Output(
+                engine.card.tokenizer,
+                prompt,
+                ends,
+                skip_special_tokens=wanted.given.get("skip_special_tokens", True),
+                offset=0 if offsets is None else offsets[index],
+                lists_end=lists_end,
+            )
+            for index, prompt in enumerate(prompts)
+            for _ in range(count)
+        ]
+        self._has_ended = [False] * len(self.outputs)  # and its last delta is told
+        if is_silent:
+            requests = [[scoring_request(wanted, engine.card, prompt)] for prompt in prompts]
+        else:
+            requests = requests_of(wanted, engine.card, prompts, max_new_tokens)
+        self._num_requests = len(requests[0])  # of a prompt
+        self._requests = [*itertools.chain.from_iterable(requests)]
+        self._engine = engine
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(index of the output, what is new of it), as it comes; those that tell nothing are left
+        out. The engine gets the requests now; leaving cancels what still runs.
+
+        Log probabilities of a prompt are there with the first delta of its first output. Raises
+        ApiError, as `Engine.submit` does: then nothing runs.
+        """
+        if self._is_silent and self._wanted.num_prompt_top is None:
+            for index, output in enumerate(self.outputs):  # the prompts are known already
+                output.finish(FinishReason.LENGTH)
+                yield index, output.take()
+            return
+        # only here: what nobody reads must not be queued
+        call = self._engine.submit(self._requests)
+        async with call, contextlib.aclosing(call.parts()) as parts:
+            async for request, part in parts:
+                prompt = request // self._num_requests
+                knew_prompt = self._knows[prompt]
+                indices = self._take(request, part)
+                for index in indices:
+                    self._push(self.outputs[index], index, part)
+                reason = self.outputs[indices[0]].finish_reason
+                if reason and (part.result is None or self._wanted.is_ended_here):
+                    counted = sum(len(self.outputs[index].token_ids) for index in indices)
+                    call.stop(request, reason, counted)
+                if not self._knows[prompt]:
+                    continue
+                for index in indices if knew_prompt else self._outputs_of(prompt):
+                    if self._has_ended[index]:
+                        continue
+                    delta = self.outputs[index].take()
+                    if delta.text or delta.token_ids or delta.log_probs or delta.finish_reason:
+                        self._has_ended[index] = delta.finish_reason is not None
+                        yield index, delta
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far, those that end an output included."""
+        prompt = sum(map(len, self.prompts))
+        generated = self._num_generated
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+        }
+
+    def _take(self, request: int, part: GenerationPart) -> range:
+        """Take the part's figures of its prompt; return the outputs that it belongs to."""
+        prompt, choice = divmod(request, self._num_requests)
+        if not self._knows[prompt] and choice == 0 and "prompt_log_probs" in part.tensors:
+            self.prompt_log_probs[prompt] = prompt_log_probs(self.prompts[prompt], part.tensors)
+            self._knows[prompt] = True
+        if part.result is not None:
+            if choice == 0:
+                self._knows[prompt] = True  # there are none if its time was over before
+                self._num_cached += int(part.result.metrics.get("cached_tokens", 0))
+            if not self._wanted.streams:
+                check_in_time(part.result)
+        outputs = self._outputs_of(prompt)
+        return outputs if self._num_requests == 1 else outputs[choice : choice + 1]
+
+    def _outputs_of(self, prompt: int) -> range:
+        first = prompt * self._num_choices
+        return range(first, first + self._num_choices)
+
+    def _push(self, output: Output, index: int, part: GenerationPart) -> None:
+        result = part.result
+        beam = index % self._num_choices if self._is_search else 0
+        if self._is_silent:
+            if result is not None:
+                is_late = result.finish_reasons[0] is FinishReason.TIMED_OUT
+                output.finish(FinishReason.TIMED_OUT if is_late else FinishReason.LENGTH)
+            return
+        tokens: Sequence[int] = part.tokens
+        if self._is_search and result is not None:
+            tokens = result.generated_ids[beam]
+        has_log_probs = self._wanted.num_top is not None
+        before = len(output.token_ids)
+        output.push(tokens, output_log_probs(tokens, part.tensors, beam) if has_log_probs else ())
+        self._num_generated += len(output.token_ids) - before
+        if result is not None:
+            output.finish(result.finish_reasons[beam])

@@ -1,0 +1,153 @@
+"""`Output`: one text that is generated, from its tokens, and where it ends.
+
+Decides what of the text may be given out, and why it ended. Knows nothing of requests, and of how
+clients are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from gptmanager import FinishReason
+from gptmanager.callbacks import TextStream
+from gptmanager.server.text.log_probs import TokenLogProb
+from gptmanager.server.text.stop_strings import StopStrings
+
+_REASONS = {
+    FinishReason.END_ID: "stop",
+    FinishReason.STOP_WORDS: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIMED_OUT: "timeout",
+    FinishReason.CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The tokens and texts that end an output, after its first `min_tokens` tokens.
+
+    `end_ids`: the model's own; their text is never part of an answer. `stop_ids` and `stops`: the
+    request's; `keeps_stop`: their text is part of the answer.
+    """
+
+    end_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
+    stops: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    min_tokens: int = 0
+
+
+class Delta(NamedTuple):
+    """The text that a client may get now. All of an output's deltas, joined, are the whole output.
+
+    `token_ids`: new tokens, those that ended it included. `log_probs`: of the tokens whose text
+    begins in what has been given out. `finish_reason`: None until the last one.
+    """
+
+    text: str
+    token_ids: list[int]
+    log_probs: list[TokenLogProb]
+    finish_reason: str | None
+
+
+class Output:
+    """Takes tokens, in pieces of any size; what comes of them does not depend on the pieces.
+
+    `offset`: characters of the answer before this text (an echo of the prompt). `lists_end`: the
+    log probabilities are those of the token that ended it, too. `tokenizer` None: there is no text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        ends: Ends,
+        *,
+        skip_special_tokens: bool = True,
+        offset: int = 0,
+        lists_end: bool = False,
+    ) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._ends = ends
+        self._offset = offset
+        self._lists_end = lists_end
+        self._stops = StopStrings(ends.stops)
+        self._stream = tokenizer and TextStream(
+            tokenizer, prompt, skip_special_tokens=skip_special_tokens
+        )
+        self._log_probs: list[TokenLogProb] = []
+        self._is_cut = False
+        # how much was given out: characters, log probabilities, tokens
+        self._num_characters = self._num_log_probs = self._num_tokens = 0
+
+    def push(self, tokens: Sequence[int], log_probs: Sequence[TokenLogProb] = ()) -> None:
+        """New tokens, with their log probabilities, if those are asked for. What comes after the
+        end is ignored.
+        """
+        for index, token in enumerate(tokens):
+            if self.finish_reason is not None:
+                return
+            self.token_ids.append(token)
+            may_end = len(self.token_ids) > self._ends.min_tokens
+            is_end = may_end and token in self._ends.end_ids
+            if is_end or (may_end and token in self._ends.stop_ids and not self._ends.keeps_stop):
+                self._end("stop", None if is_end else token)
+                if log_probs and self._lists_end and not self._is_cut:
+                    self._list(log_probs[index])
+            else:
+                if log_probs:
+                    self._list(log_probs[index])
+                self._read("" if self._stream is None else self._stream.push(token), may_end)
+                if may_end and token in self._ends.stop_ids and self.finish_reason is None:
+                    self._end("stop", token)
+
+    def finish(self, reason: FinishReason) -> None:
+        """The engine has ended it; without effect if its end is known already."""
+        if self.finish_reason is None:
+            self._end(_REASONS[reason])
+
+    def take(self) -> Delta:
+        """Return the delta since the last call."""
+        reason, end = self.finish_reason, len(self.text)
+        if reason is None and self._ends.stops:
+            end -= self._stops.num_held
+        text, self._num_characters = self.text[self._num_characters : end], end
+        tokens, self._num_tokens = self.token_ids[self._num_tokens :], len(self.token_ids)
+        log_probs = self._take_log_probs(end) if self._log_probs else []
+        return Delta(text, tokens, log_probs, reason)
+
+    def _take_log_probs(self, end: int) -> list[TokenLogProb]:
+        """Those of the text up to its character `end`."""
+        first, count = self._num_log_probs, len(self._log_probs)
+        if self.finish_reason is None or self._is_cut:
+            count = first
+            while count < len(self._log_probs) and self._starts_before(end, count):
+                count += 1
+        self._num_log_probs = count
+        return self._log_probs[first:count]
+
+    def _list(self, log_prob: TokenLogProb) -> None:
+        self._log_probs.append(log_prob._replace(start=self._offset + len(self.text)))
+
+    def _starts_before(self, end: int, index: int) -> bool:
+        return self._log_probs[index].start - self._offset < end
+
+    def _read(self, text: str, may_end: bool) -> None:
+        self.text += text
+        found = self._stops.push(text, may_end=may_end) if self._ends.stops else None
+        if found is not None:
+            self.text = self.text[: found.end if self._ends.keeps_stop else found.begin]
+            self.finish_reason, self.stop_reason, self._is_cut = "stop", found.stop, True
+
+    def _end(self, reason: str, stop_reason: int | None = None) -> None:
+        if self._stream is not None:
+            self._read(self._stream.flush(), True)
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = reason, stop_reason

@@ -1,0 +1,87 @@
+"""The logits post-processor of a request: what its output has to fit, or must not contain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gptmanager.callbacks import BannedTexts
+from gptmanager.server.engine.engine import Engine
+from gptmanager.server.fields import AsItIs, Field, wrong
+from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.text.structured import (
+    OutputRule,
+    StructuredOutputs,
+    prepared,
+    read_output_rule,
+)
+from gptmanager.server.text.tools import ToolFormat, Tools
+
+_OBJECT = AsItIs({"type": "object"})
+STRUCTURED = (
+    Field("response_format", _OBJECT, "text, json_object, or json_schema"),
+    Field("structured_outputs", _OBJECT, "one of json, regex, choice, grammar, json_object"),
+    Field("guided_json", AsItIs({"type": ["object", "string", "boolean"]}), "a JSON schema"),
+    Field("guided_regex", AsItIs({"type": "string"}), "a regular expression"),
+    Field("guided_choice", AsItIs({"type": "array", "items": {"type": "string"}})),
+    Field("guided_grammar", AsItIs({"type": "string"}), "a grammar in the syntax of Lark"),
+)
+
+
+class Processors:
+    """Those of one model; what takes long to prepare is prepared once.
+
+    `lenient`: keywords of schemas that cannot be enforced are left out, and reported.
+    """
+
+    def __init__(self, engine: Engine, *, lenient: bool) -> None:
+        self._engine = engine
+        self._is_lenient = lenient
+        self._structured = StructuredOutputs.of(engine)
+        tokenizer = engine.card.tokenizer
+        self._texts = None if tokenizer is None else BannedTexts(tokenizer)
+
+    async def of(
+        self,
+        given: Mapping[str, Any],
+        warnings: Warnings,
+        tools: Tools | None = None,
+        form: ToolFormat | None = None,
+    ) -> Any:
+        """Return the post-processor; None: the model says what it likes.
+
+        `tools` may be called, in `form`. `warnings` gets what is not enforced. ApiError 400.
+        """
+        rule, words = read_output_rule(given), given.get("bad_words")
+        is_guided = rule is not None or (tools is not None and form is not None)
+        if not words and not is_guided:
+            return None
+        with self._engine.preparing():
+            bans = await self._bans(words)
+            grammar = await self._grammar(rule, warnings, tools, form)
+        if grammar is None or bans is None:
+            return bans if grammar is None else grammar
+        return grammar.without(bans)
+
+    async def _grammar(
+        self,
+        rule: OutputRule | None,
+        warnings: Warnings,
+        tools: Tools | None,
+        form: ToolFormat | None,
+    ) -> Any:
+        if self._is_lenient:
+            rule = rule and replace(rule, lenient=True)
+            tools = tools and replace(tools, lenient=True)
+        if tools is not None and form is not None:
+            return await self._structured.processor_with_tools(rule, tools, form, warnings)
+        return None if rule is None else await self._structured.processor(rule, warnings)
+
+    async def _bans(self, words: Sequence[str] | None) -> Any:
+        texts = self._texts
+        if not words:
+            return None
+        if texts is None:
+            raise wrong("bad_words", "bad_words needs a tokenizer, and the model has none")
+        return await prepared("bad_words", lambda: texts.bind(words))

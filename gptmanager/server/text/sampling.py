@@ -1,0 +1,221 @@
+"""From fields of a request to what the engine is asked for.
+
+Decides defaults, limits that need the model, seeds of choices, and what ends an output. Knows
+nothing of prompts as texts, and of answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gptmanager.server.engine.call import EngineRequest
+from gptmanager.server.engine.model_card import ModelCard
+from gptmanager.server.fields import wrong
+from gptmanager.server.text.outputs import Ends
+
+_SERVING = ("cache_salt", "deadline_s", "priority")
+_BY_NAME = {
+    "temperature": "temperature",
+    "top_p": "runtime_top_p",
+    "top_k": "runtime_top_k",
+    "min_p": "runtime_min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    **{name: name for name in _SERVING},
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The generation that a call asks for, for each prompt.
+
+    `num_top`, `num_prompt_top`: how many tokens get log probabilities; None: no token does.
+    `processor`: a logits post-processor.
+    """
+
+    given: Mapping[str, Any]
+    num_top: int | None = None
+    num_prompt_top: int | None = None
+    processor: Any = None
+
+    @property
+    def num_choices(self) -> int:
+        return int(self.given.get("n", 1))
+
+    @property
+    def beam_width(self) -> int:
+        """1: the choices are sampled."""
+        if not self.given.get("use_beam_search"):
+            return 1
+        return int(self.given.get("beam_width", self.num_choices))
+
+    @property
+    def num_requests(self) -> int:
+        """The engine's, for each prompt."""
+        return 1 if self.beam_width > 1 else self.num_choices
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.given.get("stream"))
+
+    @property
+    def is_ended_here(self) -> bool:
+        """Whether the output ends here, before the engine's generation does."""
+        return self.beam_width > 1 or "stop" in self.given or "min_tokens" in self.given
+
+
+def check(wanted: Wanted, card: ModelCard) -> None:
+    """Check what depends on the model, or on several fields at once. Raises ApiError 400."""
+    given = wanted.given
+    if given.get("stream_options") is not None and not wanted.streams:
+        raise wrong("stream_options", "stream_options is for stream = true")
+    if "beam_width" in given and not given.get("use_beam_search"):
+        raise wrong("beam_width", "beam_width needs use_beam_search = true")
+    if given.get("use_beam_search"):
+        _check_beams(wanted, card)
+    if card.tokenizer is None:
+        for name in ("stop", "bad_words"):
+            if name in given:
+                raise wrong(name, f"{name} needs a tokenizer, and the model has none")
+    for token in given.get("logit_bias", ()):
+        if token >= card.vocab_size:
+            raise wrong(
+                "logit_bias", f"logit_bias: token {token} is outside 0 to {card.vocab_size - 1}"
+            )
+    for index, token in enumerate(given.get("stop_token_ids", ())):
+        if token >= card.vocab_size:
+            where = f"stop_token_ids[{index}]"
+            raise wrong(where, f"{where} = {token} is outside 0 to {card.vocab_size - 1}")
+
+
+def _check_beams(wanted: Wanted, card: ModelCard) -> None:
+    width = wanted.beam_width
+    if wanted.streams:
+        raise wrong("stream", "stream: a beam search has its texts at its end alone")
+    if width > card.max_beam_width:
+        name = "beam_width" if "beam_width" in wanted.given else "n"
+        raise wrong(name, f"{name} = {width} beams, --max-beam-width is {card.max_beam_width}")
+    if wanted.num_choices > width:
+        raise wrong("n", f"n = {wanted.num_choices} is more than beam_width = {width}")
+    if "stop" in wanted.given:
+        raise wrong("stop", "stop: a beam search is not ended by texts; use stop_token_ids")
+
+
+def ends_of(wanted: Wanted, card: ModelCard) -> Ends:
+    given = wanted.given
+    return Ends(
+        end_ids=frozenset(() if given.get("ignore_eos") else card.token_defaults.end_ids),
+        stop_ids=frozenset(given.get("stop_token_ids", ())),
+        stops=tuple(given.get("stop", ())),
+        keeps_stop=given.get("include_stop_str_in_output", False),
+        min_tokens=given.get("min_tokens", 0),
+    )
+
+
+def requests_of(
+    wanted: Wanted, card: ModelCard, prompts: Sequence[list[int]], max_new_tokens: Sequence[int]
+) -> list[list[EngineRequest]]:
+    """The engine's requests for each prompt: one for each choice, or one search for all."""
+    common = _common(wanted, card)
+    if wanted.num_top is not None:
+        common["return_log_probs"] = True
+        if wanted.num_top:
+            common["num_top_log_probs"] = wanted.num_top
+    width, adapter = wanted.beam_width, _adapter(wanted, card)
+    if width > 1:
+        common.update(beam_width=width, num_return_sequences=wanted.num_choices)
+    base = wanted.given.get("seed")
+    base = random.getrandbits(64) if base is None else base
+    found: list[list[EngineRequest]] = []
+    for tokens, most in zip(prompts, max_new_tokens, strict=True):
+        of_prompt = []
+        for choice in range(wanted.num_requests):
+            by_name = {**common, "random_seed": mixed_seed(base, len(found), choice)}
+            if choice == 0 and wanted.num_prompt_top is not None:
+                by_name["num_prompt_log_probs"] = wanted.num_prompt_top
+            of_prompt.append(
+                EngineRequest(
+                    tokens,
+                    most,
+                    adapter=adapter,
+                    is_ended_by_caller=wanted.is_ended_here,
+                    **by_name,
+                )
+            )
+        found.append(of_prompt)
+    return found
+
+
+def scoring_request(wanted: Wanted, card: ModelCard, tokens: list[int]) -> EngineRequest:
+    """The engine's request for one prompt of which only the log probabilities are asked for."""
+    given = wanted.given
+    by_name = {name: given[name] for name in _SERVING if name in given}
+    by_name["num_prompt_log_probs"] = wanted.num_prompt_top
+    return EngineRequest(tokens, 1, adapter=_adapter(wanted, card), is_scoring=True, **by_name)
+
+
+def _adapter(wanted: Wanted, card: ModelCard) -> str | None:
+    name = wanted.given.get("model")
+    return None if name == card.name else name
+
+
+def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
+    """A seed of its own for each choice: neighboring seeds have none in common."""
+    key = struct.pack("<QQQ", seed % 2**64, prompt_index, choice)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
+def _common(wanted: Wanted, card: ModelCard) -> dict[str, Any]:
+    given, defaults = wanted.given, card.sampling_defaults
+    chosen = {"temperature": 1.0, **defaults, **given}
+    if wanted.beam_width > 1:  # searched by log probabilities, and not sampled
+        defaults = {name: defaults[name] for name in defaults if name == "repetition_penalty"}
+        chosen = {**defaults, **given, "temperature": given.get("temperature") or 1.0}
+    by_name = {
+        ours: chosen[name] for name, ours in _BY_NAME.items() if chosen.get(name) is not None
+    }
+    if by_name.get("runtime_top_k") == -1:
+        by_name["runtime_top_k"] = 0
+    if given.get("logit_bias"):
+        by_name["embedding_bias"] = _bias(given["logit_bias"], card.vocab_size)
+    if wanted.processor is not None:
+        by_name["logits_post_processor"] = wanted.processor
+    for name, ours in (("length_penalty", "len_penalty"), ("early_stopping", "early_stopping")):
+        if name in given and wanted.beam_width > 1:
+            by_name[ours] = given[name]
+    by_name.update(_engine_ends(wanted, card))
+    # texts that end an output are looked for while it comes
+    by_name["is_streaming"] = wanted.beam_width == 1 and (wanted.streams or "stop" in given)
+    return by_name
+
+
+def _engine_ends(wanted: Wanted, card: ModelCard) -> dict[str, Any]:
+    """Return the tokens that the engine ends an output at.
+
+    Within `min_tokens` it bans the end tokens; the stop tokens may come, so `Output` ends at them.
+    """
+    given = wanted.given
+    found: dict[str, Any] = {}
+    min_tokens = given.get("min_tokens", 0)
+    if min_tokens:
+        found["min_length"] = min_tokens
+    if given.get("ignore_eos"):
+        found["end_id"] = -1
+    if given.get("stop_token_ids") and not min_tokens:
+        found["stop_words_list"] = [[token] for token in given["stop_token_ids"]]
+    return found
+
+
+def _bias(by_token: Mapping[int, float], vocab_size: int) -> Any:
+    bias = np.zeros(vocab_size, dtype=np.float32)
+    for token, value in by_token.items():
+        bias[token] = value
+    return bias

@@ -1,0 +1,268 @@
+"""Answers that fit a JSON schema, a regular expression, a choice, or a grammar.
+
+Decides which of a request's fields say so, and that there is one at most. Grammars are compiled
+before a request runs, so that a wrong one is refused in words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from tokenizers import Tokenizer
+
+from gptmanager import GuidedDecoding
+from gptmanager.errors import CapacityError, ConfigError, RequestError
+from gptmanager.server.engine.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.text.tools import ToolFormat, Tools, marks_of
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_ANY_OBJECT = {"type": "object"}
+_ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRule:
+    """The rule that an answer has to fit. `where`: the field that sets it; `kind`: one of `_KINDS`.
+
+    `lenient`: keywords of a schema that cannot be enforced are left out and reported.
+    """
+
+    where: str
+    kind: str
+    value: Any
+    lenient: bool = False
+
+
+def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
+    """Read the rule in `response_format`, `structured_outputs`, or its aliases guided_json, ...
+
+    None if an answer may be any text. ApiError (400) for a wrong rule, and for two at once.
+    """
+    rules = [
+        *_of_response_format(body.get("response_format")),
+        *_of_structured_outputs(body.get("structured_outputs")),
+        *(
+            OutputRule(name, kind, body[name])
+            for name, kind in _ALIASES.items()
+            if body.get(name) is not None
+        ),
+    ]
+    if len(rules) > 1:
+        raise _wrong(rules[1].where, f"stands beside {rules[0].where}: one of them is possible")
+    for rule in rules:
+        _check(rule)
+    return rules[0] if rules else None
+
+
+def _of_response_format(given: Any) -> list[OutputRule]:
+    if given is None:
+        return []
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        if given.get("schema") is not None:
+            lenient = given.get("strict") is False
+            return [OutputRule("response_format.schema", "json", given["schema"], lenient)]
+        return [OutputRule("response_format", "json_object", True)]
+    if kind != "json_schema":
+        raise _wrong("response_format.type", "is none of 'text', 'json_object', 'json_schema'")
+    where, own = "response_format.json_schema", given.get("json_schema")
+    if not isinstance(own, Mapping):
+        raise _wrong(where, "is no object with name and schema")
+    if not isinstance(own.get("name"), str):
+        raise _wrong(f"{where}.name", "is missing: a text is needed")
+    if not isinstance(own.get("strict"), bool | None):
+        raise _wrong(f"{where}.strict", "is neither true nor false")
+    if own.get("schema") is None:
+        raise _wrong(f"{where}.schema", "is missing: a JSON schema is needed")
+    return [OutputRule(f"{where}.schema", "json", own["schema"], own.get("strict") is False)]
+
+
+def _of_structured_outputs(given: Any) -> list[OutputRule]:
+    if given is None:
+        return []
+    where = "structured_outputs"
+    if not isinstance(given, Mapping):
+        raise _wrong(where, f"is no object with one of {', '.join(_KINDS)}")
+    there = {key: value for key, value in given.items() if value is not None}
+    for key in there:
+        if key not in _KINDS:
+            raise _wrong(f"{where}.{key}", f"is unknown: there are {', '.join(_KINDS)}")
+    rules = [OutputRule(f"{where}.{key}", key, value) for key, value in there.items()]
+    return [rule for rule in rules if (rule.kind, rule.value) != ("json_object", False)]
+
+
+def _check(rule: OutputRule) -> None:
+    value = rule.value
+    if rule.kind == "json" and not isinstance(value, Mapping | str | bool):
+        raise _wrong(rule.where, "is no JSON schema: an object, or its text, is needed")
+    if rule.kind in ("regex", "grammar") and not isinstance(value, str):
+        raise _wrong(rule.where, "is no text")
+    if rule.kind == "json_object" and value is not True:
+        raise _wrong(rule.where, "is neither true nor false")
+    if rule.kind == "choice":
+        texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if not texts or not value:
+            raise _wrong(rule.where, "is no list of one or more texts")
+
+
+class StructuredOutputs:
+    """Compiles what requests ask for, with one `GuidedDecoding` for the model's tokenizer.
+
+    That is made by the first request that needs it: for 150,000 tokens it takes a second.
+    """
+
+    _of_engines: ClassVar[WeakKeyDictionary[Engine, StructuredOutputs]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, engine: Engine) -> StructuredOutputs:
+        """The one that all endpoints of an engine share."""
+        if engine not in cls._of_engines:
+            card = engine.card
+            cls._of_engines[engine] = cls(card.tokenizer, card.token_defaults.end_ids)
+        return cls._of_engines[engine]
+
+    def __init__(self, tokenizer: Tokenizer | None, end_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._guided: GuidedDecoding | None = None
+        self._lock = threading.Lock()
+
+    async def processor(self, rule: OutputRule, warnings: Warnings) -> Any:
+        """The logits post-processor for a rule; ApiError (400) for one that does not compile.
+
+        `warnings` gets the keywords of a lenient schema that are not enforced.
+        """
+
+        def grammar(guided: GuidedDecoding) -> Any:
+            if rule.kind == "json_object":
+                return guided.json_schema(_ANY_OBJECT)
+            make: dict[str, Callable[..., Any]] = {
+                "json": partial(guided.json_schema, lenient=rule.lenient),
+                "regex": guided.regex,
+                "choice": guided.choice,
+                "grammar": guided.lark,
+            }
+            return make[rule.kind](rule.value)
+
+        found = await self._compiled(rule.where, grammar)
+        warnings.add_ignored((it[1:] for it in found.unenforced), f"not enforced of {rule.where}")
+        return found
+
+    async def processor_with_tools(
+        self, rule: OutputRule | None, tools: Tools, form: ToolFormat, warnings: Warnings
+    ) -> Any:
+        """The same for an answer that may be calls of tools, else what `rule` says.
+
+        Calls that are optional are as lenient as they must be. None where nothing can guide them:
+        without llguidance, or with a schema that it cannot read. They are then as the model writes
+        them, and `warnings` says so.
+        """
+        answer = None
+        if rule is not None and not tools.required:
+            if rule.kind not in ("json", "json_object"):
+                raise _wrong(rule.where, "stands beside tools, where only JSON is possible")
+            answer = _ANY_OBJECT if rule.kind == "json_object" else rule.value
+        marks = {} if self._tokenizer is None else marks_of(self._tokenizer, self._end_ids)
+        grammar, schemas = tools.grammar(form, marks, answer)
+        lenient = {name for name in tools.schemas if tools.is_lenient(name)}
+        if rule is not None and rule.lenient:
+            lenient.add("answer")
+        is_optional = not tools.required and answer is None
+        where = {name: f"tools[{tools.index_of(name)}]" for name in tools.schemas}
+        for allowed in (lenient, set(schemas)) if is_optional else (lenient,):
+            make = partial(GuidedDecoding.lark, grammar=grammar, schemas=schemas, lenient=allowed)
+            try:
+                found = await self._compiled("tools", make)
+            except ApiError as error:
+                refused = error
+                continue
+            for name in schemas:
+                own = [
+                    it.partition("#/")[2] for it in found.unenforced if it.startswith(f"{name}#")
+                ]
+                warnings.add_ignored(own, f"not enforced of {where.get(name, 'the schema')}")
+            return found
+        if is_optional and refused.status == 400:
+            warnings.add(f"calls of tools are not enforced: {refused.message}")
+            return None
+        await self._check_parameters(tools)
+        raise refused
+
+    async def _check_parameters(self, tools: Tools) -> None:
+        """ApiError (400) for the first tool whose schema does not compile alone."""
+        for rule, schema in tools.schemas.items():
+            where = f"tools[{tools.index_of(rule)}].function.parameters"
+            lenient = tools.is_lenient(rule)
+            make = partial(GuidedDecoding.json_schema, schema=schema, lenient=lenient)
+            await self._compiled(where, make)
+
+    async def _compiled(self, where: str, make: Callable[[GuidedDecoding], Any]) -> Any:
+        return await prepared(where, lambda: make(self._for_tokenizer()))
+
+    def _for_tokenizer(self) -> GuidedDecoding:
+        with self._lock:
+            if self._guided is None:
+                if self._tokenizer is None:
+                    raise ConfigError("the model has no tokenizer, which guided decoding needs")
+                self._guided = GuidedDecoding(self._tokenizer, self._end_ids)
+            return self._guided
+
+
+async def prepared(where: str, make: Callable[[], Any]) -> Any:
+    """The logits post-processor that `make` gives, when it is ready.
+
+    ApiError: 400 if it cannot be, 503 if there is nothing to make it with.
+    """
+    processor = None
+    try:
+        processor = await asyncio.to_thread(make)
+        await _finished(processor.prepare("cpu"))
+    except CapacityError as error:
+        raise ApiError(503, f"{where}: {_without_field(error)}", param=where) from None
+    except (ValueError, RequestError) as error:  # a ConfigError is a ValueError, too
+        raise _wrong(where, _without_field(error)) from None
+    except asyncio.CancelledError:
+        processor = None  # nobody wants it now, whatever still refers to this frame
+        raise
+    return processor
+
+
+async def _finished(future: Future[Any]) -> None:
+    """Wait for a future, and raise its error.
+
+    `asyncio.wrap_future` would make a cycle of references: the grammar of a client that is gone
+    would stay alive, and be compiled, until the garbage collector runs.
+    """
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(wake)
+    try:
+        await done.wait()
+    except asyncio.CancelledError:
+        future = Future()  # nobody waits for it, whatever still refers to this frame
+        raise
+    future.result()
+
+
+def _without_field(error: Exception) -> str:
+    return str(error).removeprefix("logits_post_processor ")
+
+
+def _wrong(where: str, what: str) -> ApiError:
+    return ApiError(400, f"{where}: {what}", type="invalid_request_error", param=where)
