@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from gptmanager.cuda.launch import NAMES, Launcher, Program, check_tensors
+from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors
 
 _THREADS = 128
 _WIDTHS = [(name, width) for dtype, name in NAMES.items() for width in (16 // dtype.itemsize, 1)]

@@ -14,18 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda import activations, cache_write, lora, norms, products
-from gptmanager.cuda.context_attention import context_attention, plan_context
-from gptmanager.cuda.generation_attention import (
+from gptmanager.cuda import activations, norms
+from gptmanager.cuda.attention import cache_write
+from gptmanager.cuda.attention.context_attention import context_attention, plan_context
+from gptmanager.cuda.attention.generation_attention import (
     GenerationWork,
     find_places,
     generation_attention,
 )
-from gptmanager.cuda.generation_plan import WHOLE, max_num_items, plan_generation
-from gptmanager.cuda.launch import Launcher
-from gptmanager.cuda.own_products import OwnProducts
-from gptmanager.cuda.paged_kernels import HEAD_DIMS, has_group
-from gptmanager.cuda.product_choice import ProductChoice, Seconds
+from gptmanager.cuda.attention.generation_plan import WHOLE, max_num_items, plan_generation
+from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS, has_group
+from gptmanager.cuda.device.launch import Launcher
+from gptmanager.cuda.gemm import gemv, lora
+from gptmanager.cuda.gemm.matmul_choice import MatmulChoice, Seconds
+from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
@@ -61,13 +63,13 @@ class CudaKernels(Kernels):
     def __init__(self, launcher: Launcher, deterministic: bool = False) -> None:
         super().__init__(deterministic)
         self._launcher = launcher
-        self._own_products = OwnProducts(launcher)
-        self._choice = ProductChoice()
+        self._own_matmuls = OwnMatmuls(launcher)
+        self._choice = MatmulChoice()
 
-    def measure_products(self, weights: Iterable[Matrix], device: str, seconds: Seconds) -> None:
-        """Time products with these weights; the arguments are those of `ProductChoice.measure`."""
+    def measure_matmuls(self, weights: Iterable[Matrix], device: str, seconds: Seconds) -> None:
+        """Time products with these weights; the arguments are those of `MatmulChoice.measure`."""
         if self._launcher.has_products and not self.deterministic:
-            self._choice.measure(self._own_products, map(plain, weights), device, seconds)
+            self._choice.measure(self._own_matmuls, map(plain, weights), device, seconds)
 
     def plan(
         self,
@@ -140,9 +142,9 @@ class CudaKernels(Kernels):
             return super().linear(x, matrix, bias)
         out = x.new_empty(len(x), len(matrix))
         if self.deterministic:  # whatever the number of rows
-            products.multiply(self._launcher, out, x, matrix, bias)
+            gemv.multiply(self._launcher, out, x, matrix, bias)
         else:
-            self._own_products.multiply(out, x, matrix, bias)
+            self._own_matmuls.multiply(out, x, matrix, bias)
         return out
 
     def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -151,7 +153,7 @@ class CudaKernels(Kernels):
         if self.deterministic or not self._multiplies(x, matrix):
             return super().linear_silu_mul(x, matrix, bias)
         out = x.new_empty(len(x), len(matrix) // 2)
-        self._own_products.multiply(out, x, matrix, bias, silu=True)
+        self._own_matmuls.multiply(out, x, matrix, bias, silu=True)
         return out
 
     def _multiplies(self, x: Tensor, matrix: Tensor) -> bool:
@@ -159,8 +161,8 @@ class CudaKernels(Kernels):
         if not self._launcher.has_products:
             return False
         if self.deterministic:
-            return products.covers(x, matrix)
-        return self._choice.is_ours(len(x), matrix) and self._own_products.covers(x, matrix)
+            return gemv.covers(x, matrix)
+        return self._choice.is_ours(len(x), matrix) and self._own_matmuls.covers(x, matrix)
 
     def add_adapters(
         self, result: Tensor, x: Tensor, adapters: StepAdapters, layer: int, matrix: str

@@ -22,32 +22,25 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from gptmanager.cuda import (
-    activations,
-    adjustments,
-    beam_step,
+from gptmanager.cuda import activations, norms
+from gptmanager.cuda.attention import (
     block_copy,
     cache_write,
     context_attention,
     float_attention,
     generation_attention,
-    log_probs,
-    lora,
-    norms,
-    products,
-    sampling,
-    tiled_products,
-    token_masks,
     warpgroup_attention,
 )
-from gptmanager.cuda.compiler import ARCHITECTURES, CompilationError, Figures, compile
-from gptmanager.cuda.launch import NAMES, Program, architecture
+from gptmanager.cuda.device.compiler import ARCHITECTURES, CompilationError, Figures, compile
+from gptmanager.cuda.device.launch import NAMES, Program, architecture
+from gptmanager.cuda.gemm import gemm, gemv, lora
+from gptmanager.cuda.sampling import adjustments, beam_step, log_probs, sampling, token_masks
 from gptmanager.errors import ConfigError
 
 PROGRAMS: tuple[Program, ...] = (
     norms.PROGRAM,
-    products.PROGRAM,
-    tiled_products.PROGRAM,
+    gemv.PROGRAM,
+    gemm.PROGRAM,
     lora.PROGRAM,
     activations.PROGRAM,
     cache_write.PROGRAM,
@@ -64,7 +57,7 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
-_SLOW = ("sampling.cu", "beam_step.cu")  # they are compiled first
+_SLOW = ("sampling/sampling.cu", "sampling/beam_step.cu")  # they are compiled first
 Choice = tuple[Program, str, str]  # a kernel of a program, for an architecture
 
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from torch import Tensor
 
-from gptmanager.cuda.launch import NAMES, Launcher, Program, check_tensors
+from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors
 
 _COUNTS = {True: (1, 2, 4), False: (1, 2, 8)}  # vectors a thread holds, wide and narrow ones
 _MAX_THREADS = 1024

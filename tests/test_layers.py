@@ -115,7 +115,6 @@ kernels/                      every operation of a step in torch, and faster one
     compiled_bodies           which bodies a model needs on the CPU
     cpu                       the override for CPUs: what pays, compiled
 cuda/                         every CUDA kernel with its launcher, and an emulator that runs them
-    device                    CuPy, once a host asks for a CUDA device
     cache_folder              where what was compiled is kept (no torch)
     emulator/                 kernels on a CPU, run thread by thread, checked (no torch)
         reports               what a kernel did wrong, with the line of its source (no torch)
@@ -125,35 +124,40 @@ cuda/                         every CUDA kernel with its launcher, and an emulat
         library               a built library, and how a kernel of it is run (no torch)
         arguments             an argument checked against its parameter (no torch)
         module                CUDA C++ as kernels that run on the CPU (no torch)
-    compiler                  CUDA C++ to machine code, with what its kernels use (no torch)
     features                  parts that can be switched off (no torch)
-    thread_contexts           the device's context in each thread that calls the driver (no torch)
-    dependent_launch          launches that begin while the kernel before them ends (no torch)
-    launch                    where kernels run: a GPU, or the emulator
-    streams                   where work is enqueued: a CUDA stream, or the emulator
-    uploads                   arrays of a step, to the device in one copy
-    downloads                 tensors of a device on their way to the CPU
-    graphs                    generation steps, recorded and run again
-    paged_kernels             what the kernels over pages take: heads, dtypes
+    device/                   what every launch needs: device, compiler, streams, graphs
+        device                CuPy, once a host asks for a CUDA device
+        compiler              CUDA C++ to machine code, with what its kernels use (no torch)
+        thread_contexts       the device's context in each thread that calls the driver (no torch)
+        dependent_launch      launches that begin while the kernel before them ends (no torch)
+        launch                where kernels run: a GPU, or the emulator
+        streams               where work is enqueued: a CUDA stream, or the emulator
+        uploads               arrays of a step, to the device in one copy
+        downloads             tensors of a device on their way to the CPU
+        graphs                generation steps, recorded and run again
+    attention/                attention over the pages of the KV cache, and what writes them
+        paged_kernels         what the kernels over pages take: heads, dtypes
+        cache_write           rotation, QK norm, and keys and values to their pages
+        block_copy            beginnings of blocks, copied
+        generation_plan       how the work of generation attention is cut (no torch)
+        float_attention       attention of both phases in float32
+        generation_attention  attention of rows with one token, by a plan
+        warpgroup_attention   the same of several tokens, in products of warpgroups
+        context_attention     attention of rows with several tokens
     norms                     residual add, RMSNorm, LayerNorm
-    products                  products of few rows with a matrix
-    tiled_products            products of some more rows, and how blocks share them
-    own_products              a product by the kernel for its number of rows
-    lora                      low-rank adapters on a step's tokens
-    product_choice            which of them are ours, and which torch's, by a measurement
+    gemm/                     matmuls of few rows, of some more, and of LoRA
+        gemv                  products of few rows with a matrix
+        gemm                  products of some more rows, and how blocks share them
+        own_matmuls           a product by the kernel for its number of rows
+        lora                  low-rank adapters on a step's tokens
+        matmul_choice         which of them are ours, and which torch's, by a measurement
     activations               SiLU times up, GELU
-    cache_write               rotation, QK norm, and keys and values to their pages
-    block_copy                beginnings of blocks, copied
-    generation_plan           how the work of generation attention is cut (no torch)
-    float_attention           attention of both phases in float32
-    generation_attention      attention of rows with one token, by a plan
-    warpgroup_attention       the same of several tokens, in products of warpgroups
-    context_attention         attention of rows with several tokens
-    token_masks               bits for tokens that may come, on rows of logits
-    adjustments               bias, penalties and bans on rows of logits
-    sampling                  one token from each row of logits
-    log_probs                 log probabilities of given tokens
-    beam_step                 the best continuations of beams
+    sampling/                 from logits to tokens and their log probabilities
+        token_masks           bits for tokens that may come, on rows of logits
+        adjustments           bias, penalties and bans on rows of logits
+        sampling              one token from each row of logits
+        log_probs             log probabilities of given tokens
+        beam_step             the best continuations of beams
     kernels                   the override for CUDA: which kernel serves which op
     matrix                    every kernel in every instantiation, compiled
 ranks/                        one process a rank: who has which part, and what they tell each other

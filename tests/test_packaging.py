@@ -107,7 +107,7 @@ def test_package_list_is_the_folders():
 def test_wheel_holds_the_library_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
 
-    assert {"gptmanager/py.typed", "gptmanager/cuda/device.py"} <= names
+    assert {"gptmanager/py.typed", "gptmanager/cuda/device/device.py"} <= names
     assert {name for name in names if ".dist-info/" not in name} == library_files().keys()
 
 
@@ -141,7 +141,7 @@ def test_mapped_packages_import(source, pip, wheel, tmp_path, installed, started
     # When
     files = run_code(
         f"import site, json; site.addsitedir({str(target)!r})\n"
-        "import gptmanager, gptmanager.callbacks, gptmanager.cuda.device as device\n"
+        "import gptmanager, gptmanager.callbacks, gptmanager.cuda.device.device as device\n"
         "print(json.dumps([m.__file__ for m in (gptmanager, gptmanager.callbacks, device)]))",
         cwd=places[started_in],
         path=[target, *THIRD_PARTY],
@@ -218,7 +218,7 @@ def test_no_file_of_cuda_has_a_name_of_nvidias():
 
 @pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is an extra, faked above")
 def test_cupy_imports_from_the_root():
-    run_code("import cupy, gptmanager.cuda.device", cwd=ROOT, path=THIRD_PARTY)
+    run_code("import cupy, gptmanager.cuda.device.device", cwd=ROOT, path=THIRD_PARTY)
 
 
 # Until the distribution is on a package index, its name there may be anybody's --------------------

@@ -18,7 +18,8 @@ from gptmanager.callbacks import (
     TokenBias,
     Watermark,
 )
-from gptmanager.cuda import compiler, emulator
+from gptmanager.cuda import emulator
+from gptmanager.cuda.device import compiler
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.kernel_signature import difference, with_signature
 from gptmanager.decoding.processors.logits import PostProcessing

@@ -18,11 +18,11 @@ import torch
 from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.assembly.sizing import Room, Sizes, asked_seq_len
 from gptmanager.config import OptionalParams
-from gptmanager.cuda.downloads import Downloads
-from gptmanager.cuda.graphs import ladder
+from gptmanager.cuda.device.downloads import Downloads
+from gptmanager.cuda.device.graphs import ladder
+from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream, Stream
+from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.kernels import CudaKernels
-from gptmanager.cuda.streams import DeviceStream, EmulatedStream, Stream
-from gptmanager.cuda.uploads import Uploads
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.decoding.sampling.device_sampling import DeviceSampler
@@ -222,7 +222,7 @@ class DeviceBackend(Backend):
             name = torch.cuda.get_device_name(self.device)
             with self.stream:
                 seconds = self.stream.seconds
-                self.kernels.measure_products(model.weights.matrices, name, seconds)
+                self.kernels.measure_matmuls(model.weights.matrices, name, seconds)
         return model
 
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gptmanager.cuda.device import find_cupy
+from gptmanager.cuda.device.device import find_cupy
 from gptmanager.cuda.features import Features
 from gptmanager.environment.distribution import DISTRIBUTION
 from gptmanager.errors import ConfigError

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from gptmanager.config import ProgressCallback
-from gptmanager.cuda.downloads import Downloads
-from gptmanager.cuda.graphs import GenerationGraphs
-from gptmanager.cuda.launch import NAMES
-from gptmanager.cuda.streams import Stream
-from gptmanager.cuda.uploads import Array, Uploads
+from gptmanager.cuda.device.downloads import Downloads
+from gptmanager.cuda.device.graphs import GenerationGraphs
+from gptmanager.cuda.device.launch import NAMES
+from gptmanager.cuda.device.streams import Stream
+from gptmanager.cuda.device.uploads import Array, Uploads
 from gptmanager.executor.choice.prompt_scores import DevicePromptScorer, Scores
 from gptmanager.executor.packed_rows import PackedRows, offsets, padded
 from gptmanager.executor.runner import Computed, Runner, has_one_token_each

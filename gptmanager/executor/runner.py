@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.uploads import Array
+from gptmanager.cuda.device.uploads import Array
 from gptmanager.executor.choice.prompt_scores import PromptScorer, Scores
 from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import SequenceTables

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gptmanager.cuda.uploads import Upload
+from gptmanager.cuda.device.uploads import Upload
 
 Ints = npt.NDArray[np.int64]
 Written = tuple[Ints, npt.NDArray[Any]]  # cells, and what was written to them

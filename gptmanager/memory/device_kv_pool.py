@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gptmanager.cuda.block_copy import PROGRAM, Copy, as_tensor, copy_blocks, rounds
-from gptmanager.cuda.launch import Launcher
+from gptmanager.cuda.attention.block_copy import PROGRAM, Copy, as_tensor, copy_blocks, rounds
+from gptmanager.cuda.device.launch import Launcher
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.memory.kv_pool import KvPool

@@ -14,9 +14,9 @@ import sys
 
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.assembly import backend
-from gptmanager.cuda import sampling
-from gptmanager.cuda.launch import EmulatorLauncher
-from gptmanager.cuda.streams import EmulatedStream
+from gptmanager.cuda.device.launch import EmulatorLauncher
+from gptmanager.cuda.device.streams import EmulatedStream
+from gptmanager.cuda.sampling import sampling
 from gptmanager.testing import RecordingCallbacks
 
 MODEL = "examples/tiny_llama"

@@ -25,8 +25,8 @@ from math import inf
 
 import numpy as np
 
-from gptmanager.cuda.generation_attention import resident_blocks
-from gptmanager.cuda.generation_plan import GenerationPlan, Places, plan_generation
+from gptmanager.cuda.attention.generation_attention import resident_blocks
+from gptmanager.cuda.attention.generation_plan import GenerationPlan, Places, plan_generation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 # Assumed, not measured: 0.5 us for a load, and five of them for the chain of block_starts, items,

@@ -24,7 +24,7 @@ from model_generation_plans import (
     table,
 )
 
-from gptmanager.cuda.generation_plan import GenerationPlan, Places, plan_generation
+from gptmanager.cuda.attention.generation_plan import GenerationPlan, Places, plan_generation
 
 CARDS = {"H200": H200, "H100 PCIe": H100_PCIE}
 SHAPES = {

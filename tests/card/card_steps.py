@@ -22,13 +22,13 @@ PROFILED = {
     "sample": "sampling",
 }
 SANITIZED = (
-    *("test_generation_attention", "test_context_attention", "test_products"),
-    *("test_tiled_products", "test_sampling_kernel"),
+    *("test_generation_attention", "test_context_attention", "test_gemv"),
+    *("test_gemm", "test_sampling_kernel"),
 )
 # Test files whose kernels a whole model needs; the others follow by name.
 FIRST_FILES = (
     *("test_device_functions", "test_generation_attention", "test_context_attention"),
-    *("test_tiled_products", "test_products", "test_sampling_kernel", "test_norms"),
+    *("test_gemm", "test_gemv", "test_sampling_kernel", "test_norms"),
     *("test_cache_write", "test_device_executor", "test_manager_on_gpu"),
 )
 BATCHES = "1,32,64,128,256"

@@ -7,7 +7,7 @@ import torch
 from gptmanager.bench.kernels.benchmark import Ground
 from gptmanager.bench.kernels.cases import Adapters, Bed, Decoder, Sizes
 from gptmanager.bench.timing import Stopwatch
-from gptmanager.cuda.launch import EmulatorLauncher
+from gptmanager.cuda.device.launch import EmulatorLauncher
 
 TINY = Sizes(
     num_heads=4,

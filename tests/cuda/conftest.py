@@ -16,7 +16,7 @@ from sticky_errors import StickyErrors
 from gptmanager.assembly import assemble as assembly
 from gptmanager.assembly.backend import DeviceBackend
 from gptmanager.cuda import emulator
-from gptmanager.cuda.launch import DeviceLauncher
+from gptmanager.cuda.device.launch import DeviceLauncher
 from gptmanager.decoding.processors import raw_kernel
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError

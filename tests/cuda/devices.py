@@ -18,7 +18,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.cuda import emulator
-from gptmanager.cuda.streams import DeviceStream
+from gptmanager.cuda.device.streams import DeviceStream
 from gptmanager.errors import ConfigError
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from kernel_values import DTYPES, randn
 
-from gptmanager.cuda.paged_kernels import HEAD_DIMS, MAX_GROUP
+from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS, MAX_GROUP
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 import gptmanager
-from gptmanager.cuda.launch import EmulatorLauncher
-from gptmanager.cuda.streams import EmulatedStream
+from gptmanager.cuda.device.launch import EmulatorLauncher
+from gptmanager.cuda.device.streams import EmulatedStream
 
 DEVICE = torch.device("meta")  # a device's name that torch knows without its libraries
 _CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ class SeparateLauncher(EmulatorLauncher):
 
         def launch(grid, block, args, shared_mem=0):
             assert all(grid), f"{name}: CuPy would launch a block for the grid {grid}"
-            for argument in args if program.file != "block_copy.cu" else ():
+            for argument in args if program.file != "attention/block_copy.cu" else ():
                 is_host = isinstance(argument, Tensor) and not isinstance(argument, DeviceTensor)
                 assert not is_host, f"{name} got memory of the host"
             self._stream.launch(kernel, grid, block, real(list(args)), shared_mem)

@@ -14,7 +14,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.cuda.graphs import GenerationGraphs
+from gptmanager.cuda.device.graphs import GenerationGraphs
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 RANKS = (1, 8, 33)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_values import randn
 
-from gptmanager.cuda.adjustments import PARAMS, adjust, pack, pack_lists
+from gptmanager.cuda.sampling.adjustments import PARAMS, adjust, pack, pack_lists
 from gptmanager.decoding.sampling.sampling import Sampler
 from gptmanager.request.input_rows import token_bias
 from gptmanager.request.sampling_params import SamplingParams

@@ -7,8 +7,8 @@ import pytest
 import torch
 from kernel_values import close, randn
 
-from gptmanager.cuda import sampling
-from gptmanager.cuda.beam_step import best_of_rows
+from gptmanager.cuda.sampling import sampling
+from gptmanager.cuda.sampling.beam_step import best_of_rows
 from gptmanager.request.sampling_params import SamplingParams
 
 

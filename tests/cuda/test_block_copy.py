@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_values import DTYPES, randn
 
-from gptmanager.cuda.block_copy import as_tensor, copy_blocks, rounds
+from gptmanager.cuda.attention.block_copy import as_tensor, copy_blocks, rounds
 
 
 def check_copy(machine, dtype, copies):

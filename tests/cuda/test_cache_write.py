@@ -5,8 +5,8 @@ import pytest
 import torch
 from kernel_values import DTYPES, close, randn
 
-from gptmanager.cuda.cache_write import locate_tokens, rope_and_write
-from gptmanager.cuda.paged_kernels import HEAD_DIMS
+from gptmanager.cuda.attention.cache_write import locate_tokens, rope_and_write
+from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS
 from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
 from gptmanager.kernels.reference import Kernels
 

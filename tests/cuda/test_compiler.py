@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import random
-from pathlib import Path
 
 import pytest
 from requirements import skip
 
-from gptmanager.cuda import block_copy, compiler
-from gptmanager.cuda.launch import Program
+from gptmanager.cuda.attention import block_copy
+from gptmanager.cuda.device import compiler
+from gptmanager.cuda.device.launch import Program
 from gptmanager.cuda.matrix import (
     PROGRAMS,
     Row,
@@ -155,15 +155,16 @@ def test_headers_that_are_not_beside_nvrtc(monkeypatch, tmp_path):
 
 
 def test_no_ptx_but_in_one_file():
-    folder = Path(compiler.__file__).parent
-    files = {path.name for path in folder.glob("*.cu*") if "asm" in path.read_text("utf-8")}
+    files = {
+        path.name for path in compiler.FOLDER.rglob("*.cu*") if "asm" in path.read_text("utf-8")
+    }
     assert files == {"intrinsics.cuh"}
 
 
 def test_kernels_are_compiled_side_by_side(nvrtc, monkeypatch, tmp_path, capsys):
     """In the order of the choices; one that does not compile does not stop the others."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    broken = Program("block_copy.cu", ("no_such_kernel",))
+    broken = Program("attention/block_copy.cu", ("no_such_kernel",))
     choices = [(broken, "no_such_kernel", "sm_90a"), (block_copy.PROGRAM, "copy_blocks", "sm_80")]
     errors = []
     rows = list(compile_side_by_side(choices, 2, errors.append))
@@ -177,7 +178,7 @@ def test_which_kernels_are_compiled():
     one = [(program.file, name, arch) for program, name, arch in whole_matrix("sm_86", "bfloat16")]
     assert {arch for _, _, arch in one} == {"sm_86"}
     files = {file for file, _, _ in one}
-    assert "warpgroup_attention.cu" not in files and "block_copy.cu" in files
+    assert "attention/warpgroup_attention.cu" not in files and "attention/block_copy.cu" in files
     assert all("half" not in name and "<float" not in name for _, name, _ in one)
     hopper = {program.file for program, _, _ in whole_matrix("sm_90a")}
     assert hopper == {program.file for program in PROGRAMS}

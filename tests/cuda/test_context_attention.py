@@ -7,8 +7,8 @@ from kernel_values import DTYPES
 from paged_rows import PagedRows, crossings
 from requirements import skip
 
-from gptmanager.cuda.context_attention import context_attention, plan_context
-from gptmanager.cuda.paged_kernels import HEAD_DIMS
+from gptmanager.cuda.attention.context_attention import context_attention, plan_context
+from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 # A whole prompt, a chunk behind earlier ones, a single token, nothing, and tiles' borders.

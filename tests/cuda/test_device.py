@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gptmanager.cuda.device import find_cupy
+from gptmanager.cuda.device.device import find_cupy
 from gptmanager.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ from gptmanager import InferenceRequest
 from gptmanager.assembly import backend
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
-from gptmanager.cuda import downloads
-from gptmanager.cuda.streams import DeviceStream
+from gptmanager.cuda.device import downloads
+from gptmanager.cuda.device.streams import DeviceStream
 from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.torch_executor import TorchExecutor

@@ -22,11 +22,11 @@ from gptmanager import (
 from gptmanager.assembly.backend import DeviceBackend
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
-from gptmanager.cuda.downloads import Downloads
-from gptmanager.cuda.graphs import GenerationGraphs, ladder
+from gptmanager.cuda.device.downloads import Downloads
+from gptmanager.cuda.device.graphs import GenerationGraphs, ladder
+from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream
+from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.kernels import CudaKernels
-from gptmanager.cuda.streams import DeviceStream, EmulatedStream
-from gptmanager.cuda.uploads import Uploads
 from gptmanager.decoding.processors.raw_kernel import RawKernelLogitsPostProcessor
 from gptmanager.decoding.sampling import device_sampling
 from gptmanager.decoding.sampling.device_sampling import DeviceSampler

@@ -14,8 +14,8 @@ import torch
 
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.cuda import emulator
+from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.emulator import toolchain as toolchains
-from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.errors import ConfigError
 from gptmanager.testing import RecordingCallbacks
 

@@ -13,8 +13,8 @@ from kernel_values import randn
 from paged_rows import PagedRows
 from separate_device import DeviceTensor
 
-from gptmanager.cuda.block_copy import as_tensor, copy_blocks
-from gptmanager.cuda.cache_write import rope_and_write
+from gptmanager.cuda.attention.block_copy import as_tensor, copy_blocks
+from gptmanager.cuda.attention.cache_write import rope_and_write
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.attention.attention_arguments import Pages
 from gptmanager.memory.device_kv_pool import DeviceKvPool

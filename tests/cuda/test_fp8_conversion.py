@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from gptmanager.cuda import compiler, emulator
+from gptmanager.cuda import emulator
+from gptmanager.cuda.device import compiler
 
 SOURCE = """
-#include "fp8.cuh"
+#include "attention/fp8.cuh"
 template <class T> __global__ void expand_all(unsigned* expanded) {
     unsigned both = blockIdx.x * blockDim.x + threadIdx.x;
     expanded[both] = expand<T>(both | 0xABCD0000u);

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from kernel_values import DTYPES
 from paged_rows import PagedRows, crossings
 
-from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
-from gptmanager.cuda.generation_plan import Places, plan_generation
-from gptmanager.cuda.paged_kernels import HEAD_DIMS
+from gptmanager.cuda.attention.generation_attention import GenerationWork, generation_attention
+from gptmanager.cuda.attention.generation_plan import Places, plan_generation
+from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS
 
 LENGTHS = (1, 15, 16, 17, 64, 65, 200)
 PLACES = Places(4, 3)

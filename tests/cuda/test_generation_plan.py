@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from requirements import skip
 
-from gptmanager.cuda import compiler
-from gptmanager.cuda.generation_attention import PROGRAM, find_places, resident_blocks
-from gptmanager.cuda.generation_plan import PASS, Places, max_num_items, plan_generation
-from gptmanager.cuda.launch import EmulatorLauncher
+from gptmanager.cuda.attention.generation_attention import PROGRAM, find_places, resident_blocks
+from gptmanager.cuda.attention.generation_plan import PASS, Places, max_num_items, plan_generation
+from gptmanager.cuda.device import compiler
+from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 

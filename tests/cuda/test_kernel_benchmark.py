@@ -41,7 +41,7 @@ from gptmanager.bench.machine import find_gpu
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.table import kernel_table
 from gptmanager.bench.timing import Budget, DeviceTimer, Spread
-from gptmanager.cuda.launch import EmulatorLauncher
+from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.errors import ConfigError
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.terminal.tables import lines

@@ -13,13 +13,13 @@ import pytest
 import torch
 from requirements import skip
 
-from gptmanager.cuda import compiler, dependent_launch, device, launch
+from gptmanager.cuda.device import compiler, dependent_launch, device
+from gptmanager.cuda.device.launch import DeviceLauncher, Program, architecture, check_tensors
 from gptmanager.cuda.features import Features
-from gptmanager.cuda.launch import DeviceLauncher, Program, architecture, check_tensors
 from gptmanager.cuda.matrix import PROGRAMS
 from gptmanager.errors import ConfigError
 
-PROGRAM = Program("block_copy.cu", ("f<1>", "f<2>"))
+PROGRAM = Program("attention/block_copy.cu", ("f<1>", "f<2>"))
 DEPENDENT = Program("norms.cu", ("f<1>", "f<2>"), dependent=True)
 
 
@@ -230,5 +230,6 @@ def test_tensors_are_checked_by_name():
 
 
 def test_every_program_is_a_file_and_every_file_a_program():
-    files = {path.name for path in launch.FOLDER.glob("*.cu")}
+    folder = compiler.FOLDER
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.cu")}
     assert {program.file for program in PROGRAMS} == files

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from gptmanager.cuda import activations, norms, products, sampling, token_masks
-from gptmanager.cuda.context_attention import plan_context
-from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
-from gptmanager.cuda.own_products import OwnProducts
-from gptmanager.cuda.sampling import PARAMS
+from gptmanager.cuda import activations, norms
+from gptmanager.cuda.attention.context_attention import plan_context
+from gptmanager.cuda.attention.generation_attention import GenerationWork, generation_attention
+from gptmanager.cuda.gemm import gemv as products
+from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
+from gptmanager.cuda.sampling import sampling, token_masks
+from gptmanager.cuda.sampling.sampling import PARAMS
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 BF16, FLOAT, INT, LONG = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -128,7 +130,7 @@ def test_gate_and_up_are_always_four_tiles(card):
 
 def test_all_products_of_tiles_have_the_same_counters(card):
     """A recording has their address."""
-    own = OwnProducts(card)
+    own = OwnMatmuls(card)
     for rows in (64, 200):
         own.multiply(empty(rows, 4096), empty(rows, 4096), empty(4096, 4096), None)
     first, second = (arguments[2] for arguments in card.arguments)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from kernel_values import close, randn
 
-from gptmanager.cuda import sampling
-from gptmanager.cuda.log_probs import LOG_PROB, LOGIT, NOTHING, log_probs
+from gptmanager.cuda.sampling import sampling
+from gptmanager.cuda.sampling.log_probs import LOG_PROB, LOGIT, NOTHING, log_probs
 from gptmanager.decoding.sampling.sampling import Sampler
 from gptmanager.request.output_options import OutputConfig
 from gptmanager.request.sampling_params import SamplingParams

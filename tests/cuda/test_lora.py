@@ -9,8 +9,8 @@ import torch
 from adapter_cases import LAYER, expected, new_case, qkv_layout
 from kernel_values import DTYPES, close, randn
 
+from gptmanager.cuda.gemm.lora import MAX_MODULES, add_adapters, covers
 from gptmanager.cuda.kernels import CudaKernels
-from gptmanager.cuda.lora import MAX_MODULES, add_adapters, covers
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule
 
 WIDTH, Q, KV = 136, 130, 33  # parts of a chunk, of a block, and a border of modules inside of it

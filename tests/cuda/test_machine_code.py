@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from requirements import skip
 
-from gptmanager.cuda import compiler, norms
-from gptmanager.cuda.warpgroup_attention import PROGRAM
+from gptmanager.cuda import norms
+from gptmanager.cuda.attention.warpgroup_attention import PROGRAM
+from gptmanager.cuda.device import compiler
 from gptmanager.errors import ConfigError
 
 SOURCE = """

@@ -28,7 +28,7 @@ from gptmanager import (
 )
 from gptmanager.assembly import backend as backends
 from gptmanager.assembly.backend import DeviceBackend
-from gptmanager.cuda.device import find_cupy
+from gptmanager.cuda.device.device import find_cupy
 from gptmanager.errors import ConfigError
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 

@@ -7,11 +7,11 @@ import torch
 from devices import LLAMA, checkpoint
 from rank_threads import World
 
-from gptmanager.cuda.downloads import Downloads
-from gptmanager.cuda.graphs import GenerationGraphs
+from gptmanager.cuda.device.downloads import Downloads
+from gptmanager.cuda.device.graphs import GenerationGraphs
+from gptmanager.cuda.device.streams import EmulatedStream
+from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.kernels import CudaKernels
-from gptmanager.cuda.streams import EmulatedStream
-from gptmanager.cuda.uploads import Uploads
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import DeviceTables

@@ -8,8 +8,8 @@ import torch
 from requirements import skip
 
 from gptmanager import RawKernelLogitsPostProcessor
-from gptmanager.cuda.device import find_cupy
-from gptmanager.cuda.streams import DeviceStream
+from gptmanager.cuda.device.device import find_cupy
+from gptmanager.cuda.device.streams import DeviceStream
 from gptmanager.decoding.processors.rows import ProcessedSequence, Rows
 from gptmanager.errors import ConfigError
 from gptmanager.request.post_processor import RequestProcessor

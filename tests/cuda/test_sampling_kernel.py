@@ -7,9 +7,10 @@ import pytest
 import torch
 from kernel_values import randn
 
-from gptmanager.cuda import compiler, emulator
-from gptmanager.cuda.launch import EmulatorLauncher
-from gptmanager.cuda.sampling import PARAMS, Workspace, num_parts, pack, sample
+from gptmanager.cuda import emulator
+from gptmanager.cuda.device import compiler
+from gptmanager.cuda.device.launch import EmulatorLauncher
+from gptmanager.cuda.sampling.sampling import PARAMS, Workspace, num_parts, pack, sample
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
 
@@ -323,7 +324,7 @@ def test_as_many_pieces_as_there_is_room_for(checked_machine):
 
 
 FIND_TOKEN = """
-#include "logits_row.cuh"
+#include "sampling/logits_row.cuh"
 template <int WIDTH> __global__ void find(
     int* token, const float* weights, const double* sums, double rest, int size) {
     __shared__ double own[PIECES];
@@ -338,7 +339,7 @@ template <int WIDTH> __global__ void find(
 
 def test_the_room_for_what_blocks_leave_for_each_other(toolchain):
     source = """
-    #include "logits_row.cuh"
+    #include "sampling/logits_row.cuh"
     __global__ void size(int* bytes) { *bytes = sizeof(Pieces); }"""
     options, bytes_ = [f"-I{compiler.FOLDER}"], emulator.empty(1, np.int32)
     module = emulator.Module(source=source, name_expressions=["size"], options=options)

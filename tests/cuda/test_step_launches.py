@@ -9,11 +9,11 @@ import torch
 from devices import LLAMA, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptmanager.cuda.downloads import Downloads
+from gptmanager.cuda.device.downloads import Downloads
+from gptmanager.cuda.device.launch import EmulatorLauncher
+from gptmanager.cuda.device.streams import EmulatedStream
+from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.kernels import CudaKernels
-from gptmanager.cuda.launch import EmulatorLauncher
-from gptmanager.cuda.streams import EmulatedStream
-from gptmanager.cuda.uploads import Uploads
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.decoding.sampling.device_sampling import DeviceSampler

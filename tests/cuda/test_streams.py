@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gptmanager.cuda import streams
-from gptmanager.cuda.streams import DeviceStream
+from gptmanager.cuda.device import streams
+from gptmanager.cuda.device.streams import DeviceStream
 
 
 class Graph:

@@ -10,7 +10,7 @@ from kernel_values import randn
 from test_guided import MODEL, asked, serve
 
 from gptmanager.callbacks import load_guided_decoding, load_tokenizer
-from gptmanager.cuda.token_masks import mask_logits
+from gptmanager.cuda.sampling.token_masks import mask_logits
 from gptmanager.kernels.token_masks import mask_logits_reference
 
 

@@ -30,7 +30,7 @@ _CUDA = {
     "pages.cuh": "test_generation_attention test_attention_borders test_context_attention"
     " test_far_pages",
     "partials.cuh": "test_generation_attention test_attention_borders",
-    "product_sums.cuh": "test_products test_lora",
+    "matmul_sums.cuh": "test_gemv test_lora",
     "sampling.cu": "test_sampling_kernel",
     "token_masks.cu": "test_token_masks_kernel",
     "warpgroup_attention.cu": "test_context_attention test_far_pages test_machine_code",
@@ -49,19 +49,19 @@ _LAUNCHES = {
     "generation_attention.py": f"test_generation_plan test_generation_attention {_CHOICES}",
     "generation_plan.py": "test_generation_plan test_generation_attention",
     "graphs.py": "test_device_executor test_step_launches",
-    "kernels.py": "test_step_launches test_product_choice test_lora",
-    "launch.py": "test_launch test_products test_sampling_kernel",
+    "kernels.py": "test_step_launches test_matmul_choice test_lora",
+    "launch.py": "test_launch test_gemv test_sampling_kernel",
     "matrix.py": "test_compiler",
-    "own_products.py": "test_product_choice test_products test_launch_choices",
+    "own_matmuls.py": "test_matmul_choice test_gemv test_launch_choices",
     "paged_kernels.py": "test_cache_write test_generation_attention test_context_attention",
-    "product_choice.py": "test_product_choice",
+    "matmul_choice.py": "test_matmul_choice",
     "sampling.py": f"test_sampling_kernel test_sampling test_device_chooser {_CHOICES}",
     "streams.py": "test_streams test_device_executor test_raw_kernel_graphs",
     "uploads.py": "test_device_executor test_step_launches",
     "warpgroup_attention.py": f"test_context_attention test_machine_code {_CHOICES}",
 }
 _EMULATOR = "test_emulator test_emulator_bugs test_device_functions test_launch"
-_MATRICES = f"{_EMULATOR} test_products test_context_attention"
+_MATRICES = f"{_EMULATOR} test_gemv test_context_attention"
 _EMULATED = {"intrinsics_cpu.h": _MATRICES, "warp.h": _MATRICES, "warpgroup.cpp": _MATRICES}
 _PRODUCTS = "test_kernel_memory test_packed_products test_kernels"
 _CPU = {
@@ -97,13 +97,12 @@ _ANY_OF_CPU = (
 
 def files(root: Path) -> list[str]:
     """What mistakes are planted in."""
-    folders = ("cuda", "cuda/emulator", "gptmanager/kernels")
     left_out = ("intrinsics.cuh", "__init__.py")
     return [
-        f"{folder}/{path.name}"
-        for folder in folders
-        for path in sorted((root / folder).glob("*.*"))
-        if path.name not in left_out
+        path.relative_to(root).as_posix()
+        for folder in ("cuda", "gptmanager/kernels")
+        for path in sorted((root / folder).rglob("*.*"))
+        if path.name not in left_out and "__pycache__" not in path.parts
     ]
 
 
@@ -115,7 +114,7 @@ def covering_tests(root: Path, file: str) -> list[str]:
     folder, _, name = file.rpartition("/")
     if folder == "cuda/emulator":
         return _paths(root, _EMULATED.get(name, _EMULATOR))
-    if folder != "cuda":
+    if not folder.startswith("cuda"):
         return _paths(root, _CPU.get(name, _ANY_OF_CPU))
     stem = name.partition(".")[0]
     own = f"test_{stem} test_{stem}_kernel"
@@ -123,7 +122,7 @@ def covering_tests(root: Path, file: str) -> list[str]:
         own = _LAUNCHES.get(name, f"{own} {_CHOICES}")
     else:
         own = _CUDA.get(name, own)
-    found = _paths(root, own) or _tests_of_users(root, name)
+    found = _paths(root, own) or _tests_of_users(root, file.removeprefix("cuda/"))
     if not found:
         raise ValueError(f"{file} has no tests in tests/mutants/covering.py")
     return found
@@ -131,11 +130,11 @@ def covering_tests(root: Path, file: str) -> list[str]:
 
 def _tests_of_users(root: Path, header: str) -> list[str]:
     users = [
-        path.name
-        for path in sorted((root / "cuda").glob("*.cu*"))
+        path.relative_to(root).as_posix()
+        for path in sorted((root / "cuda").rglob("*.cu*"))
         if f'#include "{header}"' in path.read_text("utf-8")
     ]
-    tests = [test for user in users for test in covering_tests(root, f"cuda/{user}")]
+    tests = [test for user in users for test in covering_tests(root, user)]
     return [*dict.fromkeys(tests)]
 
 

@@ -107,7 +107,9 @@ def test_a_sample_is_that_of_its_seed():
 
 
 def test_every_file_has_tests():
-    assert {"cuda/norms.cu", "cuda/pages.cuh", "gptmanager/kernels/cpu.py"} <= {*files(ROOT)}
+    assert {"cuda/norms.cu", "cuda/attention/pages.cuh", "gptmanager/kernels/cpu.py"} <= {
+        *files(ROOT)
+    }
     for file in ("cuda/norms.cu", "cuda/numerics.cuh", "gptmanager/kernels/cpu.py"):
         assert covering_tests(ROOT, file)
         assert mutants_of(file, (ROOT / file).read_text("utf-8"))
@@ -204,7 +206,15 @@ def test_tests_that_are_red_without_a_mistake(project):
 def test_an_interrupted_command_reports_what_it_has(tmp_path):
     """Its copies are gone, and nothing runs."""
     report = tmp_path / "mutants.diff"
-    options = ["--file", "cuda/token_masks.cu", "--per-file", "3", "--jobs", "1", "--unchecked"]
+    options = [
+        "--file",
+        "cuda/sampling/token_masks.cu",
+        "--per-file",
+        "3",
+        "--jobs",
+        "1",
+        "--unchecked",
+    ]
     process = subprocess.Popen(
         [sys.executable, FOLDER, *options, "--report", report],
         env={**os.environ, "TMPDIR": str(tmp_path)},

@@ -19,7 +19,7 @@ from gptmanager.bench.kernels.cases import (
     largest_error,
     tolerance,
 )
-from gptmanager.cuda.lora import add_adapters
+from gptmanager.cuda.gemm.lora import add_adapters
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 
 _TIMES_ROOFLINE = 1.3

@@ -23,14 +23,14 @@ from gptmanager.bench.kernels.cases import (
     tolerance,
 )
 from gptmanager.bench.kernels.paged_rows import PagedRows, attention_flops, paged_rows
-from gptmanager.cuda.context_attention import context_attention, plan_context
-from gptmanager.cuda.generation_attention import (
+from gptmanager.cuda.attention.context_attention import context_attention, plan_context
+from gptmanager.cuda.attention.generation_attention import (
     GenerationWork,
     find_places,
     generation_attention,
 )
-from gptmanager.cuda.generation_plan import WHOLE, plan_generation
-from gptmanager.cuda.warpgroup_attention import takes
+from gptmanager.cuda.attention.generation_plan import WHOLE, plan_generation
+from gptmanager.cuda.attention.warpgroup_attention import takes
 
 Rows = Sequence[tuple[int, int]]  # new tokens, length
 _FP8 = torch.float8_e4m3fn

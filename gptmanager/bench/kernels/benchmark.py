@@ -21,7 +21,7 @@ from gptmanager.bench.kernels.token_cases import token_cases
 from gptmanager.bench.machine import cache_bytes, find_gpu, free_bytes, header
 from gptmanager.bench.roofline import measure_ceilings
 from gptmanager.bench.timing import Budget, DeviceTimer, Timer, host_seconds
-from gptmanager.cuda.launch import DeviceLauncher
+from gptmanager.cuda.device.launch import DeviceLauncher
 from gptmanager.cuda.norms import rms_norm
 from gptmanager.errors import ConfigError
 

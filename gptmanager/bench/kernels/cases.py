@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.timing import Spread
-from gptmanager.cuda.launch import Launcher
+from gptmanager.cuda.device.launch import Launcher
 
 OURS = "gptmanager"
 Contender = Callable[[int], Tensor]

@@ -20,10 +20,10 @@ from gptmanager.bench.kernels.cases import (
     largest_error,
     tolerance,
 )
-from gptmanager.cuda import adjustments, sampling
-from gptmanager.cuda.beam_step import best_of_rows
-from gptmanager.cuda.log_probs import LOG_PROB, log_probs
-from gptmanager.cuda.token_masks import mask_logits
+from gptmanager.cuda.sampling import adjustments, sampling
+from gptmanager.cuda.sampling.beam_step import best_of_rows
+from gptmanager.cuda.sampling.log_probs import LOG_PROB, log_probs
+from gptmanager.cuda.sampling.token_masks import mask_logits
 from gptmanager.request.input_rows import token_bias
 from gptmanager.request.sampling_params import SamplingParams
 

@@ -20,8 +20,8 @@ from gptmanager.bench.kernels.cases import (
     tolerance,
 )
 from gptmanager.cuda.activations import silu_mul
-from gptmanager.cuda.own_products import OwnProducts
-from gptmanager.cuda.products import FEW_ROWS
+from gptmanager.cuda.gemm.gemv import FEW_ROWS
+from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 
 _LARGE = 32 << 20  # bytes of a weight; the time of a smaller one is mostly its launch
 _SHARE_OF_COPY = 0.85  # of few rows
@@ -74,7 +74,7 @@ def _prepare(rows: int, width: int, depth: int, has_silu: bool, bed: Bed) -> Pre
     weights = bed.sets(num_bytes, width, depth, scale=depth**-0.5)
     out = x.new_empty(rows, width // 2 if has_silu else width)
     own = out.clone()
-    products = OwnProducts(bed.launcher)
+    products = OwnMatmuls(bed.launcher)
 
     def ours(number: int) -> Tensor:
         products.multiply(out, x, weights[number], None, silu=has_silu)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gptmanager.bench.kernels.attention_peers import flashinfer
 from gptmanager.bench.kernels.cases import Bed, Case, Contender, Goal, Prepared, Sizes
-from gptmanager.cuda.sampling import PARAMS, pack, sample
+from gptmanager.cuda.sampling.sampling import PARAMS, pack, sample
 from gptmanager.request.sampling_params import SamplingParams
 
 _TOP_K, _TOP_P, _TEMPERATURE = 50, 0.9, 0.8

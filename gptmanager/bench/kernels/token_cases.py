@@ -20,8 +20,8 @@ from gptmanager.bench.kernels.cases import (
     tolerance,
 )
 from gptmanager.cuda.activations import silu_mul
-from gptmanager.cuda.block_copy import as_tensor, copy_blocks
-from gptmanager.cuda.cache_write import locate_tokens, rope_and_write
+from gptmanager.cuda.attention.block_copy import as_tensor, copy_blocks
+from gptmanager.cuda.attention.cache_write import locate_tokens, rope_and_write
 from gptmanager.cuda.norms import rms_norm
 from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
 

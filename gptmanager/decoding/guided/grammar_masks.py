@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gptmanager.cuda import token_masks
-from gptmanager.cuda.streams import Stream
-from gptmanager.cuda.uploads import Uploads
+from gptmanager.cuda.device.streams import Stream
+from gptmanager.cuda.device.uploads import Uploads
+from gptmanager.cuda.sampling import token_masks
 from gptmanager.decoding.guided.grammar_matcher import fault_of
 from gptmanager.decoding.processors.rows import Errors, ProcessedSequence, Rows, RowSession
 from gptmanager.errors import InvalidRequestError, LogitsError, RequestError

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gptmanager.cuda.streams import Stream
+from gptmanager.cuda.device.streams import Stream
 from gptmanager.decoding.guided.grammar_masks import CompiledGrammar, Grammar, GuidedSession
 from gptmanager.decoding.guided.grammar_matcher import (
     GrammarSource,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.streams import Stream
+from gptmanager.cuda.device.streams import Stream
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.rows import (
     Errors,

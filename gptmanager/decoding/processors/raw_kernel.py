@@ -21,10 +21,10 @@ from torch import Tensor
 from gptmanager.arguments import at_least
 from gptmanager.config import DEVICE
 from gptmanager.cuda import emulator
-from gptmanager.cuda.device import find_cupy
-from gptmanager.cuda.launch import DeviceLauncher
-from gptmanager.cuda.streams import Stream
-from gptmanager.cuda.uploads import Layout, Uploads
+from gptmanager.cuda.device.device import find_cupy
+from gptmanager.cuda.device.launch import DeviceLauncher
+from gptmanager.cuda.device.streams import Stream
+from gptmanager.cuda.device.uploads import Layout, Uploads
 from gptmanager.decoding.processors.kernel_signature import PARAMETERS, difference, with_signature
 from gptmanager.decoding.processors.rows import Errors, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, response_text

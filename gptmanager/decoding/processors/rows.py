@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.streams import Stream
+from gptmanager.cuda.device.streams import Stream
 from gptmanager.request.post_processor import BoundProcessor, RequestProcessor
 from gptmanager.step import SequenceStart
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gptmanager.cuda import adjustments, beam_step, log_probs, sampling
-from gptmanager.cuda.launch import NAMES, Launcher
-from gptmanager.cuda.uploads import Upload
+from gptmanager.cuda.device.launch import NAMES, Launcher
+from gptmanager.cuda.device.uploads import Upload
+from gptmanager.cuda.sampling import adjustments, beam_step, log_probs, sampling
 from gptmanager.decoding.sampling.sampling import Ints, Sampler
 from gptmanager.request.output_options import NO_EXTRAS, OutputConfig
 from gptmanager.request.sampling_params import SamplingParams

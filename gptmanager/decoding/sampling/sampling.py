@@ -20,7 +20,7 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from gptmanager.cuda import adjustments, log_probs, sampling
+from gptmanager.cuda.sampling import adjustments, log_probs, sampling
 from gptmanager.decoding.sampling.adjustments import adjust
 from gptmanager.decoding.sampling.best_tokens import log_probs_beside
 from gptmanager.decoding.sampling.choice import (

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.downloads import Downloads
-from gptmanager.cuda.uploads import Uploads
+from gptmanager.cuda.device.downloads import Downloads
+from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.decoding.sampling.device_sampling import MAX_CONTINUATIONS, Choice, DeviceSampler

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda import beam_step, sampling
-from gptmanager.cuda.launch import Launcher
-from gptmanager.cuda.log_probs import LOG_PROB, LOGIT, log_probs
-from gptmanager.cuda.uploads import Upload
+from gptmanager.cuda.device.launch import Launcher
+from gptmanager.cuda.device.uploads import Upload
+from gptmanager.cuda.sampling import beam_step, sampling
+from gptmanager.cuda.sampling.log_probs import LOG_PROB, LOGIT, log_probs
 from gptmanager.decoding.sampling.best_tokens import best_ids
 from gptmanager.decoding.sampling.sampling import Ints, Sampler
 from gptmanager.request.output_options import OutputConfig

@@ -1,0 +1,63 @@
+"""Copies of the beginnings of blocks: in a pool or between two, one of them in CPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.device.launch import Argument, Launcher, Program, check_tensors, ints
+
+_THREADS = 128
+PROGRAM = Program("attention/block_copy.cu", ("copy_blocks",))
+
+Copy = tuple[int, int, int]  # source, destination, number of tokens: a BlockCopy
+
+
+def rounds(copies: Iterable[Copy]) -> list[list[Copy]]:
+    """`copies` in rounds, in order: within one, no block is written that another copy touches.
+
+    Copies are carried out as if one after the other; those of one launch run at the same time.
+    """
+    result: list[list[Copy]] = [[]]
+    read: set[int] = set()
+    written: set[int] = set()
+    for source, destination, num_tokens in copies:
+        if source in written or destination in written or destination in read:
+            result.append([])
+            read, written = set(), set()
+        result[-1].append((source, destination, num_tokens))
+        read.add(source)
+        written.add(destination)
+    return [own for own in result if own]
+
+
+def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies: Tensor) -> None:
+    """The first n tokens of block a of `source` to block b of `destination`, in every layer.
+
+    `destination`, `source` `[L, P, K, B, D]`, of one dtype, may be the same pool; `copies` `[N, 3]`
+    int32: a, b, n, none of which may depend on another (`rounds`). D elements are a multiple of 16
+    bytes. ValueError for other tensors.
+    """
+    num_layers, num_blocks, num_kv_heads, tokens_per_block, head_dim = source.shape
+    if head_dim * source.itemsize % 16:
+        raise ValueError(f"a token of {head_dim} {source.dtype} is no multiple of 16 bytes")
+    shape = (num_layers, None, num_kv_heads, tokens_per_block, head_dim)
+    for pool in (destination, source):  # one of them may be CPU memory
+        check_tensors(pool=(pool, shape, source.dtype))
+    check_tensors(copies=(copies, (None, 3), torch.int32))
+    if len(copies) == 0:
+        return
+    vectors = head_dim * source.itemsize // 16
+    sizes = (destination.shape[1], num_blocks, num_kv_heads, tokens_per_block, vectors)
+    arguments: tuple[Argument, ...] = (destination, source, copies, *ints(*sizes))
+    grid = (len(copies), num_layers * num_kv_heads)
+    launcher.kernel(PROGRAM, "copy_blocks")(grid, (_THREADS,), arguments)
+
+
+def as_tensor(copies: Sequence[Copy], device: torch.device | str) -> Tensor:
+    """`copies` as `copy_blocks` takes them; they travel from pinned memory, without a wait."""
+    is_cpu = torch.device(device).type == "cpu"
+    numbers = torch.tensor(copies, dtype=torch.int32, pin_memory=not is_cpu).reshape(-1, 3)
+    return numbers.to(device, non_blocking=True)

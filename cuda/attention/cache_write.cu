@@ -1,0 +1,116 @@
+// Where each token's keys and values belong in the pages, and the way there: QK norm, rotation, write.
+#include "attention/fp8.cuh"
+
+// cells[token] = block * tokens_per_block + offset; -1 for tokens behind the last row. Once a step.
+__global__ void locate_tokens(
+    int* cells,              // [tokens]
+    const int* row_starts,    // [rows + 1]
+    const int* kv_lengths,    // [rows]
+    const int* slots,         // [rows]
+    const int* block_tables,  // [slots, table_width]
+    int num_tokens, int num_rows, int table_width, int tokens_per_block) {
+    ptx::wait_for_previous();
+    int token = blockIdx.x * blockDim.x + threadIdx.x;
+    if (token >= num_tokens) return;
+    if (token >= row_starts[num_rows]) {
+        cells[token] = -1;
+        return;
+    }
+    int first = 0, last = num_rows;  // the row is in [first, last): the last that starts at or before
+    while (last - first > 1) {
+        int middle = (first + last) / 2;
+        if (row_starts[middle] <= token) first = middle;
+        else last = middle;
+    }
+    int position = kv_lengths[first] - row_starts[first + 1] + token;
+    const int* table = block_tables + size_t(slots[first]) * table_width;
+    int block = table[position / tokens_per_block];
+    cells[token] = block * tokens_per_block + position % tokens_per_block;
+}
+
+// The lanes that share a head: a power of two.
+__device__ constexpr int lanes_of(int vectors) {
+    return vectors > 16 ? 32 : vectors > 8 ? 16 : vectors > 4 ? 8 : 4;
+}
+
+// Elements i and i + N / 2 of the first N (`rotary`) turn together. A group of lanes takes a head.
+template <class T, int D, int WIDTH, class C = T>
+__global__ void __launch_bounds__(128) rope_and_write(
+    T* queries,              // [tokens, heads, D]
+    C* keys,                 // [blocks, kv_heads, tokens_per_block, D]
+    C* values,               // [blocks, kv_heads, tokens_per_block, D]
+    const T* qkv,            // [tokens, heads + 2 kv_heads, D]
+    const long long* positions,  // [tokens]
+    const float* cos_sin,    // [positions, rotary]: cosines, then sines; null: no rotation
+    const T* q_norm,         // [D] or null
+    const T* k_norm,         // [D] or null
+    const int* cells,       // [tokens], of locate_tokens
+    const float* scales,     // [2, kv_heads] of a cache of 8 bits
+    int num_tokens, int num_heads, int num_kv_heads, int rotary, int tokens_per_block, float eps) {
+    ptx::wait_for_previous();
+    constexpr int LANES = lanes_of(D / WIDTH), COUNT = (D / WIDTH + LANES - 1) / LANES;
+    int lane = threadIdx.x % LANES;
+    int group = (blockIdx.x * blockDim.x + threadIdx.x) / LANES;
+    int heads = num_heads + 2 * num_kv_heads;
+    int token = group / heads, head = group % heads;
+    bool there = token < num_tokens;
+    bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
+    const T* from = qkv + (size_t(token) * heads + head) * D;
+    float own[COUNT][WIDTH] = {};
+    float square = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        int element = (i * LANES + lane) * WIDTH;
+        if (!there || element >= D) continue;
+        load(own[i], from + element);
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) square += own[i][j] * own[i][j];
+    }
+    const T* weight = is_value ? nullptr : is_query ? q_norm : k_norm;
+    float scale = rsqrtf(warp_sum<LANES>(square) / D + eps);
+    int cell = there ? cells[token] : -1;
+    if (!there || (!is_query && cell < 0)) return;
+    void* to = queries + (size_t(token) * num_heads + head) * D;
+    if (!is_query) {
+        int kv_head = (head - num_heads) % num_kv_heads;
+        size_t block = cell / tokens_per_block, offset = cell % tokens_per_block;
+        to = (is_value ? values : keys) +
+             ((block * num_kv_heads + kv_head) * tokens_per_block + offset) * D;
+    }
+    const float* turn = cos_sin && !is_value ? cos_sin + positions[token] * rotary : nullptr;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        int element = (i * LANES + lane) * WIDTH, half = rotary / 2;
+        if (element >= D) continue;
+        if (weight) {
+            float factors[WIDTH];
+            load(factors, weight + element);
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++) own[i][j] *= scale * factors[j];
+        }
+        if (turn && element < rotary) {
+            bool low = element < half;
+            int other = low ? element + half : element - half, angle = low ? element : other;
+            float partner[WIDTH], cosine[WIDTH], sine[WIDTH];
+            load(partner, from + other);
+            load(cosine, turn + angle);
+            load(sine, turn + half + angle);
+            if (weight) {
+                float factors[WIDTH];
+                load(factors, weight + other);
+#pragma unroll
+                for (int j = 0; j < WIDTH; j++) partner[j] *= scale * factors[j];
+            }
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++)
+                own[i][j] = own[i][j] * cosine[j] + (low ? -partner[j] : partner[j]) * sine[j];
+        }
+        if (IS_FP8<C> && !is_query) {
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++) own[i][j] /= scales[head - num_heads];
+            store(static_cast<C*>(to) + element, own[i]);
+        } else {
+            store(static_cast<T*>(to) + element, own[i]);
+        }
+    }
+}

@@ -1,0 +1,107 @@
+"""Rotation of queries and keys, with QK norm, fused with the write of keys and values to pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.attention.paged_kernels import CACHES, HEAD_DIMS, check_cache, check_head_dim
+from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
+from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
+
+_THREADS = 128
+PROGRAM = Program(
+    "attention/cache_write.cu",
+    (
+        "locate_tokens",
+        *(
+            f"rope_and_write<{name}, {head_dim}, {width}{cache}>"
+            for dtype, name in NAMES.items()
+            for head_dim in HEAD_DIMS
+            for width in (16 // dtype.itemsize, 1)
+            for cache in CACHES
+        ),
+    ),
+    dependent=True,
+)
+
+
+def locate_tokens(launcher: Launcher, cells: Tensor, rows: RowSpans, tokens_per_block: int) -> None:
+    """`cells[t] = block * tokens_per_block + offset` of token t: once a step, for all layers.
+
+    Tokens behind the last row, as a graph's padding, get -1. `cells` int32 `[T]`.
+    """
+    num_tokens, num_rows = len(cells), len(rows.kv_lengths)
+    check_tensors(
+        cells=(cells, (num_tokens,), torch.int32),
+        row_starts=(rows.row_starts, (num_rows + 1,), torch.int32),
+        kv_lengths=(rows.kv_lengths, (num_rows,), torch.int32),
+        slots=(rows.slots, (num_rows,), torch.int32),
+        block_tables=(rows.block_tables, (None, None), torch.int32),
+    )
+    if num_tokens == 0:
+        return
+    sizes = (num_tokens, num_rows, rows.block_tables.shape[1], tokens_per_block)
+    arguments: tuple[Argument, ...] = (cells, *rows[:4], *ints(*sizes))
+    blocks = -(-num_tokens // _THREADS)
+    launcher.kernel(PROGRAM, "locate_tokens")((blocks,), (_THREADS,), arguments)
+
+
+def rope_and_write(
+    launcher: Launcher,
+    queries: Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    cells: Tensor,
+    pages: Pages,
+    *,
+    cos_sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Write the rotated queries to `queries`, rotated keys and values to their cells in the pages.
+
+    `queries` `[T, H, D]`; `qkv` `[T, (H + 2K) * D]`: query heads, key heads, value heads; `q_norm`,
+    `k_norm` `[D]`: weights of an RMSNorm with `eps` of each head, before the rotation; all of one
+    dtype of float32, float16, bfloat16, and pages, too, if they are not float8_e4m3fn.
+    `positions` `[T]` int64 index `cos_sin` `[max_pos, N]` float32: cosines of N / 2 frequencies,
+    then their sines; dimension i < N / 2 of a head turns with i + N / 2, those from N on stay.
+    `cells` `[T]` int32: of `locate_tokens`; keys and values of a negative one are not written.
+    D is one of HEAD_DIMS. Beside float8_e4m3fn, ties are rounded to even, and NaN stays NaN.
+    ValueError for other tensors.
+    """
+    num_tokens, num_heads, head_dim = queries.shape
+    num_blocks, num_kv_heads, tokens_per_block, _ = pages.values.shape
+    shape, dtype = (num_blocks, num_kv_heads, tokens_per_block, head_dim), queries.dtype
+    num_all = num_heads + 2 * num_kv_heads
+    cache = check_cache(dtype, pages)
+    check_tensors(
+        queries=(queries, (num_tokens, num_heads, head_dim), dtype),
+        keys=(cache.keys, shape, cache.dtype),
+        values=(pages.values, shape, cache.dtype),
+        qkv=(qkv, (num_tokens, num_all * head_dim), dtype),
+        positions=(positions, (num_tokens,), torch.int64),
+        cells=(cells, (num_tokens,), torch.int32),
+        cos_sin=(cos_sin, (None, None), torch.float32),
+        q_norm=(q_norm, (head_dim,), dtype),
+        k_norm=(k_norm, (head_dim,), dtype),
+        cache_scales=(pages.cache_scales, (2, num_kv_heads), torch.float32),
+    )
+    check_head_dim(head_dim)
+    if num_tokens == 0:
+        return
+    rotary = 0 if cos_sin is None else cos_sin.shape[1]
+    wide = 16 // queries.itemsize
+    vector = wide if rotary % (2 * wide) == 0 else 1
+    lanes = next((n for n in (4, 8, 16) if head_dim // vector <= n), 32)  # lanes_of in the .cu
+    arguments: tuple[Argument, ...] = (
+        *(queries, cache.keys, pages.values, qkv, positions, cos_sin, q_norm, k_norm, cells),
+        pages.cache_scales,
+        *ints(num_tokens, num_heads, num_kv_heads, rotary, tokens_per_block),
+        np.float32(eps),
+    )
+    name = f"rope_and_write<{NAMES[dtype]}, {head_dim}, {vector}{cache.argument}>"
+    blocks = -(-num_tokens * num_all * lanes // _THREADS)
+    launcher.kernel(PROGRAM, name)((blocks,), (_THREADS,), arguments)

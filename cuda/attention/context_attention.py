@@ -1,0 +1,132 @@
+"""Causal attention of rows with several tokens each over the pages, and its plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.attention.float_attention import PROGRAM as FLOAT_PROGRAM
+from gptmanager.cuda.attention.paged_kernels import (
+    CACHES,
+    HEAD_DIMS,
+    NARROW,
+    check_attention,
+    row_bytes,
+)
+from gptmanager.cuda.attention.warpgroup_attention import PROGRAM as WARPGROUP_PROGRAM
+from gptmanager.cuda.attention.warpgroup_attention import shared_memory, takes
+from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, ints
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+
+Ints = npt.NDArray[np.int32]
+
+_THREADS = 128  # as in the .cu
+PROGRAM = Program(
+    "attention/context_attention.cu",
+    (
+        *(
+            f"context_attention<{NAMES[dtype]}, {head_dim}, {softcap}, {sink}{cache}>"
+            for dtype in NARROW
+            for head_dim in HEAD_DIMS
+            for softcap in ("false", "true")
+            for sink in ("false", "true")
+            for cache in CACHES
+        ),
+        *(  # for less shared memory
+            f"context_attention<{NAMES[dtype]}, 128, false, false, {NAMES[dtype]}, true>"
+            for dtype in NARROW
+        ),
+    ),
+    dependent=True,
+)
+
+
+def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints:
+    """Items int32 `[N, 4]`, longest first: row, first packed query, first and last (excluded) key.
+
+    `num_new` `[R]`: tokens of each row, the last of its `kv_lengths[r]` positions; packed query m
+    is token m / group. Rows without tokens have no items. Once a step, for all layers that have
+    the same `window`.
+    """
+    if not num_new.size:  # most steps, which have no context
+        return np.zeros((0, 4), dtype=np.int32)
+    group, tile = shape.group, _queries(shape)
+    counts = -(-num_new.astype(np.int64) * group // tile)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first_query = number * tile
+    positions = (kv_lengths - num_new)[rows]
+    first = np.zeros_like(positions)
+    if shape.window is not None:
+        first = np.maximum(positions + first_query // group + 1 - shape.window, 0)
+    after = np.minimum(first_query + tile, num_new[rows] * group)
+    last = positions + (after - 1) // group + 1
+    items = np.stack([rows, first_query, first, last], axis=1).astype(np.int32)
+    return np.ascontiguousarray(items[np.argsort(first - last, kind="stable")])
+
+
+def context_attention(
+    launcher: Launcher,
+    out: Tensor,
+    queries: Tensor,
+    pages: Pages,
+    rows: RowSpans,
+    items: Tensor,
+    shape: AttentionShape,
+) -> None:
+    """`out[t] = softmax(scores of queries[t] and the keys) @ values` over what a token sees.
+
+    Pages in which no token of their row sees anything may be gone. `queries`, `out` `[T, H, D]` of
+    one dtype of float32, float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP. Pages are
+    of the same dtype, or float8_e4m3fn. `items` `[N, 4]` int32: of `plan_context`, for the same
+    shape. ValueError for other tensors.
+    """
+    cache = check_attention(
+        *(out, queries, pages, rows, shape),
+        items=(items, (None, 4), torch.int32),
+        kv_lengths=(rows.kv_lengths, rows.slots.shape, torch.int32),
+    )
+    if items.shape[0] == 0:
+        return
+    num_heads, num_kv_heads, head_dim = shape[:3]
+    window, dtype = shape.window or 0, queries.dtype
+    sink = shape.sink if window else 0
+    arguments: tuple[Argument, ...] = (
+        *(out, queries, cache.keys, pages.values, items, *rows[:4], pages.cache_scales),
+        *ints(num_heads, rows.block_tables.shape[1], pages.values.shape[2], window, sink),
+        *(np.float32(shape.scale), np.float32(shape.softcap)),
+    )
+    grid, num_queries = (items.shape[0], num_kv_heads), _queries(shape)
+    if dtype not in NARROW:
+        name = f"context_attention_float<{head_dim}{cache.argument}>"
+        kernel = launcher.kernel(FLOAT_PROGRAM, name)
+        kernel(grid, (_THREADS,), (*arguments, *ints(num_queries)))
+        return
+    capped, sinks = (str(bool(it)).lower() for it in (shape.softcap > 0, sink))
+    kind = f"{NAMES[dtype]}, {head_dim}, {capped}, {sinks}{cache.argument}"
+    if takes(launcher, shape, dtype):
+        shared = shared_memory(num_queries, head_dim)
+        kernel = launcher.kernel(WARPGROUP_PROGRAM, f"warpgroup_attention<{kind}>", shared)
+        kernel(grid, (2 * num_queries,), arguments, shared)
+        return
+    own, other = row_bytes(head_dim, dtype), row_bytes(head_dim, cache.dtype)
+    tokens = _tokens(shape)
+    shared = num_queries * own + 2 * tokens * (own + other)
+    if shared > launcher.max_shared_mem and head_dim == 128:
+        kind += f", {NAMES[dtype]}, true"
+        shared -= tokens * (own + other)  # half of either tile
+    kernel = launcher.kernel(PROGRAM, f"context_attention<{kind}>", shared)
+    kernel(grid, (_THREADS,), arguments, shared)
+
+
+def _queries(shape: AttentionShape) -> int:
+    """Packed queries of an item."""
+    less = shape.head_dim == 128 and (shape.fp8 or (shape.window and shape.sink))
+    return 64 if shape.head_dim > 128 or less else 128
+
+
+def _tokens(shape: AttentionShape) -> int:
+    """Return the number of positions in a tile of keys and values."""
+    return 32 if shape.head_dim > 128 or (shape.head_dim == 128 and shape.softcap) else 64

@@ -1,0 +1,126 @@
+"""Attention of rows with one token each over the pages, by the items of a plan."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.attention.float_attention import PROGRAM as FLOAT_PROGRAM
+from gptmanager.cuda.attention.generation_plan import Places
+from gptmanager.cuda.attention.paged_kernels import (
+    CACHES,
+    FP8,
+    HEAD_DIMS,
+    NARROW,
+    check_attention,
+    row_bytes,
+)
+from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, ints
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+
+_WARPS, _TILE = 4, 16  # as in the .cu
+_BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # by the launch bounds in the .cu: up to which width
+_STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # of shared memory: the kernel's own, and CUDA's
+PROGRAM = Program(
+    "attention/generation_attention.cu",
+    tuple(
+        f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache}>"
+        for dtype in NARROW
+        for head_dim in HEAD_DIMS
+        for tiles in (1, 2)
+        for cache in CACHES
+    ),
+    dependent=True,
+)
+
+
+class GenerationWork(NamedTuple):
+    """A `GenerationPlan` on the device, and the memory that it is worked off in.
+
+    `items` int32 `[N, 4]`, `block_starts` int32 `[B + 1]` and `partial_starts` int32 `[R + 1]`: the
+    plan's. Changed as working memory: `partial` `[n, H, D]` and `partial_log` `[n, H]` float32,
+    n >= the plan's `num_partials`. `arrived` int32 `[R, K]` is zero, before and after.
+    """
+
+    items: Tensor
+    block_starts: Tensor
+    partial_starts: Tensor
+    partial: Tensor
+    partial_log: Tensor
+    arrived: Tensor
+
+
+def generation_attention(
+    launcher: Launcher,
+    out: Tensor,
+    queries: Tensor,
+    pages: Pages,
+    rows: RowSpans,
+    work: GenerationWork,
+    shape: AttentionShape,
+) -> None:
+    """`out[t] = softmax(scores of queries[t] and the keys) @ values` for each row's only token.
+
+    A row sees the positions of its items, which were planned with the window and the sink of
+    `shape`. `queries`, `out` `[T, H, D]` of one dtype of float32, float16, bfloat16; D one of
+    HEAD_DIMS; H / K at most MAX_GROUP. Pages are of the same dtype, or float8_e4m3fn. ValueError
+    for other tensors.
+    """
+    items, block_starts, partial_starts, partial, partial_log, arrived = work
+    num_heads, num_kv_heads, head_dim = shape[:3]
+    num_rows, num_items, dtype = rows.slots.shape[0], items.shape[0], queries.dtype
+    cache = check_attention(
+        *(out, queries, pages, rows, shape),
+        partial=(partial, (None, num_heads, head_dim), torch.float32),
+        partial_log=(partial_log, (partial.shape[0], num_heads), torch.float32),
+        arrived=(arrived, (num_rows, num_kv_heads), torch.int32),
+        partial_starts=(partial_starts, (num_rows + 1,), torch.int32),
+        items=(items, (None, 4), torch.int32),
+        block_starts=(block_starts, (None,), torch.int32),
+    )
+    if num_items == 0:
+        return
+    starts = (block_starts,) if dtype in NARROW else ()
+    arguments: tuple[Argument, ...] = (
+        *(out, partial, partial_log, arrived, partial_starts),
+        *(queries, cache.keys, pages.values, items, *starts),
+        *(rows.row_starts, rows.slots, rows.block_tables, pages.cache_scales),
+        *ints(num_heads, rows.block_tables.shape[1], pages.values.shape[2]),
+        *(np.float32(shape.scale), np.float32(shape.softcap)),
+    )
+    if dtype in NARROW:
+        tiles = 1 if num_heads <= 8 * num_kv_heads else 2
+        name = f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache.argument}>"
+        shared = _shared_bytes(head_dim, cache.dtype)
+        kernel = launcher.kernel(PROGRAM, name, shared)
+        grid = block_starts.shape[0] - 1, num_kv_heads
+        kernel(grid, (_WARPS * 32,), arguments, shared)
+    else:
+        name = f"generation_attention_float<{head_dim}{cache.argument}>"
+        kernel = launcher.kernel(FLOAT_PROGRAM, name)
+        kernel((num_items, num_kv_heads), (_WARPS * 32,), arguments)
+
+
+def find_places(launcher: Launcher, shape: AttentionShape) -> Places:
+    """How many blocks run at a time, by which `generation_attention` is planned."""
+    resident = resident_blocks(shape, launcher.max_shared_mem)
+    return Places(launcher.num_multiprocessors, resident)
+
+
+def resident_blocks(shape: AttentionShape, max_shared_mem: int) -> int:
+    """Blocks that a multiprocessor runs at a time: as many as its registers and its shared memory
+    hold, which is a KiB more than the `max_shared_mem` bytes that a block can have.
+    """
+    width = shape.head_dim * (1 if shape.group <= 8 else 2)
+    by_registers = next(count for count, widest in _BLOCKS.items() if width <= widest)
+    dtype = FP8 if shape.fp8 else torch.bfloat16
+    of_block = _shared_bytes(shape.head_dim, dtype) + _STATIC_BYTES + _RESERVED_BYTES
+    return max(1, min(by_registers, (max_shared_mem + _RESERVED_BYTES) // of_block))
+
+
+def _shared_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    stages = 3 if dtype is FP8 else 2
+    return _WARPS * stages * 2 * _TILE * row_bytes(head_dim, dtype)

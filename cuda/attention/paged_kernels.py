@@ -1,0 +1,92 @@
+"""The common part of kernels that read or write pages: heads, dtypes, and their checks.
+
+On a GPU a page of keys is token-major in memory, as one of values is: `[P, K, B, D]`. `Pages` shows
+its keys as `[P, K, D, B]` (as for the reference): a transposed view of that.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.device.launch import Expected, check_tensors
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+
+HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+MAX_GROUP = 16
+FP8 = torch.float8_e4m3fn
+CACHES = ("", ", __nv_fp8_e4m3")  # a kernel's last argument: pages of the tensors' dtype, or FP8
+NARROW = (torch.float16, torch.bfloat16)  # what tensor cores take; float32 has kernels of its own
+
+
+class Cache(NamedTuple):
+    """Keys as a kernel reads them, the pages' dtype, and what it adds to a kernel's name."""
+
+    keys: Tensor
+    dtype: torch.dtype
+    argument: str
+
+
+def check_cache(dtype: torch.dtype, pages: Pages) -> Cache:
+    """Return the kind of cache of a call on tensors of `dtype`. ValueError if pages differ."""
+    keys, _, scales = pages
+    if (keys.dtype is FP8) != (scales is not None):
+        wanted = "need cache_scales" if scales is None else f"have cache_scales, expected {FP8}"
+        raise ValueError(f"pages of {keys.dtype} {wanted}")
+    return Cache(keys.mT, dtype, CACHES[0]) if scales is None else Cache(keys.mT, FP8, CACHES[1])
+
+
+def check_attention(
+    out: Tensor,
+    queries: Tensor,
+    pages: Pages,
+    rows: RowSpans,
+    shape: AttentionShape,
+    **others: Expected,
+) -> Cache:
+    """ValueError where attention has no kernel for them. `others`: as for `check_tensors`."""
+    num_heads, num_kv_heads, head_dim = shape[:3]
+    num_rows, dtype = rows.slots.shape[0], queries.dtype
+    num_blocks, _, tokens_per_block, _ = pages.values.shape
+    blocks = (num_blocks, num_kv_heads, tokens_per_block, head_dim)
+    cache = check_cache(dtype, pages)
+    check_tensors(
+        out=(out, (queries.shape[0], num_heads, head_dim), dtype),
+        queries=(queries, (None, num_heads, head_dim), dtype),
+        keys=(cache.keys, blocks, cache.dtype),
+        values=(pages.values, blocks, cache.dtype),
+        row_starts=(rows.row_starts, (num_rows + 1,), torch.int32),
+        slots=(rows.slots, (num_rows,), torch.int32),
+        block_tables=(rows.block_tables, (None, None), torch.int32),
+        cache_scales=(pages.cache_scales, (2, num_kv_heads), torch.float32),
+        **others,
+    )
+    if shape.fp8 != (cache.dtype is FP8):
+        raise ValueError(f"pages of {pages.keys.dtype}, and fp8 = {shape.fp8} in {shape}")
+    check_head_dim(head_dim)
+    if not has_group(shape):
+        raise ValueError(
+            f"{num_heads} query heads do not divide into groups of up to {MAX_GROUP} for "
+            f"{num_kv_heads} KV heads"
+        )
+    return cache
+
+
+def check_head_dim(head_dim: int) -> None:
+    """ValueError where no kernel has such heads."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"a head dimension of {head_dim} is not among {HEAD_DIMS}")
+
+
+def has_group(shape: AttentionShape) -> bool:
+    """Whether the query heads divide into groups that the kernels take."""
+    group, rest = divmod(shape.num_heads, shape.num_kv_heads)
+    return not rest and group <= MAX_GROUP
+
+
+def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a token's head in shared memory, as ROW in the .cu: 16 x odd."""
+    size = head_dim * dtype.itemsize
+    return size if size // 16 % 2 else size + 16

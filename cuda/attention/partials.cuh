@@ -1,0 +1,82 @@
+// Rows that several items share: what a block leaves for the others, and how the last one merges it.
+#pragma once
+
+#include "attention/pages.cuh"
+
+// [first, last) of a row; partial: where its result goes, -1 if it is the row's only one.
+struct Item {
+    int row, first, last, partial;
+};
+
+// A sum over partial results, as a warp has it of one head; lane l has elements l, l + 32, ...
+// AT_ONCE results, a divisor of 32, are loaded at a time.
+template <int D, int AT_ONCE> struct PartialSum {
+    static constexpr int COUNT = (D + 31) / 32;
+    int lane = threadIdx.x % 32;
+    Softmax softmax;
+    float result[COUNT] = {};
+
+    __device__ bool has(int i) const { return D % 32 == 0 || lane + 32 * i < D; }
+
+    // Of `count` <= 32 more, `stride` heads apart. Loads go past L1, which could hold older bytes.
+    __device__ void add(const float* partial, const float* partial_log, int count, int stride) {
+        float log = lane < count ? __ldcg(partial_log + ptrdiff_t(lane) * stride) : -INFINITY;
+        float largest = log;
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
+        float factor = softmax.raise(largest);
+        float weight = ptx::exp2_approx(log - softmax.largest);  // 0 where there is none
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) result[i] *= factor;
+        for (int first = 0; first < count; first += AT_ONCE) {
+            float loaded[AT_ONCE][COUNT];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const float* from = partial + ptrdiff_t(first + j) * stride * D + lane;
+#pragma unroll
+                for (int i = 0; i < COUNT; i++)
+                    loaded[j][i] = first + j < count && has(i) ? __ldcg(from + 32 * i) : 0;
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                float its = __shfl_sync(0xFFFFFFFFu, weight, first + j);
+                softmax.sum += its;
+#pragma unroll
+                for (int i = 0; i < COUNT; i++) result[i] += its * loaded[j][i];
+            }
+        }
+    }
+    template <class T> __device__ void write(T* to) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            if (has(i)) to[lane + 32 * i] = from_float<T>(result[i] / softmax.sum);
+    }
+};
+
+// Where a row's partial results are, and how many blocks have left theirs.
+struct Partials {
+    float* results;     // [partials, heads, D]
+    float* logs;        // [partials, heads]: log2 of the sum of 2^score
+    unsigned* arrived;  // [rows, kv heads], zeros before and after
+    const int* starts;  // [rows + 1]: of a row's partial results
+};
+
+// Called by a whole block of WARPS warps that has written its partial results of a row, for KV head
+// blockIdx.y of gridDim.y. The last one to come writes
+//     sum of 2^(log - largest log) * result / sum of 2^(log - largest log)
+// to `out` [group, D], in the order of the items, whichever block it is.
+template <int WARPS, int D, int AT_ONCE, class T>
+__device__ inline void merge_if_last(T* out, const Partials& partials, int row, int group) {
+    int first = partials.starts[row], count = partials.starts[row + 1] - first;
+    if (!comes_last(partials.arrived + row * gridDim.y + blockIdx.y, count)) return;
+    int num_heads = group * gridDim.y;
+    for (int own = threadIdx.x / 32; own < group; own += WARPS) {
+        PartialSum<D, AT_ONCE> sum;
+        for (int i = 0; i < count; i += 32) {
+            size_t head = size_t(first + i) * num_heads + blockIdx.y * group + own;
+            sum.add(partials.results + head * D, partials.logs + head, min(count - i, 32), num_heads);
+        }
+        sum.write(out + own * D);
+    }
+}

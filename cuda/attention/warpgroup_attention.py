@@ -1,0 +1,40 @@
+"""Context attention in products of warpgroups, which Hopper has: what `context_attention` launches.
+
+Its contract is that of `context_attention`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gptmanager.cuda.attention.paged_kernels import NARROW
+from gptmanager.cuda.device.launch import NAMES, Launcher, Program
+from gptmanager.kernels.attention.attention_arguments import AttentionShape
+
+_HEAD_DIMS = (64, 128)
+_TOKENS = 128  # of a tile of keys and values, as in the .cu
+_ALIGNMENT = 1024  # of tiles, in shared memory
+PROGRAM = Program(
+    "attention/warpgroup_attention.cu",
+    tuple(
+        f"warpgroup_attention<{NAMES[dtype]}, {head_dim}, {softcap}, {sink}>"
+        for dtype in NARROW
+        for head_dim in _HEAD_DIMS
+        for softcap in ("false", "true")
+        for sink in ("false", "true")
+    ),
+    architectures=("sm_90a",),
+    dependent=True,
+)
+
+
+def takes(launcher: Launcher, shape: AttentionShape, dtype: torch.dtype) -> bool:
+    """Whether there is such a kernel for queries of `dtype` and these heads, and it is chosen."""
+    fits = dtype in NARROW and shape.head_dim in _HEAD_DIMS and not shape.fp8
+    return launcher.has_warpgroups and fits
+
+
+def shared_memory(num_queries: int, head_dim: int) -> int:
+    """Bytes for a block: its queries, and two tiles each of keys and of values."""
+    rows = num_queries + 4 * _TOKENS
+    return rows * head_dim * 2 + _ALIGNMENT - 16  # which its address is aligned to at least

@@ -1,0 +1,1 @@
+"""Devices, compilers, streams and graphs: what every launch needs."""

@@ -1,0 +1,214 @@
+"""NVRTC through CuPy: CUDA C++ to a cubin with the figures of its kernels. Needs no device.
+
+Cubins are kept in the user's cache folder, under a hash of all that they were made from: the text
+with its own headers, the options, and the compiler's version. It knows nothing of launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from gptmanager.cuda.cache_folder import cache_folder, seal, unseal
+from gptmanager.errors import ConfigError, GptManagerError
+
+FOLDER = Path(__file__).resolve().parents[1]  # from where includes are named
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120")
+_WHEELS = {  # of CUDA's headers, and where they lie in them
+    "nvidia-cuda-runtime": "nvidia/cu13/include",
+    "nvidia-cuda-runtime-cu12": "nvidia/cuda_runtime/include",
+}
+_INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
+_FUNCTION = re.compile(r"(?:Compiling entry function|Function properties for) '?(\w+)'?")
+_KEPT = "3"  # the form of what is kept; in the second, nothing was sealed
+_FIGURES = {
+    "registers": re.compile(r"Used (\d+) registers"),
+    "shared_memory": re.compile(r"(\d+) bytes smem"),
+    "spill_stores": re.compile(r"(\d+) bytes spill stores"),
+    "spill_loads": re.compile(r"(\d+) bytes spill loads"),
+    "stack": re.compile(r"(\d+) bytes stack frame"),
+}
+
+
+class CompilationError(GptManagerError):
+    """CUDA C++ that NVRTC refuses, with its log."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The resources of one kernel: registers a thread, bytes of static shared memory and spills."""
+
+    registers: int = 0
+    shared_memory: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    stack: int = 0
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of one architecture. `lowered`: name expression -> symbol in `code`."""
+
+    code: bytes
+    lowered: Mapping[str, str]
+    figures: Mapping[str, Figures]  # by name expression
+    log: str
+
+
+def find_nvrtc() -> Any:
+    """CuPy's binding of NVRTC; `ConfigError` where it or the compiler is not installed."""
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+    except ImportError as error:
+        raise ConfigError(f"compiling kernels needs CuPy, and it is not there: {error}") from error
+    try:
+        nvrtc.getVersion()
+    except Exception as error:  # CuPy's error here comes from the package that looks for libraries
+        raise ConfigError(
+            f"compiling kernels needs NVRTC: pip install nvidia-cuda-nvrtc ({error})"
+        ) from error
+    return nvrtc
+
+
+def compile(
+    source: str | Path,
+    arch: str,
+    names: Sequence[str],
+    options: Sequence[str] = (),
+    *,
+    cache: Path | None = None,
+) -> Cubin:
+    """Compile the kernels `names` (as `decode<128, 4>`) for `arch` (as `sm_90a`).
+
+    `source`: a file, or text that may include the headers of this package. `options` are NVRTC's.
+    `CompilationError` with the log; `ConfigError` where there is no compiler.
+    """
+    nvrtc = find_nvrtc()
+    file = source.name if isinstance(source, Path) else "kernel.cu"
+    text = source.read_text("utf-8") if isinstance(source, Path) else source
+    folder = source.parent if isinstance(source, Path) else FOLDER
+    flags = ("-std=c++17", f"-arch={arch}", "-lineinfo", "--ptxas-options=-v", *options)
+    keyed = [_KEPT, str(nvrtc.getVersion()), file, *_texts(text, folder), *flags, *names]
+    key = hashlib.sha256("\0".join(keyed).encode()).hexdigest()[:32]
+    kept = (cache or cache_folder("cubins")) / key
+    described, code = unseal(kept / "kernels.json"), unseal(kept / "cubin")
+    if described is None or code is None:
+        includes = (f"-I{folder}", f"-I{FOLDER}", *_cuda_includes())
+        made = _compile(nvrtc, text, file, names, (*flags, *includes))
+        with contextlib.suppress(OSError):  # where nothing can be kept it is compiled each time
+            _keep(kept, made)
+        return made
+    found = json.loads(described)
+    figures = {name: Figures(**values) for name, values in found["figures"].items()}
+    return Cubin(code, found["lowered"], figures, found["log"])
+
+
+def _compile(
+    nvrtc: Any, text: str, file: str, names: Sequence[str], flags: tuple[str, ...]
+) -> Cubin:
+    program = nvrtc.createProgram(text, file, (), ())
+    try:
+        for name in names:
+            nvrtc.addNameExpression(program, name)
+        try:
+            nvrtc.compileProgram(program, flags)
+        except nvrtc.NVRTCError:
+            log = nvrtc.getProgramLog(program).strip()
+            raise CompilationError(f"{file} does not compile:\n{log}") from None
+        log = nvrtc.getProgramLog(program)
+        lowered = {name: nvrtc.getLoweredName(program, name) for name in names}
+        return Cubin(_whole(nvrtc.getCUBIN(program)), lowered, _figures(log, lowered), log)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _whole(code: bytes) -> bytes:
+    """A cubin with the last byte, which CuPy takes for the end of a string, and cuts off.
+
+    It belongs to the last program header: the highest byte of an alignment, so 0. The ELF header
+    tells where its tables end. `CompilationError` where more is missing.
+    """
+    tables = struct.unpack_from("<2Q", code, 32)
+    sizes = struct.unpack_from("<4H", code, 54)
+    size = max(at + sizes[i] * sizes[i + 1] for at, i in zip(tables, (0, 2), strict=True))
+    if size > len(code) + 1:
+        raise CompilationError(f"NVRTC's cubin has {len(code)} bytes, and names {size} of them")
+    return code.ljust(size, b"\0")
+
+
+def _figures(log: str, lowered: Mapping[str, str]) -> dict[str, Figures]:
+    """Parse what ptxas says of each function; those that are no kernels are left out."""
+    sections: dict[str, str] = {}
+    symbol = ""
+    for line in log.splitlines():
+        found = _FUNCTION.search(line)
+        symbol = found[1] if found else symbol
+        sections[symbol] = sections.get(symbol, "") + line + "\n"
+    return {name: _figures_of(sections.get(symbol, "")) for name, symbol in lowered.items()}
+
+
+def _figures_of(section: str) -> Figures:
+    found = {name: pattern.search(section) for name, pattern in _FIGURES.items()}
+    return Figures(**{name: int(match[1]) for name, match in found.items() if match})
+
+
+def _texts(text: str, folder: Path) -> list[str]:
+    """`text` and every header of ours that it includes: an edited one makes another cubin."""
+    texts, pending, seen = [text], _INCLUDE.findall(text), set()
+    while pending:
+        name = pending.pop()
+        paths = [path / name for path in (folder, FOLDER) if (path / name).exists()]
+        if name not in seen and paths:
+            texts.append(paths[0].read_text("utf-8"))
+            pending += _INCLUDE.findall(texts[-1])
+        seen.add(name)
+    return texts
+
+
+def _cuda_includes() -> tuple[str, ...]:
+    """The folder of CUDA's headers: beside NVRTC, in a wheel of their own, or in a toolkit."""
+    for folder in _header_folders():
+        if (folder / "cuda_fp16.h").exists():
+            return f"-I{folder}", f"-I{folder / 'cccl'}"
+    raise ConfigError("compiling kernels needs CUDA's headers: pip install nvidia-cuda-runtime")
+
+
+def _header_folders() -> Iterator[Path]:
+    import cupy
+
+    root = cupy.cuda.get_cuda_path()
+    if root is not None:
+        yield Path(root, "include")
+    for wheel, folder in _WHEELS.items():
+        try:
+            yield Path(str(metadata.distribution(wheel).locate_file(folder)))
+        except metadata.PackageNotFoundError:
+            pass
+    toolkits = (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda")
+    yield from (Path(toolkit, "include") for toolkit in toolkits if toolkit)
+
+
+def _keep(folder: Path, cubin: Cubin) -> None:
+    """Files first, then the name: another process may keep the same one at the same time."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    figures = {name: asdict(values) for name, values in cubin.figures.items()}
+    described = {"lowered": dict(cubin.lowered), "figures": figures, "log": cubin.log}
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        made = Path(temporary) / "made"
+        made.mkdir()
+        (made / "kernels.json").write_bytes(seal(json.dumps(described).encode()))
+        (made / "cubin").write_bytes(seal(cubin.code))
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        with contextlib.suppress(OSError):  # another process has just put it there
+            made.rename(folder)

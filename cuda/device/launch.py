@@ -1,0 +1,289 @@
+"""Where kernels run: a `Launcher` gives the kernels of a `Program`, for a GPU or for the emulator.
+
+A kernel is called alike on both: `kernel(grid, block, args, shared_mem=0)`, with torch tensors and
+NumPy scalars of the declared types as arguments; None is a null pointer. It knows nothing of ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.cuda import emulator
+from gptmanager.cuda.device import compiler, dependent_launch, device
+from gptmanager.cuda.device.dependent_launch import DependentLaunch
+from gptmanager.cuda.device.thread_contexts import ThreadContexts
+from gptmanager.cuda.features import VARIABLE, Features
+from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.log import logger
+
+NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+Argument = Tensor | np.generic | None
+Expected = tuple[Tensor | None, tuple[int | None, ...], torch.dtype]
+_COMPILED_AT_ONCE = 16  # kernels: by g++ some cost little more than one, and all of a file too much
+_MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+
+
+@dataclass(frozen=True)
+class Program:
+    """A `.cu` (its path below `cuda/`), and every instantiation of its kernels that is launched.
+
+    `dependent`: each thread calls `ptx::wait_for_previous` before it touches global memory, so that
+    a kernel may begin while the one before it ends.
+    """
+
+    file: str
+    kernels: tuple[str, ...]
+    dependent: bool = False
+    architectures: tuple[str, ...] = compiler.ARCHITECTURES  # that it compiles for
+
+    @property
+    def path(self) -> Path:
+        return compiler.FOLDER / self.file
+
+
+class Kernel(Protocol):
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Argument],
+        shared_mem: int = 0,
+    ) -> None: ...
+
+
+class Launcher(Protocol):
+    num_multiprocessors: int
+    max_shared_mem: int  # bytes that a block can have
+    has_products: bool  # whether products as kernels may pay
+    has_warpgroups: bool  # whether kernels that need products of warpgroups (sm_90a) are chosen
+    features: Features  # what may be used
+
+    def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
+        """The kernel `name`, which may be launched with up to `shared_mem` bytes."""
+
+
+class DeviceLauncher:
+    """Kernels on the current CUDA device, launched on torch's current stream.
+
+    `has_warpgroups`: whether to choose kernels that need products of warpgroups where there are
+    others too; None: where the device has them. `features` None: what the environment asks for.
+    """
+
+    def __init__(
+        self, has_warpgroups: bool | None = None, features: Features | None = None
+    ) -> None:
+        self.features = features = features or Features.asked()
+        self._cupy = device.find_cupy()
+        properties = torch.cuda.get_device_properties()
+        self.num_multiprocessors: int = properties.multi_processor_count
+        attribute = _MAX_SHARED_OF_BLOCK, torch.cuda.current_device()
+        self.max_shared_mem: int = self._cupy.cuda.runtime.deviceGetAttribute(*attribute)
+        self.arch = architecture(properties.major, properties.minor)
+        self._driver = dependent_launch.find_driver(properties.major) if features.early else None
+        has_them = self.arch == "sm_90a" if has_warpgroups is None else has_warpgroups
+        self.has_warpgroups = has_them and features.warpgroups
+        self.has_products = features.products
+        self._contexts = ThreadContexts(self._cupy.cuda.runtime, torch.cuda.current_device())
+        if features.words:
+            logger.info("%s is set: %s", VARIABLE, ", ".join(features.words))
+        self._kernels: dict[tuple[str, str], DeviceKernel] = {}
+
+    def kernel(self, program: Program, name: str, shared_mem: int = 0) -> DeviceKernel:
+        known = self._kernels.get((program.file, name))
+        if known is None:
+            options = self.features.compiler_options
+            known = self._kernels[program.file, name] = self.load(program.path, name, options)
+            if program.dependent and self._driver is not None:
+                known.begin_early(self._driver)
+        known.allow(shared_mem, has_carveout=self.features.carveout)
+        return known
+
+    def load(self, source: str | Path, name: str, options: Sequence[str] = ()) -> DeviceKernel:
+        """A kernel of a file, or of a text. Raises what `compiler.compile` raises."""
+        cubin = compiler.compile(source, self.arch, [name], options)
+        self._contexts.ensure()
+        module = self._cupy.cuda.function.Module()
+        module.load(cubin.code)
+        function = module.get_function(cubin.lowered[name])
+        return DeviceKernel(self._cupy, name, module, function, self._contexts)
+
+
+class _Stream(NamedTuple):
+    """All that CuPy's functions read of a stream."""
+
+    ptr: int
+
+
+class DeviceKernel:
+    """One kernel, loaded. `module` owns its code."""
+
+    def __init__(
+        self, cupy: Any, name: str, module: Any, function: Any, contexts: ThreadContexts
+    ) -> None:
+        self._driver = cupy.cuda.driver
+        self._contexts = contexts
+        self._name = name
+        self._module = module
+        self._function = function
+        self._allowed = 0
+        self._device = torch.cuda.current_device()
+        self._dependent: DependentLaunch | None = None
+
+    def begin_early(self, driver: Any) -> None:
+        """It may begin while the kernel before it ends, for which it must wait itself."""
+        self._dependent = DependentLaunch(driver, self._name, self._function.ptr)
+
+    def allow(self, shared_mem: int, has_carveout: bool = False) -> None:
+        """Ask once for so much dynamic shared memory: unasked there are 48 KiB less the static.
+
+        `has_carveout`: as in `Features`. ConfigError where the device has less.
+        """
+        if shared_mem <= self._allowed:
+            return
+        self._contexts.ensure()
+        try:
+            self._driver.funcSetAttribute(self._function.ptr, _MAX_DYNAMIC_SHARED, shared_mem)
+            if has_carveout:
+                self._driver.funcSetAttribute(self._function.ptr, _CARVEOUT, 100)
+        except self._driver.CUDADriverError as error:
+            raise ConfigError(
+                f"{self._name} needs {shared_mem} bytes of shared memory for a block, and this "
+                f"device gives it less: {error}"
+            ) from error
+        self._allowed = shared_mem
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Argument],
+        shared_mem: int = 0,
+    ) -> None:
+        # as `torch.cuda.current_stream().cuda_stream`, without making an object at each launch
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        values = tuple(map(_plain, args))
+        self._contexts.ensure()  # CuPy would do so itself, cuda-bindings does not
+        if self._dependent is not None:
+            self._dependent(grid, block, values, shared_mem, stream)
+        else:
+            self._function(grid, block, values, shared_mem, _Stream(stream))
+
+
+def _plain(argument: Argument) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()  # 8 bytes, as every Python int is for CuPy
+    return 0 if argument is None else argument
+
+
+@functools.cache  # for all managers of a process: to look for what is compiled takes its time
+def _emulated(
+    path: Path,
+    names: tuple[str, ...],
+    check: bool,
+    order: str | int,
+    toolchain: emulator.Toolchain,
+    options: tuple[str, ...],
+) -> emulator.Module:
+    return emulator.Module(
+        path=path,
+        name_expressions=names,
+        options=(*options, f"-I{compiler.FOLDER}"),
+        check=check,
+        order=order,
+        toolchain=toolchain,
+    )
+
+
+class EmulatorLauncher:
+    """Kernels on the CPU, thread by thread: for tests. Options as those of `emulator.Module`.
+
+    `has_products`: torch's products are much faster here. `features` None: what the environment
+    asks for. ConfigError without g++ or NVIDIA's headers.
+    """
+
+    num_multiprocessors = 4
+    max_shared_mem = 227 << 10
+
+    def __init__(
+        self,
+        *,
+        check: bool = False,
+        order: str | int = "forward",
+        has_products: bool = False,
+        has_warpgroups: bool = False,
+        features: Features | None = None,
+    ) -> None:
+        self.features = features = features or Features.asked()
+        self.has_products = has_products and features.products
+        self.has_warpgroups = has_warpgroups and features.warpgroups
+        self._toolchain = emulator.Toolchain()
+        self._toolchain.require_headers()
+        self._check = check
+        self._order = order
+
+    def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
+        index = program.kernels.index(name)
+        names = program.kernels[index - index % _COMPILED_AT_ONCE :][:_COMPILED_AT_ONCE]
+        how = self._check, self._order, self._toolchain, self.features.compiler_options
+        module = _emulated(program.path, names, *how)
+        kernel = module.get_function(name)
+        kernel.max_dynamic_shared_size_bytes = max(shared_mem, 48 << 10)
+        kernel.dependent = program.dependent and self.features.early
+
+        def launch(
+            grid: tuple[int, ...],
+            block: tuple[int, ...],
+            args: Sequence[Argument],
+            shared_mem: int = 0,
+        ) -> None:
+            given = [np.uint64(0) if argument is None else argument for argument in args]
+            kernel(grid, block, given, shared_mem=shared_mem)
+
+        return launch
+
+
+def architecture(major: int, minor: int) -> str:
+    """Return the architecture to compile for, with the device's own features if it has any."""
+    return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def ints(*values: int) -> tuple[np.int32, ...]:
+    """Arguments for parameters declared `int`."""
+    return tuple(map(np.int32, values))
+
+
+def check_tensors(**tensors: Expected) -> None:
+    """Each (tensor, shape, dtype): contiguous, on one device, of that shape (None: any size).
+
+    ValueError with the tensor's name. Metadata only: no device is waited for.
+    """
+    first = None
+    for name, (tensor, shape, dtype) in tensors.items():  # plain loops: this runs at each launch
+        if tensor is None:
+            continue
+        own = tensor.shape
+        fits = len(own) == len(shape) and tensor.dtype is dtype
+        for size, expected in zip(own, shape, strict=False):
+            fits = fits and (expected is None or size == expected)
+        if not fits:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(own)}, expected {dtype} {list(shape)}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} is not contiguous")
+        device = tensor.device
+        if first is None:
+            first = device
+        elif first != device:
+            devices = {str(it.device) for it, _, _ in tensors.values() if it is not None}
+            raise ValueError(f"tensors on several devices: {sorted(devices)}")

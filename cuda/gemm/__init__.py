@@ -1,0 +1,1 @@
+"""Matmuls of few rows, of some more, and of LoRA."""

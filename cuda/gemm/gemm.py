@@ -1,0 +1,207 @@
+"""Products of up to 256 rows with a matrix, of which each weight is read once, and their plan.
+
+They decide nothing about when that pays: `matmul_choice` does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
+from gptmanager.cuda.gemm import gemv
+
+MOST_ROWS = 256
+_DTYPES = (torch.float16, torch.bfloat16)
+_THREADS, _DEPTH = 256, 64  # as in the .cu
+_RESERVED_BYTES = 1024  # of shared memory, by CUDA for each block
+# What a multiprocessor does while it reads one of its bytes of memory that all read at once.
+_FROM_L2 = 1.3  # bytes from L2
+_ALONE = 3.3  # the same, while the others have none to read
+_MEETING = 400 * 128  # bytes of memory, while blocks learn which of them comes last
+
+
+class _Kind(NamedTuple):
+    """The numbers that an instantiation is compiled for, in the kernel's order."""
+
+    m: int
+    n: int
+    stages: int
+    resident: int  # blocks that registers of a multiprocessor have room for
+
+    def name(self, dtype: torch.dtype, silu: bool) -> str:
+        numbers = ", ".join(map(str, self))
+        return f"multiply_tiles<{NAMES[dtype]}, {numbers}, {str(silu).lower()}>"
+
+    @property
+    def rows(self) -> int:
+        return 32 * self.m
+
+    @property
+    def weights(self) -> int:
+        return 32 * self.n
+
+    @property
+    def round_bytes(self) -> int:
+        return (self.rows + self.weights) * _DEPTH * 2
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.round_bytes
+
+
+_KINDS = (  # with all stages in what cards have of shared memory: 99, 163 or 227 KiB
+    _Kind(1, 4, 4, 2),
+    _Kind(2, 4, 4, 2),
+    _Kind(2, 8, 4, 1),
+    _Kind(4, 4, 3, 2),
+    _Kind(4, 8, 3, 1),
+    _Kind(8, 4, 3, 1),
+)
+PROGRAM = Program(
+    "gemm/gemm.cu",
+    tuple(
+        kind.name(dtype, silu)
+        for dtype in _DTYPES
+        for kind in _KINDS[::-1]  # what a test needs with all checks is compiled by itself
+        for silu in (False, True)
+    ),
+    dependent=True,
+)
+
+
+class ProductPlan(NamedTuple):
+    """How a product is shared by blocks, all of which run at the same time.
+
+    The tiles' rounds, `rounds` each, stand in a line; block b has those from `b * share` on.
+    """
+
+    kind: _Kind
+    num_tiles: int
+    rounds: int
+    share: int
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tiles * self.rounds // self.share)
+
+    @property
+    def blocks_of_a_tile(self) -> int:
+        """At most."""
+        if self.share % self.rounds == 0:
+            return 1
+        most, rest = divmod(self.rounds, self.share)
+        return most if rest == 0 else most + 1 + (rest > 1 and self.num_tiles > 1)
+
+
+def covers(launcher: Launcher, x: Tensor, weight: Tensor) -> bool:
+    """Whether `multiply_tiles` takes them: 16 bits, rows in aligned pieces of 16 bytes."""
+    fits = weight.dtype in _DTYPES and gemv.covers(x, weight)
+    return fits and len(x) <= _most_rows(launcher.max_shared_mem)
+
+
+def new_counters(launcher: Launcher, device: torch.device) -> Tensor:
+    """`arrived` of `multiply_tiles`. Launches of one stream may use the same."""
+    most = max(kind.resident for kind in _KINDS) * launcher.num_multiprocessors
+    return torch.zeros(most, dtype=torch.int32, device=device)
+
+
+def multiply_tiles(
+    launcher: Launcher,
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    arrived: Tensor,
+    silu: bool = False,
+) -> None:
+    """`out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float16 or bfloat16.
+
+    With `silu`, `out [T, O] = silu(gate) * up` of the product with `weight [2O, I]`: rows of the
+    gate, then of the up projection. Sums are float32, and rounded once, behind all this. A row of
+    `out` is bitwise independent of the other rows; of their number where that is from 1 to 32, from
+    33 to 64, to 128, or to 256, the most. Rows of `x` are a multiple of 16 bytes. `arrived` is of
+    `new_counters`, zero before and after. ValueError for other tensors.
+    """
+    num_rows, width = out.shape
+    depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width
+    check_tensors(
+        out=(out, (num_rows, width), dtype),
+        x=(x, (num_rows, depth), dtype),
+        weight=(weight, (num_weights, depth), dtype),
+        bias=(bias, (num_weights,), dtype),
+        arrived=(arrived, (None,), torch.int32),
+    )
+    if not covers(launcher, x, weight):
+        raise ValueError(f"{num_rows} rows of {depth} {dtype} are not covered")
+    if out.numel() == 0:
+        return
+    plan = plan_product(launcher, num_rows, width, depth, silu)
+    kind, partial = plan.kind, None
+    if plan.blocks_of_a_tile > 1:
+        num_sums = 2 * plan.num_blocks * kind.rows * kind.weights
+        partial = torch.empty(num_sums, dtype=torch.float32, device=x.device)
+    kernel = launcher.kernel(PROGRAM, kind.name(dtype, silu), kind.shared_bytes)
+    arguments = (out, partial, arrived, x, weight, bias)
+    sizes = ints(num_rows, width, depth, plan.share)
+    kernel((plan.num_blocks,), (_THREADS,), (*arguments, *sizes), kind.shared_bytes)
+
+
+def plan_product(
+    launcher: Launcher, num_rows: int, width: int, depth: int, silu: bool = False
+) -> ProductPlan:
+    """The plan of a product with `width` columns. It does not depend on the number of rows, but for
+    where that needs other kinds.
+    """
+    rows = next(kind.rows for kind in _KINDS if num_rows <= kind.rows)
+    return _plan(rows, width, depth, silu, launcher.num_multiprocessors, launcher.max_shared_mem)
+
+
+@functools.cache  # a launch asks, and there are few sizes in a process
+def _plan(
+    rows: int, width: int, depth: int, silu: bool, multiprocessors: int, max_shared_mem: int
+) -> ProductPlan:
+    plans = [
+        plan
+        for kind in _KINDS
+        if kind.rows == rows and kind.shared_bytes <= max_shared_mem
+        for plan in _plans(kind, width, depth, silu, multiprocessors, max_shared_mem)
+    ]
+    return min(plans, key=lambda plan: _cost(plan, multiprocessors))
+
+
+def _plans(
+    kind: _Kind, width: int, depth: int, silu: bool, multiprocessors: int, max_shared_mem: int
+) -> Iterator[ProductPlan]:
+    """One share for each block that there is room for, or for each multiprocessor; and, where there
+    are fewer tiles, each in equal parts.
+    """
+    of_block = kind.shared_bytes + _RESERVED_BYTES
+    resident = min(kind.resident, (max_shared_mem + _RESERVED_BYTES) // of_block)
+    places = multiprocessors * resident
+    num_tiles = -(-width * (1 + silu) // kind.weights)
+    rounds = -(-depth // _DEPTH)
+    total = num_tiles * rounds
+    shares = {-(-total // count) for count in (multiprocessors, places)}
+    shares |= {-(-rounds // parts) for parts in range(1, places // num_tiles + 1)}
+    for share in sorted(shares):
+        yield ProductPlan(kind, num_tiles, rounds, share)
+
+
+def _cost(plan: ProductPlan, multiprocessors: int) -> float:
+    """About the time of a block, in bytes of memory that its multiprocessor could read."""
+    kind, meeting = plan.kind, 0.0
+    of_round = max(kind.weights * _DEPTH * 2, kind.round_bytes / _FROM_L2)
+    if plan.blocks_of_a_tile > 1:  # it leaves its sums, and the last one reads those of all
+        sums = kind.rows * kind.weights * 4 / _ALONE
+        meeting = _MEETING + (1 + plan.blocks_of_a_tile) * sums
+    return (plan.share * of_round + meeting) * max(1, plan.num_blocks / multiprocessors)
+
+
+def _most_rows(max_shared_mem: int) -> int:
+    return max(kind.rows for kind in _KINDS if kind.shared_bytes <= max_shared_mem)

@@ -1,0 +1,112 @@
+// out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for few rows: what takes time is
+// to read the weight once. With SILU the weight holds the rows of a gate, then those of an up
+// projection: out = gate / (1 + e^-gate) * up.
+//
+// The sum of an element is always the same one: the 64 bytes of chunk c belong to warp c % WARPS,
+// which adds its chunks in their order, and the warps' sums are added in theirs. It depends neither
+// on the number of rows, nor on how the work is shared by blocks.
+#include "gemm/matmul_sums.cuh"
+
+constexpr int WARPS = 16;
+constexpr int STEP = WARPS * LANES;               // vectors from a chunk of a warp to its next one
+// Chunks of each warp that are on their way, 4 or 6 KiB: what there are registers for.
+template <int TILES> constexpr int CHUNKS_AHEAD = TILES == 4 ? 3 : 4;
+
+// Grid: any number of blocks, which take items by turns: 8 * TILES weight rows (with SILU the same
+// ones of gate and up) and up to ROWS of x. Items of the same weight rows follow each other, and find
+// these in L2. A warp's loads run ahead of its sums, into the next item.
+template <class T, int TILES, bool SILU>
+__global__ void __launch_bounds__(WARPS * 32, 1) multiply(
+    T* out,           // [rows, width]
+    const T* x,       // [rows, depth]
+    const T* weight,  // [width, depth], with SILU [2 * width, depth]
+    const T* bias,    // [width], with SILU [2 * width]; or null
+    int num_rows, int width, int depth) {  // depth: a multiple of 16 bytes
+    constexpr int COLUMNS = 8 * TILES / (SILU ? 2 : 1);  // of the result, of an item
+    constexpr int DEPTH = CHUNKS_AHEAD<TILES>;
+    __shared__ float sums[WARPS][ROWS<T>][8 * TILES + 8];  // so padded, lanes share no bank
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int vectors = depth / WIDE<T>, first_vector = warp * LANES + t;  // of 16 bytes, of a row
+    int row_tiles = (num_rows + ROWS<T> - 1) / ROWS<T>;
+    int num_items = (width + COLUMNS - 1) / COLUMNS * row_tiles;
+    int rounds = (vectors + DEPTH * STEP - 1) / (DEPTH * STEP);  // of DEPTH chunks of each warp
+
+    // The round that is loaded, one ahead of the one that is added.
+    int item_ahead = blockIdx.x, round_ahead = 0;
+    const T* rows_ahead[TILES];
+    auto seek = [&] {  // a row behind the last is read as the last one
+        int first = item_ahead / row_tiles * COLUMNS + g;
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            bool is_up = SILU && i >= TILES / 2;
+            size_t row = min(first + 8 * (is_up ? i - TILES / 2 : i), width - 1);
+            rows_ahead[i] = weight + (is_up ? row + width : row) * depth;
+        }
+    };
+    auto fetch = [&](uint4 (&to)[TILES], int chunk) {
+        int vector = first_vector + round_ahead * DEPTH * STEP;
+        bool inside = item_ahead < num_items && vector + chunk * STEP < vectors;
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            const T* from = rows_ahead[i] + vector * WIDE<T>;
+            to[i] = ptx::load_once_16(from + chunk * STEP * WIDE<T>, inside);
+        }
+    };
+    auto go_ahead = [&] {
+        if (++round_ahead < rounds) return;
+        round_ahead = 0;
+        item_ahead += gridDim.x;
+        seek();
+    };
+    seek();
+#pragma unroll
+    for (int chunk = 0; chunk < DEPTH; chunk++) {
+        int vector = first_vector + chunk * STEP;
+        if (vector >= vectors) break;
+#pragma unroll
+        for (int i = 0; i < TILES; i++) ptx::prefetch_l2(rows_ahead[i] + vector * WIDE<T>);
+    }
+    ptx::wait_for_previous();
+    uint4 ring[DEPTH][TILES];
+#pragma unroll
+    for (int chunk = 0; chunk < DEPTH; chunk++) fetch(ring[chunk], chunk);
+
+    for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
+        int first_row = item % row_tiles * ROWS<T>, rows = min(num_rows - first_row, ROWS<T>);
+        const T* own_x = x + size_t(first_row) * depth;
+        Sums<T, TILES> own;
+        for (int round = 0; round < rounds; round++) {
+            go_ahead();
+            int vector = first_vector + round * DEPTH * STEP;
+#pragma unroll
+            for (int chunk = 0; chunk < DEPTH; chunk++) {
+                const T* from = own_x + vector * WIDE<T> + chunk * STEP * WIDE<T>;
+                own.add(ring[chunk], from, depth, rows, vector + chunk * STEP < vectors);
+                fetch(ring[chunk], chunk);
+            }
+        }
+        own.finish();
+#pragma unroll
+        for (int i = 0; i < TILES * 4; i++) {
+            int row = g + i % 4 / 2 * 8;
+            if (row < rows) sums[warp][row][i / 4 * 8 + 2 * t + i % 2] = own.result[i / 4][i % 4];
+        }
+        __syncthreads();
+        int first = item / row_tiles * COLUMNS;
+        for (int i = threadIdx.x; i < rows * COLUMNS; i += WARPS * 32) {
+            int row = i / COLUMNS, column = i % COLUMNS, n = first + column;
+            if (n >= width) continue;
+            auto sum_of = [&](int column, int n) {
+                float sum = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) sum += sums[w][row][column];
+                return bias ? sum + to_float(bias[n]) : sum;
+            };
+            float value = sum_of(column, n);
+            if constexpr (SILU)
+                value = value / (1.0f + __expf(-value)) * sum_of(column + COLUMNS, width + n);
+            out[size_t(first_row + row) * width + n] = from_float<T>(value);
+        }
+        __syncthreads();  // the sums' memory is the next item's
+    }
+}

@@ -1,0 +1,94 @@
+"""Products of few rows with a matrix, and the activation of a gate with them.
+
+They decide nothing about when that pays: `matmul_choice` does.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
+
+FEW_ROWS = 16
+_THREADS = 512
+_VECTOR_BYTES = 16
+
+
+_KINDS = {2: ("2, false", "4, false", "4, true"), 4: ("2, false", "4, true")}  # by itemsize
+PROGRAM = Program(
+    "gemm/gemv.cu",
+    tuple(
+        f"multiply<{name}, {kind}>"
+        for dtype, name in NAMES.items()
+        for kind in _KINDS[dtype.itemsize]
+    ),
+    dependent=True,
+)
+
+
+def covers(x: Tensor, weight: Tensor) -> bool:
+    """Whether `multiply` takes them: rows are read in aligned pieces of 16 bytes."""
+    return (
+        weight.dtype in NAMES
+        and weight.shape[1] * weight.itemsize % _VECTOR_BYTES == 0
+        and weight.is_contiguous()
+        and weight.data_ptr() % _VECTOR_BYTES == 0
+        and x.is_contiguous()
+        and x.data_ptr() % _VECTOR_BYTES == 0
+    )
+
+
+def multiply(
+    launcher: Launcher, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> None:
+    """`out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float32, float16 or bfloat16.
+
+    Sums are float32, and rounded once. A row of `out` is bitwise independent of the other rows and
+    of their number. Made for up to 16 rows (`FEW_ROWS`): each 16 more read the weight again. Rows
+    of `x` are a multiple of 16 bytes. ValueError for other tensors.
+    """
+    _multiply(launcher, out, x, weight, bias, silu=False)
+
+
+def multiply_silu(
+    launcher: Launcher, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> None:
+    """`out [T, O] = silu(gate) * up` of the product with `weight [2O, I]`: rows of the gate, then
+    of the up projection; the rest as of `multiply`. The product is not rounded before.
+    """
+    _multiply(launcher, out, x, weight, bias, silu=True)
+
+
+def _multiply(
+    launcher: Launcher,
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    silu: bool,
+) -> None:
+    num_rows, width = out.shape
+    depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width
+    check_tensors(
+        out=(out, (num_rows, width), dtype),
+        x=(x, (num_rows, depth), dtype),
+        weight=(weight, (num_weights, depth), dtype),
+        bias=(bias, (num_weights,), dtype),
+    )
+    if not covers(x, weight):
+        raise ValueError(f"rows of {depth} {dtype} are not aligned pieces of {_VECTOR_BYTES} bytes")
+    if out.numel() == 0:
+        return
+    row_tiles = -(-num_rows // (FEW_ROWS if dtype.itemsize == 2 else FEW_ROWS // 2))
+    # Four tiles share what is read of x, where all multiprocessors have work even so.
+    tiles = 4 if silu or (dtype.itemsize == 2 and _fill(width // 32, launcher)) else 2
+    items = -(-width // (16 if silu else 8 * tiles)) * row_tiles
+    name = f"multiply<{NAMES[dtype]}, {tiles}, {str(silu).lower()}>"
+    arguments = (out, x, weight, bias, *ints(num_rows, width, depth))
+    grid = (min(items, launcher.num_multiprocessors),)
+    launcher.kernel(PROGRAM, name)(grid, (_THREADS,), arguments)
+
+
+def _fill(items: int, launcher: Launcher) -> bool:
+    return 4 * items >= 3 * launcher.num_multiprocessors

@@ -1,0 +1,203 @@
+// result[t, columns] += B (A x[t]) for each module that token t's adapter has: `shrink` makes h = A x,
+// `expand` adds B h. A block works on runs: tokens of one adapter that follow each other, in a tile of
+// rows. What it reads of the adapter, it reads once for all of a run. What a run is decides nothing
+// about a token's sums: they are added in an order of their own.
+#include "gemm/matmul_sums.cuh"
+
+using Packed = unsigned long long;
+
+// A module of this matrix; none where it has no columns.
+struct Module {
+    int number, first, columns;  // in the table; of the matrix's output
+
+    __device__ Module(Packed it)
+        : number(int(it >> 48)), first(int(it >> 24 & 0xFFFFFF)), columns(int(it & 0xFFFFFF)) {}
+};
+
+// What an adapter has for a module: A [rank, width], then B [columns, rank], in the pool.
+struct Entry {
+    long long start;
+    int rank;
+
+    __device__ Entry(const long long* own) : start(own[0]), rank(int(own[1])) {}
+};
+
+// Calls `work(slot, first token, tokens)` for the runs that begin in this block's `group` of tokens, a
+// part of a tile of TILE. All threads call it, and come to the same runs.
+template <int TILE, class Work>
+__device__ inline void for_each_run(const int* slots, int num_tokens, int group, Work work) {
+    int first = blockIdx.x * group, tile = first / TILE * TILE, lane = threadIdx.x % 32;
+    int slot = lane < TILE && tile + lane < num_tokens ? slots[tile + lane] : -1;
+    int before = __shfl_up_sync(0xFFFFFFFFu, slot, 1);
+    unsigned borders = __ballot_sync(0xFFFFFFFFu, lane == 0 || lane == TILE || slot != before);
+    unsigned has_adapter = __ballot_sync(0xFFFFFFFFu, slot >= 0);
+    unsigned own = ((1u << group) - 1) << (first - tile);
+    for (unsigned begins = borders & has_adapter & own; begins; begins &= begins - 1) {
+        int begin = __ffs(begins) - 1;
+        int end = __ffs(borders & ~((2u << begin) - 1)) - 1;  // at TILE, at the latest
+        work(__shfl_sync(0xFFFFFFFFu, slot, begin), tile + begin, end - begin);
+    }
+}
+
+// 16 bytes, zeros where not `valid`; element by element where they are not `aligned`.
+template <class T> __device__ inline uint4 load_vector(const T* from, bool aligned, bool valid) {
+    if (aligned) return ptx::load_once_16(from, valid);
+    Vector<T, WIDE<T>> vector = {};
+    if (valid) {
+#pragma unroll
+        for (int i = 0; i < WIDE<T>; i++) vector.values[i] = from[i];
+    }
+    return *reinterpret_cast<uint4*>(&vector);
+}
+
+template <class T> __device__ inline bool is_aligned(const T* pointer) {
+    return reinterpret_cast<size_t>(pointer) % 16 == 0;
+}
+
+constexpr int WARPS = 8;
+constexpr int TILES = 2;            // of 8 ranks, that a block of `shrink` makes
+constexpr int RANKS = 8 * TILES;
+constexpr int DEPTH = 4;            // chunks of a warp that are read at a time
+constexpr int STEP = WARPS * LANES; // vectors from a chunk of a warp to its next one
+
+// Grid: groups of tokens; modules, each with parts of RANKS ranks. Chunk c of x belongs to warp
+// c % WARPS, which adds its chunks in their order, and the warps' sums are added in theirs.
+template <class T>
+__global__ void __launch_bounds__(WARPS * 32, 2) shrink(
+    float* h,                // [tokens, modules, max_rank], written where there is an adapter
+    const T* x,              // [tokens, width], of whole aligned vectors
+    const T* pool,
+    const int* slots,        // [tokens], -1: none
+    const long long* table,  // [slots, layers, modules, 2]
+    Packed module0, Packed module1, Packed module2, Packed module3,
+    int num_tokens, int width, int slot_stride, int layer_start, int num_modules, int max_rank,
+    int group) {
+    __shared__ float sums[WARPS][ROWS<T>][RANKS + 8];  // so padded, lanes share no bank
+    ptx::wait_for_previous();
+    int number = blockIdx.y % num_modules, first_rank = blockIdx.y / num_modules * RANKS;
+    Module module(number == 0 ? module0 : number == 1 ? module1 : number == 2 ? module2 : module3);
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int vectors = width / WIDE<T>;
+    for_each_run<ROWS<T>>(slots, num_tokens, group, [&](int slot, int token, int rows) {
+        Entry entry(table + size_t(slot) * slot_stride + layer_start + 2 * module.number);
+        if (first_rank >= entry.rank) return;
+        const T* a = pool + entry.start + size_t(first_rank + g) * width;
+        bool aligned = is_aligned(pool + entry.start);
+        const T* own_x = x + size_t(token) * width;
+        Sums<T, TILES> own;
+        for (int start = warp * LANES + t; start - t < vectors; start += DEPTH * STEP) {
+            uint4 weight[DEPTH][TILES];
+#pragma unroll
+            for (int chunk = 0; chunk < DEPTH; chunk++) {
+                int vector = start + chunk * STEP;
+#pragma unroll
+                for (int i = 0; i < TILES; i++) {
+                    bool valid = vector < vectors && first_rank + g + 8 * i < entry.rank;
+                    const T* from = a + size_t(8 * i) * width + vector * WIDE<T>;
+                    weight[chunk][i] = load_vector(from, aligned, valid);
+                }
+            }
+#pragma unroll
+            for (int chunk = 0; chunk < DEPTH; chunk++) {
+                int vector = start + chunk * STEP;
+                own.add(weight[chunk], own_x + vector * WIDE<T>, width, rows, vector < vectors);
+            }
+        }
+        own.finish();
+#pragma unroll
+        for (int i = 0; i < TILES * 4; i++) {
+            int row = g + i % 4 / 2 * 8;
+            if (row < rows) sums[warp][row][i / 4 * 8 + 2 * t + i % 2] = own.result[i / 4][i % 4];
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < rows * RANKS; i += WARPS * 32) {
+            int row = i / RANKS, d = i % RANKS;
+            if (first_rank + d >= entry.rank) continue;
+            float sum = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) sum += sums[w][row][d];
+            h[(size_t(token + row) * num_modules + number) * max_rank + first_rank + d] = sum;
+        }
+        __syncthreads();  // the sums' memory is the next run's
+    });
+}
+
+constexpr int COLUMNS = 128;  // of a block of `expand`, one for each thread
+constexpr int TILE = 16;      // tokens
+constexpr int PART = 64;      // ranks whose h is in shared memory
+constexpr int QUAD = 4;       // tokens that are computed together
+
+// Grid: groups of tokens; parts of COLUMNS columns. The sum of an element takes one module after the
+// other, and its ranks in their order; then the result is added, and rounded.
+template <class T>
+__global__ void __launch_bounds__(COLUMNS, 5) expand(
+    T* result,               // [tokens, width]
+    const float* h,          // [tokens, modules, max_rank]
+    const T* pool,
+    const int* slots,        // [tokens], -1: none
+    const long long* table,  // [slots, layers, modules, 2]
+    Packed module0, Packed module1, Packed module2, Packed module3,
+    int num_tokens, int width, int depth, int slot_stride, int layer_start, int num_modules,
+    int max_rank, int group) {
+    __shared__ __align__(16) float inner[TILE][PART];
+    ptx::wait_for_previous();
+    int low = blockIdx.y * COLUMNS, column = low + threadIdx.x;
+    const Module modules[] = {module0, module1, module2, module3};
+    for_each_run<TILE>(slots, num_tokens, group, [&](int slot, int token, int rows) {
+        float sums[TILE] = {};
+        bool any = false;
+#pragma unroll
+        for (int number = 0; number < 4; number++) {
+            const Module& module = modules[number];
+            int end = module.first + module.columns;
+            if (number >= num_modules || module.first >= low + COLUMNS || end <= low) continue;
+            Entry entry(table + size_t(slot) * slot_stride + layer_start + 2 * module.number);
+            int rank = entry.rank;
+            any |= rank > 0;
+            bool inside = column >= module.first && column < end;
+            const T* b = pool + entry.start + size_t(rank) * depth;
+            bool aligned = rank % WIDE<T> == 0 && is_aligned(b);
+            b += size_t(column - module.first) * rank;
+            for (int first = 0; first < rank; first += PART) {
+                int count = min(rank - first, PART);
+                __syncthreads();  // what was there is read
+                for (int i = threadIdx.x; i < (rows + QUAD - 1) / QUAD * QUAD * PART; i += COLUMNS) {
+                    int row = i / PART, d = i % PART;
+                    size_t at = (size_t(token + row) * num_modules + number) * max_rank + first + d;
+                    inner[row][d] = row < rows && d < count ? h[at] : 0.0f;
+                }
+                __syncthreads();
+                if (!inside) continue;
+                for (int d = 0; d < count; d += WIDE<T>) {
+                    float values[WIDE<T>] = {};
+                    if (aligned) {
+                        load(values, b + first + d);
+                    } else {
+#pragma unroll
+                        for (int j = 0; j < WIDE<T>; j++)
+                            if (d + j < count) values[j] = to_float(b[first + d + j]);
+                    }
+#pragma unroll
+                    for (int quad = 0; quad < TILE; quad += QUAD) {
+                        if (quad >= rows) break;
+#pragma unroll
+                        for (int row = quad; row < quad + QUAD; row++) {
+                            float own[WIDE<T>];
+                            load(own, &inner[row][d]);
+#pragma unroll
+                            for (int j = 0; j < WIDE<T>; j++)
+                                sums[row] = fmaf(own[j], values[j], sums[row]);
+                        }
+                    }
+                }
+            }
+        }
+        if (!any || column >= width) return;
+#pragma unroll
+        for (int row = 0; row < TILE; row++) {
+            if (row >= rows) break;
+            T* to = result + size_t(token + row) * width + column;
+            *to = from_float<T>(to_float(*to) + sums[row]);
+        }
+    });
+}

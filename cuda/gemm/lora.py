@@ -1,0 +1,95 @@
+"""Low-rank adapters (LoRA) on packed tokens: any mix of adapters and ranks in one call.
+
+`shrink` makes A x of each token and module, `expand` adds B times that. What differs between steps
+is data: a recorded launch may find other adapters. Runs of one adapter share what is read of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
+from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
+
+MAX_MODULES = 4  # of one matrix: queries, keys, values, or all at once
+_MAX_COLUMNS = 1 << 24  # of a matrix, and fewer modules in a table than this by far
+_SHRINK_THREADS, _COLUMNS, _RANKS = 256, 128, 16  # of a block
+_FEW_TOKENS = 1024  # where blocks take small groups, since their runs may be short
+_FEW, _TILE = 4, {4: 8, 2: 16}  # by itemsize
+_VECTOR_BYTES = 16
+
+PROGRAM = Program(
+    "gemm/lora.cu",
+    tuple(f"{kernel}<{name}>" for kernel in ("shrink", "expand") for name in NAMES.values()),
+    dependent=True,
+)
+
+
+def covers(
+    result: Tensor, x: Tensor, adapters: StepAdapters, modules: Sequence[AdapterModule]
+) -> bool:
+    """Whether `add_adapters` takes them: one dtype, rows of x in aligned pieces of 16 bytes."""
+    return (
+        x.dtype in NAMES
+        and result.dtype is x.dtype
+        and adapters.pool.dtype is x.dtype
+        and x.shape[1] * x.itemsize % _VECTOR_BYTES == 0
+        and x.is_contiguous()
+        and x.data_ptr() % _VECTOR_BYTES == 0
+        and len(modules) <= MAX_MODULES
+        and result.shape[1] < _MAX_COLUMNS
+    )
+
+
+def add_adapters(
+    launcher: Launcher,
+    result: Tensor,
+    x: Tensor,
+    adapters: StepAdapters,
+    layer: int,
+    modules: Sequence[AdapterModule],
+) -> None:
+    """`result[t, columns] += B (A x[t])` for each of `modules` that token t's adapter has.
+
+    `result [T, O]`, changed; `x [T, I]`; the rest as `StepAdapters` says. Sums are float32, and an
+    element is rounded once. A row is bitwise independent of the other rows and of their number.
+    ValueError for tensors that do not fit or that it does not cover.
+    """
+    (num_tokens, width), columns, dtype = x.shape, result.shape[1], x.dtype
+    table, rows, max_rank = adapters.table, adapters.rows, adapters.max_rank
+    check_tensors(
+        result=(result, (num_tokens, columns), dtype),
+        x=(x, (num_tokens, width), dtype),
+        pool=(adapters.pool, (None,), dtype),
+        rows=(rows, (num_tokens,), torch.int32),
+        table=(table, (None, None, None, 2), torch.int64),
+    )
+    if not covers(result, x, adapters, modules):
+        raise ValueError(f"{len(modules)} modules over rows of {width} {dtype} are not covered")
+    if num_tokens == 0 or not modules:
+        return
+    group = _FEW if num_tokens <= _FEW_TOKENS else _TILE[dtype.itemsize]
+    groups = -(-num_tokens // group)
+    h = torch.empty(num_tokens, len(modules), max_rank, dtype=torch.float32, device=x.device)
+    packed = [_pack(it) for it in modules] + [np.uint64(0)] * (MAX_MODULES - len(modules))
+    shared: tuple[Argument, ...] = (adapters.pool, rows, table, *packed)
+    places = table.stride(0), layer * table.stride(1), len(modules), max_rank, group
+    launcher.kernel(PROGRAM, f"shrink<{NAMES[dtype]}>")(
+        (groups, len(modules) * -(-max_rank // _RANKS)),
+        (_SHRINK_THREADS,),
+        (h, x, *shared, *ints(num_tokens, width, *places)),
+    )
+    launcher.kernel(PROGRAM, f"expand<{NAMES[dtype]}>")(
+        (groups, -(-columns // _COLUMNS)),
+        (_COLUMNS,),
+        (result, h, *shared, *ints(num_tokens, columns, width, *places)),
+    )
+
+
+def _pack(module: AdapterModule) -> np.uint64:
+    """Pack a module into the 64 bits that the kernels unpack."""
+    return np.uint64(module.number << 48 | module.first_column << 24 | module.num_columns)

@@ -1,0 +1,126 @@
+"""Bias, penalties and bans on rows of logits, as in `gptmanager.decoding.sampling.adjustments`.
+
+A row costs as much as its history is long; one that asks for nothing costs the read of its record.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.device.launch import Launcher, Program, check_tensors, ints
+from gptmanager.request.input_rows import split_bias
+from gptmanager.request.sampling_params import SamplingParams
+
+_THREADS = 256
+PARAMS = np.dtype(  # `Adjustments` of the .cu
+    [
+        ("prompt_len", np.int64),  # tokens that the host sent
+        ("first_end", np.int64),  # the position from which on the end ids are allowed
+        ("lists", np.int64),  # where this slot's begin
+        ("num_ends", np.int32),
+        ("ngram_size", np.int32),  # 0: none
+        ("num_biases", np.int32),
+        ("num_word_tokens", np.int32),
+        ("num_words", np.int32),
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("adjusts", np.bool_),
+        ("penalizes", np.bool_),
+    ],
+    align=True,
+)
+PROGRAM = Program("sampling/adjustments.cu", ("adjust",), dependent=True)
+
+
+def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:
+    """Ids and values (as bits) of the bias, tokens of bad words, ends of words, end ids that may be
+    banned; often empty.
+    """
+    ids, values = split_bias(params.embedding_bias)
+    words = [word for word in params.bad_words if word]
+    parts = (
+        ids,
+        values.view(np.int32),
+        np.array([token for word in words for token in word], dtype=np.int32),
+        np.cumsum([len(word) for word in words], dtype=np.int32),
+        np.array(params.end_ids if params.min_length > 0 else (), dtype=np.int32),
+    )
+    return np.concatenate(parts)
+
+
+def pack(
+    params: SamplingParams, orig_prompt_len: int, vocab_size: int, lists: int
+) -> tuple[object, ...]:
+    """A value of dtype PARAMS, for a sequence whose host sent `orig_prompt_len` tokens.
+
+    `lists`: where `pack_lists(params)` begins in the tensor of all lists; its address on the CPU.
+    """
+    words = [word for word in params.bad_words if word]
+    num_biases = len(split_bias(params.embedding_bias)[0])
+    has_end = params.min_length > 0 and any(0 <= token < vocab_size for token in params.end_ids)
+    penalizes = (
+        params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+    )
+    has_lists = num_biases > 0 or len(words) > 0
+    return (
+        orig_prompt_len,
+        orig_prompt_len + params.min_length if has_end else 0,
+        lists,
+        len(params.end_ids) if has_end else 0,
+        params.no_repeat_ngram_size,
+        num_biases,
+        sum(map(len, words)),
+        len(words),
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        penalizes or has_lists or params.no_repeat_ngram_size > 0 or has_end,
+        penalizes,
+    )
+
+
+def adjust(
+    launcher: Launcher,
+    logits: Tensor,
+    params: Tensor,
+    lists: Tensor,
+    histories: Tensor,
+    seen: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+) -> None:
+    """Change `logits` `[S, V]` float32 in place, bit for bit as the CPU does.
+
+    `params` `[slots, PARAMS.itemsize]` uint8: an array of PARAMS, as bytes; `lists` int32: those of
+    `pack_lists`; `histories` `[slots, length]` int32, of which a row reads what stands before its
+    position; `seen` `[S or more, V]` int32: zero before and after; `slots` `[S]` int32, -1: the row
+    is left as it is; `positions` `[S]` int64: of the tokens to be chosen. Ids of a bias are
+    distinct and lie in the vocabulary. A slot is a beam's; several rows may share one.
+    ValueError for other tensors.
+    """
+    num_rows, vocab_size = logits.shape
+    check_tensors(
+        logits=(logits, (num_rows, vocab_size), torch.float32),
+        params=(params, (None, PARAMS.itemsize), torch.uint8),
+        lists=(lists, (None,), torch.int32),
+        histories=(histories, (len(params), None), torch.int32),
+        seen=(seen, (None, vocab_size), torch.int32),
+        slots=(slots, (num_rows,), torch.int32),
+        positions=(positions, (num_rows,), torch.int64),
+    )
+    if len(seen) < num_rows:
+        raise ValueError(f"seen has {len(seen)} rows, logits {num_rows}")
+    if num_rows == 0:
+        return
+    sizes = ints(vocab_size, histories.shape[1])
+    launcher.kernel(PROGRAM, "adjust")(
+        (num_rows,),
+        (_THREADS,),
+        (logits, params, lists, histories, seen, slots, positions, *sizes),
+    )

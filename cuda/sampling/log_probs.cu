@@ -1,0 +1,36 @@
+// Log probabilities of some tokens of each row of logits: the log-softmax behind the temperature.
+#include "sampling/choice.cuh"
+
+// Grid: (rows).
+template <class T, int WIDTH>
+__global__ void __launch_bounds__(THREADS, 2) log_probs(
+    float* values,                // [rows, count]
+    const T* logits,              // [rows, vocab_size]
+    const int* tokens,            // [rows, count]
+    const Params* params,         // [slots]
+    const unsigned char* wanted,  // [slots]: 0: nothing, 1: logits, 2: their log probabilities
+    const int* slots,             // [rows], -1: none
+    int vocab_size, int count) {
+    ptx::wait_for_previous();
+    int slot = slots[blockIdx.x], kind = slot < 0 ? 0 : wanted[slot];
+    if (kind == 0) return;
+    float temperature = params[slot].temperature;
+    const T* own = logits + size_t(blockIdx.x) * vocab_size;
+    values += size_t(blockIdx.x) * count;
+    tokens += size_t(blockIdx.x) * count;
+    if (kind == 1) {
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            values[i] = __fdiv_rn(to_float(own[tokens[i]]), temperature);
+        }
+        return;
+    }
+    float own_best;
+    Mass mass = block_mass(ScaledRow<T, WIDTH>{own, vocab_size, temperature, INFINITY}, own_best);
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        float logit = to_float(own[tokens[i]]), scaled = __fdiv_rn(logit, temperature);
+        double value = double(scaled) - double(mass.largest) - log(mass.sum);
+        // What is infinitely likely has all mass; so has a token if all quotients overflow to -inf.
+        if (!isfinite(mass.largest)) value = mass.largest > 0 || logit > -INFINITY ? 0 : -INFINITY;
+        values[i] = float(value);
+    }
+}

@@ -1,0 +1,178 @@
+// A row of logits as a block reads it: in pieces, each by one warp, whose sums are known one by one.
+#pragma once
+
+#include "sampling/choice.cuh"
+
+constexpr int PIECES = 256;  // of a row, at most
+
+struct Token {
+    float logit;
+    int id;
+    // Equal logits rank by ascending id.
+    __device__ bool above(Token other) const {
+        return logit > other.logit || (logit == other.logit && id < other.id);
+    }
+};
+
+// What is known of the pieces of a row: sums of weights, and the best logit.
+struct Pieces {
+    double sums[PIECES], ties[PIECES];
+    float best[PIECES];
+};
+
+// A lane takes WIDTH logits at a time, a warp STEP, several of them under way. How a row is cut depends
+// on its size and on WIDTH, so on nothing but the size of the vocabulary: each sum has the same bits
+// whichever type, block and number of blocks made it.
+template <class T, int WIDTH> struct Row {
+    static constexpr int EACH = WIDTH, STEP = 32 * WIDTH;
+    static constexpr int LOADS = WIDTH == 1 ? 16 : WIDE<T> / 2;  // four of 16 bytes, where there are such
+    static constexpr int UNIT = WIDTH == 1 ? 512 : 1024;         // logits
+    using Loaded = Vector<T, WIDTH>[LOADS];
+    const T* logits;
+    int size;
+
+    // Logits in a piece: a unit, or several in a huge vocabulary.
+    __device__ int piece() const { return (size + PIECES * UNIT - 1) / (PIECES * UNIT) * UNIT; }
+    __device__ int num_pieces() const { return (size + piece() - 1) / piece(); }
+
+    // The lane's logits in the LOADS steps from `start` on, and those of one step as floats: the first
+    // of them is that of token `id`. -inf where there is none.
+    __device__ void load(Loaded& loaded, int start) const {
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            int id = id_of(start, i);
+            if (id < size) {
+                loaded[i] = *reinterpret_cast<const Vector<T, WIDTH>*>(logits + id);
+            } else {
+#pragma unroll
+                for (int j = 0; j < WIDTH; j++) loaded[i].values[j] = from_float<T>(-INFINITY);
+            }
+        }
+    }
+    __device__ static int id_of(int start, int i) { return start + i * STEP + threadIdx.x % 32 * WIDTH; }
+    __device__ void expand(float (&to)[WIDTH], const Vector<T, WIDTH>& from) const {
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) to[j] = to_float(from.values[j]);
+    }
+
+    // visit(logits of a step, the lane's first id) in ids from `first` to `end`.
+    template <class F> __device__ void each_step(int first, int end, F visit) const {
+#pragma unroll 1
+        for (int start = first; start < end; start += LOADS * STEP) {
+            Loaded loaded;
+            load(loaded, start);
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) {
+                float values[WIDTH];
+                expand(values, loaded[i]);
+                visit(values, id_of(start, i));
+            }
+        }
+    }
+    // visit(piece, first id, end) for this warp's pieces, which it shares with those of `parts` blocks.
+    template <class F> __device__ void each_piece(F visit, int part = 0, int parts = 1) const {
+        int count = num_pieces(), length = piece();
+#pragma unroll 1
+        for (int i = part * WARPS + threadIdx.x / 32; i < count; i += parts * WARPS)
+            visit(i, i * length, min((i + 1) * length, size));
+    }
+    // visit(logit, id) for every token of the pieces for which `wanted(piece)`.
+    template <class P, class F> __device__ void each(P wanted, F visit) const {
+        each_piece([&](int number, int first, int end) {
+            if (!wanted(number)) return;
+            each_step(first, end, [&](const float(&values)[WIDTH], int id) {
+#pragma unroll
+                for (int j = 0; j < WIDTH; j++) visit(values[j], id + j);
+            });
+        });
+    }
+};
+
+__device__ inline double warp_total(double x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+// The largest float of a warp.
+__device__ inline float warp_max(float x) { return from_key(__reduce_max_sync(~0u, to_key(x))); }
+
+// Of `sums` by piece their sum; each warp by itself.
+__device__ inline double sum_pieces(const double (&sums)[PIECES], int count) {
+    double own = 0;
+    for (int i = threadIdx.x % 32; i < count; i += 32) own += sums[i];
+    return warp_total(own);
+}
+
+// The first lane at which the sum of the lanes' `own` passes `rest`, or -1; `rest` is then what is left
+// of it behind the lanes before.
+__device__ inline int lane_passing(double own, double& rest) {
+    int lane = threadIdx.x % 32;
+    double up_to = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        double other = __shfl_up_sync(~0u, up_to, step);
+        if (lane >= step) up_to += other;
+    }
+    unsigned passed = __ballot_sync(~0u, own > 0 && up_to > rest);
+    int found = __ffs(passed) - 1;
+    double before = __shfl_sync(~0u, found < 0 ? up_to : up_to - own, found < 0 ? 31 : found);
+    rest -= before;
+    return found;
+}
+
+// The lowest id of a logit that is equal to `best`, the best of all; one warp.
+template <class R> __device__ int find_equal(const R& row, const Pieces& pieces, float best) {
+    int lane = threadIdx.x % 32, count = row.num_pieces(), piece = 0, token = -1;
+    for (unsigned found = 0; !found; piece += found ? __ffs(found) - 1 : 32)
+        found = __ballot_sync(~0u, piece + lane < count && pieces.best[piece + lane] == best);
+    int first = piece * row.piece();
+    row.each_step(first, min(first + row.piece(), row.size), [&](const float(&values)[R::EACH], int id) {
+        int own = R::EACH;
+#pragma unroll
+        for (int j = R::EACH - 1; j >= 0; j--) own = values[j] == best ? j : own;
+        unsigned found = __ballot_sync(~0u, own < R::EACH);
+        if (found && token < 0) token = __shfl_sync(~0u, id + own, __ffs(found) - 1);
+    });
+    return token;
+}
+
+// The token at which the sum of the weights of a row passes `rest`, by `sums`, those of its pieces; one
+// warp. The last one with a weight, if by rounding there is none.
+template <class R, class F>
+__device__ int find_token(const R& row, const double (&sums)[PIECES], double rest, F weight) {
+    int lane = threadIdx.x % 32, count = row.num_pieces(), piece = 0, last = -1, found = -1;
+    for (int first = 0; first < count && found < 0; first += 32) {
+        double own = first + lane < count ? sums[first + lane] : 0;
+        found = lane_passing(own, rest);
+        unsigned some = __ballot_sync(~0u, own > 0);
+        if (some) piece = first + (found < 0 ? 31 - __clz(some) : found);
+    }
+    if (found < 0) rest = INFINITY;
+    found = -1;
+    int first = piece * row.piece();
+    row.each_step(first, min(first + row.piece(), row.size), [&](const float(&values)[R::EACH], int id) {
+        if (found >= 0) return;
+        double sum = 0;
+        int own = -1;
+#pragma unroll
+        for (int j = 0; j < R::EACH; j++) {
+            float value = weight(values[j], id + j);
+            sum += value;
+            if (value > 0) own = id + j;
+        }
+        found = lane_passing(sum, rest);
+        last = max(last, __reduce_max_sync(~0u, own));
+        if (found < 0) return;
+        double to_here = 0;
+        int chosen = own;
+#pragma unroll
+        for (int j = 0; j < R::EACH; j++) {
+            float value = weight(values[j], id + j);
+            to_here += value;
+            if (value > 0 && to_here > rest && chosen == own) chosen = id + j;
+        }
+        last = __shfl_sync(~0u, chosen, found);
+    });
+    return last;
+}

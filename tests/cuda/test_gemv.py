@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_values import DTYPES, close, randn
+
+from gptmanager.cuda.device.launch import EmulatorLauncher
+from gptmanager.cuda.gemm.gemv import FEW_ROWS, covers, multiply, multiply_silu
+
+# Rows of x, of the weight, and elements of both: odd numbers, parts of tiles and of chunks, more
+# than a round, and so many items that blocks take several.
+SHAPES = [(1, 8, 64), (3, 17, 8), (9, 70, 40), (16, 33, 2056), (8, 240, 136), (0, 8, 8)]
+
+
+def product(x, weight, bias):
+    result = x.double() @ weight.double().T
+    return result if bias is None else result + bias.double()
+
+
+def tensors(rows, width, depth, dtype, scale=1.0):
+    x, weight = randn(rows, depth, dtype=dtype), randn(width, depth, dtype=dtype, seed=1)
+    return x, (weight * scale / depth**0.5).to(dtype), randn(width, dtype=dtype, seed=2)
+
+
+def check_multiply(machine, dtype, rows, width, depth, has_bias=True):
+    x, weight, bias = tensors(rows, width, depth, dtype)
+    bias = bias if has_bias else None
+    out = machine.empty((rows, width), dtype)
+    on_machine = [it if it is None else machine.tensor(it) for it in (x, weight, bias)]
+    multiply(machine.launcher, out, *on_machine)
+    close(out, product(x, weight, bias))
+
+
+def check_multiply_silu(machine, dtype, rows, width, depth, has_bias=True):
+    x, weight, bias = tensors(rows, 2 * width, depth, dtype, scale=2.0)
+    bias = bias if has_bias else None
+    out = machine.empty((rows, width), dtype)
+    on_machine = [it if it is None else machine.tensor(it) for it in (x, weight, bias)]
+    multiply_silu(machine.launcher, out, *on_machine)
+    gate, up = product(x, weight, bias).chunk(2, dim=1)
+    close(out, gate * gate.sigmoid() * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gemv(machine, dtype):
+    for number, shape in enumerate(SHAPES):
+        check_multiply(machine, dtype, *shape, has_bias=number % 2 == 0)
+        check_multiply_silu(machine, dtype, *shape, has_bias=number % 2 == 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_have_no_race(checked_machine, dtype):
+    check_multiply(checked_machine, dtype, 9, 40, 136)
+    check_multiply(checked_machine, dtype, 16, 96, 136)
+    check_multiply_silu(checked_machine, dtype, 2, 20, 72)
+
+
+@pytest.mark.parametrize("multiply_it", [multiply, multiply_silu], ids=["plain", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_the_same_alone_and_beside_others(machine, dtype, multiply_it):
+    """Whatever number of rows there is, wherever it stands."""
+    num_rows, width, depth = 37, 104 if dtype is torch.float16 else 24, 520
+    columns = 2 * width if multiply_it is multiply_silu else width
+    x, weight, _ = tensors(num_rows, columns, depth, dtype)
+    x, weight = machine.tensor(x), machine.tensor(weight)
+    whole = machine.empty((num_rows, width), dtype)
+    multiply_it(machine.launcher, whole, x, weight)
+    for first, last in ((0, 1), (36, 37), (5, 9), (2, 18)):
+        part = machine.empty((last - first, width), dtype)
+        rows = machine.tensor(x[first:last].cpu().clone())
+        multiply_it(machine.launcher, part, rows, weight)
+        assert torch.equal(part.cpu(), whole[first:last].cpu())
+
+
+class Wide(EmulatorLauncher):
+    num_multiprocessors = 132
+
+
+def test_the_bits_do_not_depend_on_the_device(toolchain):
+    x, weight, bias = tensors(16, 200, 264, torch.bfloat16)
+    results = []
+    for launcher in (EmulatorLauncher(), Wide()):
+        results.append(torch.empty(16, 200, dtype=torch.bfloat16))
+        multiply(launcher, results[-1], x, weight, bias)
+    assert torch.equal(*results)
+
+
+def test_what_is_not_there_is_not_multiplied(machine):
+    """A weight that is infinite makes its own column so, and no other."""
+    x, weight, _ = tensors(2, 40, 72, torch.bfloat16)
+    weight[39, 70] = torch.inf
+    x[1] = 0
+    out = machine.empty((2, 40), torch.bfloat16)
+    multiply(machine.launcher, out, machine.tensor(x), machine.tensor(weight))
+    assert out.cpu()[0].isfinite().tolist() == [True] * 39 + [False]
+    assert out.cpu()[1].tolist()[:39] == [0.0] * 39
+
+
+def test_tensors_that_do_not_fit(machine):
+    x, weight, _ = map(machine.tensor, tensors(2, 8, 12, torch.bfloat16))
+    out = machine.empty((2, 8), torch.bfloat16)
+    assert not covers(x, weight)
+    with pytest.raises(ValueError, match="rows of 12 torch.bfloat16 are not aligned pieces of 16"):
+        multiply(machine.launcher, out, x, weight)
+    x, weight, bias = tensors(2, 8, 16, torch.bfloat16)
+    assert covers(x, weight) and covers(x[1:], weight) and not covers(x, weight.T)
+    assert not covers(x.flatten()[1:17].view(1, 16), weight) and FEW_ROWS == 16
+    x, weight, bias = map(machine.tensor, (x, weight, bias))
+    with pytest.raises(ValueError, match=r"bias is torch.bfloat16 \[7\], expected .* \[8\]"):
+        multiply(machine.launcher, out, x, weight, bias[:7])
+    with pytest.raises(ValueError, match=r"weight is torch.bfloat16 \[8, 16\], expected .* \[16,"):
+        multiply_silu(machine.launcher, out, x, weight)
