@@ -1,8 +1,8 @@
 """The architecture: one total order, in which a module imports only names that stand above it.
 
-A package stands in one piece, so that packages have an order too: no two import each other. Its
-`__init__` counts as below its modules, which it re-exports. `no torch` in a description is checked
-too. docs/architecture.md shows the packages in the same words.
+A package stands in one piece, and so does a sub-package: they have an order too, and no two import
+each other. An `__init__` counts as below its modules, which it re-exports. `no torch` in a
+description is checked too. docs/architecture.md shows both levels of packages in the same words.
 """
 
 import ast
@@ -504,8 +504,9 @@ cli                           the command line (no torch)
 __main__
 """
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("gptmanager", "callbacks", "cuda")
+MAIN = ("gptmanager", "__main__")  # modules for everybody, in no package
 Statement = ast.Import | ast.ImportFrom | ast.Constant
 LATER = re.compile(r"gptmanager(\.\w+)+(:\w+)?")  # MODULE:NAME, or a module where one is loaded:
 LOADERS = {"lazy_names", "load_extra"}
@@ -614,6 +615,63 @@ def test_every_import_points_up_the_list():
     assert modules(ROOT).keys() | {"cuda"} == layers().keys()
     found = violations(ROOT, layers())
     assert not found, "\n".join(found)
+
+
+def packages() -> dict[str, str]:
+    """Path -> description, for each package, its sub-packages, and each module outside of any."""
+    known, files, found = layers(), modules(ROOT), {}
+    folders = {name for name, path in files.items() if path.name == "__init__.py"} | {"cuda"}
+    for top in (name for name in known if "." not in name and name not in MAIN):
+        inside = [name for name in known if name.startswith(f"{top}.") and name in folders]
+        for name in (top, *inside):
+            path = name.replace(".", "/") + ("/" if name in folders else ".py")
+            found[path] = known[name].replace(" (no torch)", "")
+    return found
+
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_every_package_in_its_order():
+    rows = re.findall(r"^\| `([a-z_/.]+)` \| (.*) \|$", PAGE, re.MULTILINE)
+    assert rows == list(packages().items())
+
+
+def test_the_packages_are_the_folders():
+    inside = {path.name for path in (ROOT / "gptmanager").iterdir() if path.name != "__pycache__"}
+    data = {"__init__.py", "__main__.py", "py.typed", "statistics.schema.json"}
+    top = {path.removesuffix("/") for path in packages() if "/" not in path[:-1]}
+    assert top - {"callbacks", "cuda"} == inside - data
+    assert len(inside - data) <= 32
+
+
+def test_a_level_has_at_most_16_modules():
+    folders = {path.parent for path in modules(ROOT).values()} - {ROOT / "gptmanager"}
+    sizes = {
+        folder.relative_to(ROOT).as_posix(): len({*folder.glob("*.py")} - {folder / "__init__.py"})
+        for folder in folders
+    }
+    assert {folder: size for folder, size in sizes.items() if size > 16} == {}
+
+
+def test_every_path_on_the_page_exists():
+    paths = re.findall(r"`([a-z_]+(?:/[a-z_]*)*(?:\.py)?)`", PAGE)
+    paths = {path for path in paths if "/" in path or path.endswith(".py")}
+    assert len(paths) > 30
+    assert [
+        path for path in paths if not any((r / path).exists() for r in (ROOT, ROOT / "gptmanager"))
+    ] == []
+
+
+def test_tests_stand_in_folders_and_no_test_imports_another():
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    names = [path.stem for path in files]
+    assert sum(path.parent == ROOT / "tests" for path in files) <= 25
+    for path in files:
+        for statement, _ in imports(ast.parse(path.read_text("utf-8"))):
+            for target in targets(statement, "", {}):
+                test = target.partition(".")[0]
+                assert not (test.startswith("test_") and test in names), f"{path} imports {test}"
 
 
 ABOVE = "which does not stand above it"

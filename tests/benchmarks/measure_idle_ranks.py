@@ -1,6 +1,6 @@
 """What managers of ranks that have nothing to do take of a core.
 
-    PYTHONPATH=.:tests python tests/benchmarks/measure_idle_ranks.py
+    PYTHONPATH=.:tests/support python tests/benchmarks/measure_idle_ranks.py
 
 prints, for each of two ranks, the time of its process on a core in 20 s, as a share of these.
 """
@@ -39,4 +39,4 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         main()
     else:
-        print(*outputs(start_ranks([__file__], 2, PYTHONPATH=".:tests")), sep="", end="")
+        print(*outputs(start_ranks([__file__], 2, PYTHONPATH=".:tests/support")), sep="", end="")

@@ -1,6 +1,6 @@
 """What a control message costs beside a plain gloo broadcast of as many bytes.
 
-    PYTHONPATH=.:tests python tests/benchmarks/measure_rank_messages.py
+    PYTHONPATH=.:tests/support python tests/benchmarks/measure_rank_messages.py
 
 prints, for 2 and 4 ranks and for a turn without requests and one with eight, the time from the
 start of a message on rank 0 to the answer of the last rank, less that of an answer alone: the
@@ -92,4 +92,6 @@ if __name__ == "__main__":
         main()
     else:
         for num_ranks in (2, 4):
-            print(outputs(start_ranks([__file__], num_ranks, PYTHONPATH=".:tests"))[0], end="")
+            print(
+                outputs(start_ranks([__file__], num_ranks, PYTHONPATH=".:tests/support"))[0], end=""
+            )

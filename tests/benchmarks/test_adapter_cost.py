@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it too
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # where pytest finds it too
 from adapter_cases import LAYER, new_case, qkv_layout  # noqa: E402
 
 from gptmanager.kernels import CpuKernels  # noqa: E402

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it too
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # where pytest finds it too
 
 from gptmanager.bench.load import SMALL_LLAMA, random_llama  # noqa: E402
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters  # noqa: E402

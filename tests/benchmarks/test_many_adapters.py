@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it too
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # where pytest finds it too
 
 from gptmanager.kernels import CpuKernels  # noqa: E402
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters  # noqa: E402

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import CONFIGS
 from devices import LLAMA, WIDE, check_same, checkpoint, finals, prompt
+from mixed_schedules import from_tokens, mixed
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -39,7 +40,6 @@ from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import load_model
 
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
-from_tokens = InferenceRequest.from_tokens
 
 
 def several(**by_name):
@@ -49,19 +49,6 @@ def several(**by_name):
 def sampled():
     given = {"temperature": 0.8, "runtime_top_k": 20, "runtime_top_p": 0.9, "random_seed": 7}
     return several(**given)
-
-
-def mixed():
-    """Penalties, biases, bans, and all that may be asked for, in one batch."""
-    return [
-        from_tokens(1, prompt(1, 20), 9),
-        from_tokens(2, prompt(2, 33), 9, repetition_penalty=1.4, frequency_penalty=0.3),
-        from_tokens(3, prompt(3, 8), 9, temperature=0.7, random_seed=3, return_log_probs=True),
-        from_tokens(4, prompt(4, 25), 9, bad_words_list=[[5], [6, 7]], embedding_bias=None),
-        from_tokens(5, prompt(5, 17), 9, return_generation_logits=True),
-        from_tokens(7, [5, 6] * 9, 12, no_repeat_ngram_size=3, presence_penalty=0.5),
-        from_tokens(6, prompt(6, 17), 9, return_context_logits=True, min_length=4, end_id=3),
-    ]
 
 
 def adjusted():

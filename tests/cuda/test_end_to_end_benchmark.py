@@ -9,7 +9,7 @@ import pytest
 from checkpoints import checkpoint, random_model
 from devices import GPU, LLAMA, there_is
 from safetensors.torch import save_file
-from test_bench_end_to_end import SMALL
+from small_scale import SMALL
 
 from gptmanager.bench import EndToEndOptions, bench_end_to_end
 from gptmanager.bench.table import end_to_end_table

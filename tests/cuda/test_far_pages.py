@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mmap
 
+import context_cases as context
+import generation_cases as generation
 import numpy as np
 import pytest
-import test_context_attention as context
-import test_generation_attention as generation
 import torch
 from kernel_values import randn
 from paged_rows import PagedRows

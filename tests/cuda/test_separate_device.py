@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from devices import check_same, prompt
+from mixed_schedules import mixed
 from separate_device import DEVICE, DeviceTensor, SeparateDevice, SeparateStream
-from test_device_executor import mixed
 
 from gptmanager import InferenceRequest, KvCacheConfig
 from gptmanager.config import PromptLookup

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from devices import GPU, there_is
+from guided_requests import MODEL, asked, serve
 from kernel_values import randn
-from test_guided import MODEL, asked, serve
 
 from gptmanager.callbacks import load_guided_decoding, load_tokenizer
 from gptmanager.cuda.sampling.token_masks import mask_logits

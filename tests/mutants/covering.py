@@ -139,6 +139,6 @@ def _tests_of_users(root: Path, header: str) -> list[str]:
 
 
 def _paths(root: Path, names: str) -> list[str]:
-    """Those that there are, wherever they stand."""
-    places = [f"tests/{folder}{name}.py" for name in names.split() for folder in ("", "cuda/")]
-    return [place for place in places if (root / place).exists()]
+    """Return the files of `names` that exist, in whatever folder of tests."""
+    found = (path for name in names.split() for path in sorted(root.glob(f"tests/**/{name}.py")))
+    return [path.relative_to(root).as_posix() for path in found]

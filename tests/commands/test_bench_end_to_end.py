@@ -1,0 +1,443 @@
+"""The end-to-end benchmark on the CPU: its parts, what it leaves out, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from bench_load import TINY
+from checkpoints import CONFIGS, checkpoint, expected_logits, random_model
+from safetensors.torch import save_file
+from small_scale import SMALL
+
+from gptmanager import OptionalParams, cli
+from gptmanager.bench import EndToEndOptions, bench_end_to_end
+from gptmanager.bench.end_to_end import benchmark as end_to_end
+from gptmanager.bench.end_to_end import workbench
+from gptmanager.bench.end_to_end.dense_reference import compare, dense_logits, why_not
+from gptmanager.bench.end_to_end.device_trace import Ran
+from gptmanager.bench.end_to_end.serving_parts import (
+    Stage,
+    time_load,
+    time_steps,
+    trace_steps,
+)
+from gptmanager.bench.engine import IterationLog, Session
+from gptmanager.bench.load import RandomLlama, random_llama, read_checkpoint, uniform_requests
+from gptmanager.bench.peers.transformers_peer import TooSlow, TransformersPeer
+from gptmanager.bench.roofline import Ceilings, ModelShape
+from gptmanager.bench.table import end_to_end_table
+from gptmanager.errors import ConfigError
+from gptmanager.terminal.tables import lines
+
+ROOT = Path(__file__).resolve().parents[2]
+# torch 2.11 throws into generators as Python 3.12 does not like it
+OF_TORCH = pytest.mark.filterwarnings("ignore:the .type, exc, tb. signature:DeprecationWarning")
+SKIPPED = {"status": "skipped", "note": "no time left"}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return random_model(CONFIGS["llama"])
+
+
+@pytest.fixture(scope="module")
+def folder(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config, state = checkpoint(llama)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder):
+    return bench_end_to_end(EndToEndOptions("cpu", folder, SMALL))
+
+
+def test_the_logits_are_those_of_the_reference(report):
+    check = report["check"]
+    assert check["status"] == "ok" and 0 < check["error"] < check["tolerance"] == 1e-3
+    assert check["same_tokens"] == "64 of 64"
+
+
+def test_steps_of_every_batch(report):
+    rows = [row for row in report["steps"] if "trace" not in row]
+    assert [(row["batch"], row["context"]) for row in rows] == [(1, 24), (3, 24), (1, 40)]
+    for row in rows:
+        assert row["status"] == "ok" and row["steps"] >= 8
+        assert row["best_ms"] <= row["median_ms"] and row["floor_ms"] > 0
+        low, high = row["quartiles_ms"]
+        assert low <= row["median_ms"] <= high
+        speed = row["batch"] / row["median_ms"] * 1e3
+        assert row["tokens_per_second"] == pytest.approx(speed, rel=0.01)
+
+
+def test_loads(report):
+    requests = uniform_requests(5, (3, 12), (3, 12), 96)
+    for row, streaming in zip(report["load"], (False, True), strict=True):
+        assert row["status"] == "ok" and row["streaming"] is streaming
+        assert row["requests"] == 5
+        assert row["tokens_in"] == sum(len(prompt) for prompt, _ in requests)
+        assert row["tokens_out"] == sum(new_tokens for _, new_tokens in requests)
+        assert 1 <= row["mean_batch"] <= 5 and row["pauses"] == 0
+        assert row["share_of_roofline"] == pytest.approx(row["floor_s"] / row["seconds"], abs=0.1)
+        assert row["time_to_first_token_ms"]["p50"] > 0
+        assert "host_ms_per_iteration" not in row and "goal" not in row
+    (row,) = report["saturated"]
+    assert row["name"] == "6/4" and row["tokens_in"] == 30 and row["tokens_out"] == 20
+
+
+def test_the_peer(report):
+    peer = report["transformers"]
+    assert peer["status"] == "ok" and peer["requests"] == 3
+    assert peer["ratio"] == pytest.approx(peer["gptmanager"] / peer["transformers"], rel=0.02)
+
+
+def test_policies_under_pressure(report):
+    pressure = report["pressure"]
+    no_evict, max_utilization = pressure["policies"].values()
+    assert list(pressure["policies"]) == ["guaranteed_no_evict", "max_utilization"]
+    assert no_evict["pauses"] == 0 and max_utilization["mean_batch"] > no_evict["mean_batch"]
+    speeds = (max_utilization["output_tokens_per_second"], no_evict["output_tokens_per_second"])
+    assert pressure["ratio"] == pytest.approx(speeds[0] / speeds[1], rel=0.01)
+    tokens = [
+        row["output_tokens_per_second"] * row["seconds"] for row in (no_evict, max_utilization)
+    ]
+    assert all(6 * 3 <= count <= 6 * 8 for count in tokens)  # none got 100
+
+
+def test_what_a_report_is_of(report):
+    assert report["version"] == 1
+    assert report["model"]["hidden_size"] == 32 and report["model"]["dtype"] == "float32"
+    assert report.keys() >= {"date", "machine", "versions", "ceilings", "seconds", "prepared_s"}
+    assert report["device"] == {"name": "cpu"} and report["notes"] == []
+    construction = report["construction"]
+    assert construction["weights_s"] >= 0
+    sizes = [own["max_batch_size"] for own in construction["managers"]]
+    assert sizes == [8, 16] and all(own["made_s"] >= 0 for own in construction["managers"])
+    json.dumps(report)
+
+
+def test_the_table(report):
+    told = lines(end_to_end_table(report))
+    blocks = [line for before, line in zip(told, told[1:], strict=False) if not before]
+    blocks = [line for line in blocks if line.isalpha()]
+    assert blocks == ["check", "steps", "load", "transformers", "saturated", "pressure"]
+    assert any(line.startswith("  right: logits differ") for line in told)
+    assert any(line.startswith("  3 x 24") for line in told)
+    assert any(line.startswith("  5, streaming") for line in told)
+    assert any(line.startswith("  3 requests: gptmanager ") for line in told)
+    assert any(line.startswith("  5 x 6/4 ") for line in told)
+    assert all(len(line) < 180 for line in told)
+
+
+def test_random_weights_and_parts(monkeypatch):
+    monkeypatch.setattr(workbench, "SMALL_LLAMA", TINY)
+    options = EndToEndOptions("cpu", scale=SMALL, only=("check", "load"), quick=True)
+    parts = []
+    report = bench_end_to_end(options, on_start=lambda *given: parts.append(given))
+    assert parts == [("check", 0, 2), ("load", 1, 2)] and "steps" not in report
+    assert report["check"]["status"] == "ok" and len(report["load"]) == 1
+    assert report["model"]["weights"] == "random"
+    with pytest.raises(ConfigError, match="--only chek: there is no such part; there are check, "):
+        bench_end_to_end(replace(options, only=("chek",)))
+
+
+def test_no_time_left(folder):
+    now = [0.0]
+
+    def a_minute_later(name, number, count):
+        now[0] += 61 if name == "steps" else 0
+
+    options = EndToEndOptions("cpu", folder, SMALL, minutes=1)
+    report = bench_end_to_end(options, on_start=a_minute_later, clock=lambda: now[0])
+    skipped = [name for name in end_to_end.PARTS if report[name] == SKIPPED]
+    assert skipped == ["steps", "load", "transformers", "saturated", "pressure"]
+    assert report["notes"] == [f"{name}: no time left, skipped" for name in skipped]
+    assert "  skipped: no time left" in lines(end_to_end_table(report))
+
+
+def test_time_ends_within_the_steps(folder):
+    readings = iter(range(0, 10**6, 7))
+    options = EndToEndOptions("cpu", folder, SMALL, only=("steps",), minutes=0.6)
+    report = bench_end_to_end(options, clock=lambda: next(readings))
+    rows = report["steps"]
+    assert 0 < len(rows) < 3 and len(report["notes"]) == 3 - len(rows)
+    assert report["notes"][-1] == "steps of 1 x 40: no time left, skipped"
+
+
+def test_a_part_that_fails_does_not_stop_the_others(folder, monkeypatch):
+    def fail(*arguments):
+        raise OSError("disk gone\nat once")
+
+    monkeypatch.setattr(end_to_end, "compare", fail)
+    options = EndToEndOptions("cpu", folder, SMALL, only=("check", "load"), quick=True)
+    report = bench_end_to_end(options)
+    assert report["check"] == {"status": "failed", "note": "OSError: disk gone"}
+    assert report["load"][0]["status"] == "ok"
+    assert report["notes"] == ["check: failed: disk gone"]
+    assert "  failed: OSError: disk gone" in lines(end_to_end_table(report))
+
+
+def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
+    made, session = [], workbench.Session
+
+    def noted(source, params, **options):
+        made.append((params.deterministic, params.cuda_graphs))
+        return session(source, params, **options)
+
+    monkeypatch.setattr(workbench, "Session", noted)
+    names = tuple(end_to_end.ABLATIONS)
+    options = EndToEndOptions("cpu", folder, SMALL, ("load",), quick=True, ablations=names)
+    report = bench_end_to_end(options)
+    assert made == [(False, True), (False, True), (True, True), (False, False)]
+    plain, *others = report["ablations"]
+    assert plain["name"] == "plain" and plain["ratio"] == 1
+    assert [row["name"] for row in others] == ["deterministic", "no graphs"]
+    for row in others:
+        speed = row["output_tokens_per_second"] / plain["output_tokens_per_second"]
+        assert row["ratio"] == pytest.approx(speed, abs=1e-3)
+        assert [step["batch"] for step in row["steps"]] == [1, 3]
+    told = lines(end_to_end_table(report))
+    assert "ablations" in told and any(line.startswith("  no graphs ") for line in told)
+    assert any(line.startswith("  a manager of 8, deterministic=True ") for line in told)
+
+
+def test_a_card_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(end_to_end, "find_gpu", lambda instead: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="^device='cuda:1': there are 1 CUDA devices"):
+        bench_end_to_end(EndToEndOptions("cuda:1"))
+
+
+def test_interrupted(folder):
+    def interrupt(name, number, count):
+        if name == "steps":
+            raise KeyboardInterrupt
+
+    options = EndToEndOptions("cpu", folder, SMALL, quick=True)
+    report = bench_end_to_end(options, on_start=interrupt)
+    assert report["interrupted"] and report["check"]["status"] == "ok" and "load" not in report
+    assert "note: interrupted" in lines(end_to_end_table(report))
+
+
+def test_interrupted_while_it_loads(folder, monkeypatch):
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workbench, "read_checkpoint", interrupt)
+    report = bench_end_to_end(EndToEndOptions("cpu", folder, SMALL))
+    assert report["interrupted"] and "model" not in report
+    assert "note: interrupted" in lines(end_to_end_table(report))
+
+
+def test_a_peer_that_is_not_installed(folder, monkeypatch):
+    monkeypatch.setattr(end_to_end, "find_spec", lambda name: None)
+    report = bench_end_to_end(EndToEndOptions("cpu", folder, SMALL, only=("transformers",)))
+    assert report["transformers"] == {"status": "skipped", "note": "not installed"}
+    assert report["notes"] == ["transformers: not installed: skipped"]
+
+
+@OF_TORCH
+def test_a_peer_that_takes_too_long(folder, monkeypatch):
+    monkeypatch.setattr(end_to_end, "_PEER_LIMIT_S", 1e-9)
+    report = bench_end_to_end(EndToEndOptions("cpu", folder, SMALL, only=("transformers",)))
+    peer = report["transformers"]
+    tokens = sum(n for _, n in uniform_requests(5, (3, 12), (3, 12), 96)[:3])
+    assert peer["transformers"] == pytest.approx(tokens / 1e-9)
+    assert peer["note"] == "0 of 3 requests done after 1e-09 s: at most this fast"
+    assert any("at most this fast" in line for line in lines(end_to_end_table(report)))
+
+
+@OF_TORCH
+def test_the_peer_stops_when_time_is_up():
+    source = (TINY, random_llama(TINY, 0))
+    peer = TransformersPeer(source, OptionalParams())
+    with pytest.raises(TooSlow, match="0 of 1 requests done after 0 s"):
+        peer.run([([1, 2, 3], 5)], limit_s=0)
+    assert len(peer.run([([1, 2, 3], 5)], limit_s=60).outputs[0]) == 5
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_biased"])
+def test_the_reference_is_transformers(family):
+    model = random_model(CONFIGS[family])
+    config, state = checkpoint(model)
+    if family == "llama_biased":
+        assert why_not(config) == "no reference for biases"
+        return
+    tokens = list(range(1, 40, 3))
+    logits = dense_logits(config, state, tokens)
+    torch.testing.assert_close(logits, expected_logits(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_reference_does_not_know():
+    assert "gpt2" in why_not({"model_type": "gpt2"})
+    assert "llama3" in why_not({"model_type": "llama", "rope_scaling": {"type": "llama3"}})
+    assert not why_not(TINY)
+
+
+def test_wrong_weights_are_told(llama):
+    config, state = checkpoint(llama)
+    spoiled = {name: weight.clone() for name, weight in state.items()}
+    spoiled["model.layers.1.self_attn.v_proj.weight"] *= 1.1
+    with Session((config, spoiled), OptionalParams(max_batch_size=2)) as session:
+        found = compare(session, config, state, [([1, 2, 3], 4)])
+    assert found["status"] == "wrong" and found["error"] > found["tolerance"]
+
+
+def test_the_load_others_use_is_drawn_in_their_order():
+    requests = uniform_requests(3, (2, 4), (5, 6), 50)
+    assert requests == uniform_requests(3, (2, 4), (5, 6), 50)
+    assert all(2 <= len(prompt) <= 4 and 5 <= n <= 6 for prompt, n in requests)
+    assert max(token for prompt, _ in requests for token in prompt) < 50
+
+
+def test_a_checkpoint_that_cannot_be_read(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="model.safetensors"):
+        read_checkpoint(tmp_path)
+
+
+def stage(session, log, trace=None):
+    return Stage(session, log, TINY["vocab_size"], 64, 4, Ceilings(1e10, 1e11, "x"), None, trace)
+
+
+@pytest.fixture
+def session():
+    log = IterationLog()
+    params = OptionalParams(max_batch_size=4, max_num_tokens=64)
+    with Session((TINY, random_llama(TINY, 0)), params, log=log) as session:
+        yield stage(session, log)
+
+
+def test_an_unknown_shape_has_no_floor(session):
+    row = time_steps(session, 2, 20, 6, goal=1e9)
+    assert row["status"] == "ok" and "floor_ms" not in row and "goal" not in row
+    row = time_load(session, [([1, 2], 3)], goal=1e9)
+    assert "floor_s" not in row and "goal" not in row  # no floor, no goal
+
+
+def test_goals_are_multiples_of_the_floor(session):
+    """Of the ceilings that the same run has measured."""
+    known = replace(session, shape=ModelShape.of(TINY, 4, 4))
+    for goal, is_met in ((1e9, True), (1e-9, False)):
+        for row in (time_steps(known, 2, 20, 6, goal), time_load(known, [([1, 2], 3)], goal=goal)):
+            assert row["goal"] == {"text": f"<= {goal:g} x floor", "met": is_met}
+            assert row["times_floor"] > 0
+
+
+def test_a_batch_that_the_cache_cannot_hold_is_left_out(session):
+    session.session.warm_up()
+    row = time_steps(session, 3000, 500, 6)
+    assert row["status"] == "skipped" and "blocks of the KV cache, which has" in row["note"]
+    traced = trace_steps(replace(session, trace=lambda seconds: []), 3000, 500, 6)
+    assert traced["status"] == "skipped"
+    assert time_steps(session, 2, 20, 6)["status"] == "ok"
+
+
+def test_random_weights_are_drawn_when_they_are_asked_for():
+    """The same each time, and nothing holds them."""
+    weights = RandomLlama(TINY, 3)
+    expected = random_llama(TINY, 3)
+    assert {name: it.shape for name, it in weights.items()} == {
+        name: it.shape for name, it in expected.items()
+    }
+    name = "model.layers.0.self_attn.q_proj.weight"
+    first = weights[name]
+    assert torch.equal(first, weights[name])
+    assert not torch.equal(first, RandomLlama(TINY, 4)[name])
+    assert not torch.equal(first, weights["model.layers.0.self_attn.o_proj.weight"])
+    held = weakref.ref(first)
+    del first
+    assert held() is None
+
+
+def test_a_batch_that_never_runs_as_a_whole(session):
+    row = time_steps(session, 5, 20, 6)  # of at most 4
+    assert row["status"] == "failed" and row["note"] == "the batch never ran as a whole"
+
+
+def test_gaps_of_the_device_are_exposed_host_time(session):
+    asked = []
+
+    def trace(seconds):
+        asked.append(seconds)
+        return [
+            Ran(0.0, 1.0, "nvjet_tst_128x8"),
+            Ran(2.0, 3.5, "void generation_attention<__nv_bfloat16, 128, 1>()"),
+            Ran(3.5, 3.7, "rms_norm"),
+            Ran(3.7, 4.0, "void multiply<__nv_bfloat16, 4, true>()"),
+        ]
+
+    found = trace_steps(replace(session, trace=trace), 2, 20, 8)
+    assert len(asked) == 2 and asked[0] == 0 and found["busy_share"] == 0.75  # once to begin with
+    exposed = found["exposed_host_ms"]  # a quarter of the time
+    assert found["split_ms"] == pytest.approx(
+        {"attention": 1.5 * exposed, "gemm": 1.3 * exposed, "rest": 0.2 * exposed}, abs=1e-3
+    )
+    assert found["exposed_host_ms"] > 0 and found["goal"]["met"] is (
+        found["exposed_host_ms"] <= 0.3
+    )
+    found = trace_steps(replace(session, trace=lambda seconds: []), 2, 20, 8)
+    assert found == {"status": "failed", "note": "no trace: nothing ran on the device"}
+    assert trace_steps(session, 2, 20, 8)["status"] == "skipped"
+
+
+def test_host_time_is_told_where_a_device_computes(session):
+    row = time_load(replace(session, trace=lambda seconds: []), [([1, 2], 3)])
+    assert row["host_ms_per_iteration"] > 0
+
+
+def test_the_log_counts_whole_batches_only():
+    log = IterationLog()
+    for generation, context in [(1, 1), (2, 0), (2, 0), (2, 0), (2, 1), (2, 0), (1, 0)]:
+        log(json.dumps({"Generation Requests": generation, "Context Requests": context}))
+    assert len(log.step_seconds(2)) == 2
+    assert all(math.isfinite(seconds) for seconds in log.step_seconds(2))
+    assert len(log.step_seconds(2, start=2)) == 1
+    log.restart()
+    assert len(log) == 0 and log.host_milliseconds() is None
+
+
+def test_the_command_on_a_cpu(capsys, tmp_path):
+    arguments = ["bench", "e2e", "--device", "cpu", "--model", str(ROOT / "examples/tiny_llama")]
+    arguments += ["--requests", "2", "--lengths", "3:5", "--batches", "1,2", "--contexts", "16"]
+    file = tmp_path / "report.json"
+    asked = ["--only", "check,steps,load", "--deterministic", "--output", str(file)]
+    assert cli.main([*arguments, *asked]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "cpu" and any(line.startswith("  2 x 16 ") for line in lines)
+    kept = json.loads(file.read_text())
+    assert kept["load"][0]["requests"] == 2 and "transformers" not in kept
+    assert [row["name"] for row in kept["ablations"]] == ["plain", "deterministic"]
+    assert cli.main([*arguments, "--only", "load", "--quick", "--json", "--run-ahead", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["load"][0]["tokens_out"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--minutes", "0"], "argument --minutes: '0' is not a time in minutes"),
+        (["--batches", "1,x"], "argument --batches: 'x' is not a positive integer"),
+        (["--lengths", "9:3"], "argument --lengths: '9:3' does not rise"),
+        (["--model", "nowhere"], "argument --model: 'nowhere' is no folder"),
+        (["--output", "nowhere/x.json"], "argument --output: 'nowhere' is no folder"),
+        (["--output", "."], "argument --output: '.' is a folder"),
+        (
+            ["--device", "tpu"],
+            "argument --device: 'tpu' is none of cpu, cuda, cuda:0 and so on, emulator",
+        ),
+    ],
+)
+def test_an_error_names_the_option(capsys, options, error):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["bench", "e2e", *options])
+    assert exit_.value.code == 2
+    assert f"gptmanager bench e2e: error: {error}" in capsys.readouterr().err

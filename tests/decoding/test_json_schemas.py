@@ -1,0 +1,292 @@
+"""JSON schemas as the world writes them: what compiles, and whether its texts fit.
+
+The schemas are those that check-jsonschema bundles, and ten as pydantic and zod write them.
+GPTMANAGER_FUZZ multiplies the number of random texts, 3 for each schema if it is not set.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import random
+import re
+from pathlib import Path
+
+import jsonschema
+import llguidance
+import pytest
+from everyday_schemas import EVERYDAY
+from fuzz import FUZZ
+from grammar_walks import random_text, without
+
+from gptmanager.decoding.guided.grammar_matcher import (
+    GrammarSource,
+    new_matcher,
+    new_tokenizer,
+    read_source,
+)
+from gptmanager.decoding.guided.schema_reader import (
+    DROPPED,
+    ENFORCED,
+    FORMATS,
+    SOMETIMES,
+    SchemaReader,
+)
+from gptmanager.decoding.guided.schema_references import SchemaReferences
+
+NUM_TEXTS = 3 * FUZZ
+ROOT = Path(__file__).parents[2]
+STATISTICS = json.loads((ROOT / "gptmanager/statistics.schema.json").read_text())
+FIRST = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
+CLOSED = {**FIRST, "additionalProperties": False}
+SET = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+
+
+@pytest.fixture(scope="module")
+def parser(tokenizer):
+    return new_tokenizer(llguidance, tokenizer.to_str(), [0])
+
+
+def compiled(parser, schema, *, lenient=False, expands=True):
+    """Matcher and pointers to what it does not enforce, as a process on trial makes them."""
+    source = GrammarSource("json_schema", json.dumps(schema), lenient=("",) if lenient else ())
+    try:
+        text, unenforced = read_source(llguidance, source, expands=expands)
+        return new_matcher(llguidance, parser, "json_schema", text), unenforced
+    except ValueError:
+        if not lenient or not expands:
+            raise
+    return compiled(parser, schema, lenient=True, expands=False)
+
+
+def check_texts(parser, schema, matcher, unenforced, num_texts):
+    """Random texts that have ended fit the schema without what is reported."""
+    schema = without(copy.deepcopy(schema), unenforced)
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    ended = 0
+    for seed in range(num_texts):
+        text = random_text(matcher, parser, random.Random(seed))
+        if text is not None:
+            ended += 1
+            kind(schema).validate(json.loads(text))
+    return ended
+
+
+def bundled():
+    """Name -> schema of those that check-jsonschema bundles, without importing it."""
+    spec = importlib.util.find_spec("check_jsonschema")
+    if spec is None or spec.origin is None:
+        pytest.skip("check-jsonschema is not installed")
+    folder = Path(spec.origin).parent / "builtin_schemas"
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*/*.json"))}
+
+
+def test_most_public_schemas_compile_and_their_texts_fit(parser):
+    schemas = {**bundled(), **EVERYDAY}
+    num_strict = num_lenient = num_ended = 0
+    for schema in schemas.values():
+        try:
+            matcher, unenforced = compiled(parser, schema)
+            num_strict += 1
+            assert not unenforced
+        except ValueError:
+            try:
+                matcher, unenforced = compiled(parser, schema, lenient=True)
+                assert unenforced
+            except ValueError:
+                continue
+        num_lenient += 1
+        num_ended += check_texts(parser, schema, matcher, unenforced, NUM_TEXTS)
+    assert num_strict >= 0.6 * len(schemas), num_strict
+    assert num_lenient >= 0.9 * len(schemas), num_lenient
+    assert num_ended >= 2 * len(schemas)
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_everyday_schemas_compile_as_they_are(parser, name):
+    matcher, unenforced = compiled(parser, EVERYDAY[name])
+    assert not unenforced
+    check_texts(parser, EVERYDAY[name], matcher, (), NUM_TEXTS)
+
+
+def test_the_schema_of_the_statistics_compiles(parser):
+    assert compiled(parser, STATISTICS)[1] == []
+    assert compiled(parser, STATISTICS, lenient=True)[1] == []
+
+
+# Keywords in other words --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"type": "string", "maxLength": 3}, {"enum": [1, 2]}, {"type": "null"}]},
+        {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]},
+        {"oneOf": [{"type": "string", "maxLength": 4}, {"type": "string", "minLength": 3}]},
+        {"oneOf": [{**CLOSED, "required": ["a"]}, {**CLOSED, "required": ["b"]}]},
+        {"oneOf": [{**FIRST, "required": ["a"]}, {**FIRST, "required": ["b"]}]},
+        {
+            "oneOf": [
+                {"type": "array", "items": {"type": "null"}, "maxItems": 2},
+                {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+            ]
+        },
+        {"type": "string", "maxLength": 5, "not": {"enum": ["", "a", "ab", "b", "é", "]^-\\"]}},
+        {"enum": ["a", "b", "c"], "not": {"const": "b"}},
+        {**CLOSED, "not": {"required": ["a"]}},
+        {**CLOSED, "not": {"required": ["a", "b"]}},
+        {**CLOSED, "minProperties": 1},
+        {**CLOSED, "maxProperties": 1},
+        {**CLOSED, "minProperties": 1, "maxProperties": 1},
+        {**FIRST, "minProperties": 1, "maxProperties": 1},
+        {**CLOSED, "dependentRequired": {"a": ["b"]}},
+        {**CLOSED, "dependencies": {"a": ["b"], "b": {"required": ["a"]}}},
+        {**CLOSED, "dependentSchemas": {"a": {"properties": {"b": {"maximum": 5}}}}},
+        {
+            "type": "object",
+            "properties": {"kind": {"type": "string", "maxLength": 3}, "n": {"type": "integer"}},
+            "required": ["kind", "n"],
+            "additionalProperties": False,
+            "if": {"properties": {"kind": {"const": "low"}}, "required": ["kind"]},
+            "then": {"properties": {"n": {"maximum": 9}}},
+            "else": {"properties": {"n": {"minimum": 100}}},
+        },
+        {
+            "type": "object",
+            "properties": {"kind": {"enum": ["a", "b"]}, "n": {"type": "integer"}},
+            "required": ["kind"],
+            "additionalProperties": False,
+            "allOf": [
+                {"if": {"properties": {"kind": {"const": k}}}, "then": {"required": ["n"]}}
+                for k in ("a", "x")
+            ],
+        },
+        {"type": "array", "items": {"enum": [1, "a", None]}, "uniqueItems": True, "minItems": 1},
+        {**SET, "maxItems": 1},
+        {"type": "array", "items": {"enum": [1, 2]}, "contains": {"const": 2}, "maxItems": 3},
+        {
+            "type": "object",
+            "allOf": [{"properties": {"a": {"type": "null"}}}],
+            "properties": {"b": {"type": "null"}},
+            "unevaluatedProperties": False,
+        },
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[ab]{1,2}$"},
+            "additionalProperties": {"type": "null"},
+        },
+        {"propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"enum": [1]}},
+        {"type": "string", "format": "password", "maxLength": 4, "pattern": "^[a-c]*$"},
+    ],
+    ids=lambda schema: json.dumps(schema)[:60],
+)  # fmt: skip
+def test_a_keyword_that_the_parser_has_not_is_enforced_in_other_words(parser, schema):
+    matcher, unenforced = compiled(parser, schema)
+    assert not unenforced
+    assert check_texts(parser, schema, matcher, (), 25 * FUZZ) > 5
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"),
+    [
+        ({"properties": {"a/b": SET}}, "#/properties/a~1b/uniqueItems"),
+        ({"type": "string", "not": {"pattern": "a"}}, "#/not"),
+        ({"type": "string", "if": {"pattern": "^a"}, "then": {"minLength": 3}}, "#/if"),
+        ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "#/oneOf"),
+        ({"type": "array", "contains": {}, "minContains": 2}, "#/contains"),
+        ({"type": "object", "propertyNames": {"minLength": 3}}, "#/propertyNames"),
+        ({**FIRST, "minProperties": 2}, "#/minProperties"),
+        ({**FIRST, "maxProperties": 3}, "#/maxProperties"),
+        ({**FIRST, "dependentRequired": {"a": ["b"]}, "items": SET}, "#/items/uniqueItems"),
+        ({**FIRST, "dependentSchemas": {"a": {"items": SET}}}, "#/dependentSchemas"),
+        ({"unevaluatedItems": False}, "#/unevaluatedItems"),
+        ({"unevaluatedProperties": {"type": "null"}}, "#/unevaluatedProperties"),
+        ({"$ref": "http://localhost/none.json"}, "#/$ref"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": SET, "y": SET}}, "#/$defs/x/uniqueItems"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_refused_or_reported(parser, schema, pointer):
+    keyword = pointer.rpartition("/")[2]
+    with pytest.raises(ValueError, match=re.escape(keyword)) as refused:
+        compiled(parser, schema)
+    if keyword != "$ref":
+        told = f"(at {pointer}): lenient=True, or in the server strict: false or --lenient"
+        assert told in str(refused.value)
+    matcher, unenforced = compiled(parser, schema, lenient=True)
+    assert unenforced == [pointer]
+    check_texts(parser, schema, matcher, unenforced, 2 * FUZZ)
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"required": 5}, "required must be a list, got 5 (at #/required)"),
+        ({"items": {"oneOf": 5}}, "oneOf must be a list, got 5 (at #/items/oneOf)"),
+        ({"minProperties": "x"}, 'minProperties must be an integer, got "x"'),
+        ({"dependencies": 5}, "dependencies must be an object, got 5"),
+        ({"format": ["a"]}, "format must be a text"),
+        ({"oneOf": [{"required": 5, "type": 5}, {"properties": 5}]}, "a keyword has a value of a"),
+        ({"propertyNames": {"enum": 5}}, "a keyword has a value of a wrong type"),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_wrong_type_is_told(schema, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        SchemaReader(lenient=True).read(json.dumps(schema))
+
+
+def test_many_branches_are_not_compared_for_ever(parser):
+    names = [f"a{i}" for i in range(60)]
+    schema = {"oneOf": [{"type": "object", "required": [name]} for name in names]}
+    assert compiled(parser, schema, lenient=True)[1] == ["#/oneOf"]
+
+
+def test_a_pattern_that_the_parser_cannot_read_is_left_out_if_lenient(parser):
+    schema = {"type": "string", "pattern": "^(?!a)b", "maxLength": 3}
+    with pytest.raises(ValueError, match="look-around"):
+        compiled(parser, schema)
+    assert compiled(parser, schema, lenient=True)[1] == ["#/pattern"]
+
+
+def test_references_by_pointer_anchor_and_address():
+    schema = {
+        "$id": "http://x.test/root.json",
+        "$defs": {
+            "a": {"$id": "part.json", "$defs": {"i n": {"const": 1}}},
+            "b": {"$anchor": "here"},
+            "c": {"$id": "#old"},
+        },
+        "items": [{"const": 2}],
+    }
+    references = SchemaReferences(schema)
+    parts = schema["$defs"]
+    for reference, part, pointer in (
+        ("#", schema, "#"),
+        ("#/items/0", {"const": 2}, "#/items/0"),
+        ("root.json#/items/0", {"const": 2}, "#/items/0"),
+        ("#here", parts["b"], "#/$defs/b"),
+        ("#old", parts["c"], "#/$defs/c"),
+        ("part.json", parts["a"], "#/$defs/a"),
+        ("http://x.test/part.json#/$defs/i%20n", {"const": 1}, "#/$defs/a/$defs/i n"),
+    ):
+        assert references.target(reference) == (part, pointer)
+    for wrong in ("#/items/9", "#/none", "#none", "other.json", 5):
+        assert references.target(wrong) is None
+
+
+def test_the_page_lists_the_keywords_of_the_code():
+    page = (ROOT / "docs/guided.md").read_text()
+    table = page.partition("## Keywords of JSON schemas")[2].partition("\n## ")[0]
+    rows = [row.split("|") for row in table.splitlines() if row.startswith("| `")]
+    listed = [(set(re.findall(r"`([^`]+)`", row[1])), row[2].strip()) for row in rows]
+    found = {kind: set() for kind in ("yes", "sometimes", "no")}
+    for names, kind in listed:
+        found[kind.partition(":")[0]] |= names
+    assert found == {"yes": ENFORCED, "sometimes": SOMETIMES, "no": DROPPED}
+    assert all(f"`{name}`" in table for name in FORMATS)
+
+
+def test_a_reader_keeps_its_order_of_properties():
+    schema = {"properties": {"z": True, "a": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"enum": [1]}}}
+    read = json.loads(SchemaReader(lenient=False).read(json.dumps(schema)))
+    assert list(read["properties"]) == ["z", "a"]

@@ -1,0 +1,326 @@
+"""Generation steps that were recorded, run again: the same bits, and nothing of an older step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import CONFIGS, PagedDriver, checkpoint
+from packed_logits import random_tokens, reference
+from torch import Tensor
+
+from gptmanager import GptManager, ModelType, OptionalParams
+from gptmanager.callbacks import RequestQueue
+from gptmanager.executor.runner import Runner
+from gptmanager.kernels import CpuKernels, Kernels, recorded_step
+from gptmanager.kernels.gemm.product_plan import packing_pays
+from gptmanager.kernels.recorded_step import StepRecorder
+from gptmanager.kernels.simd.threads import Team
+from gptmanager.models import load_model
+from gptmanager.models.model import recordable
+
+needs_packing = pytest.mark.skipif(
+    not packing_pays(), reason="products are torch's on this processor, and are not recorded"
+)
+PROMPTS = 3, 11, 6
+
+
+def recordings(recorder: Any) -> list[int]:
+    """The numbers of rows that recordings are for."""
+    return [key[0] for key, step in recorder._known.items() if step is not None]
+
+
+@pytest.fixture
+def no_op_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Once it is called, ops of the network raise."""
+
+    def forbid() -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise AssertionError("an op ran")
+
+        for name in ("linear", "attention", "rope_and_write", "embedding"):
+            monkeypatch.setattr(CpuKernels, name, refuse)
+
+    return forbid
+
+
+def twins(name: str, **given: Any) -> tuple[PagedDriver, PagedDriver]:
+    """Of one model, with and without recordings."""
+    model = load_model(checkpoint(reference(name)), kernels=CpuKernels(), **given)
+    dtype = model.spec.dtype
+    plain, recorded = (PagedDriver(model, 3, dtype=dtype) for _ in range(2))
+    recorded.recorder = model.new_recorder()
+    return plain, recorded
+
+
+@needs_packing
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_has_the_bits_of_steps_op_by_op(
+    name: str, weights: str, no_op_runs: Callable[[], None]
+) -> None:
+    given = {"dtype": weights}
+    if weights == "int8":
+        given = {"dtype": "bfloat16", "weights_dtype": "int8"}
+    plain, recorded = twins(name, **given)
+    for driver in (plain, recorded):
+        driver.forward(list(enumerate(random_tokens(*PROMPTS))))
+    steps: list[list[tuple[int, list[int]]]] = []
+    for step in range(24):  # rows come, go and change their order
+        slots = [[0, 1, 2], [2, 0], [1], [2, 1, 0]][step % 4]
+        steps.append([(slot, [(7 * step + slot) % 96]) for slot in slots])
+    wanted = [plain.forward(rows) for rows in steps]
+    results = [recorded.forward(rows) for rows in steps[:8]]
+    assert sorted(recordings(recorded.recorder)) == [1, 2, 3]
+    no_op_runs()
+    results += [recorded.forward(rows) for rows in steps[8:]]
+    for own, other in zip(results, wanted, strict=True):
+        assert torch.equal(own, other)
+    for pages in ("keys", "values"):
+        own, other = (getattr(driver.pool, pages) for driver in (recorded, plain))
+        assert torch.equal(own.nan_to_num(), other.nan_to_num())
+
+
+@needs_packing
+def test_logits_of_a_step_stay_as_they_are_when_others_run() -> None:
+    _, recorded = twins("llama")
+    recorded.forward(list(enumerate(random_tokens(*PROMPTS))))
+    results = [recorded.forward([(0, [step])]) for step in range(5)]
+    copies = [result.clone() for result in results]
+    recorded.forward([(0, [9])])
+    assert len({result.data_ptr() for result in results}) == 5
+    assert all(torch.equal(*pair) for pair in zip(results, copies, strict=True))
+
+
+@needs_packing
+def test_weights_that_are_loaded_later_count() -> None:
+    plain, recorded = twins("qwen2")
+    model = plain.model
+    for driver in (plain, recorded):
+        driver.forward(list(enumerate(random_tokens(*PROMPTS))))
+        for token in range(3):
+            driver.forward([(0, [token])])
+    assert recordings(recorded.recorder) == [1]
+    _, tensors = checkpoint(reference("qwen2"))
+    model.weights.load({name: tensor * 1.1 for name, tensor in tensors.items()})
+    assert torch.equal(plain.forward([(0, [5])]), recorded.forward([(0, [5])]))
+
+
+@needs_packing
+def test_another_table_of_angles_makes_recordings_stale() -> None:
+    plain, recorded = twins("llama")
+    for driver in (plain, recorded):
+        driver.forward(list(enumerate(random_tokens(*PROMPTS))))
+    for token in range(3):
+        assert torch.equal(*(driver.forward([(0, [token])]) for driver in (plain, recorded)))
+    (old,) = recorded.recorder._known.values()
+    plain.model.reserve_positions(50)
+    assert torch.equal(*(driver.forward([(0, [5])]) for driver in (plain, recorded)))
+    (new,) = recorded.recorder._known.values()
+    assert old is not None and new is not None and new is not old
+
+
+def test_what_torch_computes_or_a_subclass_may_do_is_never_recorded() -> None:
+    class Own(CpuKernels):
+        pass
+
+    assert Kernels().new_recorder() is None and Own().new_recorder() is None
+    recorder = StepRecorder(Team())
+    kernels = CpuKernels()
+    kernels._team = recorder._team
+    weight = torch.ones(16)
+
+    def compute(inputs: Sequence[Tensor]) -> Tensor:
+        return kernels.rms_norm(inputs[0] * 2, weight, 1e-5)
+
+    for seed in range(4):
+        x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(recorder.run((x,), None, compute), compute((x,)))
+    assert recordings(recorder) == [] and len(recorder._known) == 1
+
+
+def test_a_step_whose_last_task_does_not_write_its_result_is_never_recorded() -> None:
+    kernels, weight = CpuKernels(), torch.ones(16)
+    recorder = kernels.new_recorder()
+    assert recorder is not None
+
+    def compute(inputs: Sequence[Tensor]) -> Tensor:
+        result = kernels.rms_norm(inputs[0], weight, 1e-5)
+        kernels.rms_norm(result, weight, 1e-5)
+        return result
+
+    for seed in range(4):
+        x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(recorder.run((x,), None, compute), compute((x,)))
+    assert recordings(recorder) == [] and len(recorder._known) == 1
+
+
+def test_new_tensors_of_a_recording_have_the_strides_that_torch_gives_them() -> None:
+    kernels, weight, strides = CpuKernels(), torch.ones(16), []
+    recorder = kernels.new_recorder()
+    assert recorder is not None
+
+    def compute(inputs: Sequence[Tensor]) -> Tensor:
+        strides.append(torch.empty_like(inputs[0].t()).stride())
+        return kernels.rms_norm(inputs[0], weight, 1e-5)
+
+    for _ in range(3):
+        recorder.run((torch.ones(2, 16),), None, compute)
+    assert strides == [(1, 16)] * 3
+
+
+def test_tasks_of_a_recording_share_no_cache_line() -> None:
+    kernels, weight = CpuKernels(), torch.ones(16)
+    recorder = kernels.new_recorder()
+    assert recorder is not None
+
+    def compute(inputs: Sequence[Tensor]) -> Tensor:
+        return kernels.rms_norm(kernels.rms_norm(inputs[0], weight, 1e-5), weight, 1e-5)
+
+    for _ in range(2):
+        recorder.run((torch.ones(1, 16),), None, compute)
+    (step,) = recorder._known.values()
+    (_, (first,)), (_, (second,)) = step._calls  # of one thread: the task is all
+    assert first % 64 == second % 64 == 0 < second - first
+
+
+def test_the_first_recording_imports_nothing() -> None:
+    """Torch's compiler would be 800 modules, in the middle of a host's first request."""
+    program = """
+import sys, torch
+from gptmanager.kernels import CpuKernels
+kernels, weight = CpuKernels(), torch.ones(16)
+recorder, before = kernels.new_recorder(), set(sys.modules)
+for _ in range(3):
+    recorder.run((torch.ones(1, 16),), None, lambda x: kernels.rms_norm(x[0], weight, 1e-5))
+new = {name for name in set(sys.modules) - before if name.startswith(("torch", "sympy"))}
+assert list(recorder._known.values()) != [None] and not new, new
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+def test_the_least_used_recording_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_step, "MOST_RECORDINGS", 2)
+    kernels, weight, calls = CpuKernels(), torch.ones(16), 0
+    recorder = kernels.new_recorder()
+    assert recorder is not None
+
+    def compute(inputs: Sequence[Tensor]) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return kernels.rms_norm(inputs[0], weight, 1e-5)
+
+    for rows in (1, 1, 2, 2, 1, 3, 3, 3):
+        recorder.run((torch.full((rows, 16), float(rows)),), None, compute)
+    assert recordings(recorder) == [1, 3] and calls == 6
+
+
+def test_a_recording_takes_memory_that_its_ops_are_through_with() -> None:
+    kernels, weight = CpuKernels(), torch.ones(1 << 16)
+    recorder = kernels.new_recorder()
+    assert recorder is not None
+
+    def compute(inputs: Sequence[Tensor]) -> Tensor:
+        x = inputs[0]
+        for _ in range(100):
+            x = kernels.rms_norm(x, weight, 1e-5)
+        return x
+
+    for rows in (1, 1, 1, 5, 5, 5, 7, 7, 8, 8, 8):
+        x = torch.randn(rows, 1 << 16, generator=torch.Generator().manual_seed(rows))
+        result = recorder.run((x,), None, compute)
+        assert torch.equal(result, compute((x,)))
+    assert recordings(recorder) == [1, 5, 7, 8]
+    largest = 8 * 4 << 16
+    assert recorder._memory.nbytes < 3.5 * largest  # two, and two of a single row
+
+
+def test_a_step_that_fails_while_it_is_recorded_leaves_nothing_behind() -> None:
+    kernels, weight = CpuKernels(), torch.ones(16)
+    recorder, fails = kernels.new_recorder(), False
+    assert recorder is not None
+
+    def compute(inputs: Sequence[Tensor]) -> Tensor:
+        result = kernels.rms_norm(inputs[0], weight, 1e-5)
+        if fails:
+            raise MemoryError
+        return result
+
+    x = torch.ones(1, 16)
+    recorder.run((x,), None, compute)
+    fails = True
+    with pytest.raises(MemoryError):
+        recorder.run((x,), None, compute)
+    fails = False
+    assert recordings(recorder) == []
+    recorder.run((x,), None, compute)
+    assert recordings(recorder) == [1]
+
+
+class Wrapper:
+    """Has of a model what that has, and a `forward` of its own."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.calls = model, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, batch: Any, kv_pool: Any) -> Tensor:
+        self.calls += 1
+        return self.model.forward(batch, kv_pool)
+
+
+def test_a_forward_of_a_hosts_own_runs_in_every_step() -> None:
+    model = load_model(checkpoint(reference("llama")), kernels=CpuKernels())
+    wrapper = Wrapper(model)
+    assert recordable(model) is model and recordable(wrapper) is None
+
+    class Own(type(model)):
+        def forward(self, batch: Any, kv_pool: Any) -> Tensor:
+            return super().forward(batch, kv_pool)
+
+    own = Own(model.spec, model.weights, CpuKernels(), "cpu")
+    assert model.new_recorder() is not None and own.new_recorder() is None
+    model.forward = wrapper.forward
+    assert model.new_recorder() is None
+    del model.forward
+    queue = RequestQueue()
+    with GptManager(
+        *(wrapper, ModelType.INFLIGHT_FUSED_BATCHING, 1, None),
+        *(queue.get_inference_requests, queue.send_response),
+    ):
+        queue.submit([1, 2, 3], 12).result()
+    assert wrapper.calls == 12
+
+
+@needs_packing
+def test_a_manager_records_its_generation_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    runners: list[Runner] = []
+    old = Runner.__init__
+
+    def remember(self: Runner, *arguments: Any, **given: Any) -> None:
+        old(self, *arguments, **given)
+        runners.append(self)
+
+    monkeypatch.setattr(Runner, "__init__", remember)
+
+    def tokens(records: bool) -> list[Any]:
+        if not records:
+            monkeypatch.setattr(CpuKernels, "new_recorder", lambda _: None)
+        queue = RequestQueue()
+        with GptManager(
+            *(checkpoint(reference("qwen3")), ModelType.INFLIGHT_FUSED_BATCHING, 1, None),
+            *(queue.get_inference_requests, queue.send_response),
+            optional_params=OptionalParams(max_batch_size=4),
+        ):
+            waiting = [queue.submit(prompt, 20) for prompt in random_tokens(3, 9, 20)]
+            return [result.result().generated_ids for result in waiting]
+
+    assert tokens(True) == tokens(False)
+    recorder, none = (runner._recorder for runner in runners)
+    assert none is None and 3 in recordings(recorder)

@@ -1,0 +1,82 @@
+"""Servers for tests, on real sockets: each in a thread with an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gptmanager import KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
+from gptmanager.server.engine.engine import Engine
+from gptmanager.server.serving import Server, bind, new_server, open_engine
+from gptmanager.server.settings import ServerSettings
+from gptmanager.terminal.options import ManagerOptions
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
+_T = TypeVar("_T")
+
+
+@dataclass
+class RunningServer:
+    """`url`: without a slash at its end. `run` runs a coroutine on the server's event loop."""
+
+    url: str
+    engine: Engine
+    settings: ServerSettings
+    server: Server
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+    def wait_idle(self) -> None:
+        """Nothing runs and nothing waits."""
+        wait_for(lambda: self.engine.counts == (0, 0))
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up, "it never came"
+        time.sleep(0.005)
+
+
+def settings_of(model: Path = MODEL, params: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Those of a small server with Triton's protocol; `params`: fields of OptionalParams.
+
+    Answers from different batches are compared, also where torch computes the products.
+    """
+    cache = KvCacheConfig(max_tokens=16384)
+    given = OptionalParams(kv_cache_config=cache, max_batch_size=32, deterministic=True)
+    for name, value in (params or {}).items():
+        setattr(given, name, value)
+    manager = ManagerOptions(ModelType.INFLIGHT_FUSED_BATCHING, SchedulerConfig(), given)
+    fields = {"port": 0, "max_beam_width": 4, "triton": True, **fields}
+    return ServerSettings(model=model, manager=manager, **fields)
+
+
+@contextlib.contextmanager
+def running_server(settings: ServerSettings) -> Iterator[RunningServer]:
+    """A server that has started; it ends with the block, its requests are cut off."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(bind(settings.host, settings.port)))
+        engine = stack.enter_context(open_engine(settings))
+        loop = asyncio.new_event_loop()
+        server = new_server(engine, settings)
+        thread = threading.Thread(
+            target=lambda: loop.run_until_complete(server.serve(sockets=[listener]))
+        )
+        thread.start()
+        host, port = listener.getsockname()[:2]
+        try:
+            wait_for(lambda: server.started or not thread.is_alive())
+            yield RunningServer(f"http://{host}:{port}", engine, settings, server, loop)
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join(10)
+            loop.close()
