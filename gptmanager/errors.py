@@ -2,10 +2,20 @@
 
 The class tells who is to blame: the configuration, one request, a scheduler, a callback, or a
 manager that is no longer there. An error response begins with the class's name, so that a host
-can tell them apart without parsing the text.
+can tell them apart without parsing the text. At the end: how a message quotes values, paths and
+the errors of other libraries.
 """
 
 from __future__ import annotations
+
+import itertools
+import os
+import reprlib
+from pathlib import Path
+from typing import Any
+
+_MAX_QUOTED, _MAX_SUMMARY = 200, 500  # characters of a quoted value, of another library's error
+_MAX_WRITTEN = 100_000  # characters of a value that is written out before it is cut
 
 
 class GptManagerError(Exception):
@@ -71,3 +81,70 @@ def response_text(error: BaseException) -> str:
         return f"{name}: {error}"
     except BaseException:  # noqa: B036 - an error whose own text fails must still be told
         return f"{name}: (its text cannot be read)"
+
+
+class _Short(reprlib.Repr):
+    """Write out the first items of what is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+
+    def repr_dict(self, given: dict[Any, Any], level: int) -> str:
+        """Show a dict like the base class, which would sort all keys first."""
+        some = dict(itertools.islice(given.items(), self.maxdict + 1))
+        return super().repr_dict(some, level)
+
+
+_SHORT = _Short()
+
+
+def quoted(value: Any) -> str:
+    """Return a value as an error message quotes it, at most about 200 characters.
+
+    A long value is cut before it is written out: the cost of an error must not grow with what a
+    client has sent.
+    """
+    if isinstance(value, str) and len(value) > _MAX_WRITTEN:
+        start = _written(value[:_MAX_QUOTED])[:_MAX_QUOTED]
+        return f"{start}... ({len(value) + 2} characters)"
+    if _size(value, _MAX_WRITTEN) > _MAX_WRITTEN:
+        return f"{_SHORT.repr(value)[:_MAX_QUOTED]} (more than {_MAX_WRITTEN} characters)"
+    return _cut(_written(value), _MAX_QUOTED)
+
+
+def _written(value: Any) -> str:
+    try:
+        return ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    except Exception:  # nested too deep, an integer of too many digits, or an object of a host
+        return f"a {type(value).__name__} that cannot be written out"
+
+
+def _size(value: Any, limit: int) -> int:
+    """Return how many letters and items a value has, counted until they are more than `limit`."""
+    size, left = 0, [value]
+    while left and size <= limit:
+        one = left.pop()
+        if isinstance(one, (str, bytes)):
+            size += len(one)
+        elif isinstance(one, (dict, list, tuple)):
+            size += 1 + len(one)
+            if size <= limit:
+                left.extend(one)
+                left.extend(one.values() if isinstance(one, dict) else ())
+    return size
+
+
+def error_summary(error: BaseException) -> str:
+    """Return another library's error text on one line, shortened: it may quote a whole file."""
+    return _cut(" ".join(str(error).split()), _MAX_SUMMARY)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def quoted_path(path: Path) -> str:
+    """Return the path as it is if it is printable and short, else quoted."""
+    text = os.fspath(path)
+    return text if text.isprintable() and len(text) < 4096 else quoted(text)

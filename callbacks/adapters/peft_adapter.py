@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from gptmanager.callbacks.adapters.peft_config import PeftConfig
-from gptmanager.errors import ConfigError
-from gptmanager.memory.checkpoint_files import read_object, shown_path
+from gptmanager.errors import ConfigError, quoted_path
+from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.memory.tensor_sources import FLOATS, SafetensorsFolder, TensorInfo, tensor_name
 from gptmanager.models.families import FAMILIES
 from gptmanager.models.lora_modules import lora_modules
@@ -84,10 +84,10 @@ def load_peft_adapter(
     """
     path = Path(folder)
     if not path.is_dir():
-        raise ConfigError(f"{shown_path(path)} is no folder: one is needed that PEFT has saved")
+        raise ConfigError(f"{quoted_path(path)} is no folder: one is needed that PEFT has saved")
     config = PeftConfig(path / _CONFIG)
     source = SafetensorsFolder(path, _TENSORS)
-    where = shown_path(path / _TENSORS)
+    where = quoted_path(path / _TENSORS)
     pairs = _find_pairs(where, source.describe(), config)
     if model is not None:
         _check_widths(where, pairs, Path(model))
@@ -142,7 +142,7 @@ def _check_widths(where: str, pairs: Mapping[tuple[int, int], _Pair], model: Pat
         if module is not None and own != (module.input_width, module.num_columns):
             raise ConfigError(
                 f"{where} is of another model: its {pair.module} takes {own[0]} inputs and gives "
-                f"{own[1]} outputs, in {shown_path(model)} these are {module.input_width} and "
+                f"{own[1]} outputs, in {quoted_path(model)} these are {module.input_width} and "
                 f"{module.num_columns}"
             )
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gptmanager.callbacks.name_pattern import NamePattern, PatternError, Steps
-from gptmanager.errors import ConfigError
-from gptmanager.memory.checkpoint_files import read_object, shown, shown_path
+from gptmanager.errors import ConfigError, quoted, quoted_path
+from gptmanager.memory.checkpoint_files import read_object
 
 # About training, bookkeeping, or the form of something that another field turns on.
 _IGNORED = frozenset(
@@ -92,8 +92,8 @@ class PeftConfig:
                 raise self.error("layers_to_transform", f"the file has tensors of {module}, too")
 
     def error(self, field: str, need: str) -> ConfigError:
-        value = shown(self._fields.get(field))
-        return ConfigError(f"{shown_path(self._path)}: {field} = {value}: {need}")
+        value = quoted(self._fields.get(field))
+        return ConfigError(f"{quoted_path(self._path)}: {field} = {value}: {need}")
 
     def _refuse_others(self) -> None:
         fields = self._fields
@@ -114,7 +114,7 @@ class PeftConfig:
 
     def _read_rank(self, field: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value < 2**31:
-            raise self.error(field, f"{shown(value)} is no positive integer")
+            raise self.error(field, f"{quoted(value)} is no positive integer")
         return value
 
     def _read_alpha(self, field: str, value: Any) -> float:
@@ -123,7 +123,7 @@ class PeftConfig:
         except OverflowError:
             alpha = math.inf
         if not math.isfinite(alpha):
-            raise self.error(field, f"{shown(value)} is no finite number")
+            raise self.error(field, f"{quoted(value)} is no finite number")
         return alpha
 
     def _flag(self, field: str) -> bool:
@@ -158,7 +158,9 @@ class PeftConfig:
         listed = [names] if isinstance(names, str) else sorted(names)
         for name in listed:
             if not re.fullmatch(r"\w+(\.\w+)*", name):
-                raise self.error("layers_pattern", f"{shown(name)} must be a name such as 'layers'")
+                raise self.error(
+                    "layers_pattern", f"{quoted(name)} must be a name such as 'layers'"
+                )
         alternatives = "|".join(re.escape(name) for name in listed)
         return re.compile(rf"(?:^|\.)(?:{alternatives})\.(\d+)\.") if listed else None
 
@@ -200,7 +202,7 @@ class PeftConfig:
                 compiled = self._patterns[pattern] = NamePattern(pattern, self._steps)
             return compiled.matches(module)
         except PatternError as error:
-            raise self.error(field, f"{shown(pattern)}: {error}") from None
+            raise self.error(field, f"{quoted(pattern)}: {error}") from None
 
     def _take_step(self, field: str) -> None:
         try:

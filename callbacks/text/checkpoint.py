@@ -15,8 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from gptmanager import InferenceRequest
-from gptmanager.errors import ConfigError
-from gptmanager.memory.checkpoint_files import check_file, read_object, shown, told
+from gptmanager.errors import ConfigError, error_summary, quoted
+from gptmanager.memory.checkpoint_files import check_file, read_object
 from gptmanager.request.read_tensors import MAX_END_IDS
 
 _MAX_TOKENIZER_BYTES = 256 << 20
@@ -44,7 +44,7 @@ class TokenDefaults:
                 return cls.of_config(read_object(path), str(path))
         if not os.path.isdir(folder):
             raise ConfigError(
-                f"{shown(os.fspath(folder))} is no folder: a checkpoint folder is needed"
+                f"{quoted(os.fspath(folder))} is no folder: a checkpoint folder is needed"
             )
         return cls()
 
@@ -58,11 +58,11 @@ class TokenDefaults:
         listed = end_ids if isinstance(end_ids, (list, tuple)) else [end_ids]
         if end_ids is not None and not (len(listed) <= MAX_END_IDS and all(map(_is_id, listed))):
             raise ConfigError(
-                f"{where}: eos_token_id = {shown(end_ids)}: a token id is needed, or a list of at "
+                f"{where}: eos_token_id = {quoted(end_ids)}: a token id is needed, or a list of at "
                 f"most {MAX_END_IDS}"
             )
         if pad_id is not None and not _is_id(pad_id):
-            raise ConfigError(f"{where}: pad_token_id = {shown(pad_id)}: a token id is needed")
+            raise ConfigError(f"{where}: pad_token_id = {quoted(pad_id)}: a token id is needed")
         return cls(ids_of(end_ids), pad_id)
 
     def fill(self, request: InferenceRequest) -> None:
@@ -87,7 +87,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """
     path = Path(folder) / "tokenizer.json"
     if not os.path.lexists(path):
-        where = shown(os.fspath(folder))
+        where = quoted(os.fspath(folder))
         if not os.path.isdir(folder):
             raise ConfigError(f"{where} is no folder: text prompts need one with a tokenizer.json")
         raise ConfigError(
@@ -100,7 +100,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     except BaseException as error:  # Exceptions, and panics of Rust, which are no Exceptions
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        raise ConfigError(f"{path} is not a tokenizer: {told(error)}") from error
+        raise ConfigError(f"{path} is not a tokenizer: {error_summary(error)}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -26,9 +26,8 @@ from gptmanager.config import (
     PromptLookup,
     SchedulerConfig,
 )
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, quoted
 from gptmanager.lifecycle.callables import checked, ordinary
-from gptmanager.memory.checkpoint_files import shown
 from gptmanager.request.post_processor import problem_of
 
 _MAX_LINES = 2**31 - 1  # int32
@@ -311,7 +310,7 @@ def check_arguments(
         raise ConfigError(f"max_beam_width = {max_beam_width} must be at least 1")
     if max_beam_width * params.max_batch_size > _MAX_LINES:
         raise ConfigError(
-            f"max_beam_width = {shown(max_beam_width)} with max_batch_size = "
+            f"max_beam_width = {quoted(max_beam_width)} with max_batch_size = "
             f"{params.max_batch_size}: both together may come to {_MAX_LINES}"
         )
     window = params.kv_cache_config.max_attention_window

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gptmanager.errors import ConfigError
-from gptmanager.memory.checkpoint_files import check_file, read_object, shown, shown_path, told
+from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
+from gptmanager.memory.checkpoint_files import check_file, read_object
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SINGLE = "model.safetensors"
@@ -37,7 +37,7 @@ class StateDict:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if not isinstance(name, str):
-                raise ConfigError(f"tensor {shown(name)}: a name is needed that is a str")
+                raise ConfigError(f"tensor {quoted(name)}: a name is needed that is a str")
             if not isinstance(tensor, Tensor):
                 raise ConfigError(
                     f"{tensor_name(name)}: a torch.Tensor is needed, got {type(tensor).__name__}"
@@ -130,7 +130,7 @@ class SafetensorsFolder:
         names = handle.keys()
         if len(self._tensors) + len(names) > _MAX_TENSORS:
             raise ConfigError(
-                f"{shown_path(file)} holds {len(names)} tensors: a checkpoint may have "
+                f"{quoted_path(file)} holds {len(names)} tensors: a checkpoint may have "
                 f"{_MAX_TENSORS} in all"
             )
         for name in names:
@@ -158,7 +158,7 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
         raise ConfigError(
-            f"{shown_path(file)} cannot be read as safetensors: {told(error)}"
+            f"{quoted_path(file)} cannot be read as safetensors: {error_summary(error)}"
         ) from error
 
 
@@ -169,21 +169,21 @@ def _read_index(folder: Path, single: str) -> dict[str, str] | None:
     file = folder / _INDEX
     if single != _SINGLE or not os.path.lexists(file):
         needed = f"neither {_SINGLE} nor {_INDEX}" if single == _SINGLE else f"no {single}"
-        text = f"{shown_path(folder)} holds {needed}"
+        text = f"{quoted_path(folder)} holds {needed}"
         pickles = sorted(file.name for file in folder.glob("*.bin"))
         if pickles:
             text += f"; {pickles[0]} is a pickle, which can run code: save it as safetensors"
         raise ConfigError(text)
     index = read_object(file).get("weight_map")
     if not isinstance(index, dict):
-        raise ConfigError(f"{shown_path(file)}: weight_map = {shown(index)}: an object is needed")
+        raise ConfigError(f"{quoted_path(file)}: weight_map = {quoted(index)}: an object is needed")
     for name in index.values():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
-            text = f"weight_map names {shown(name)}, a file of the folder is needed"
-            raise ConfigError(f"{shown_path(file)}: {text}")
+            text = f"weight_map names {quoted(name)}, a file of the folder is needed"
+            raise ConfigError(f"{quoted_path(file)}: {text}")
     return index
 
 
 def tensor_name(tensor: str) -> str:
     """Return the name as it is if it is printable and short, else quoted."""
-    return tensor if tensor.isprintable() and len(tensor) <= 200 else shown(tensor)
+    return tensor if tensor.isprintable() and len(tensor) <= 200 else quoted(tensor)

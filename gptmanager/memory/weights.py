@@ -20,9 +20,8 @@ from torch import Tensor
 
 from gptmanager.config import ProgressCallback
 from gptmanager.environment.memory import free_memory_bytes
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, error_summary
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix
-from gptmanager.memory.checkpoint_files import told
 from gptmanager.memory.tensor_sources import (
     FLOATS,
     StateDict,
@@ -178,7 +177,7 @@ class Weights:
             }
         except (RuntimeError, MemoryError) as error:  # torch has both
             raise ConfigError(
-                f"no memory for weights of {needed} bytes in {self._dtype}: {told(error)}"
+                f"no memory for weights of {needed} bytes in {self._dtype}: {error_summary(error)}"
             ) from error
 
     def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:

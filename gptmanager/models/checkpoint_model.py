@@ -13,13 +13,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, error_summary
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.gemm.packed_matrix import Matrix
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.kernels.reference import Ints, Kernels
-from gptmanager.memory.checkpoint_files import told
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
@@ -114,7 +113,7 @@ class CheckpointModel:
             self._make_cos_sin(num_positions)
         except (RuntimeError, MemoryError) as error:  # torch has both
             raise ConfigError(
-                f"no memory for max_seq_len = {num_positions} positions: {told(error)}"
+                f"no memory for max_seq_len = {num_positions} positions: {error_summary(error)}"
             ) from error
 
     def _make_cos_sin(self, num_positions: int) -> None:

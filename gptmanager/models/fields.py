@@ -9,8 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from gptmanager.errors import ConfigError
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import ConfigError, quoted
 
 MAX_SIZE = 2**31 - 1  # positions, tokens and rows are int32 in kernels
 
@@ -40,7 +39,7 @@ class Fields:
 
     def error(self, field: str, need: str) -> ConfigError:
         name = self._spellings.get(field, field)
-        return ConfigError(f"{self._label}{name} = {shown(self.get(field))}: {need}")
+        return ConfigError(f"{self._label}{name} = {quoted(self.get(field))}: {need}")
 
     def size(self, field: str, if_null: int | None = None, limit: int = MAX_SIZE) -> int:
         """A positive integer, up to `limit`."""

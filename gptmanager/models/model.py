@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from gptmanager.config import ProgressCallback
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.kernels.reference import Ints, Kernels
-from gptmanager.memory.checkpoint_files import read_object, shown
+from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.tensor_sources import SafetensorsFolder, StateDict
 from gptmanager.memory.weights import Weights
@@ -235,7 +235,7 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
         if os.path.lexists(folder) and not os.path.isdir(folder):
             why = "it is no folder"
         raise ConfigError(
-            f"model_path = {shown(os.fspath(folder))}: a checkpoint folder with a config.json is "
+            f"model_path = {quoted(os.fspath(folder))}: a checkpoint folder with a config.json is "
             f"needed, and {why}"
         )
     return read_object(file)

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from gptmanager.errors import ConfigError
-from gptmanager.memory.checkpoint_files import check_depth, shown
+from gptmanager.errors import ConfigError, quoted
+from gptmanager.memory.checkpoint_files import check_depth
 from gptmanager.models.families import FAMILIES, Family
 from gptmanager.models.fields import Fields
 from gptmanager.models.rope import read_rope
@@ -64,7 +64,7 @@ def read_spec(
     name = config.get("model_type")
     if name not in [*FAMILIES]:
         raise ConfigError(
-            f"config.json: model_type = {shown(name)}: needed is one of {[*FAMILIES]}"
+            f"config.json: model_type = {quoted(name)}: needed is one of {[*FAMILIES]}"
         )
     family = FAMILIES[name]
     fields = Fields(config, family.defaults, family.spellings)
@@ -151,7 +151,7 @@ def _read_dtype(fields: Fields, dtype: str | torch.dtype | None) -> torch.dtype:
         source = f"config.json: {source}"
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else ""
     if name not in _DTYPES:
-        raise ConfigError(f"{source} = {shown(dtype)}: needed is one of {list(_DTYPES)}")
+        raise ConfigError(f"{source} = {quoted(dtype)}: needed is one of {list(_DTYPES)}")
     return _DTYPES[name]
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gptmanager.errors import ConfigError
-from gptmanager.memory.checkpoint_files import shown, told
+from gptmanager.errors import ConfigError, error_summary, quoted
 from gptmanager.models.fields import Fields, is_positive
 
 _COMMON = frozenset(
@@ -62,7 +61,7 @@ def read_rope(fields: Fields, head_dim: int, max_seq_len: int) -> Rope:
         if value is not None and not isinstance(value, Mapping):
             raise fields.error(name, "an object is needed")
     if scaling and parameters and scaling != parameters:
-        raise fields.error("rope_scaling", f"rope_parameters says otherwise: {shown(parameters)}")
+        raise fields.error("rope_scaling", f"rope_parameters says otherwise: {quoted(parameters)}")
     values = scaling or parameters or {}
     label = "rope_scaling" if scaling else "rope_parameters"
     original = fields.get("original_max_position_embeddings")
@@ -166,10 +165,10 @@ def _finite_frequencies(rope: Rope, head_dim: int) -> Tensor:
         frequencies = _inverse_frequencies(rope, head_dim)
     except (ArithmeticError, ValueError) as error:
         raise ConfigError(
-            f"config.json: no frequencies come of {shown(rope)}: {told(error)}"
+            f"config.json: no frequencies come of {quoted(rope)}: {error_summary(error)}"
         ) from error
     if not (frequencies * rope.attention_factor).isfinite().all():
-        raise ConfigError(f"config.json: what {shown(rope)} comes to leaves float32")
+        raise ConfigError(f"config.json: what {quoted(rope)} comes to leaves float32")
     return frequencies
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gptmanager.callbacks import load_peft_adapter
-from gptmanager.errors import ConfigError, InvalidRequestError, response_text
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import ConfigError, InvalidRequestError, quoted, response_text
 
 _FIRST_TASK = 1 << 32  # ids of tasks that lines give are smaller, as a rule
 
@@ -39,4 +38,4 @@ class AdapterFolders:
         try:
             return _FIRST_TASK + len(self._read), load_peft_adapter(folder)
         except (ConfigError, OSError) as error:
-            return InvalidRequestError(f"lora = {shown(given)}: {response_text(error)}")
+            return InvalidRequestError(f"lora = {quoted(given)}: {response_text(error)}")

@@ -7,8 +7,7 @@ from typing import Any
 
 import orjson
 
-from gptmanager.errors import InvalidRequestError
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import InvalidRequestError, quoted
 from gptmanager.request.inference_request import TENSOR_ALIASES, TENSORS
 
 # what a line may say beside the names of tensors and their properties
@@ -78,7 +77,7 @@ def read_fields(text: bytes) -> dict[str, Any]:
     for given_name, value in given.items():
         name = _ALIASES.get(given_name, given_name)
         if name not in _NAMES:
-            raise InvalidRequestError(f"unknown field {shown(given_name)}")
+            raise InvalidRequestError(f"unknown field {quoted(given_name)}")
         if name in names:
             raise InvalidRequestError(f"{names[name]} and {given_name} are the same field")
         names[name] = given_name
@@ -86,7 +85,7 @@ def read_fields(text: bytes) -> dict[str, Any]:
             fields[name] = value
     for name, value in fields.items():
         if need := _need(name, value):
-            raise InvalidRequestError(f"{names[name]} = {shown(value)} is not {need}")
+            raise InvalidRequestError(f"{names[name]} = {quoted(value)} is not {need}")
     return fields
 
 

@@ -21,8 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from gptmanager.errors import ConfigError, InvalidRequestError, response_text
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import ConfigError, InvalidRequestError, quoted, response_text
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.run.adapter_folders import AdapterFolders
 from gptmanager.run.line_fields import read_fields
@@ -165,7 +164,7 @@ def _stop_words(fields: dict[str, Any], encoder: TextEncoder) -> list[list[int]]
     stop = fields.pop("stop", [])
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list):
-        raise InvalidRequestError(f"stop = {shown(stop)} is neither a text nor a list of texts")
+        raise InvalidRequestError(f"stop = {quoted(stop)} is neither a text nor a list of texts")
     return [*words, *(encoder.encode("stop", text, special=False) for text in texts)] or None
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer, pre_tokenizers
 
-from gptmanager.errors import InvalidRequestError
-from gptmanager.memory.checkpoint_files import shown, told
+from gptmanager.errors import InvalidRequestError, error_summary, quoted
 
 LONG_TEXT = 1 << 16  # characters: it takes a tenth of a second to encode them
 # parts of a tokenizer that pass on all of a text
@@ -56,7 +55,7 @@ class TextEncoder:
     def encode(self, name: str, text: Any, *, special: bool) -> list[int]:
         """Token ids; InvalidRequestError names the field for what is no text, or is too long."""
         if not isinstance(text, str):
-            raise InvalidRequestError(f"{name} = {shown(text)} is not a text")
+            raise InvalidRequestError(f"{name} = {quoted(text)} is not a text")
         if self._tokenizer is None:
             raise InvalidRequestError(
                 f"{name} is a text, but the model folder has no tokenizer.json"
@@ -72,7 +71,9 @@ class TextEncoder:
         except BaseException as error:  # bare Exceptions, and panics of Rust, which are none
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            raise InvalidRequestError(f"{name} cannot be encoded: {told(error)}") from error
+            raise InvalidRequestError(
+                f"{name} cannot be encoded: {error_summary(error)}"
+            ) from error
 
     def _batch(self, text: str, special: bool) -> list[int]:
         """Unlike `Tokenizer.encode`, that of a batch lets other threads run."""

@@ -5,7 +5,7 @@ Decides the words of a refusal: clients look for them when they shorten a chat b
 
 from __future__ import annotations
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 
 
@@ -31,8 +31,8 @@ class ContextLength:
         if length + max_new_tokens > self._most:
             raise self.exceeded(
                 most,
-                f"However, you requested {shown(length + max_new_tokens)} tokens ({length} in the "
-                f"{prompt}, {shown(max_new_tokens)} in the completion). Shorten the {prompt}, or "
+                f"However, you requested {quoted(length + max_new_tokens)} tokens ({length} in the "
+                f"{prompt}, {quoted(max_new_tokens)} in the completion). Shorten the {prompt}, or "
                 f"lower {most} to at most {self._most - length}.",
             )
 

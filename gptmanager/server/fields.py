@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 
 
@@ -43,7 +43,7 @@ def read_fields(
     if unknown and not lenient:
         raise wrong(
             unknown[0],
-            f"{shown(unknown[0])} is an unknown field; a server started with --lenient ignores it",
+            f"{quoted(unknown[0])} is an unknown field; a server started with --lenient ignores it",
             code="unknown_field",
         )
     given = {}
@@ -96,13 +96,13 @@ class Number(NamedTuple):
 
     def read(self, where: str, value: Any) -> float:
         if type(value) not in (int, float) or not math.isfinite(value):
-            raise wrong(where, f"{where} = {shown(value)} is no number")
+            raise wrong(where, f"{where} = {quoted(value)} is no number")
         if not (self.low <= value <= self.high or (self.or_zero and value == 0)):
             outside = _outside(self.low, self.high)
             told = f"{outside}, and not 0" if self.or_zero else outside
-            raise wrong(where, f"{where} = {shown(value)} is {told}")
+            raise wrong(where, f"{where} = {quoted(value)} is {told}")
         if self.excludes_low and value == self.low:
-            raise wrong(where, f"{where} = {shown(value)} must be more than {self.low:g}")
+            raise wrong(where, f"{where} = {quoted(value)} must be more than {self.low:g}")
         return float(value)
 
     def schema(self) -> dict[str, Any]:
@@ -121,11 +121,11 @@ class Integer(NamedTuple):
     def read(self, where: str, value: Any) -> int:
         whole = int(value) if type(value) is float and value.is_integer() else value
         if type(whole) is not int:
-            raise wrong(where, f"{where} = {shown(value)} is no integer")
+            raise wrong(where, f"{where} = {quoted(value)} is no integer")
         if not self.low <= whole <= self.high:
-            raise wrong(where, f"{where} = {shown(value)} is {_outside(self.low, self.high)}")
+            raise wrong(where, f"{where} = {quoted(value)} is {_outside(self.low, self.high)}")
         if whole is not value and abs(whole) >= 2**53:
-            raise wrong(where, f"{where} = {shown(value)} is no exact integer")
+            raise wrong(where, f"{where} = {quoted(value)} is no exact integer")
         return whole
 
     def schema(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Integer(NamedTuple):
 class Flag(NamedTuple):
     def read(self, where: str, value: Any) -> bool:
         if not isinstance(value, bool):
-            raise wrong(where, f"{where} = {shown(value)} is neither true nor false")
+            raise wrong(where, f"{where} = {quoted(value)} is neither true nor false")
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Text(NamedTuple):
 
     def read(self, where: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise wrong(where, f"{where} = {shown(value)} is no text")
+            raise wrong(where, f"{where} = {quoted(value)} is no text")
         if len(value) < self.shortest:
             raise wrong(where, f"{where} is a text of {len(value)} characters: too short")
         if self.longest is not None and len(value) > self.longest:
@@ -173,7 +173,7 @@ class OneOf(NamedTuple):
 
     def read(self, where: str, value: Any) -> str:
         if not isinstance(value, str) or value not in self.values:
-            raise wrong(where, f"{where} = {shown(value)} is none of {', '.join(self.values)}")
+            raise wrong(where, f"{where} = {quoted(value)} is none of {', '.join(self.values)}")
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class ListOf(NamedTuple):
 
     def read(self, where: str, value: Any) -> list[Any]:
         if not isinstance(value, list):
-            raise wrong(where, f"{where} = {shown(value)} is no list")
+            raise wrong(where, f"{where} = {quoted(value)} is no list")
         if len(value) < self.shortest:
             raise wrong(where, f"{where} has {len(value)} items, at least {self.shortest} needed")
         if self.longest is not None and len(value) > self.longest:
@@ -214,7 +214,7 @@ class TokenIds(NamedTuple):
 
     def read(self, where: str, value: Any) -> list[Any]:
         if not isinstance(value, list):
-            raise wrong(where, f"{where} = {shown(value)} must be a list of token ids")
+            raise wrong(where, f"{where} = {quoted(value)} must be a list of token ids")
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class TextOrTexts(NamedTuple):
         if isinstance(value, str):
             return [self._text.read(where, value)]
         if not isinstance(value, list):
-            raise wrong(where, f"{where} = {shown(value)} is neither a text nor a list of texts")
+            raise wrong(where, f"{where} = {quoted(value)} is neither a text nor a list of texts")
         return ListOf(self._text, longest=self.longest).read(where, value)
 
     def schema(self) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class Object(NamedTuple):
 
     def read(self, where: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise wrong(where, f"{where} = {shown(value)} is no object")
+            raise wrong(where, f"{where} = {quoted(value)} is no object")
         if self.fields is None:
             return value
         inner = {f"{where}.{name}": value[name] for name in self.fields.keys() & value.keys()}
@@ -289,8 +289,8 @@ def check_token_ids(where: str, ids: Sequence[Any], vocab_size: int) -> None:
     )
     at = f"{where}[{index}]"
     if type(odd) is not int:
-        raise wrong(at, f"{at} = {shown(odd)} is no token id")
-    raise wrong(where.partition("[")[0], f"{at} = {shown(odd)} is outside 0 to {last}")
+        raise wrong(at, f"{at} = {quoted(odd)} is no token id")
+    raise wrong(where.partition("[")[0], f"{at} = {quoted(odd)} is outside 0 to {last}")
 
 
 def are_integers(values: Sequence[Any], low: float, high: float) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from served_outputs import ALL, MAX_UTILIZATION, joined, prompt_of, requests, serve
+from checkpoints import CONFIGS, checkpoint, random_model
+from served_outputs import MAX_UTILIZATION, joined, serve
 
 from gptmanager import (
     GptManager,
@@ -18,6 +19,53 @@ from gptmanager.recorder import read_recording
 from gptmanager.recorder.values import to_json
 from gptmanager.replay import replay
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
+
+ALL = {
+    "return_log_probs": True,
+    "return_context_logits": True,
+    "return_generation_logits": True,
+}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return random_model(CONFIGS["llama"]).double()
+
+
+@pytest.fixture(scope="module")
+def source(llama):
+    config, weights = checkpoint(llama)
+    return config | {"dtype": "float32", "torch_dtype": "float32"}, weights
+
+
+def requests(**more):
+    """Greedy and sampled ones, with penalties, ended by length, end_id or stop words."""
+    chance = np.random.default_rng(5)
+    result = []
+    for i in range(9):
+        options = dict(ALL) | more
+        if i % 3:
+            options |= {"temperature": 0.7 + 0.2 * i, "random_seed": i}
+        if i % 3 == 2:
+            options |= {"runtime_top_k": 9, "runtime_top_p": 0.9, "repetition_penalty": 1.4}
+        if i % 4 == 1:
+            options |= {"stop_words_list": [[t] for t in range(0, 96, 9)] + [[7, 8]]}
+        if i % 4 == 3:
+            options |= {
+                "end_id": [5, 9],
+                "presence_penalty": 0.5,
+                "embedding_bias": [1.0] + [0.0] * 95,
+            }
+        prompt = chance.integers(0, 96, int(chance.integers(1, 40))).tolist()
+        if i in (4, 7):
+            prompt = prompt_of(result[1])[:24] + prompt
+        result.append(InferenceRequest.from_tokens(i, prompt, 38 - 3 * i, **options))
+    return result
+
+
+def prompt_of(request):
+    return request.input_ids.tolist()
+
 
 EXTRAS = ("context_logits", "generation_logits", "output_log_probs", "cum_log_probs")
 VOCAB = 96

@@ -35,6 +35,12 @@ from gptmanager.manager.inbox import Inbox
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
+
+@pytest.fixture
+def host():
+    return RecordingCallbacks()
+
+
 SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
 
 

@@ -30,10 +30,9 @@ from text_checkpoint import save_text_checkpoint
 
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.callbacks import RequestQueue, TokenDefaults, generate, load_tokenizer
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels import CpuKernels
 from gptmanager.memory import weights
-from gptmanager.memory.checkpoint_files import shown
 from gptmanager.models import load_model
 
 SPARE_BYTES = 3 << 30  # of address space that a hostile checkpoint may take
@@ -646,7 +645,7 @@ def test_it_is_the_sound_one_that_is_mangled(folder: Path) -> None:
 )
 def test_what_a_value_shows_in_an_error_is_cut_before_it_is_written(value, told):
     tracemalloc.start()
-    found = shown(value)
+    found = quoted(value)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert re.fullmatch(told, found) and len(found) < 300

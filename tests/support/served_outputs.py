@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 import torch
-from checkpoints import CONFIGS, checkpoint, random_model
 
 from gptmanager import (
     CapacitySchedulerPolicy,
     GptManager,
-    InferenceRequest,
     KvCacheConfig,
     ModelType,
     OptionalParams,
@@ -20,11 +16,6 @@ from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
-ALL = {
-    "return_log_probs": True,
-    "return_context_logits": True,
-    "return_generation_logits": True,
-}
 AXES = {
     **{"output_ids": 2, "context_logits": 1, "generation_logits": 2, "output_log_probs": 2},
     **{"top_log_probs": 2, "top_log_prob_ids": 2},
@@ -64,43 +55,3 @@ def joined(host, request_id):
         name: torch.cat(found, dim=AXES[name]) if name in AXES else found[-1]
         for name, found in parts.items()
     }
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return random_model(CONFIGS["llama"]).double()
-
-
-@pytest.fixture(scope="module")
-def source(llama):
-    config, weights = checkpoint(llama)
-    return config | {"dtype": "float32", "torch_dtype": "float32"}, weights
-
-
-def requests(**more):
-    """Greedy and sampled ones, with penalties, ended by length, end_id or stop words."""
-    chance = np.random.default_rng(5)
-    result = []
-    for i in range(9):
-        options = dict(ALL) | more
-        if i % 3:
-            options |= {"temperature": 0.7 + 0.2 * i, "random_seed": i}
-        if i % 3 == 2:
-            options |= {"runtime_top_k": 9, "runtime_top_p": 0.9, "repetition_penalty": 1.4}
-        if i % 4 == 1:
-            options |= {"stop_words_list": [[t] for t in range(0, 96, 9)] + [[7, 8]]}
-        if i % 4 == 3:
-            options |= {
-                "end_id": [5, 9],
-                "presence_penalty": 0.5,
-                "embedding_bias": [1.0] + [0.0] * 95,
-            }
-        prompt = chance.integers(0, 96, int(chance.integers(1, 40))).tolist()
-        if i in (4, 7):
-            prompt = prompt_of(result[1])[:24] + prompt
-        result.append(InferenceRequest.from_tokens(i, prompt, 38 - 3 * i, **options))
-    return result
-
-
-def prompt_of(request):
-    return request.input_ids.tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from loop_driver import next_token
 from shorthand import params
 
@@ -10,18 +9,13 @@ from gptmanager import (
     GptManager,
     ModelType,
 )
-from gptmanager.testing import RecordingCallbacks, ScriptedModel
+from gptmanager.testing import ScriptedModel
 
 FUSED = ModelType.INFLIGHT_FUSED_BATCHING
 
 
 def model(script=next_token, **options):
     return ScriptedModel(script, vocab_size=100, max_position_embeddings=128, **options)
-
-
-@pytest.fixture
-def host():
-    return RecordingCallbacks()
 
 
 def start(host, script=next_token, options=None, **callbacks):

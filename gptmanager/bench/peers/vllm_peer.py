@@ -24,8 +24,7 @@ from gptmanager.bench.peers import vllm_cpu_script
 from gptmanager.bench.peers.transformers_peer import TooSlow
 from gptmanager.config import OptionalParams
 from gptmanager.environment.memory import free_memory_bytes
-from gptmanager.errors import ConfigError, GptManagerError
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import ConfigError, GptManagerError, quoted
 from gptmanager.models.read_spec import read_spec
 
 _BLOCK = 128  # tokens in a block of vLLM's KV cache on a CPU
@@ -88,7 +87,7 @@ class VllmPeer:
             told = orjson.loads(answer)
             figures = Figures(float(told["seconds"]), tuple(map(tuple, told["outputs"])))
         except (KeyError, TypeError, ValueError) as error:
-            raise GptManagerError(f"vLLM's answer cannot be read: {shown(answer)}") from error
+            raise GptManagerError(f"vLLM's answer cannot be read: {quoted(answer)}") from error
         if [len(output) for output in figures.outputs] != [count for _, count in requests]:
             raise GptManagerError("vLLM did not generate all tokens that were asked for")
         return figures
@@ -105,7 +104,7 @@ class VllmPeer:
             told = orjson.loads(answer)
             version, device = told["version"], told["device"]
         except (KeyError, TypeError, ValueError) as error:
-            raise self._useless(f"it answers {shown(answer)}") from error
+            raise self._useless(f"it answers {quoted(answer)}") from error
         if device != "cpu":
             raise self._useless(f"its vLLM {version} is for the device {device!r}")
         return str(version)

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -61,7 +61,7 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
     `tool_calls` and "tool". ApiError (400) names what is wrong, and where.
     """
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", f"{shown(messages)} is no list of one or more messages")
+        raise _wrong("messages", f"{quoted(messages)} is no list of one or more messages")
     return [_read(one, f"messages[{index}]") for index, one in enumerate(messages)]
 
 
@@ -109,10 +109,10 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _read(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _wrong(where, f"{shown(message)} is no object with role and content")
+        raise _wrong(where, f"{quoted(message)} is no object with role and content")
     role = message.get("role")
     if role not in ROLES:
-        raise _wrong(f"{where}.role", f"{shown(role)} is none of {', '.join(ROLES)}")
+        raise _wrong(f"{where}.role", f"{quoted(role)} is none of {', '.join(ROLES)}")
     read: dict[str, Any] = {"role": role}
     calls = _calls_of(message, where)
     if calls:
@@ -124,7 +124,7 @@ def _read(message: Any, where: str) -> dict[str, Any]:
         value = message.get(key)
         if value is not None:
             if not isinstance(value, str):
-                raise _wrong(f"{where}.{key}", f"{shown(value)} is no text")
+                raise _wrong(f"{where}.{key}", f"{quoted(value)} is no text")
             read[key] = value
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(thoughts, str):  # some send an object, which no template knows
@@ -145,7 +145,7 @@ def _content(message: Mapping[str, Any], role: str, where: str) -> str:
             return ""
         raise _wrong(where, "is missing: a text, or a list of parts of type text, is needed")
     if not isinstance(content, list):
-        raise _wrong(where, f"{shown(content)} is neither a text nor a list of parts")
+        raise _wrong(where, f"{quoted(content)} is neither a text nor a list of parts")
     parts = (_part(part, role, f"{where}[{index}]") for index, part in enumerate(content))
     return "\n".join(part for part in parts if part is not None)
 
@@ -153,16 +153,16 @@ def _content(message: Mapping[str, Any], role: str, where: str) -> str:
 def _part(part: Any, role: str, where: str) -> str | None:
     """Return the text of a part; None for one that is not shown to the model."""
     if not isinstance(part, Mapping):
-        raise _wrong(where, f"{shown(part)} is no part such as {{'type': 'text', 'text': ...}}")
+        raise _wrong(where, f"{quoted(part)} is no part such as {{'type': 'text', 'text': ...}}")
     kind = part.get("type")
     if role == "assistant" and kind in _THOUGHTS:
         return None
     if kind not in _TEXT_PARTS:
-        raise _wrong(f"{where}.type", f"{shown(kind)} is not supported: the model reads text only")
+        raise _wrong(f"{where}.type", f"{quoted(kind)} is not supported: the model reads text only")
     key = "refusal" if kind == "refusal" else "text"
     text = part.get(key)
     if not isinstance(text, str):
-        raise _wrong(f"{where}.{key}", f"{shown(text)} is no text")
+        raise _wrong(f"{where}.{key}", f"{quoted(text)} is no text")
     return text
 
 
@@ -171,7 +171,7 @@ def _calls_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if calls:
         where = f"{where}.tool_calls"
         if not isinstance(calls, list):
-            raise _wrong(where, f"{shown(calls)} is no list of calls")
+            raise _wrong(where, f"{quoted(calls)} is no list of calls")
         return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
     if legacy:
         call = {"id": _FUNCTION_CALL, "function": legacy}
@@ -183,10 +183,10 @@ def _call(call: Any, where: str, *, legacy: bool = False) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     inner = where if legacy else f"{where}.function"
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _wrong(inner, f"{shown(function)} is no object with name, arguments")
+        raise _wrong(inner, f"{quoted(function)} is no object with name, arguments")
     arguments = _arguments(function.get("arguments"))
     if not isinstance(arguments, Mapping | str):
-        raise _wrong(f"{inner}.arguments", f"{shown(arguments)} is no object")
+        raise _wrong(f"{inner}.arguments", f"{quoted(arguments)} is no object")
     read: dict[str, Any] = {
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},

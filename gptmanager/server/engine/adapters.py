@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gptmanager.callbacks import load_peft_adapter
-from gptmanager.errors import ConfigError
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import ConfigError, quoted
 from gptmanager.server.errors import ApiError
 
 # Ids of tasks from here on are the server's own. Clients of Triton's protocol choose theirs below
@@ -52,7 +51,7 @@ class Adapters:
         """ApiError 404 for a name that is not loaded."""
         if name not in self._by_name:
             raise ApiError(
-                404, f"no adapter is called {shown(name)}", param="lora_name", code="not_found"
+                404, f"no adapter is called {quoted(name)}", param="lora_name", code="not_found"
             )
         return self._by_name[name]
 
@@ -65,7 +64,9 @@ class Adapters:
         try:
             weights, config = load_peft_adapter(folder, model=self._model)
         except (ConfigError, OSError) as error:
-            raise ApiError(400, f"lora_path = {shown(path)}: {error}", param="lora_path") from error
+            raise ApiError(
+                400, f"lora_path = {quoted(path)}: {error}", param="lora_path"
+            ) from error
         tensors = {"lora_weights": weights, "lora_config": config}
         return Adapter(name, folder, next(self._task_ids), tensors, int(time.time()))
 
@@ -82,7 +83,7 @@ class Adapters:
     def check_free(self, name: str) -> None:
         if name in self._by_name:
             raise ApiError(
-                400, f"an adapter called {shown(name)} is loaded already", param="lora_name"
+                400, f"an adapter called {quoted(name)} is loaded already", param="lora_name"
             )
 
     def _folder(self, path: str) -> Path:
@@ -92,12 +93,12 @@ class Adapters:
             folder = Path(self._root, path).resolve()
         except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null character
             raise ApiError(
-                400, f"lora_path = {shown(path)} is no path: {error}", param="lora_path"
+                400, f"lora_path = {quoted(path)} is no path: {error}", param="lora_path"
             ) from error
         if not folder.is_relative_to(self._root):
             raise ApiError(
                 403,
-                f"lora_path = {shown(path)} is not below --adapter-dir",
+                f"lora_path = {quoted(path)} is not below --adapter-dir",
                 param="lora_path",
             )
         return folder

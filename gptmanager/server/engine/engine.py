@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from gptmanager import GptManager, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, Generation
-from gptmanager.errors import GptManagerError, ManagerDeadError
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import GptManagerError, ManagerDeadError, quoted
 from gptmanager.run.text_encoder import TextEncoder, TextTooLongError
 from gptmanager.server.context_length import ContextLength
 from gptmanager.server.engine.adapters import FIRST_OWN_TASK, Adapter, Adapters
@@ -256,7 +255,7 @@ class Engine:
             raise ApiError(501, "this server's manager takes no adapters")
         self._check_open()
         if name == self.card.name:
-            raise ApiError(400, f"{shown(name)} is the model's name", param="lora_name")
+            raise ApiError(400, f"{quoted(name)} is the model's name", param="lora_name")
         self.adapters.check_free(name)
         adapter = await beside(functools.partial(self.adapters.read, name, path))
         # one token shows whether it is one of this model, and caches it
@@ -267,7 +266,7 @@ class Engine:
             self.adapters.add(adapter)  # another of its name may have come meanwhile
         except GptManagerError as error:
             raise ApiError(
-                api_error(error).status, f"lora_path = {shown(path)}: {error}", param="lora_path"
+                api_error(error).status, f"lora_path = {quoted(path)}: {error}", param="lora_path"
             ) from error
         except BaseException:
             self.manager.forget_adapter(adapter.task_id)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.access import AccessSettings
 from gptmanager.server.http.json_text import parse_json
@@ -42,7 +42,7 @@ async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _
     """
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
-        told = f"Content-Encoding is {shown(encoding)}: the body must come as it is"
+        told = f"Content-Encoding is {quoted(encoding)}: the body must come as it is"
         raise ApiError(415, told, param="content-encoding", code="unsupported_encoding")
     body = await read_body(request)
     if len(body) < LARGE_BODY:

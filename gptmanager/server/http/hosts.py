@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.access import AccessSettings
 from gptmanager.server.http.responses import error_response
@@ -72,7 +72,7 @@ class HostGuard:
 def _refused(header: str, value: str) -> ApiError:
     return ApiError(
         403,
-        f"{header} is {shown(value)}: without a key this server answers its own machine; "
+        f"{header} is {quoted(value)}: without a key this server answers its own machine; "
         "--allowed-host names others",
         code="host_not_allowed",
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 
 _MOST = 8  # warnings of one answer
 _LONGEST = 300  # characters of each: proxies allow a few kilobytes of headers
@@ -51,7 +51,7 @@ class Warnings:
 
 def _name(name: str) -> str:
     return (
-        name if name.isidentifier() and len(name) <= _LONGEST_NAME else shown(name[:_LONGEST_NAME])
+        name if name.isidentifier() and len(name) <= _LONGEST_NAME else quoted(name[:_LONGEST_NAME])
     )
 
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.engine.engine import LONG_TEXT, Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import (
@@ -65,7 +65,7 @@ class Prompts:
         if not isinstance(value, list) or not value:
             raise wrong(
                 where,
-                f"{where} = {shown(value)} is neither text nor token ids, nor a list of either",
+                f"{where} = {quoted(value)} is neither text nor token ids, nor a list of either",
             )
         prompts = [value] if type(value[0]) is int else value
         if len(prompts) > MAX_PROMPTS:
@@ -73,7 +73,7 @@ class Prompts:
         for index, prompt in enumerate(prompts):
             if not isinstance(prompt, (str, list)) or not prompt:
                 at = f"{where}[{index}]"
-                raise wrong(where, f"{at} = {shown(prompt)} is neither a text nor token ids")
+                raise wrong(where, f"{at} = {quoted(prompt)} is neither a text nor token ids")
         return prompts
 
     def schema(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from gptmanager.callbacks.live.page import is_loopback
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.engine.adapters import Adapter
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
@@ -83,7 +83,7 @@ def check_model(engine: Engine, name: str | None) -> None:
 
 def unknown_model(name: str) -> ApiError:
     return ApiError(
-        404, f"the model {shown(name)} does not exist", param="model", code="model_not_found"
+        404, f"the model {quoted(name)} does not exist", param="model", code="model_not_found"
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS, MAX_WORDS
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.fields import (
     AsItIs,
     Field,
@@ -55,7 +55,7 @@ class TokenBias:
             raise wrong(where, f"{where} has {len(given)} tokens, {MAX_BIASES} are allowed")
         for key, bias in given.items():
             if not (key.isascii() and key.isdecimal() and len(key) < 10):
-                raise wrong(where, f"{where}: the key {shown(key)} is no token id")
+                raise wrong(where, f"{where}: the key {quoted(key)} is no token id")
             found[int(key)] = number.read(f"{where}.{key}", bias)
         return found
 
@@ -75,7 +75,7 @@ class EarlyStopping:
         if value == "never":
             return 2
         if not isinstance(value, bool):
-            raise wrong(where, f'{where} = {shown(value)} is none of true, false, "never"')
+            raise wrong(where, f'{where} = {quoted(value)} is none of true, false, "never"')
         return int(value)
 
     def schema(self) -> dict[str, Any]:

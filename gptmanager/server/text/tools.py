@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 
 MAX_TOOLS = 128
@@ -197,11 +197,11 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -
         return None
     if named is not None:
         if named not in parameters:
-            raise _wrong("tool_choice.function.name", f"{shown(named)} is none of the tools")
+            raise _wrong("tool_choice.function.name", f"{quoted(named)} is none of the tools")
         return Tools(listed, {named: parameters[named]}, required=True, parallel=False)
     for name in allowed or ():
         if name not in parameters:
-            raise _wrong("tool_choice.allowed_tools.tools", f"{shown(name)} is none of the tools")
+            raise _wrong("tool_choice.allowed_tools.tools", f"{quoted(name)} is none of the tools")
     if allowed is not None:
         parameters = {name: parameters[name] for name in allowed}
     return Tools(listed, parameters, choice == "required", parallel_tool_calls)
@@ -215,7 +215,7 @@ def _tool(tool: Any, where: str) -> tuple[str, Any]:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _wrong(
             f"{where}.function.name",
-            f"{shown(name)} is no name of 1 to 128 letters, digits, '_', '-', '.'",
+            f"{quoted(name)} is no name of 1 to 128 letters, digits, '_', '-', '.'",
         )
     parameters = function.get("parameters")
     if parameters is None:

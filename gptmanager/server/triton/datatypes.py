@@ -13,7 +13,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 from gptmanager.server.triton.errors import invalid
 
@@ -49,7 +49,7 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> n
     if len(raw) != count * size:
         raise invalid(
             name,
-            f"unexpected total byte size {len(raw)} for input {shown(name)}, "
+            f"unexpected total byte size {len(raw)} for input {quoted(name)}, "
             f"expecting {count * size}",
         )
     if datatype == "BOOL":  # any other byte than 0 would be no bool of NumPy's
@@ -72,7 +72,7 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> 
         raise _wrong_number(name, str(len(found)), count)
     if not _all_fit(dtype, found):
         index = next(index for index, value in enumerate(found) if not _all_fit(dtype, [value]))
-        told = f"{shown(name)}[{index}] = {shown(found[index])} must be of datatype {datatype}"
+        told = f"{quoted(name)}[{index}] = {quoted(found[index])} must be of datatype {datatype}"
         raise invalid(name, f"input {told}")
     if datatype == "BYTES":
         encoded = [one.encode() if isinstance(one, str) else one for one in found]
@@ -116,12 +116,12 @@ def _flat(name: str, values: Any, most: int) -> list[Any]:
         if size > most:
             raise _wrong_number(name, str(size), most)
         found = [inner for one in found for inner in (one if isinstance(one, list) else [one])]
-    raise invalid(name, f"input {shown(name)} has lists deeper than {_MOST_DIMS}")
+    raise invalid(name, f"input {quoted(name)} has lists deeper than {_MOST_DIMS}")
 
 
 def _wrong_number(name: str, given: str, expected: int) -> ApiError:
     return invalid(
-        name, f"input {shown(name)} has {given} elements, expected {expected} by its shape"
+        name, f"input {quoted(name)} has {given} elements, expected {expected} by its shape"
     )
 
 
@@ -150,9 +150,11 @@ def _split(name: str, raw: Buffer, count: int) -> list[bytes]:
     while at < len(raw) and len(elements) <= count:
         begin = at + _LENGTH.size
         if begin > len(raw) or (at := begin + _LENGTH.unpack_from(raw, begin - 4)[0]) > len(raw):
-            raise invalid(name, f"incomplete string data for input {shown(name)}")
+            raise invalid(name, f"incomplete string data for input {quoted(name)}")
         elements.append(bytes(raw[begin:at]))
     if len(elements) != count:
         more = "more" if len(elements) > count else str(len(elements))
-        raise invalid(name, f"expected {count} string elements for input {shown(name)}, got {more}")
+        raise invalid(
+            name, f"expected {count} string elements for input {quoted(name)}, got {more}"
+        )
     return elements

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 from gptmanager.server.triton.datatypes import from_bytes, from_values, to_bytes
 from gptmanager.server.triton.errors import invalid, unsupported
@@ -54,7 +54,7 @@ def read_request(message: Any, model: Model, *, may_have_many: bool) -> InferReq
     inputs: dict[str, InputTensor] = {}
     for index, tensor in enumerate(message.inputs):
         if tensor.name in inputs:
-            raise invalid(tensor.name, f"the input {shown(tensor.name)} is given twice")
+            raise invalid(tensor.name, f"the input {quoted(tensor.name)} is given twice")
         _check_in_message(tensor)
         model.reader.check(tensor.name, tensor.datatype, tensor.shape)
         array = (
@@ -66,7 +66,7 @@ def read_request(message: Any, model: Model, *, may_have_many: bool) -> InferReq
     for tensor in message.outputs:
         _check_in_message(tensor)
         if "classification" in tensor.parameters:
-            raise unsupported(f"output {shown(tensor.name)}: classification is not supported")
+            raise unsupported(f"output {quoted(tensor.name)}: classification is not supported")
     return InferRequest(
         message.model_name,
         inputs,
@@ -84,18 +84,18 @@ def read_request(message: Any, model: Model, *, may_have_many: bool) -> InferReq
 
 def _check_in_message(tensor: Any) -> None:
     if "shared_memory_region" in tensor.parameters:
-        raise unsupported(f"{shown(tensor.name)}: shared memory is not supported")
+        raise unsupported(f"{quoted(tensor.name)}: shared memory is not supported")
 
 
 def _typed(tensor: Any) -> np.ndarray:
     name = tensor.name
     field = _CONTENTS.get(tensor.datatype)
     if field is None:
-        raise invalid(name, f"input {shown(name)}: {tensor.datatype} needs raw_input_contents")
+        raise invalid(name, f"input {quoted(name)}: {tensor.datatype} needs raw_input_contents")
     values, count = getattr(tensor.contents, field), math.prod(tensor.shape)
     if len(values) > count:
         raise invalid(
-            name, f"input {shown(name)} has {len(values)} elements, expected {count} by its shape"
+            name, f"input {quoted(name)} has {len(values)} elements, expected {count} by its shape"
         )
     return from_values(name, tensor.datatype, tensor.shape, list(values))
 

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import api_error
 from gptmanager.server.http.body import (
@@ -190,11 +190,11 @@ def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
     parameters = body.get("parameters")
     parameters = {} if parameters is None else parameters
     if not isinstance(parameters, dict):
-        raise invalid("parameters", f"parameters = {shown(parameters)} must be a JSON object")
+        raise invalid("parameters", f"parameters = {quoted(parameters)} must be a JSON object")
     request_id = body.get("id")
     request_id = "" if request_id is None else request_id
     if not isinstance(request_id, (str, int)) or isinstance(request_id, bool):
-        raise invalid("id", f"id = {shown(request_id)} must be a text")
+        raise invalid("id", f"id = {quoted(request_id)} must be a text")
 
     def given(names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         for name in names:
@@ -210,7 +210,7 @@ def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
         model.reader.check(name, datatype, shape)
         inputs[name] = InputTensor(datatype, from_values(name, datatype, shape, value))
     if not inputs:
-        raise invalid(None, f"no input of model {shown(model.name)} is given")
+        raise invalid(None, f"no input of model {quoted(model.name)} is given")
     return InferRequest(model.name, inputs, VERSION, str(request_id), None, dict(given(PARAMETERS)))
 
 

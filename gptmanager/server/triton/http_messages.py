@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.json_text import parse_json
 from gptmanager.server.triton.datatypes import from_bytes, from_values, to_bytes, to_values
@@ -34,7 +34,7 @@ def unpacked(body: bytes, encoding: str, limit: int) -> bytes:
     if encoding in ("", "identity"):
         return body
     if encoding not in ("gzip", "deflate"):
-        raise ApiError(400, f"Content-Encoding {shown(encoding)} is none of gzip, deflate")
+        raise ApiError(400, f"Content-Encoding {quoted(encoding)} is none of gzip, deflate")
     limit = min(limit, _UNPACKED + _UNPACKED_OF_EACH * len(body))
     reader = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either
     try:
@@ -66,7 +66,7 @@ def read_request(
     for tensor in fields.objects("inputs"):
         one = tensor.text("name")
         if one in inputs:
-            raise invalid(one, f"the input {shown(one)} is given twice")
+            raise invalid(one, f"the input {quoted(one)} is given twice")
         inputs[one] = _input(tensor, one, rest, model)
     rest.check_end()
     outputs, binary = _outputs(fields, model)
@@ -88,7 +88,7 @@ def _header_length(given: str | None, size: int) -> int:
     if given is None:
         return size
     if not (given.isascii() and given.isdecimal() and len(given) < 20 and int(given) <= size):
-        raise invalid(None, f"{HEADER} = {shown(given)} is outside 0..{size}, that of the body")
+        raise invalid(None, f"{HEADER} = {quoted(given)} is outside 0..{size}, that of the body")
     return int(given)
 
 
@@ -100,11 +100,11 @@ def _input(tensor: _Object, name: str, rest: _Rest, model: Model) -> InputTensor
     if size is not None:
         if "data" in tensor.given:
             raise invalid(
-                name, f"input {shown(name)} has data and binary_data_size: pass one of them"
+                name, f"input {quoted(name)} has data and binary_data_size: pass one of them"
             )
         return InputTensor(datatype, from_bytes(name, datatype, shape, rest.take(name, size)))
     if "data" not in tensor.given:
-        raise invalid(name, f"input {shown(name)} has neither data nor binary_data_size")
+        raise invalid(name, f"input {quoted(name)} has neither data nor binary_data_size")
     return InputTensor(datatype, from_values(name, datatype, shape, tensor.given["data"]))
 
 
@@ -122,9 +122,9 @@ def _outputs(fields: _Object, model: Model) -> tuple[list[str], set[str] | None]
 
 def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
     if "shared_memory_region" in parameters:
-        raise unsupported(f"{shown(name)}: shared memory is not supported")
+        raise unsupported(f"{quoted(name)}: shared memory is not supported")
     if parameters.get("classification"):
-        raise unsupported(f"output {shown(name)}: classification is not supported")
+        raise unsupported(f"output {quoted(name)}: classification is not supported")
 
 
 class _Rest:
@@ -139,7 +139,7 @@ class _Rest:
         if type(size) is not int or not 0 <= size <= left:
             raise invalid(
                 name,
-                f"input {shown(name)}: binary_data_size = {shown(size)} is outside 0..{left}, "
+                f"input {quoted(name)}: binary_data_size = {quoted(size)} is outside 0..{left}, "
                 "what is left of the body",
             )
         self._at += size
@@ -156,21 +156,21 @@ class _Object:
 
     def __init__(self, where: str, given: Any) -> None:
         if not isinstance(given, dict):
-            raise invalid(None, f"{where} = {shown(given)} must be a JSON object")
+            raise invalid(None, f"{where} = {quoted(given)} must be a JSON object")
         self.given = given
         self._where = where
 
     def text(self, key: str, absent: str | None = None) -> str:
         found = self.given.get(key, absent)
         if not isinstance(found, str):
-            raise invalid(key, f"{self._where}: {key} = {shown(found)} must be a text")
+            raise invalid(key, f"{self._where}: {key} = {quoted(found)} must be a text")
         return found
 
     def number(self, key: str, absent: Any = None) -> int:
         """Return how many objects `objects` has."""
         found = self.given.get(key, absent)
         if not isinstance(found, (list, tuple)):
-            raise invalid(key, f"{self._where}: {key} = {shown(found)} must be a list")
+            raise invalid(key, f"{self._where}: {key} = {quoted(found)} must be a list")
         return len(found)
 
     def objects(self, key: str) -> Iterator[_Object]:
@@ -186,7 +186,7 @@ class _Object:
         ):
             raise invalid(
                 "shape",
-                f"{self._where}: shape = {shown(found)} must be a list of at most {_MOST_DIMS} "
+                f"{self._where}: shape = {quoted(found)} must be a list of at most {_MOST_DIMS} "
                 "integers",
             )
         return found
@@ -195,7 +195,7 @@ class _Object:
         found = self.given.get("parameters", {})
         if not isinstance(found, dict):
             raise invalid(
-                "parameters", f"{self._where}: parameters = {shown(found)} must be an object"
+                "parameters", f"{self._where}: parameters = {quoted(found)} must be an object"
             )
         return found
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from gptmanager.callbacks import GenerationPart
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.engine.call import Call, EngineRequest
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
@@ -111,10 +111,10 @@ class Inference:
     def find(self, name: str, version: str = "") -> Model:
         """ApiError 404 for a model that is not here."""
         if name not in self.models or version not in ("", VERSION):
-            told = f" version {shown(version)}" if name in self.models else ""
+            told = f" version {quoted(version)}" if name in self.models else ""
             raise ApiError(
                 404,
-                f"Request for unknown model: {shown(name)}{told} is not found; "
+                f"Request for unknown model: {quoted(name)}{told} is not found; "
                 f"there are {', '.join(self.models)}, version {VERSION}",
                 param="model_name",
                 code="model_not_found",
@@ -261,7 +261,7 @@ def check_outputs(number: int, model: Model) -> None:
     if number > len(model.outputs):
         raise invalid(
             "outputs",
-            f"{number} outputs are asked for, model {shown(model.name)} has {len(model.outputs)}",
+            f"{number} outputs are asked for, model {quoted(model.name)} has {len(model.outputs)}",
         )
 
 
@@ -269,7 +269,7 @@ def _check_outputs(request: InferRequest, model: Model) -> None:
     for name in request.outputs or ():
         if name not in model.outputs:
             raise invalid(
-                name, f"unexpected inference output {shown(name)} for model {shown(model.name)}"
+                name, f"unexpected inference output {quoted(name)} for model {quoted(model.name)}"
             )
     for name in model.needs_outputs:
         if request.outputs is not None and name not in request.outputs:
@@ -298,7 +298,7 @@ def _with_parameters(request: EngineRequest, parameters: Mapping[str, Any]) -> E
     for name in ("priority", "timeout"):
         value = parameters.get(name, 0)
         if type(value) is not int or value < 0:
-            raise invalid(name, f"the parameter {name} = {shown(value)} must be an integer from 0")
+            raise invalid(name, f"the parameter {name} = {quoted(value)} must be an integer from 0")
         if value and name == "timeout":
             request.by_name["deadline_s"] = value / 1e6
         elif value:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gptmanager.callbacks.processors.banned_texts import MAX_WORDS
-from gptmanager.memory.checkpoint_files import shown
+from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 from gptmanager.server.triton.errors import invalid
 from gptmanager.server.triton.messages import InputTensor
@@ -89,7 +89,7 @@ class InputReader:
         if number > len(self.specs):
             raise invalid(
                 "inputs",
-                f"{number} inputs are given for model {shown(self._model)}, it has "
+                f"{number} inputs are given for model {quoted(self._model)}, it has "
                 f"{len(self.specs)}",
             )
 
@@ -100,13 +100,13 @@ class InputReader:
         spec = self.specs.get(name)
         if spec is None:
             raise invalid(
-                name, f"unexpected inference input {shown(name)} for model {shown(self._model)}"
+                name, f"unexpected inference input {quoted(name)} for model {quoted(self._model)}"
             )
         if datatype != spec.datatype and not (spec.is_of_model and datatype in _FLOATS):
             raise invalid(
                 name,
-                f"inference input {shown(name)} data-type is {shown(datatype)}, but model "
-                f"{shown(self._model)} expects '{spec.datatype}'",
+                f"inference input {quoted(name)} data-type is {quoted(datatype)}, but model "
+                f"{quoted(self._model)} expects '{spec.datatype}'",
             )
         fits = len(shape) == len(spec.dims) + 1 and all(
             size in (-1, given) for size, given in zip(spec.dims, shape[1:], strict=True)
@@ -130,7 +130,7 @@ class InputReader:
                 break
             lengths = {len(one) for one in level if isinstance(one, list)}
             if len(kinds) > 1 or len(lengths) > 1:
-                raise invalid(name, f"input {shown(name)} has lists of different lengths")
+                raise invalid(name, f"input {quoted(name)} has lists of different lengths")
             sizes.append(lengths.pop())
             if spec.dims[depth] == -1 and sizes[-1] > most:
                 raise self._too_large(spec, [1, *sizes])
@@ -138,7 +138,7 @@ class InputReader:
                 raise self._misshapen(spec, [1, *sizes])
             level = [inner for one in level for inner in one]
         if list in set(map(type, level)):
-            raise invalid(name, f"input {shown(name)} has lists deeper than {len(spec.dims)}")
+            raise invalid(name, f"input {quoted(name)} has lists deeper than {len(spec.dims)}")
         return tuple(sizes)
 
     def rows(self, inputs: Mapping[str, InputTensor]) -> list[dict[str, Any]]:
@@ -150,15 +150,15 @@ class InputReader:
             if not spec.is_optional and spec.name not in inputs:
                 raise invalid(
                     spec.name,
-                    f"input {shown(spec.name)} is missing for model {shown(self._model)}",
+                    f"input {quoted(spec.name)} is missing for model {quoted(self._model)}",
                 )
         first, count = next((name, len(it.array)) for name, it in inputs.items())
         for name, tensor in inputs.items():
             if len(tensor.array) != count:
                 raise invalid(
                     name,
-                    f"input {shown(name)} has batch size {len(tensor.array)} for model "
-                    f"{shown(self._model)}, while {shown(first)} has {count}",
+                    f"input {quoted(name)} has batch size {len(tensor.array)} for model "
+                    f"{quoted(self._model)}, while {quoted(first)} has {count}",
                 )
         if count < 1:
             raise self._wrong_batch(count)
@@ -170,8 +170,8 @@ class InputReader:
     def _misshapen(self, spec: TensorSpec, shape: Sequence[int]) -> ApiError:
         return invalid(
             spec.name,
-            f"unexpected shape for input {shown(spec.name)} for model {shown(self._model)}. "
-            f"Expected {[-1, *spec.dims]}, got {shown(list(shape))}",
+            f"unexpected shape for input {quoted(spec.name)} for model {quoted(self._model)}. "
+            f"Expected {[-1, *spec.dims]}, got {quoted(list(shape))}",
         )
 
     def _too_large(self, spec: TensorSpec, shape: Sequence[int]) -> ApiError:
@@ -180,16 +180,16 @@ class InputReader:
         limits = spec.limits(self._sizes)
         return invalid(
             spec.name,
-            f"unexpected shape for input {shown(spec.name)} for model {shown(self._model)}. "
+            f"unexpected shape for input {quoted(spec.name)} for model {quoted(self._model)}. "
             f"Expected {[-1, *spec.dims]}, at most {[self._sizes.rows, *limits]}, got "
-            f"{shown(list(shape))}",
+            f"{quoted(list(shape))}",
         )
 
     def _wrong_batch(self, size: int) -> ApiError:
         return invalid(
             None,
             f"inference request batch-size must be from 1 to {self._sizes.rows} for model "
-            f"{shown(self._model)}, it is {size}",
+            f"{quoted(self._model)}, it is {size}",
         )
 
 
