@@ -13,8 +13,10 @@ settings.register_profile(
 )
 settings.load_profile("gptmanager")
 
-# Tests that a shell runs in the background ignore Ctrl-C, and so would what they start.
+# Tests that a shell runs in the background ignore Ctrl-C, those under `nohup` ignore SIGHUP, and so
+# would the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")
