@@ -663,7 +663,14 @@ def test_every_path_on_the_page_exists():
     ] == []
 
 
-def test_tests_stand_in_folders_and_no_test_imports_another():
+def test_every_answer_to_where_is_exists():
+    lines = (ROOT / "tests" / "where_is.txt").read_text(encoding="utf-8").splitlines()
+    answers = [line.rpartition(" | ")[2] for line in lines if not line.startswith("#")]
+    assert len(answers) >= 45 and len(answers) == len({*answers})
+    assert [path for path in answers if not (ROOT / path).exists()] == []
+
+
+def test_tests_are_in_folders_and_no_test_imports_another():
     files = sorted((ROOT / "tests").rglob("*.py"))
     names = [path.stem for path in files]
     assert sum(path.parent == ROOT / "tests" for path in files) <= 25
