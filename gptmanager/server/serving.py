@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import os
 import shlex
@@ -47,7 +48,7 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
         if settings.grpc_port is not None:
             bind(settings.host, settings.grpc_port, "--grpc-port").close()
             load_extra("triton", _GRPC)
-        with open_engine(settings) as engine, _signals_restored():
+        with open_engine(settings) as engine, _signals_restored(), _frozen():
             if uvloop.run(_serve(engine, settings, listener, tell)):
                 raise KeyboardInterrupt
             engine.check_alive()
@@ -128,6 +129,20 @@ def longest_request(manager: GptManager, at_most: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if is_taken(middle) else (low, middle - 1)
     return low
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Keep what a started server holds out of the garbage collector's sight: modules, the model and
+    compiled kernels live as long as the process, and a look through all of them stops every thread
+    for a quarter of a second.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

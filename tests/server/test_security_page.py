@@ -10,7 +10,7 @@ from gptmanager.callbacks import LivePage
 from gptmanager.decoding.guided import guided
 from gptmanager.server import errors
 from gptmanager.server.chat import chat_prompt, templates
-from gptmanager.server.http import access, http_protocol
+from gptmanager.server.http import access, http_protocol, json_text
 from gptmanager.server.http.body import LARGE_BODY
 from gptmanager.server.openai import completions
 from gptmanager.server.settings import ServerSettings
@@ -57,6 +57,10 @@ def in_code():
         "seconds of a request": "request_timeout",
         "beams": "max_beam_width",
     }
+    json_limits = (
+        f"{amount(json_text.MAX_JSON_BYTES)}; {json_text.MAX_VALUES:,}; "
+        f"{json_text.MAX_CONTAINERS:,}"
+    )
     most = inspect.signature(guided.GuidedDecoding).parameters["max_grammars"].default
     grammars = f"{most}, with texts of {amount(guided.MAX_KEPT_BYTES)}"
     template = f"{templates.MAX_SECONDS:g}, and {amount(templates.MAX_BYTES)}"
@@ -65,6 +69,7 @@ def in_code():
         **{what: (default(name), name) for what, name in set_by.items()},
         "bytes of a body": (amount(access.TEXT_BYTES), "max_body_bytes"),
         "bytes of a body that may carry": (amount(access.TENSOR_BYTES), "max_body_bytes"),
+        "bytes of JSON": (json_limits, None),
         "bytes of the request line": (amount(http_protocol.MAX_HEAD_BYTES), None),
         "connections": ("three quarters of the descriptors", "max_connections"),
         "requests that run": ("a batch", "max_concurrency"),

@@ -16,6 +16,7 @@ from gptmanager.server.http.responses import disconnected
 
 _T = TypeVar("_T")
 LARGE_BODY = 1 << 14  # bytes: a thread takes a tenth of a millisecond, their fields a whole one
+_HUGE_BODY = 1 << 20  # bytes: the parser may hold the interpreter for a tenth of a second
 
 
 async def read_body(request: Request, *, carries_tensors: bool = False) -> bytes:
@@ -45,9 +46,20 @@ async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _
         told = f"Content-Encoding is {quoted(encoding)}: the body must come as it is"
         raise ApiError(415, told, param="content-encoding", code="unsupported_encoding")
     body = await read_body(request)
-    if len(body) < LARGE_BODY:
-        return read(_parse_object(body))
-    return await beside(lambda: read(_parse_object(body)))
+    return await parsed(request, len(body), lambda: read(_parse_object(body)))
+
+
+async def parsed(request: Request, size: int, parse: Callable[[], _T]) -> _T:
+    """Return what `parse` makes of a body of `size` bytes: beside the event loop if it is large,
+    and one after another if they are huge. The event loop waits for the interpreter with all other
+    threads, and would come late if many of them held it for long.
+    """
+    if size < LARGE_BODY:
+        return parse()
+    if size < _HUGE_BODY:
+        return await beside(parse)
+    async with request.app.state.huge_bodies:
+        return await beside(parse)
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import api_error
 from gptmanager.server.http.body import (
     begun,
-    beside,
+    parsed,
     read_body,
     read_json,
     until_disconnected,
@@ -49,7 +49,6 @@ from gptmanager.server.triton.messages import (
     InputTensor,
 )
 
-_LARGE = 1 << 16  # bytes: it takes a noticeable time to read them
 _ONE_MODEL = "/v2/models/{name}"
 _ONE_VERSION = "/v2/models/{name}/versions/{version}"
 # paths of Triton's whose extensions are not here, and what they are about
@@ -141,7 +140,8 @@ class HttpFront:
         def read() -> tuple[InferRequest, set[str] | None]:
             return read_request(unpacked(body, encoding, limit), length, model)
 
-        call, binary = await beside(read) if len(body) >= _LARGE else read()
+        size = len(body) if encoding in ("", "identity") else limit
+        call, binary = await parsed(request, size, read)
         response = await until_disconnected(request, self._inference.one_response(call))
         content, headers = write_response(response, model, binary)
         return Response(content, headers=headers)

@@ -10,12 +10,20 @@ import orjson
 import pytest
 import tritonclient.grpc as grpcclient
 from counted import Counted
+from hypothesis import given
+from hypothesis import strategies as st
 from triton_calls import message_of, prompt
 from tritonclient.utils import InferenceServerException
 
 from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS
 from gptmanager.server.errors import ApiError
-from gptmanager.server.http.json_text import MAX_CONTAINERS, parse_json
+from gptmanager.server.http import json_text
+from gptmanager.server.http.json_text import (
+    MAX_CONTAINERS,
+    MAX_JSON_BYTES,
+    MAX_VALUES,
+    parse_json,
+)
 from gptmanager.server.triton import http_messages
 from gptmanager.server.triton.datatypes import from_bytes, from_values
 from gptmanager.server.triton.grpc_messages import read_request
@@ -244,8 +252,30 @@ def test_json_that_would_take_much_more_memory_than_text():
 
 
 def test_what_is_inside_of_texts_is_no_structure():
-    code = 'if x["a"] == [{}, {}]:\\n' * 100_000
-    assert parse_json(orjson.dumps({"prompt": code})) == {"prompt": code}
+    for code in ('if x["a"] == [{}, {}]:\\n' * 100_000, "," * MAX_VALUES + '\\\\" [' * 1000):
+        assert parse_json(orjson.dumps({"prompt": code})) == {"prompt": code}
+
+
+def test_json_that_would_be_parsed_for_long_is_not():
+    """Meanwhile no other thread runs: not the event loop's either."""
+    assert "2097153 values, at most 2097152" in refused(parse_json, b"0," * MAX_VALUES + b"0")
+    assert "pass large tensors as binary" in refused(parse_json, b" " * (MAX_JSON_BYTES + 1))
+
+
+@given(st.lists(st.sampled_from([b'"', b"\\", b"[", b"{", b",", b"a"]), max_size=40).map(b"".join))
+def test_structure_is_counted_as_a_reader_of_letters_would(text):
+    expected, at, is_inside = {"containers": 0, "quotes": 0, "commas": 0}, 0, False
+    while at < len(text):
+        letter = text[at : at + 1]
+        if letter == b"\\" and text[at + 1 : at + 2] in (b"\\", b'"'):
+            at += 2
+            continue
+        expected["quotes"] += letter == b'"'
+        is_inside ^= letter == b'"'
+        expected["containers"] += letter in (b"[", b"{") and not is_inside
+        expected["commas"] += letter == b"," and not is_inside
+        at += 1
+    assert json_text._counts_outside_texts(text)._asdict() == expected
 
 
 def test_json_of_many_numbers_is_parsed():
