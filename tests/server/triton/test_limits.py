@@ -5,12 +5,12 @@ import logging
 import tracemalloc
 from types import SimpleNamespace
 
+import hypothesis
 import numpy as np
 import orjson
 import pytest
 import tritonclient.grpc as grpcclient
 from counted import Counted
-from hypothesis import given
 from hypothesis import strategies as st
 from triton_calls import message_of, prompt
 from tritonclient.utils import InferenceServerException
@@ -262,7 +262,9 @@ def test_json_that_would_be_parsed_for_long_is_not():
     assert "pass large tensors as binary" in refused(parse_json, b" " * (MAX_JSON_BYTES + 1))
 
 
-@given(st.lists(st.sampled_from([b'"', b"\\", b"[", b"{", b",", b"a"]), max_size=40).map(b"".join))
+@hypothesis.given(
+    st.lists(st.sampled_from([b'"', b"\\", b"[", b"{", b",", b"a"]), max_size=40).map(b"".join)
+)
 def test_structure_is_counted_as_a_reader_of_letters_would(text):
     expected, at, is_inside = {"containers": 0, "quotes": 0, "commas": 0}, 0, False
     while at < len(text):
