@@ -57,6 +57,8 @@ def add_command(commands: Any) -> None:
     add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help=told)
     told = "clients may load adapters from below it (default: they load none)"
     add("--adapter-dir", type=folder, metavar="DIR", help=told)
+    told = "adapters that may be loaded at once (default %(default)s)"
+    add("--max-adapters", default=128, help=told, **number)
     add("--chat-template", type=Path, metavar="FILE", help="(default: the checkpoint's)")
     told = "a request may bring a chat template of its own"
     add("--trust-request-chat-template", action="store_true", help=told)

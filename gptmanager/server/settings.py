@@ -23,8 +23,8 @@ class ServerSettings(AccessSettings):
     at once, None: as many as make a batch. `max_queued_requests` and `max_queued_tokens` (of their
     prompts, None: any number): what may wait beyond those.
     `request_timeout`, `shutdown_timeout`: seconds, None: no limit. `adapter_dir`: clients load
-    adapters from below it; None: they load none. `triton`: /v2 is served, as it is with a
-    `grpc_port`. `chat_template`: a file, instead of the checkpoint's.
+    adapters from below it, `max_adapters` at once; None: they load none. `triton`: /v2 is served,
+    as it is with a `grpc_port`. `chat_template`: a file, instead of the checkpoint's.
     `trust_request_chat_template`: a request may bring its own. `no_special_tokens_in_text`: what a
     client writes never becomes a special token. `lenient`: unknown fields are a warning. `manager`:
     what the manager is constructed with.
@@ -41,6 +41,7 @@ class ServerSettings(AccessSettings):
     request_timeout: float | None = None
     shutdown_timeout: float = 20.0
     adapter_dir: Path | None = None
+    max_adapters: int = 128
     chat_template: Path | None = None
     trust_request_chat_template: bool = False
     no_special_tokens_in_text: bool = False
@@ -57,6 +58,7 @@ class ServerSettings(AccessSettings):
             max_queued_requests=0,
             max_queued_tokens=0,
             max_beam_width=1,
+            max_adapters=1,
             request_timeout=0,
             shutdown_timeout=0,
         )

@@ -12,6 +12,7 @@ import random
 import subprocess
 import threading
 import time
+import traceback
 
 import guided_requests
 import jsonschema
@@ -370,3 +371,17 @@ def test_a_random_schema_works_or_is_an_error_by_name(guided, tokenizer):
             with contextlib.suppress(jsonschema.SchemaError):  # the parser reads only what counts
                 jsonschema.validate(text, schema)
     assert worked > 2
+
+
+def test_an_error_that_is_kept_keeps_nothing_of_those_who_were_told(guided):
+    """It is raised for every request that brings the grammar, and each would leave its stack."""
+
+    def frames_after_a_request():
+        grammar = guided.regex("(?=never)")
+        with pytest.raises(InvalidRequestError) as told:
+            grammar.prepare("cpu").result(timeout=60)
+        return len(list(traceback.walk_tb(told.value.__traceback__)))
+
+    first = frames_after_a_request()
+    assert [frames_after_a_request() for _ in range(3)] == [first] * 3
+    assert guided.regex("(?=never)").prepare("cpu").exception().__traceback__ is None

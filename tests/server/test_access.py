@@ -6,12 +6,12 @@ import httpx
 import pytest
 import torch
 from adapter_folders import LLAMA, module_name, random_pair, save_adapter
-from running_server import running_server, settings_of
+from running_server import MODEL, running_server, settings_of
 from starlette.requests import Request
 
 from gptmanager.callbacks import load_peft_adapter
 from gptmanager.errors import ConfigError
-from gptmanager.server.engine.adapters import FIRST_OWN_TASK
+from gptmanager.server.engine.adapters import FIRST_OWN_TASK, Adapters
 from gptmanager.server.engine.call import EngineRequest
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.hosts import needs_guard
@@ -230,6 +230,23 @@ def test_an_adapter_is_loaded_used_and_unloaded(guarded, with_key):
         greedy(guarded, "uno")
     assert caught.value.status == 404
     assert with_key.post("/v1/unload_lora_adapter", json={"lora_name": "uno"}).status_code == 404
+
+
+def test_only_so_many_adapters_are_loaded_those_included_that_are_being_read(tmp_path):
+    adapters = Adapters(MODEL, tmp_path, 2)
+    an_adapter(tmp_path / "one")
+    adapters.add(adapters.read("uno", "one"))
+    with adapters.room("due"):
+        with pytest.raises(ApiError, match="--max-adapters = 2") as caught, adapters.room("tre"):
+            raise AssertionError("there is no room")
+    assert (caught.value.status, caught.value.code) == (400, "too_many_adapters")
+    with adapters.room("tre"):
+        adapters.add(adapters.read("tre", "one"))
+    with pytest.raises(ApiError), adapters.room("due"):
+        raise AssertionError("there is no room")
+    adapters.remove("uno")
+    with adapters.room("due"):
+        pass
 
 
 def test_an_adapter_that_left_the_cache_is_sent_again(guarded, with_key):

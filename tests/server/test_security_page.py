@@ -56,6 +56,7 @@ def in_code():
         "tokens of prompts that wait": "max_queued_tokens",
         "seconds of a request": "request_timeout",
         "beams": "max_beam_width",
+        "adapters that clients have loaded": "max_adapters",
     }
     json_limits = (
         f"{amount(json_text.MAX_JSON_BYTES)}; {json_text.MAX_VALUES:,}; "

@@ -39,9 +39,23 @@ class TextBans(Protocol):
 
 
 class CompiledGrammar(Future[Any]):
-    """A matcher at its start, once it is compiled."""
+    """A matcher at its start, once it is compiled.
+
+    An error is kept and raised for every request, and would keep what each of them had on its
+    stack: it begins without a traceback each time.
+    """
 
     unenforced: tuple[str, ...] = ()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        return None if error is None else error.with_traceback(None)
+
+    def result(self, timeout: float | None = None) -> Any:
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return super().result()
 
 
 class Grammar(BoundProcessor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -32,11 +33,13 @@ class Adapter:
 
 class Adapters:
     """By their names, of the model in the folder `model`. `root`: the folder below which adapters
-    must be; None: none is loaded.
+    must be; None: none is loaded. `most`: how many are kept at once, each with its weights.
     """
 
-    def __init__(self, model: Path, root: Path | None) -> None:
+    def __init__(self, model: Path, root: Path | None, most: int) -> None:
         self._model = model
+        self._most = most
+        self._num_loading = 0
         self._root = None if root is None else root.resolve()
         self._by_name: dict[str, Adapter] = {}
         self._task_ids = itertools.count(FIRST_OWN_TASK)
@@ -55,6 +58,22 @@ class Adapters:
             )
         return self._by_name[name]
 
+    @contextlib.contextmanager
+    def room(self, name: str) -> Iterator[None]:
+        """Keep room for one more while its files are read and it is added, in the block.
+
+        ApiError 400 if its name is taken, or if there are too many with those that are being read.
+        """
+        self._check_free(name)
+        if len(self._by_name) + self._num_loading >= self._most:
+            told = f"--max-adapters = {self._most} adapters are loaded: unload one of them first"
+            raise ApiError(400, told, param="lora_name", code="too_many_adapters")
+        self._num_loading += 1
+        try:
+            yield
+        finally:
+            self._num_loading -= 1
+
     def read(self, name: str, path: str) -> Adapter:
         """An adapter from its files, not added yet; takes as long as reading takes.
 
@@ -72,7 +91,7 @@ class Adapters:
 
     def add(self, adapter: Adapter) -> None:
         """ApiError 400 if its name is taken."""
-        self.check_free(adapter.name)
+        self._check_free(adapter.name)
         self._by_name[adapter.name] = adapter
 
     def remove(self, name: str) -> Adapter:
@@ -80,7 +99,7 @@ class Adapters:
         del self._by_name[name]
         return adapter
 
-    def check_free(self, name: str) -> None:
+    def _check_free(self, name: str) -> None:
         if name in self._by_name:
             raise ApiError(
                 400, f"an adapter called {quoted(name)} is loaded already", param="lora_name"

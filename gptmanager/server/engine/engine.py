@@ -57,7 +57,7 @@ class Engine:
         self.manager = manager
         self.queue = queue
         self.metrics = metrics
-        self.adapters = Adapters(card.folder, settings.adapter_dir)
+        self.adapters = Adapters(card.folder, settings.adapter_dir, settings.max_adapters)
         self.has_adapters = has_adapters
         self.key = ServerKey(settings)
         self.is_draining = False
@@ -256,7 +256,10 @@ class Engine:
         self._check_open()
         if name == self.card.name:
             raise ApiError(400, f"{quoted(name)} is the model's name", param="lora_name")
-        self.adapters.check_free(name)
+        with self.adapters.room(name):
+            return await self._load_adapter(name, path)
+
+    async def _load_adapter(self, name: str, path: str) -> Adapter:
         adapter = await beside(functools.partial(self.adapters.read, name, path))
         # one token shows whether it is one of this model, and caches it
         request = EngineRequest([0], 1, lora_task_id=adapter.task_id, **adapter.tensors)

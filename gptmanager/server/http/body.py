@@ -33,7 +33,9 @@ async def read_body(request: Request, *, carries_tensors: bool = False) -> bytes
         if size > limit:
             raise _too_large("more", limit)
         pieces.append(piece)
-    return b"".join(pieces)
+    if size < _HUGE_BODY:
+        return b"".join(pieces)
+    return await beside(lambda: b"".join(pieces))
 
 
 async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _T:
