@@ -36,6 +36,7 @@ from server_watch import Watched
 
 _WATCH = Path(__file__).with_name("server_watch.py")
 _CANARY = {"prompt": "Tom had a red ball", "max_tokens": 12, "temperature": 0.8, "seed": 7}
+_NUM_GRAMMARS = 256  # that a server keeps
 _OPTIONS = (
     *("--triton", "--grpc-port", "0", "--kv-cache-tokens", "4096", "--tokens-per-block", "16"),
     *("--max-batch-size", "8", "--max-seq-len", "256", "--max-beam-width", "2"),
@@ -179,6 +180,18 @@ def drawn(seed: int, document: dict[str, Any]) -> Iterator[Case]:
                 yield documented.get_nowait()
 
 
+def fill_caches(target: Target) -> None:
+    """Have as many grammars compiled as the server keeps: a cache that fills is no leak, and memory
+    is judged when it is full.
+    """
+    url = f"http://{target.host}:{target.port}/v1/completions"
+    with httpx.Client(timeout=60) as client:
+        for number in range(_NUM_GRAMMARS):
+            schema = {"type": "object", "properties": {f"a{number}": {"type": "string"}}}
+            body = {"prompt": "Tom", "max_tokens": 2, "guided_json": schema}
+            client.post(url, json=body).raise_for_status()
+
+
 @contextlib.contextmanager
 def attacked(patience_s: float) -> Iterator[tuple[Target, int, Callable[[], str]]]:
     """A server with all fronts: where it is, its process, and what gives its log."""
@@ -201,6 +214,7 @@ def main() -> int:
         cases = drawn(options.seed, document)
         if options.replay:
             cases = iter([Case.from_json(path.read_text()) for path in options.replay])
+        fill_caches(target)
         attack = Attack(target, pid, cases, log, clients=1 if options.replay else 8)
         report = attack.run(60 * options.minutes)
         logged = log()

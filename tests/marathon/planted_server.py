@@ -2,7 +2,7 @@
 
 python planted_server.py FAULT
 
-Prints its port. The fault begins with request 30: "none", "hangs", "grows", "dies", "fails" (500),
+Prints its port. The fault begins with request 10: "none", "hangs", "grows", "dies", "fails" (500),
 "closes" (without an answer), "late" (/health), "forgets" (the canary), "traceback", "unwell".
 """
 
@@ -14,7 +14,7 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-_BEGIN = 30
+_BEGIN = 10
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -72,7 +72,7 @@ def adapter(task: int) -> dict[str, Any]:
     return {"lora_task_id": task, "lora_weights": weights, "lora_config": config}
 
 
-def canaries(chance: random.Random) -> list[Canary]:
+def canaries(chance: random.Random, count: int) -> list[Canary]:
     guided = load_guided_decoding(MODEL)
     grammars = [
         guided.regex(r"[A-Z][a-z]{2,5} (had|lost) a (red|blue|green) ball\."),
@@ -83,7 +83,7 @@ def canaries(chance: random.Random) -> list[Canary]:
     shared = [chance.randrange(2, 600) for _ in range(24)]
     kinds = ("greedy", "seeded", "adapter", "guided", "drafts", "beams", "stream", "adapter_beams")
     found = []
-    for number in range(NUM_CANARIES):
+    for number in range(count):
         kind = kinds[number % len(kinds)]
         prompt = shared[: chance.choice([0, 8, 24])]
         prompt = prompt + [chance.randrange(2, 600) for _ in range(chance.randint(3, 20))]
@@ -191,10 +191,15 @@ def slope(samples: list[tuple[float, float]]) -> float:
     return float(np.polyfit(times / 60, sizes, 1)[0])
 
 
-def soak(minutes: float, seed: int, most_requests: float = math.inf) -> dict[str, Any]:
+def soak(
+    minutes: float,
+    seed: int,
+    most_requests: float = math.inf,
+    num_canaries: int = NUM_CANARIES,
+) -> dict[str, Any]:
     """With `most_requests` it is a short one, of which no amounts are demanded."""
     chance = random.Random(seed)
-    found = canaries(chance)
+    found = canaries(chance, num_canaries)
     learn(found)
     run = Run(max_tokens=264, max_batch_size=8)
     ends, seen, failures = Counter[str](), Counter[str](), []

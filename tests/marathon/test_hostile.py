@@ -18,9 +18,9 @@ from server_watch import Memory, Poll, Watched
 
 PLANTED = Path(__file__).with_name("planted_server.py")
 # a real server is judged by 0.5 s; this one is alone, and the machine of tests may be busy
-BARS = Bars(health_s=0.25, on_time_s=10.0, growth_mb=50.0, window_s=0.1, warm_share=0.0)
+BARS = Bars(health_s=0.25, on_time_s=10.0, growth_mb=15.0, window_s=0.1, warm_share=0.0)
 FAULTS = {
-    "hangs": "no answer in 0.4 s",
+    "hangs": "no answer in 0.2 s",
     "grows": "memory of server has grown by",
     "dies": "the server has ended",
     "fails": "500: ",
@@ -46,11 +46,11 @@ def attack(fault: str, log: Path) -> dict[str, Any]:
         try:
             assert process.stdout is not None
             target = Target("127.0.0.1", int(process.stdout.readline()), "")
-            times: dict[str, Any] = {"patience_s": 0.4, "canary_s": 0.05, "poll_s": 0.01}
+            times: dict[str, Any] = {"patience_s": 0.2, "canary_s": 0.05, "poll_s": 0.01}
             found = Attack(
                 target, process.pid, cases(), log.read_text, clients=3, bars=BARS, **times
             )
-            return found.run(0.6)
+            return found.run(0.4)
         finally:
             process.kill()
 
@@ -64,7 +64,7 @@ def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
 def test_a_sound_server_is_not_blamed(tmp_path: Path) -> None:
     report = attack("none", tmp_path / "log")
     assert [it for it in report["failures"] if "/health took" not in it] == []
-    assert report["cases"] > 30 and report["answers"]["/"] == {"200": report["cases"]}
+    assert report["cases"] > 20 and report["answers"]["/"] == {"200": report["cases"]}
     assert report["health"]["polls"] and report["memory"]["server"]["peak_mb"] > 5
 
 
