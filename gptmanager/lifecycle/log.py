@@ -6,8 +6,12 @@ The handlers and filters are the host's, and a record asks the host's `time.time
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+_RARELY_S = 10.0
 
 
 class SteadyLogger:
@@ -34,6 +38,29 @@ class SteadyLogger:
     def _log(self, level: int, text: str, values: tuple[Any, ...], exc_info: Any = None) -> None:
         with suppress(Exception):
             self._logger.log(level, text, *values, exc_info=exc_info, stacklevel=3)
+
+
+class RareWarnings:
+    """Logs what clients may cause as often as they like: at most a line each ten seconds. The next
+    line tells how many there were that have none.
+    """
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._next = 0.0
+        self._num_unlogged = 0
+
+    def warning(self, text: str, *values: Any) -> None:
+        now = self._clock()
+        if now < self._next:
+            self._num_unlogged += 1
+            return
+        more = (
+            f", and {self._num_unlogged} others since the last line" if self._num_unlogged else ""
+        )
+        self._logger.warning(f"{text}%s", *values, more)
+        self._next, self._num_unlogged = now + _RARELY_S, 0
 
 
 logger = SteadyLogger(logging.getLogger("gptmanager"))

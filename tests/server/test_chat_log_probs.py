@@ -1,11 +1,16 @@
 """Log probabilities of chats, beside a plain forward pass of transformers' Llama."""
 
+import threading
+
 import pytest
 import torch
 from server.test_streams import choices_of, frames, same
 from transformers import LlamaForCausalLM
 
 from gptmanager.callbacks import load_tokenizer
+from gptmanager.server.openai import chat, completions
+from gptmanager.server.text import answer
+from gptmanager.server.text.log_probs import prompt_shape
 
 MODEL = "examples/tiny_llama"
 TOKENIZER = load_tokenizer(MODEL)
@@ -125,3 +130,28 @@ def test_tokens_by_their_ids(client):
 def test_an_answer_without_text_has_an_empty_list(client):
     (choice,) = ask(client, guided_regex="ab", stop="a")["choices"]
     assert choice["message"]["content"] == "" and choice["logprobs"]["content"] == []
+
+
+def test_many_log_probabilities_are_written_beside_the_event_loop(client, monkeypatch):
+    """Those of 8,192 tokens take a quarter of a second."""
+    threads = []
+
+    def shape(*given):
+        threads.append(threading.current_thread().name)
+        return prompt_shape(*given)
+
+    for module in (chat, completions):
+        monkeypatch.setattr(module, "prompt_shape", shape)
+    monkeypatch.setattr(answer, "MANY_LISTED", 100)
+    for is_long in (False, True):
+        text = "a b " * 60 if is_long else "a b"
+        for path, given in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ):
+            for stream in (False, True):
+                body = {**given, "max_tokens": 2, "prompt_logprobs": 1, "stream": stream}
+                reply = client.post(path, json=body)
+                assert reply.status_code == 200 and "decoded_token" in reply.text
+                is_beside = threads.pop().startswith("asyncio_")
+                assert not threads and is_beside == is_long, (path, stream, is_long)

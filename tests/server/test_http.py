@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import time
 
@@ -12,8 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.log import RareWarnings
 from gptmanager.server.http import http_protocol
-from gptmanager.server.http.connections import Connections, Proxies, RefusalLog
+from gptmanager.server.http.connections import Connections, Proxies
 from gptmanager.server.http.responses import EventStream, disconnected, event
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -196,13 +198,13 @@ def test_an_address_has_only_so_many_connections_and_a_proxy_s_client_so_many_re
 
 def test_bad_connections_are_logged_now_and_then(caplog):
     now = [100.0]
-    log = RefusalLog(lambda: now[0])
+    log = RareWarnings(logging.getLogger("test"), lambda: now[0])
     for when in (100.0, 101.0, 105.0, 111.0, 112.0):
         now[0] = when
-        log.tell("1.2.3.4", "it is bad")
+        log.warning("%s is %s", "it", "bad")
     assert [record.getMessage() for record in caplog.records] == [
-        "a connection from 1.2.3.4 was refused: it is bad",
-        "a connection from 1.2.3.4 was refused: it is bad, and 2 others since the last line",
+        "it is bad",
+        "it is bad, and 2 others since the last line",
     ]
 
 

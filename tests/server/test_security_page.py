@@ -15,6 +15,7 @@ from gptmanager.server.http.body import LARGE_BODY
 from gptmanager.server.openai import completions
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text import generation_fields, tools
+from gptmanager.server.triton import token_model
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
 
@@ -71,6 +72,7 @@ def in_code():
         "bytes of a body": (amount(access.TEXT_BYTES), "max_body_bytes"),
         "bytes of a body that may carry": (amount(access.TENSOR_BYTES), "max_body_bytes"),
         "bytes of JSON": (json_limits, None),
+        "bytes of the logits": (amount(token_model.MAX_LOGITS_BYTES), None),
         "bytes of the request line": (amount(http_protocol.MAX_HEAD_BYTES), None),
         "connections": ("three quarters of the descriptors", "max_connections"),
         "requests that run": ("a batch", "max_concurrency"),

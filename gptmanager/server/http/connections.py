@@ -8,12 +8,12 @@ from __future__ import annotations
 import ipaddress
 import logging
 import resource
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gptmanager.lifecycle.log import RareWarnings
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.access import networks_of
 from gptmanager.server.http.responses import error_response
@@ -21,7 +21,6 @@ from gptmanager.server.http.responses import error_response
 PEER = "gptmanager.peer"  # in a request's scope: the address of the connection's other end
 _MOST = 1 << 16
 _LEAST = 16
-_LOG_S = 10.0  # between two lines about refused connections
 _logger = logging.getLogger(__name__)
 
 
@@ -59,7 +58,7 @@ class Connections:
         self._proxies = proxies
         self._num_open = 0
         self._by_address: Counter[str] = Counter()
-        self.log = RefusalLog()
+        self._log = RareWarnings(_logger)
 
     def enter(self, host: str) -> ApiError | None:
         """Count one more connection; the refusal if there are as many as there may be. `leave`
@@ -77,6 +76,9 @@ class Connections:
         if limit is not None and self._by_address[host] > limit and host not in self._proxies:
             return _too_many_of_address(limit)
         return None
+
+    def log_refusal(self, host: str, why: str) -> None:
+        self._log.warning("a connection from %s was refused: %s", host, why)
 
     def leave(self, host: str) -> None:
         self._num_open -= 1
@@ -117,23 +119,3 @@ def _too_many_of_address(limit: int) -> ApiError:
         f"this address has --max-connections-per-address = {limit} connections already",
         code="too_many_connections",
     )
-
-
-class RefusalLog:
-    """Logs refused connections, at most a line each `_LOG_S` seconds; others are counted."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._next = 0.0
-        self._num_unlogged = 0
-
-    def tell(self, host: str, why: str) -> None:
-        now = self._clock()
-        if now < self._next:
-            self._num_unlogged += 1
-            return
-        more = (
-            f", and {self._num_unlogged} others since the last line" if self._num_unlogged else ""
-        )
-        _logger.warning("a connection from %s was refused: %s%s", host, why, more)
-        self._next, self._num_unlogged = now + _LOG_S, 0

@@ -61,7 +61,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._set_deadline(self.timeout_keep_alive, transport.close)
             return
         self._is_deaf = True  # no descriptor is held for what this client would still write
-        self._limits.log.tell(self._host, refusal.message)
+        self._limits.log_refusal(self._host, refusal.message)
         self._write(refusal)
         transport.close()
 
@@ -190,7 +190,7 @@ class HttpProtocol(HttpToolsProtocol):
     # The end ----------------------------------------------------------------------------------
 
     def _refuse(self, error: ApiError) -> None:
-        self._limits.log.tell(self._host, error.message)
+        self._limits.log_refusal(self._host, error.message)
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             is_read_now = not self._is_in_head and not self._is_whole and not self.pipeline

@@ -166,7 +166,9 @@ class _Chat:
         for index, (shape, output) in enumerate(zip(self._shapes, outputs, strict=True)):
             shape.flush()
             delta = Delta("", token_ids[index], log_probs[index], output.finish_reason)
-            told = self._told(index, delta)
+            told = await self._answer.shaped(
+                functools.partial(self._told, index, delta), len(delta.log_probs)
+            )
             if self._given.get("logprobs") and told["logprobs"] is None:  # clients look for a list
                 told["logprobs"] = chat_shape([], 0, self._texts)
             choices.append({"index": index, "message": shape.message(), **told})
@@ -174,7 +176,7 @@ class _Chat:
             **self._head,
             "choices": choices,
             "usage": self._answer.usage(),
-            **self._of_prompt(),
+            **await self._answer.shaped(self._of_prompt),
         }
 
     async def frames(self) -> AsyncIterator[bytes]:
@@ -186,7 +188,7 @@ class _Chat:
                 for choice in self._choices(index, delta):
                     chunk = {**self._head, "choices": [choice]}
                     if not any(self._has_begun):
-                        chunk.update(self._of_prompt())
+                        chunk.update(await self._answer.shaped(self._of_prompt))
                     self._has_begun[index] = True
                     if is_continuous:
                         chunk["usage"] = self._answer.usage()

@@ -226,7 +226,11 @@ class _Completion:
         joined = [_Joined() for _ in answer.outputs]
         async for index, delta in answer.deltas():
             joined[index].add(delta)
-        choices = [self._choice(index, one.delta()) for index, one in enumerate(joined)]
+        deltas = [one.delta() for one in joined]
+        choices = await answer.shaped(
+            lambda: [self._choice(index, delta) for index, delta in enumerate(deltas)],
+            sum(len(delta.log_probs) for delta in deltas),
+        )
         return {**self._head, "choices": choices, "usage": answer.usage()}
 
     async def frames(self) -> AsyncIterator[bytes]:
@@ -235,7 +239,9 @@ class _Completion:
         is_continuous = options.get("continuous_usage_stats", False)
         try:
             async for index, delta in self._answer.deltas():
-                chunk = {**self._head, "choices": [self._choice(index, delta)]}
+                choice = functools.partial(self._choice, index, delta)
+                told = choice() if self._has_begun[index] else await self._answer.shaped(choice)
+                chunk = {**self._head, "choices": [told]}
                 if is_continuous:
                     chunk["usage"] = self._answer.usage()
                 elif has_usage:

@@ -7,17 +7,22 @@ JSON that clients get.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, TypeVar
 
 from gptmanager import FinishReason
 from gptmanager.callbacks import GenerationPart
 from gptmanager.server.engine.call import check_in_time
 from gptmanager.server.engine.engine import Engine
+from gptmanager.server.http.body import beside
 from gptmanager.server.text.log_probs import TokenLogProb, output_log_probs, prompt_log_probs
 from gptmanager.server.text.outputs import Delta, Output
 from gptmanager.server.text.sampling import Wanted, ends_of, requests_of, scoring_request
+
+_T = TypeVar("_T")
+MANY_LISTED = 1024  # tokens whose log probabilities take some tens of milliseconds to write
 
 
 class Answer:
@@ -89,6 +94,7 @@ class Answer:
             async for request, part in parts:
                 prompt = request // self._num_requests
                 knew_prompt = self._knows[prompt]
+                await self._read_prompt(request, part)
                 indices = self._take(request, part)
                 for index in indices:
                     self._push(self.outputs[index], index, part)
@@ -106,6 +112,13 @@ class Answer:
                         self._has_ended[index] = delta.finish_reason is not None
                         yield index, delta
 
+    async def shaped(self, shape: Callable[[], _T], num_listed: int = 0) -> _T:
+        """Return what `shape` makes of log probabilities, those of the prompts and `num_listed` of
+        outputs; beside the event loop if they are many.
+        """
+        of_prompts = sum(len(one) for one in self.prompt_log_probs if one is not None)
+        return await beside(shape) if of_prompts + num_listed >= MANY_LISTED else shape()
+
     def usage(self) -> dict[str, Any]:
         """Tokens so far, those that end an output included."""
         prompt = sum(map(len, self.prompts))
@@ -117,12 +130,19 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
 
+    async def _read_prompt(self, request: int, part: GenerationPart) -> None:
+        """Read the log probabilities of a prompt, if the part has them."""
+        prompt, choice = divmod(request, self._num_requests)
+        if self._knows[prompt] or choice or "prompt_log_probs" not in part.tensors:
+            return
+        tokens = self.prompts[prompt]
+        read = functools.partial(prompt_log_probs, tokens, part.tensors)
+        found = await beside(read) if len(tokens) >= MANY_LISTED else read()
+        self.prompt_log_probs[prompt], self._knows[prompt] = found, True
+
     def _take(self, request: int, part: GenerationPart) -> range:
         """Take the part's figures of its prompt; return the outputs that it belongs to."""
         prompt, choice = divmod(request, self._num_requests)
-        if not self._knows[prompt] and choice == 0 and "prompt_log_probs" in part.tensors:
-            self.prompt_log_probs[prompt] = prompt_log_probs(self.prompts[prompt], part.tensors)
-            self._knows[prompt] = True
         if part.result is not None:
             if choice == 0:
                 self._knows[prompt] = True  # there are none if its time was over before

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gptmanager.callbacks import GenerationPart, GenerationResult
+from gptmanager.lifecycle.log import RareWarnings
 from gptmanager.server.engine.call import EngineRequest, check_in_time
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.settings import ServerSettings
@@ -83,6 +84,7 @@ _SAME = (
     *("prompt_embedding_table", "prompt_vocab_size", "draft_input_ids", "draft_logits"),
     *("lora_task_id", "lora_weights", "lora_config"),
 )
+MAX_LOGITS_BYTES = 256 << 20  # of a row of a call, prompt and outputs together
 # what this engine does not do, with the values that ask for nothing
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "decoder_input_ids": (),
@@ -107,6 +109,7 @@ class TokenModel:
         self.reader = InputReader(self.name, self.inputs, sizes)
         self._card = engine.card
         self._params = settings.manager.params
+        self._log = RareWarnings(_logger)
 
     async def replies(
         self, row: Mapping[str, Any], *, output_len: str = "request_output_len"
@@ -128,6 +131,8 @@ class TokenModel:
             by_name["num_return_sequences"], count = count, 1
             if "num_return_sequences" not in row:
                 by_name["num_return_sequences"] = width
+        num_requests = 1 if width > 1 else count
+        self._check_logits(row, len(prompt) * num_requests, most * num_requests * width)
         gathers = self._params.gather_context_logits, self._params.gather_generation_logits
         found = []
         for index in range(count):
@@ -159,6 +164,24 @@ class TokenModel:
             )
         return count, width
 
+    def _check_logits(self, row: Mapping[str, Any], num_prompt: int, num_new: int) -> None:
+        """ApiError for a row whose logits would take more memory than is allowed: of so many tokens
+        of prompts, and of outputs.
+        """
+        of_context = row.get("return_context_logits", False) or self._params.gather_context_logits
+        of_output = (
+            row.get("return_generation_logits", False) or self._params.gather_generation_logits
+        )
+        num_rows = num_prompt * bool(of_context) + num_new * bool(of_output)
+        size = 4 * num_rows * self._card.vocab_size
+        if size > MAX_LOGITS_BYTES:
+            name = "return_context_logits" if of_context else "return_generation_logits"
+            raise invalid(
+                name,
+                f"{name}: the logits of {num_rows} tokens, {self._card.vocab_size} of each, would "
+                f"have {size} bytes, at most {MAX_LOGITS_BYTES} are allowed",
+            )
+
     def _prompt(self, row: Mapping[str, Any]) -> list[int]:
         ids, length = row["input_ids"], row["input_lengths"]
         if not 1 <= length <= len(ids):
@@ -181,7 +204,7 @@ class TokenModel:
             raise prompt_too_long(length, limit - 1)
         room = max(limit - length - len(row.get("draft_input_ids", ())), 1)
         if most > room:
-            _logger.warning(
+            self._log.warning(
                 "%s = %d lowered to %d: prompt of %d tokens, max_seq_len = %d",
                 *(name, most, room, length, limit),
             )

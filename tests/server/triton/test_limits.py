@@ -16,6 +16,7 @@ from triton_calls import message_of, prompt
 from tritonclient.utils import InferenceServerException
 
 from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS
+from gptmanager.lifecycle.log import RareWarnings
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http import json_text
 from gptmanager.server.http.json_text import (
@@ -24,7 +25,7 @@ from gptmanager.server.http.json_text import (
     MAX_VALUES,
     parse_json,
 )
-from gptmanager.server.triton import http_messages
+from gptmanager.server.triton import http_messages, token_model
 from gptmanager.server.triton.datatypes import from_bytes, from_values
 from gptmanager.server.triton.grpc_messages import read_request
 from gptmanager.server.triton.inference import sizes_of
@@ -360,7 +361,8 @@ def test_ids_are_short(grpc, stream):
     assert stream.next().error is None
 
 
-def test_what_is_more_than_the_room_is_lowered_with_a_warning(infer, caplog):
+def test_what_is_more_than_the_room_is_lowered_with_a_warning(infer, caplog, monkeypatch):
+    monkeypatch.setattr(RareWarnings, "warning", lambda log, *told: log._logger.warning(*told))
     drafts = {"draft_input_ids": [5, 6]}
     with caplog.at_level(logging.WARNING):
         for given, length in (({}, 512), (drafts, 510)):
@@ -370,6 +372,28 @@ def test_what_is_more_than_the_room_is_lowered_with_a_warning(infer, caplog):
     start = "request_output_len = 2147483647 lowered to"
     end = "prompt of 500 tokens, max_seq_len = 512"
     assert told == [f"{start} 12: {end}", f"{start} 10: {end}"]
+
+
+@pytest.mark.parametrize(
+    "given, num_rows",
+    [
+        ({"return_context_logits": True}, 3),
+        ({"return_generation_logits": True}, 5),
+        ({"return_context_logits": True, "return_generation_logits": True}, 8),
+        ({"return_generation_logits": True, "beam_width": 2}, 10),
+        ({"return_context_logits": True, "beam_width": 2}, 3),
+    ],
+)
+def test_logits_have_a_limit(infer, monkeypatch, given, num_rows):
+    """They take four bytes for each token and each one of the vocabulary."""
+    size = 4 * num_rows * 640
+    monkeypatch.setattr(token_model, "MAX_LOGITS_BYTES", size - 1)
+    with pytest.raises(InferenceServerException) as error:
+        infer(**prompt(5, 6, 7, new=5, **given))
+    assert f"of {num_rows} tokens, 640 of each, would have {size} bytes" in error.value.message()
+    assert error.value.message().startswith(next(iter(given)))
+    monkeypatch.setattr(token_model, "MAX_LOGITS_BYTES", size)
+    infer(**prompt(5, 6, 7, new=5, **given))
 
 
 def test_a_text_without_room_gets_the_words_of_the_contract(infer):
