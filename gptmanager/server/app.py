@@ -88,6 +88,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app.router.redirect_slashes = False  # a 404 tells more than an empty redirection
     app.state.settings = settings
     app.state.engine = engine
+    app.state.body_room = engine.body_room
     app.state.huge_bodies = asyncio.Semaphore(1)
     return app
 

@@ -19,9 +19,12 @@ _KEPT = 1 << 13  # bytes of a case that are remembered for each one
 
 @dataclass(frozen=True)
 class Bars:
-    """`warm_share`: of a run, after which memory is judged; the slope is that of its second half,
-    and counts in runs of `slope_s` at least, since noise has a slope, too. `on_time_s`: a late
-    answer counts only if the watcher itself was later than this at no time.
+    """`warm_share`: of a run, after which memory is judged. The slope is the smaller one of the
+    last two quarters: a leak goes on in both, and a cache that has become full, or a process that
+    has been started anew, is in one of them. It counts in runs of `slope_s` at least, since noise
+    has a slope, too. `on_time_s`: a late
+    answer counts only if the watcher itself was later than this at no time, and if it is still late
+    without the time that the event loop's thread waited for a core.
     """
 
     health_s: float = 0.5
@@ -100,7 +103,8 @@ def _judge_health(record: Record, watched: Watched, bars: Bars) -> list[Mapping[
             record.fail(f"/health was answered with {poll.status or 'nothing'}")
         if poll.latency_s < bars.health_s:
             continue
-        counts = poll.own_late_s <= bars.on_time_s
+        by_itself = poll.latency_s - poll.starved_s >= bars.health_s
+        counts = by_itself and poll.own_late_s <= bars.on_time_s
         during = record.during(poll.at, poll.at + poll.latency_s)
         told = {
             **{name: round(value, 3) for name, value in poll._asdict().items()},
@@ -129,11 +133,10 @@ def _judge_memory(
     warm = [size for at, size in windows.items() if at * bars.window_s >= bars.warm_share * length]
     share = max(1, len(warm) // 10)
     growth = float(np.median(warm[-share:]) - np.median(warm[:share]))
-    half = [it for it in windows.items() if it[0] * bars.window_s >= length / 2]
     slope = None
-    if len(half) > 1 and length >= bars.slope_s:
-        times, sizes = np.array(half).T
-        slope = round(float(np.polyfit(times * bars.window_s / 60, sizes, 1)[0]), 3)
+    if length >= bars.slope_s:
+        at = {window * bars.window_s: size for window, size in windows.items()}
+        slope = min(_slope(at, length * share, length * (share + 0.25)) for share in (0.5, 0.75))
         if slope >= bars.mb_a_minute:
             record.fail(f"memory of {name} grows by {slope} MB a minute")
     if growth >= bars.growth_mb:
@@ -147,6 +150,13 @@ def _judge_memory(
             round(size) for size in list(windows.values())[:: max(1, len(windows) // 20)]
         ],
     }
+
+
+def _slope(sizes: Mapping[float, float], begin: float, end: float) -> float:
+    """MB a minute between two times, in seconds."""
+    found = [(at / 60, size) for at, size in sizes.items() if begin <= at <= end]
+    times, values = np.array(found).T
+    return round(float(np.polyfit(times, values, 1)[0]), 3)
 
 
 def _tracebacks(log: str) -> Counter[str]:

@@ -75,10 +75,11 @@ def judged(polls: list[Poll], memory: list[Memory]) -> list[str]:
     return failures
 
 
-def test_a_late_answer_counts_if_its_watcher_was_on_time() -> None:
+def test_a_late_answer_counts_if_its_watcher_and_the_machine_were_on_time() -> None:
     assert judged([Poll(1.0, 0.4, 0.0, 0.0, 200)], []) == []
     assert judged([Poll(1.0, 0.6, 0.2, 0.0, 200)], []) == []
-    assert "0.60 s" in judged([Poll(1.0, 0.6, 0.01, 0.3, 200)], [])[0]
+    assert judged([Poll(1.0, 0.6, 0.01, 0.3, 200)], []) == []
+    assert "0.60 s" in judged([Poll(1.0, 0.6, 0.01, 0.09, 200)], [])[0]
 
 
 def test_memory_is_judged_by_what_stays() -> None:
@@ -87,6 +88,7 @@ def test_memory_is_judged_by_what_stays() -> None:
 
     assert judged([], sizes(lambda s: 500 + (300 if int(s) % 9 == 0 else 0))) == []
     assert judged([], sizes(lambda s: 500 + min(s, 100))) == []  # while it warms up
+    assert judged([], sizes(lambda s: 500 + min(s, 440) / 10)) == []  # a cache that becomes full
     assert "a minute" in judged([], sizes(lambda s: 500 + s / 40))[0]
     assert "grown by" in judged([], sizes(lambda s: 500 + (70 if s > 200 else 0)))[0]
 

@@ -223,3 +223,17 @@ def test_a_body_has_4_mib_for_text_and_64_mib_for_tensors():
     access, told = AccessSettings(), AccessSettings(max_body_bytes=7)
     assert (access.body_limit(), access.body_limit(carries_tensors=True)) == (4 << 20, 64 << 20)
     assert (told.body_limit(), told.body_limit(carries_tensors=True)) == (7, 7)
+
+
+def test_bodies_of_all_clients_together_have_a_limit(server, client):
+    """They count while they are read and parsed, and no longer."""
+    room = server.engine.body_room
+    left = room._left
+    with room.held(left - 400):
+        for content in (b'{"prompt": "%s"}' % (b"a" * 500), iter([b"a" * 300, b"a" * 300])):
+            refused = client.post("/tokenize", content=content)
+            assert refused.status_code == 429 and "Retry-After" in refused.headers
+            assert refused.json()["error"]["code"] == "too_many_bodies"
+        assert client.post("/tokenize", json={"prompt": "a" * 300}).status_code == 200
+    assert client.post("/tokenize", content="a" * 500).status_code == 400
+    assert room._left == left

@@ -10,7 +10,7 @@ from gptmanager.callbacks import LivePage
 from gptmanager.decoding.guided import guided
 from gptmanager.server import errors
 from gptmanager.server.chat import chat_prompt, templates
-from gptmanager.server.http import access, http_protocol, json_text
+from gptmanager.server.http import access, body, http_protocol, json_text
 from gptmanager.server.http.body import LARGE_BODY
 from gptmanager.server.openai import completions
 from gptmanager.server.settings import ServerSettings
@@ -71,6 +71,7 @@ def in_code():
         **{what: (default(name), name) for what, name in set_by.items()},
         "bytes of a body": (amount(access.TEXT_BYTES), "max_body_bytes"),
         "bytes of a body that may carry": (amount(access.TENSOR_BYTES), "max_body_bytes"),
+        "bytes of all bodies": (f"{body.MAX_BODIES_BYTES >> 20:,} MiB", None),
         "bytes of JSON": (json_limits, None),
         "bytes of the logits": (amount(token_model.MAX_LOGITS_BYTES), None),
         "bytes of the request line": (amount(http_protocol.MAX_HEAD_BYTES), None),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,8 +19,56 @@ _T = TypeVar("_T")
 LARGE_BODY = 1 << 14  # bytes: a thread takes a tenth of a millisecond, their fields a whole one
 _HUGE_BODY = 1 << 20  # bytes: the parser may hold the interpreter for a tenth of a second
 
+MAX_BODIES_BYTES = 1 << 30  # of all clients together
 
-async def read_body(request: Request, *, carries_tensors: bool = False) -> bytes:
+
+class BodyRoom:
+    """Counts the bytes of bodies that are held, over all connections: many clients that send large
+    ones at once would take all memory.
+    """
+
+    def __init__(self, most: int = MAX_BODIES_BYTES) -> None:
+        self._most = self._left = most
+
+    def take(self, size: int) -> None:
+        """ApiError 429 if so many more bytes are too many."""
+        if size > self._left:
+            raise ApiError(
+                429,
+                f"the bodies that clients send at once would have more than {self._most} bytes",
+                code="too_many_bodies",
+            )
+        self._left -= size
+
+    def give_back(self, size: int) -> None:
+        self._left += size
+
+    @contextlib.contextmanager
+    def held(self, size: int) -> Iterator[None]:
+        """Count these bytes until the end of the block."""
+        self.take(size)
+        try:
+            yield
+        finally:
+            self.give_back(size)
+
+
+@contextlib.asynccontextmanager
+async def body_of(request: Request, *, carries_tensors: bool = False) -> AsyncIterator[bytes]:
+    """The body of a request, which counts in the server's `BodyRoom` until the end of the block."""
+    room, held = request.app.state.body_room, [0]
+
+    def take(size: int) -> None:
+        room.take(size)
+        held[0] += size
+
+    try:
+        yield await _read_body(request, take, carries_tensors)
+    finally:
+        room.give_back(held[0])
+
+
+async def _read_body(request: Request, take: Callable[[int], None], carries_tensors: bool) -> bytes:
     """At most `--max-body-bytes` of it; a 413 for more, which is not kept."""
     settings: AccessSettings = request.app.state.settings
     limit = settings.body_limit(carries_tensors=carries_tensors)
@@ -32,6 +81,7 @@ async def read_body(request: Request, *, carries_tensors: bool = False) -> bytes
         size += len(piece)
         if size > limit:
             raise _too_large("more", limit)
+        take(len(piece))
         pieces.append(piece)
     if size < _HUGE_BODY:
         return b"".join(pieces)
@@ -47,8 +97,8 @@ async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _
     if encoding not in ("", "identity"):
         told = f"Content-Encoding is {quoted(encoding)}: the body must come as it is"
         raise ApiError(415, told, param="content-encoding", code="unsupported_encoding")
-    body = await read_body(request)
-    return await parsed(request, len(body), lambda: read(_parse_object(body)))
+    async with body_of(request) as body:
+        return await parsed(request, len(body), lambda: read(_parse_object(body)))
 
 
 async def parsed(request: Request, size: int, parse: Callable[[], _T]) -> _T:

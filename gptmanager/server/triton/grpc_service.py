@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf import json_format
@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2_grpc
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
-from gptmanager.server.http.body import beside
+from gptmanager.server.http.body import BodyRoom, beside
 from gptmanager.server.http.keys import ServerKey, bearer, is_key
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
@@ -87,7 +87,7 @@ class GrpcFront:
                 ("grpc.so_reuseport", 0),  # else a second server would share the port
             ],
         )
-        service = TritonService(Inference.of(engine, settings), settings)
+        service = TritonService(Inference.of(engine, settings), settings, engine.body_room)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         try:
@@ -132,6 +132,13 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._refuse_stream if method == "ModelStreamInfer" else self._refuse
 
 
+class _Call(NamedTuple):
+    """A message of a call, or the ApiError for it, and its bytes."""
+
+    message: Any
+    size: int
+
+
 class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Bytes that are no message, or too expensive to parse, reach a method as an ApiError: grpcio
     would log each with its traceback, and tell the client nothing.
@@ -147,6 +154,9 @@ class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return None
         read, is_call = handler.request_deserializer, details.method.rpartition("/")[2] in _CALLS
 
+        def call_of(raw: bytes) -> _Call:
+            return _Call(request_of(raw), len(raw))
+
         def request_of(raw: bytes) -> Any:
             problem = wire_problem(raw) if is_call else small_problem(raw)
             if problem is not None:
@@ -156,7 +166,7 @@ class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except DecodeError as error:
                 return invalid(None, f"the message is not as the service defines it: {error}")
 
-        return handler._replace(request_deserializer=request_of)
+        return handler._replace(request_deserializer=call_of if is_call else request_of)
 
 
 def _check_message(message: Any) -> None:
@@ -193,8 +203,9 @@ def status_of(refused: ApiError) -> grpc.StatusCode:
 class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """The calls that clients of the C++ backend make."""
 
-    def __init__(self, inference: Inference, settings: ServerSettings) -> None:
+    def __init__(self, inference: Inference, settings: ServerSettings, body_room: BodyRoom) -> None:
         self._inference = inference
+        self._body_room = body_room
         self._settings = settings
         self._most_calls = settings.concurrency + settings.max_queued_requests + _MOST_ENDING
 
@@ -237,9 +248,10 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
         return pb.ModelStatisticsResponse(**found)
 
     @_told
-    async def ModelInfer(self, message: Any) -> Any:
-        model, request = await self._read(message, may_have_many=False)
-        return write_response(await self._inference.one_response(request), model)
+    async def ModelInfer(self, call: _Call) -> Any:
+        with self._body_room.held(call.size):
+            model, request = await self._read(call.message, may_have_many=False)
+            return write_response(await self._inference.one_response(request), model)
 
     async def _read(self, message: Any, *, may_have_many: bool) -> tuple[Model, InferRequest]:
         _check_message(message)
@@ -279,19 +291,18 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _answer(
-        self, message: Any, write: Callable[[Any], Coroutine[Any, Any, None]]
-    ) -> None:
+    async def _answer(self, call: _Call, write: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         try:
-            model, request = await self._read(message, may_have_many=True)
-            found = StreamedResponses(model)
-            async with contextlib.aclosing(self._inference.responses(request)) as responses:
-                async for response in responses:
-                    await write(found.write(response))
+            with self._body_room.held(call.size):
+                model, request = await self._read(call.message, may_have_many=True)
+                found = StreamedResponses(model)
+                async with contextlib.aclosing(self._inference.responses(request)) as responses:
+                    async for response in responses:
+                        await write(found.write(response))
         except grpc.aio.BaseError as error:
             _logger.debug("the client of a stream has gone", exc_info=error)
         except Exception as error:
-            request_id = getattr(message, "id", "")[:MAX_ID]
+            request_id = getattr(call.message, "id", "")[:MAX_ID]
             await write(refused_response(request_id, refusal(error)))
 
 

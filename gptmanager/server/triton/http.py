@@ -25,8 +25,8 @@ from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import api_error
 from gptmanager.server.http.body import (
     begun,
+    body_of,
     parsed,
-    read_body,
     read_json,
     until_disconnected,
 )
@@ -133,8 +133,12 @@ class HttpFront:
     async def infer(self, request: Request) -> Response:
         """One call, one response, in JSON or as bytes."""
         model = self._model(request)
+        async with body_of(request, carries_tensors=True) as body:  # its tensors are parts of it
+            return await self._infer(request, model, body)
+
+    async def _infer(self, request: Request, model: Model, body: bytes) -> Response:
         encoding = request.headers.get("content-encoding", "").strip().lower()
-        body, length = await read_body(request, carries_tensors=True), request.headers.get(HEADER)
+        length = request.headers.get(HEADER)
         limit = self._settings.body_limit(carries_tensors=True)
 
         def read() -> tuple[InferRequest, set[str] | None]:

@@ -7,7 +7,7 @@ import grpc as grpc_package
 import tritonclient.grpc as grpcclient
 from triton_calls import TIMEOUT_S, message_of, prompt
 
-from gptmanager.server.triton.grpc_service import TritonService
+from gptmanager.server.triton.grpc_service import TritonService, _Call
 from gptmanager.server.triton.inference import Inference
 
 pb = grpcclient.service_pb2
@@ -33,11 +33,12 @@ def test_a_flood_that_nobody_reads_is_not_taken_in(server):
     async def flood():
         nonlocal taken
         for taken in range(1, 401):  # noqa: B007
-            yield pb.ModelInferRequest(model_name="none", id=str(taken))
+            yield _Call(pb.ModelInferRequest(model_name="none", id=str(taken)), 10)
 
     async def main():
         client = Unread()
-        service = TritonService(Inference.of(server.engine, server.settings), limits)
+        inference = Inference.of(server.engine, server.settings)
+        service = TritonService(inference, limits, server.engine.body_room)
         stream = asyncio.create_task(service.ModelStreamInfer(flood(), client))
         for _ in range(2000):
             await asyncio.sleep(0)
