@@ -6,6 +6,7 @@ Every wait has an end: also for a process that is stopped, reads nothing, or can
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import subprocess
@@ -22,6 +23,7 @@ from gptmanager.lifecycle import child_loop
 
 _START_S = 30.0  # the interpreter and libraries are read
 _LOOK_S = 0.1  # how often it is asked whether anybody still wants an answer
+_MOST_KEPT_BYTES = 32 << 20  # that a process may hold between two questions, beyond its start
 _ROOT = Path(__file__).parents[1]
 
 
@@ -45,7 +47,8 @@ class ChildProcess:
     """Asks the function `answerer(**given)` of `module`. For one thread.
 
     The process starts with the first question, and anew after it has ended. `max_bytes`: memory
-    that it may take beyond what it has after its start (where there is Linux).
+    that it may take beyond what it has after its start (where there is Linux); one that holds much
+    of it after an answer ends, so that a question leaves nothing behind.
     """
 
     def __init__(self, module: str, given: Mapping[str, Any], max_bytes: int) -> None:
@@ -60,6 +63,7 @@ class ChildProcess:
         )
         self._max_bytes = max_bytes
         self._process: subprocess.Popen[bytes] | None = None
+        self._first_size = 0  # bytes in memory, once it had started
         self._end: weakref.finalize[..., ChildProcess] | None = None
 
     def ask(
@@ -76,6 +80,9 @@ class ChildProcess:
         except BaseException:
             self.stop()
             raise
+        if self._process is not None:
+            if _resident_bytes(self._process.pid) - self._first_size > _MOST_KEPT_BYTES:
+                self.stop()
         if "error" in answer:
             raise RefusedError(answer["error"])
         return answer["answer"]
@@ -104,6 +111,7 @@ class ChildProcess:
             self._exchange(process, self._start_line, _START_S, lambda: True)
         except NoAnswerError as error:
             raise NotStartedError(f"no process can be started: {error}") from None
+        self._first_size = _resident_bytes(process.pid)
         return process
 
     def _exchange(
@@ -149,6 +157,14 @@ def _write(file: int, data: memoryview) -> int:
         return 0
     except OSError:
         return len(data)
+
+
+def _resident_bytes(pid: int) -> int:
+    """The bytes that a process has in memory; 0 where nothing tells."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

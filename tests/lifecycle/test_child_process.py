@@ -10,6 +10,7 @@ import signal
 import orjson
 import pytest
 
+from gptmanager.lifecycle import child_process
 from gptmanager.lifecycle.child_process import (
     ChildProcess,
     NoAnswerError,
@@ -124,3 +125,11 @@ def test_a_process_ends_with_its_owner():
     del child
     gc.collect()
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_holds_much_after_an_answer_is_started_anew(child, monkeypatch):
+    first = child._process.pid
+    assert child.ask(question("a"), 30) == "a" and child._process.pid == first
+    monkeypatch.setattr(child_process, "_MOST_KEPT_BYTES", -(1 << 40))
+    assert child.ask(question("b"), 30) == "b" and child._process is None
+    assert child.ask(question("c"), 30) == "c"
