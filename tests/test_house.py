@@ -10,7 +10,7 @@ import pytest
 
 import gptmanager
 from gptmanager import GptManager, InferenceRequest, ModelType
-from gptmanager.kernels.gemm.product_plan import packing_pays
+from gptmanager.kernels.gemm.matmul_plan import packing_pays
 from gptmanager.loop import TokenLoop
 from gptmanager.testing import RecordingCallbacks
 

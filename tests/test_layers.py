@@ -84,30 +84,30 @@ step                          the values that pass between loop, executor and ho
 kernels/                      every operation of a step in torch, and faster ones for CPUs
     torch_operations          torch's operations, told one by one
     simd/                     what no operation owns: lanes, dtypes, threads, machine code
-        lanes                 SIMD words for Numba
+        lanes                 SIMD intrinsics for Numba
         dtypes                lanes of any dtype, widened and rounded on their way
         pairs                 dot products of bfloat16 pairs, and where they are fast
         threads               compiled code in torch's own threads
         machine_code          bodies as machine code that is kept on disk
     compilation               bodies compiled on all cores (no torch)
-    recorded_step             the tasks of a generation step, recorded and run again
+    captured_step             the tasks of a generation step, captured and run again
     token_loops               work token by token: rotation, KV write, norms, activations
     gemm/                     matmuls of tokens with packed matrices
-        packed_matrix         a weight in the order in which products read it
-        products              small matrix products in register tiles
-        matrix_tiles          products with packed matrices in register tiles, by dtype
-        rounded_rows          activations as whole numbers, by stretches of a row
-        integer_tiles         products of int8 matrices with few rows, by whole numbers of 16 bits
-        byte_tiles            products of int8 matrices with many rows, by whole numbers of 8 bits
-        matrix_product        the product of tokens with a packed matrix
-        product_plan          which instructions multiply with a packed matrix, and whether it pays
+        packed_matrix         a weight in the order in which matmuls read it
+        small_matmul          small matmuls in register tiles
+        matrix_tiles          matmuls with packed matrices in register tiles, by dtype
+        quantized_rows        activations as int16 or int8, by stretches of a row
+        int16_tiles           matmuls of int8 matrices with few rows, as int16
+        int8_tiles            matmuls of int8 matrices with many rows, as int8
+        matmul                the matmul of tokens with a packed matrix
+        matmul_plan           which instructions multiply with a packed matrix, and whether it pays
     attention/                attention straight on the pages of the KV cache
         attention_arguments   what attention is given: pages, spans of rows, its shape
         attention_task        what is told of pages and rows, and where scratch lies
         paged_attention       attention straight on the pages of the KV cache
     lora/                     LoRA adapters on a step's tokens
         adapter_arguments     which low-rank adapters a step's tokens have, and where they add
-        adapter_words         sums of A x and columns of B, in registers
+        adapter_intrinsics    sums of A x and columns of B, in registers
         adapters              low-rank adapters on a step's tokens
         adapter_plan          which tokens adapters are computed for together, once a step
     reference                 every operation in torch: the specification
@@ -484,7 +484,7 @@ bench/                        measures speed, its own and that of other librarie
         paged_rows            sequences over pages, for attention cases
         attention_peers       others' attention on the same pages
         attention_cases       attention over pages
-        product_cases         products of few rows
+        matmul_cases          matmuls of few rows
         adapter_cases         low-rank adapters
         token_cases           kernels that take tokens or blocks
         sampling_cases        sampling

@@ -19,7 +19,7 @@ from gptmanager.executor.step_in_flight import ChoiceInputs
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
-from gptmanager.models.model import Model, recordable
+from gptmanager.models.model import Model, capturable
 from gptmanager.request.input_rows import HostRows
 from gptmanager.statistics import Memory
 
@@ -60,8 +60,10 @@ class Runner:
         self._has_adapters = False  # or had: any line
         self._prompt_tables: dict[int, Array] = {}  # by line, of what has virtual tokens
         self._scorer: PromptScorer | None = None  # until somebody asks
-        self._recordable = recordable(model)
-        self._recorder = None if self._recordable is None else self._recordable.new_recorder()
+        self._capturable = capturable(model)
+        self._step_capture = (
+            None if self._capturable is None else self._capturable.new_step_capture()
+        )
 
     def load(
         self,
@@ -124,8 +126,8 @@ class Runner:
         if self._prompt_tables:
             batch = self._embed(batch, rows)
         is_plain = all_sampled and adapters is None and batch.prompt_index is None
-        if is_plain and self._recordable is not None and self._recorder is not None:
-            return self._recordable.forward_recorded(batch, self.kv_pool, self._recorder)
+        if is_plain and self._capturable is not None and self._step_capture is not None:
+            return self._capturable.forward_captured(batch, self.kv_pool, self._step_capture)
         return self.model.forward(batch, self.kv_pool)
 
     def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:

@@ -8,7 +8,7 @@ import torch
 
 from gptmanager.kernels import token_loops
 from gptmanager.kernels.attention import paged_attention
-from gptmanager.kernels.gemm.product_plan import can_be_packed, product_bodies
+from gptmanager.kernels.gemm.matmul_plan import can_be_packed, matmul_bodies
 from gptmanager.kernels.lora.adapter_plan import plan_runs
 from gptmanager.kernels.lora.adapters import add as add_adapters
 from gptmanager.kernels.simd.machine_code import Body
@@ -25,7 +25,7 @@ def bodies_of_model(
         return []
     products: Sequence[Body] = ()
     if dtype is not None and can_be_packed(dtype, quantized):
-        products = product_bodies(torch.int8 if quantized else dtype, deterministic)
+        products = matmul_bodies(torch.int8 if quantized else dtype, deterministic)
     return [
         paged_attention.attention,
         add_adapters,

@@ -26,17 +26,17 @@ from gptmanager.kernels.attention.attention_task import (
     on_pages,
     page_sizes,
 )
+from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.compiled_bodies import bodies_of_model
-from gptmanager.kernels.gemm.integer_tiles import FEW_ROWS
-from gptmanager.kernels.gemm.matrix_product import CHUNK_ROWS, STREAMED_ROWS
+from gptmanager.kernels.gemm.int16_tiles import FEW_ROWS
+from gptmanager.kernels.gemm.matmul import CHUNK_ROWS, STREAMED_ROWS
+from gptmanager.kernels.gemm.matmul_plan import MatmulPlan, can_be_packed, plan_matmul, registers
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
-from gptmanager.kernels.gemm.product_plan import ProductPlan, can_be_packed, plan_product, registers
-from gptmanager.kernels.gemm.rounded_rows import round_rows, row_bytes
+from gptmanager.kernels.gemm.quantized_rows import quantize_rows, row_bytes
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.lora.adapter_plan import AdapterPlan
 from gptmanager.kernels.lora.adapters import add as adapters_body
-from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.lanes import LANES
@@ -52,7 +52,7 @@ from gptmanager.kernels.token_loops import (
 
 # Waking a second thread costs about as much as this many elements.
 SMALL = 1 << 15
-SMALL_PRODUCT = 1 << 18  # the same in products of two numbers
+SMALL_MATMUL = 1 << 18  # the same in products of two numbers
 SCATTERED = 8  # times as much as an element costs one that is written far from its neighbors
 PARTS_PER_THREAD = 8
 STREAMS_PER_THREAD = 4  # pieces of a matrix that is read as fast as memory gives it
@@ -80,9 +80,9 @@ class CpuKernels(Kernels):
         bodies = bodies_of_model(dtype, quantized, self.deterministic)
         compile_all([*bodies[:1], *others, *bodies[1:]], on_progress)
 
-    def new_recorder(self) -> StepRecorder | None:
+    def new_step_capture(self) -> StepCapture | None:
         """None for a subclass: who knows what its ops do besides."""
-        return StepRecorder(self._team) if type(self) is CpuKernels else None
+        return StepCapture(self._team) if type(self) is CpuKernels else None
 
     def new_matrix(
         self, rows: int, columns: int, dtype: torch.dtype, quantized: bool = False
@@ -126,7 +126,7 @@ class CpuKernels(Kernels):
             return
         if x.dtype not in DTYPES or not x.is_contiguous():
             x = x.float().contiguous()
-        size = min(self._team.max_size if own.work >= SMALL_PRODUCT else 1, own.num_parts)
+        size = min(self._team.max_size if own.work >= SMALL_MATMUL else 1, own.num_parts)
         address, scratch = address_of(result, dtype), self._team.scratch(size * own.scratch_bytes)
         kinds = DTYPES[dtype], DTYPES[x.dtype]
         task = own.begin(address, x.data_ptr(), scratch, layer, *kinds, result.shape[1])
@@ -196,10 +196,10 @@ class CpuKernels(Kernels):
         )
         self._run(token_loops.embed, task, SCATTERED * result.numel())
 
-    def _plan(self, matrix: PackedMatrix) -> tuple[ProductPlan, ProductPlan]:
+    def _plan(self, matrix: PackedMatrix) -> tuple[MatmulPlan, MatmulPlan]:
         plans = matrix.plans.get(self.deterministic)
         if plans is None:
-            plan_it = functools.partial(plan_product, matrix, deterministic=self.deterministic)
+            plan_it = functools.partial(plan_matmul, matrix, deterministic=self.deterministic)
             plans = matrix.plans[self.deterministic] = plan_it(silu=False), plan_it(silu=True)
         return plans
 
@@ -213,7 +213,7 @@ class CpuKernels(Kernels):
         if dtype is torch.int8 or not is_ready:
             x = self._converted(x, dtype, plan.depth)
         num_chunks = -(-num_rows // CHUNK_ROWS)
-        is_small = num_rows * plan.work < SMALL_PRODUCT
+        is_small = num_rows * plan.work < SMALL_MATMUL
         size = min(1 if is_small else self._team.max_size, num_chunks * plan.num_groups)
         part_groups = 1
         if num_rows <= STREAMED_ROWS:
@@ -237,8 +237,8 @@ class CpuKernels(Kernels):
         rows, which are longer.
         """
         (x,) = alike(x)
-        is_rounded = dtype is torch.int8
-        size = row_bytes(width) if is_rounded else width
+        is_quantized = dtype is torch.int8
+        size = row_bytes(width) if is_quantized else width
         result = torch.empty(x.shape[0], size, dtype=dtype)
         task = ConversionTask(
             x=x.data_ptr(),
@@ -249,7 +249,7 @@ class CpuKernels(Kernels):
             x_dtype=DTYPES[x.dtype],
             dtype=DTYPES.get(dtype, 0),
         )
-        body = round_rows if is_rounded else token_loops.convert
+        body = quantize_rows if is_quantized else token_loops.convert
         self._run(body, task, result.numel())
         return result
 
@@ -353,11 +353,11 @@ class CpuKernels(Kernels):
         num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
         qkv, q_norm, k_norm = alike(qkv, q_norm, k_norm)
         q = pages.values.new_empty(num_tokens, num_heads, head_dim)
-        turned = torch.empty(num_tokens, head_dim, dtype=torch.float32)
+        rotated = torch.empty(num_tokens, head_dim, dtype=torch.float32)
         task = on_pages(RopeTask, pages)
         give_rows(task, rows)
         task.qkv, task.dtype = qkv.data_ptr(), DTYPES[qkv.dtype]
-        task.q, task.turned = q.data_ptr(), turned.data_ptr()
+        task.q, task.rotated = q.data_ptr(), rotated.data_ptr()
         task.positions = address_of(positions, torch.int64)
         if cos_sin is not None:
             task.cos_sin, task.rotary_dim = address_of(cos_sin, torch.float32), cos_sin.shape[1]

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
-from gptmanager.kernels.recorded_step import StepRecorder
 
 LINEAR_TILE = 32
 ALIGNMENT = 16
@@ -60,7 +60,7 @@ class Kernels:
         `on_progress`: as of `compile_all`.
         """
 
-    def new_recorder(self) -> StepRecorder | None:
+    def new_step_capture(self) -> StepCapture | None:
         """None: each step runs op by op, as far as these kernels know."""
         return None
 

@@ -46,12 +46,12 @@ HALF_ROOT = np.float32(0.7071067811865476)
 class RopeTask(ctypes.Structure):
     """Addresses (0: none), sizes, and dtypes: of `qkv` and the norms; of the pages and `q`.
 
-    `turned`: float32 `[num_tokens, head_dim]`, for one head of a token. `token_major`: the keys of
+    `rotated`: float32 `[num_tokens, head_dim]`, for one head of a token. `token_major`: the keys of
     a page lie as its values do.
     """
 
     _fields_ = task_fields(
-        "qkv q turned keys values positions cos_sin q_norm k_norm row_starts kv_lengths slots"
+        "qkv q rotated keys values positions cos_sin q_norm k_norm row_starts kv_lengths slots"
         " block_tables num_tokens table_width num_heads num_kv_heads head_dim rotary_dim"
         " tokens_per_block block_stride token_major dtype page_dtype",
         "eps",
@@ -101,8 +101,8 @@ def share_of(t: Any, part: int) -> range:
 
 
 @loop
-def _turn_head(t: Any, start: int, turned: int, weight: int, cos_sin: int) -> None:
-    """The head of `qkv` from element `start` on, normalized if there is a weight, turned if there
+def _rotate_head(t: Any, start: int, rotated: int, weight: int, cos_sin: int) -> None:
+    """The head of `qkv` from element `start` on, normalized if there is a weight, rotated if there
     are angles; float32.
     """
     source, dtype, dim = t.qkv, t.dtype, t.head_dim
@@ -115,18 +115,18 @@ def _turn_head(t: Any, start: int, turned: int, weight: int, cos_sin: int) -> No
         factor = splat(ONE / np.sqrt(mean_square + np.float32(t.eps)))
         for d in range(0, dim, LANES):
             value = load_as(dtype, source, start + d, dim - d) * factor
-            store_part(turned, d, value * load_as(dtype, weight, d, dim - d), dim - d)
-        source, start, dtype = turned, 0, FLOAT32
+            store_part(rotated, d, value * load_as(dtype, weight, d, dim - d), dim - d)
+        source, start, dtype = rotated, 0, FLOAT32
     rotary = t.rotary_dim if cos_sin else 0
     half = rotary // 2
     for d in range(0, half, LANES):
         a = load_as(dtype, source, start + d, half - d)
         b = load_as(dtype, source, start + half + d, half - d)
         cos, sin = load_part(cos_sin, d, half - d), load_part(cos_sin, half + d, half - d)
-        store_part(turned, d, a * cos - b * sin, half - d)
-        store_part(turned, half + d, b * cos + a * sin, half - d)
+        store_part(rotated, d, a * cos - b * sin, half - d)
+        store_part(rotated, half + d, b * cos + a * sin, half - d)
     for d in range(rotary, dim, LANES):
-        store_part(turned, d, load_as(dtype, source, start + d, dim - d), dim - d)
+        store_part(rotated, d, load_as(dtype, source, start + d, dim - d), dim - d)
 
 
 @loop
@@ -135,31 +135,31 @@ def _write_token(t: Any, token: int, block: int, offset: int) -> None:
     cos_sin = 0
     if t.cos_sin:
         cos_sin = t.cos_sin + 4 * get_long(t.positions, token) * t.rotary_dim
-    first, turned = token * (heads + 2 * kv_heads), t.turned + 4 * token * dim
+    first, rotated = token * (heads + 2 * kv_heads), t.rotated + 4 * token * dim
     for head in range(heads):
-        _turn_head(t, (first + head) * dim, turned, t.q_norm, cos_sin)
+        _rotate_head(t, (first + head) * dim, rotated, t.q_norm, cos_sin)
         for d in range(0, dim, LANES):
-            item = load_part(turned, d, dim - d)
+            item = load_part(rotated, d, dim - d)
             store_as(t.page_dtype, t.q, (token * heads + head) * dim + d, item, dim - d)
     for kv_head in range(kv_heads):
         key = (first + heads + kv_head) * dim
         value = key + kv_heads * dim
         page = block * t.block_stride + kv_head * dim * size
         to, keys = page + offset * dim, t.keys
-        _turn_head(t, key, turned, t.k_norm, cos_sin)
+        _rotate_head(t, key, rotated, t.k_norm, cos_sin)
         if not t.token_major:
-            to, keys = 0, turned  # rounded where it is
+            to, keys = 0, rotated  # rounded where it is
         for d in range(0, dim, LANES):
-            store_as(t.page_dtype, keys, to + d, load_part(turned, d, dim - d), dim - d)
+            store_as(t.page_dtype, keys, to + d, load_part(rotated, d, dim - d), dim - d)
             item = load_as(t.dtype, t.qkv, value + d, dim - d)
             store_as(t.page_dtype, t.values, page + offset * dim + d, item, dim - d)
         if not t.token_major:
             for d in range(dim):
-                move_item(t.page_dtype, t.keys, page + d * size + offset, turned, d)
+                move_item(t.page_dtype, t.keys, page + d * size + offset, rotated, d)
 
 
 def rope_and_write(address: int) -> None:
-    """Queries turned, keys turned and written to their pages, values written."""
+    """Queries rotated, keys rotated and written to their pages, values written."""
     t = task_at(address, ROPE_TASK)
     part = claim(address, NEXT_PART)
     row = 0

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError, error_summary
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.gemm.packed_matrix import Matrix
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
-from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
@@ -176,17 +176,17 @@ class CheckpointModel:
             hidden = self._feed_forward(layer, hidden, residual, adapters)
         return self._end(hidden, residual, len(batch.sample_index))
 
-    def new_recorder(self) -> StepRecorder | None:
-        """For `forward_recorded` over one KV cache; None where steps are not recorded: with other
+    def new_step_capture(self) -> StepCapture | None:
+        """For `forward_captured` over one KV cache; None where steps are not recorded: with other
         ranks, or where somebody has put another `forward` before this one.
         """
         is_own = type(self).forward is CheckpointModel.forward and "forward" not in vars(self)
-        return self._kernels.new_recorder() if is_own and self._collectives is None else None
+        return self._kernels.new_step_capture() if is_own and self._collectives is None else None
 
     @torch.inference_mode()
-    def forward_recorded(self, batch: Batch, kv_pool: KvPool, recorder: StepRecorder) -> Tensor:
+    def forward_captured(self, batch: Batch, kv_pool: KvPool, capture: StepCapture) -> Tensor:
         """`forward` of rows that have one token each, all sampled; without embeddings of prompts,
-        adapters and a plan. `recorder`: of this model and pool, and of the batch's block tables.
+        adapters and a plan. `capture`: of this model and pool, and of the batch's block tables.
         """
         inputs = batch.token_ids, batch.positions, batch.row_starts, batch.kv_lengths, batch.slots
 
@@ -202,7 +202,7 @@ class CheckpointModel:
             )
             return self.forward(changed, kv_pool)
 
-        return recorder.run(inputs, self._cos_sin, compute)
+        return capture.run(inputs, self._cos_sin, compute)
 
     def _begin(self, batch: Batch) -> Tensor:
         """The residual `[T, C]` that the first layer here takes: of the stage before, if any."""

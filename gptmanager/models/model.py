@@ -18,7 +18,7 @@ from torch import Tensor
 from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels import CpuKernels
-from gptmanager.kernels.recorded_step import StepRecorder
+from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.memory.kv_pool import KvPool
@@ -91,25 +91,25 @@ class PlanningModel(Model, Protocol):
 
 
 @runtime_checkable
-class RecordableModel(Model, Protocol):
+class CapturableModel(Model, Protocol):
     """A model whose generation steps may be recorded on the CPU, and run again for other rows."""
 
-    def new_recorder(self) -> StepRecorder | None:
+    def new_step_capture(self) -> StepCapture | None:
         """None where steps are not recorded."""
         ...
 
-    def forward_recorded(self, batch: Batch, kv_pool: KvPool, recorder: StepRecorder) -> Tensor:
+    def forward_captured(self, batch: Batch, kv_pool: KvPool, capture: StepCapture) -> Tensor:
         """`forward` of rows with one token each, all sampled, that have nothing but tokens."""
         ...
 
 
-def recordable(model: Model) -> RecordableModel | None:
+def capturable(model: Model) -> CapturableModel | None:
     """The model, if its own class says so.
 
     One that passes on what another has, by `__getattr__`, does something else in its `forward`.
     """
-    is_own = hasattr(type(model), "forward_recorded")
-    return model if is_own and isinstance(model, RecordableModel) else None
+    is_own = hasattr(type(model), "forward_captured")
+    return model if is_own and isinstance(model, CapturableModel) else None
 
 
 def load_model(

@@ -34,8 +34,8 @@ from gptmanager.bench.kernels.cases import (
 )
 from gptmanager.bench.kernels.kernel_runs import report as kernel_report
 from gptmanager.bench.kernels.kernel_runs import run_case
+from gptmanager.bench.kernels.matmul_cases import matmul_cases
 from gptmanager.bench.kernels.paged_rows import attention_flops, paged_rows
-from gptmanager.bench.kernels.product_cases import product_cases
 from gptmanager.bench.kernels.sampling_cases import refused_share
 from gptmanager.bench.machine import find_gpu
 from gptmanager.bench.roofline import Ceilings
@@ -349,7 +349,7 @@ def test_both_kernels_of_context_attention_are_compared(toolchain):
 
 def test_products_of_both_models():
     """Each reads its weight once, and those that are large have goals by that."""
-    cases = {case.name: case for case in product_cases(Sizes())}
+    cases = {case.name: case for case in matmul_cases(Sizes())}
     assert len(cases) == 2 * 5 * 5
     of_hidden = {"0.5B": (896, 1152, 9728, 4864, 151936), "8B": (4096, 6144, 28672, 14336, 128256)}
     for model, (hidden, qkv, gate_up, ffn, vocab_size) in of_hidden.items():

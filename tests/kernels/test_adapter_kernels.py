@@ -216,16 +216,16 @@ def test_a_gated_product_with_adapters(dtype: torch.dtype) -> None:
     matrix = weight if matrix is None else matrix
     matrix.copy_(weight)
 
-    def product(rows: Sequence[int], x: Tensor) -> Tensor:
+    def matmul(rows: Sequence[int], x: Tensor) -> Tensor:
         own = case.with_rows(rows)
         return kernels.linear_silu_mul_adapted(x, matrix, None, own, LAYER, "qkv")
 
     without = kernels.linear_silu_mul(x, matrix)
     for rows in ([0, -1, 0, 0, -1, 0, 2], [2] * 7, [0, -1, 1, 2, 0, -1, 3]):
-        together = product(rows, x)
+        together = matmul(rows, x)
         for token, slot in enumerate(rows):
             part = slice(token, token + 1)
-            assert torch.equal(product([slot], x[part])[0], together[token])
+            assert torch.equal(matmul([slot], x[part])[0], together[token])
             assert torch.equal(without[token], together[token]) == (slot in (-1, 1))
     before = torch.nn.functional.linear(x.double(), weight.double())
     gate, up = expected(case, rows, before, x).chunk(2, dim=1)

@@ -13,7 +13,7 @@ from numba import carray
 
 from gptmanager.kernels import PackedMatrix, compilation
 from gptmanager.kernels.compilation import compile_all
-from gptmanager.kernels.gemm import product_plan
+from gptmanager.kernels.gemm import matmul_plan
 from gptmanager.kernels.simd import machine_code
 from gptmanager.kernels.simd.lanes import pointer_to
 
@@ -193,8 +193,8 @@ def test_without_a_folder_this_process_compiles_alone(monkeypatch, caplog, compi
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_the_bodies_of_products_are_those_that_are_used(monkeypatch, dtype, deterministic):
     used = []
-    monkeypatch.setattr(product_plan, "compiled", lambda body: used.append(body) or 1)
+    monkeypatch.setattr(matmul_plan, "compiled", lambda body: used.append(body) or 1)
     quantized = dtype == "int8"
     matrix = PackedMatrix(32, 32, getattr(torch, "float32" if quantized else dtype), quantized)
-    product_plan.plan_product(matrix, silu=False, deterministic=deterministic)
-    assert set(used) == {*product_plan.product_bodies(matrix.values.dtype, deterministic)}
+    matmul_plan.plan_matmul(matrix, silu=False, deterministic=deterministic)
+    assert set(used) == {*matmul_plan.matmul_bodies(matrix.values.dtype, deterministic)}

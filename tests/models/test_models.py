@@ -30,7 +30,7 @@ from torch import Tensor
 from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels, PackedMatrix
-from gptmanager.kernels.gemm.product_plan import packing_pays
+from gptmanager.kernels.gemm.matmul_plan import packing_pays
 from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES
 from gptmanager.models.read_spec import read_spec

@@ -63,35 +63,35 @@ _LAUNCHES = {
 _EMULATOR = "test_emulator test_emulator_bugs test_device_functions test_launch"
 _MATRICES = f"{_EMULATOR} test_gemv test_context_attention"
 _EMULATED = {"intrinsics_cpu.h": _MATRICES, "warp.h": _MATRICES, "warpgroup.cpp": _MATRICES}
-_PRODUCTS = "test_kernel_memory test_packed_products test_kernels"
+_MATMULS = "test_kernel_memory test_packed_matmul test_kernels"
 _CPU = {
     "adapter_arguments.py": "test_adapter_kernels",
-    "adapter_words.py": "test_kernel_memory test_adapter_kernels",
+    "adapter_intrinsics.py": "test_kernel_memory test_adapter_kernels",
     "adapter_plan.py": "test_kernel_memory test_adapter_kernels",
     "adapters.py": "test_kernel_memory test_adapter_kernels",
     "attention_arguments.py": "test_kernel_memory test_kernels",
     "attention_task.py": "test_kernel_memory test_kernels",
-    "byte_tiles.py": _PRODUCTS,
-    "integer_tiles.py": _PRODUCTS,
+    "int8_tiles.py": _MATMULS,
+    "int16_tiles.py": _MATMULS,
     "lanes.py": "test_kernel_memory test_kernels test_adapter_kernels",
     "machine_code.py": "test_kept_kernels",
-    "matrix_product.py": _PRODUCTS,
-    "matrix_tiles.py": _PRODUCTS,
-    "packed_matrix.py": _PRODUCTS,
+    "matmul.py": _MATMULS,
+    "matrix_tiles.py": _MATMULS,
+    "packed_matrix.py": _MATMULS,
     "paged_attention.py": "test_kernel_memory test_kernels",
-    "pairs.py": "test_kernel_memory test_packed_products test_adapter_kernels",
-    "product_plan.py": _PRODUCTS,
-    "products.py": "test_kernel_memory test_kernels",
-    "recorded_step.py": "test_recorded_steps",
-    "rounded_rows.py": _PRODUCTS,
+    "pairs.py": "test_kernel_memory test_packed_matmul test_adapter_kernels",
+    "matmul_plan.py": _MATMULS,
+    "small_matmul.py": "test_kernel_memory test_kernels",
+    "captured_step.py": "test_captured_steps",
+    "quantized_rows.py": _MATMULS,
     "reference.py": "test_kernels test_adapter_kernels test_float64",
-    "threads.py": "test_kernels test_adapter_kernels test_recorded_steps",
-    "torch_operations.py": "test_torch_operations test_recorded_steps",
+    "threads.py": "test_kernels test_adapter_kernels test_captured_steps",
+    "torch_operations.py": "test_torch_operations test_captured_steps",
     "token_loops.py": "test_kernel_memory test_kernels",
     "token_masks.py": "test_token_masks",
 }
 _ANY_OF_CPU = (
-    "test_kernel_memory test_kernels test_packed_products test_adapter_kernels test_token_masks"
+    "test_kernel_memory test_kernels test_packed_matmul test_adapter_kernels test_token_masks"
 )
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gptmanager.bench.load import random_llama
+from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
-from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.memory import KvPool
 from gptmanager.models import Batch, Model
 
@@ -234,7 +234,7 @@ class PagedDriver:
         self._token_table = torch.zeros(num_slots, spec.max_seq_len, dtype=torch.int32)
         self._lengths = [0] * num_slots
         self.adapters: StepAdapters | None = None  # `rows`: of each slot
-        self.recorder: StepRecorder | None = None  # for steps of one sampled token each
+        self.step_capture: StepCapture | None = None  # for steps of one sampled token each
 
     def forward(
         self, rows: Sequence[tuple[int, Sequence[int]]], sample: Sequence[int] | None = None
@@ -263,9 +263,9 @@ class PagedDriver:
             num_context_rows=sum(len(tokens) > 1 for _, tokens in rows),
             adapters=self._adapters_of([slot for slot, tokens in rows for _ in tokens]),
         )
-        if self.recorder is not None and list(sample) == list(range(len(rows))) == row_of:
+        if self.step_capture is not None and list(sample) == list(range(len(rows))) == row_of:
             batch = replace(batch, all_sampled=True)
-            return self.model.forward_recorded(batch, self.pool, self.recorder)
+            return self.model.forward_captured(batch, self.pool, self.step_capture)
         return self.model.forward(batch, self.pool)
 
     def _adapters_of(self, slots: Sequence[int]) -> StepAdapters | None:

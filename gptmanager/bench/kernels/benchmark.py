@@ -15,7 +15,7 @@ from gptmanager.bench.kernels.attention_cases import attention_cases
 from gptmanager.bench.kernels.cases import OURS, Bed, Case, Sizes
 from gptmanager.bench.kernels.kernel_runs import NO_TIME, CaseResult, report, run_case
 from gptmanager.bench.kernels.logits_cases import logits_cases
-from gptmanager.bench.kernels.product_cases import product_cases
+from gptmanager.bench.kernels.matmul_cases import matmul_cases
 from gptmanager.bench.kernels.sampling_cases import sampling_cases
 from gptmanager.bench.kernels.token_cases import token_cases
 from gptmanager.bench.machine import cache_bytes, find_gpu, free_bytes, header
@@ -108,7 +108,7 @@ def bench_kernels(
 def all_cases(sizes: Sizes) -> list[Case]:
     return [
         *attention_cases(sizes),
-        *product_cases(sizes),
+        *matmul_cases(sizes),
         *adapter_cases(sizes),
         *token_cases(sizes),
         *sampling_cases(sizes),

@@ -85,8 +85,8 @@ def areas_at(t: Any, scratch: int) -> tuple[int, ...]:
     highest = sums + 4 * room * LANES
     risen, shrink = highest + 4 * room, highest + 8 * room
     scores = shrink + 4 * room
-    turned = scores + 4 * room * (padded(span_of(t.page_tokens)) + LANES)
-    return scratch, mixed, sums, highest, risen, shrink, scores, turned
+    transposed = scores + 4 * room * (padded(span_of(t.page_tokens)) + LANES)
+    return scratch, mixed, sums, highest, risen, shrink, scores, transposed
 
 
 Task = TypeVar("Task", RopeTask, AttentionTask)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gptmanager.kernels.attention.attention_task import TASK, areas_at, padded, span_of, tile_tokens
-from gptmanager.kernels.gemm.products import multiply, transpose
+from gptmanager.kernels.gemm.small_matmul import multiply, transpose
 from gptmanager.kernels.simd.dtypes import FLOAT32, load_as, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,
@@ -118,11 +118,11 @@ def _page(t: Any, table: int, position: int, kv_head: int) -> int:
 
 
 @loop
-def _transpose_keys(t: Any, turned: int, keys: int, num_tokens: int) -> None:
+def _transpose_keys(t: Any, transposed: int, keys: int, num_tokens: int) -> None:
     """Keys `[num_tokens, head_dim]` to `[padded head_dim, padded page_tokens]`, by squares."""
     compact()
     dim, stride = t.head_dim, padded(t.page_tokens)
-    square = turned + 4 * padded(dim) * stride
+    square = transposed + 4 * padded(dim) * stride
     for token in range(0, num_tokens, LANES):
         for d in range(0, dim, LANES):
             tokens = min(LANES, num_tokens - token)
@@ -131,7 +131,7 @@ def _transpose_keys(t: Any, turned: int, keys: int, num_tokens: int) -> None:
                 if n < tokens:
                     row = load_as(t.page_dtype, keys, (token + n) * dim + d, dim - d)
                 store(square, n * LANES, row)
-            transpose(turned + 4 * (d * stride + token), stride, square, LANES)
+            transpose(transposed + 4 * (d * stride + token), stride, square, LANES)
 
 
 @loop
@@ -209,7 +209,7 @@ def _mix(
     `until` is the number of positions that `_seen` returned.
     """
     compact()
-    queries, mixed, scores, turned = areas[0], areas[1], areas[6], areas[7]
+    queries, mixed, scores, transposed = areas[0], areas[1], areas[6], areas[7]
     dim, size, wide = t.head_dim, t.page_tokens, padded(t.head_dim)
     span = span_of(size)
     stride = padded(span) + LANES
@@ -224,9 +224,9 @@ def _mix(
             to, columns = scores + 4 * (here - at), min(size, padded(stop - here))
             if t.token_major:
                 in_block = t.tokens_per_block - here % t.tokens_per_block
-                _transpose_keys(t, turned, keys, min(columns, in_block))
+                _transpose_keys(t, transposed, keys, min(columns, in_block))
                 right = padded(size)
-                own = FLOAT32, to, stride, queries, wide, turned, right
+                own = FLOAT32, to, stride, queries, wide, transposed, right
             else:
                 own = t.page_dtype, to, stride, queries, wide, keys, size
             multiply(*own, rows, columns, dim, False)

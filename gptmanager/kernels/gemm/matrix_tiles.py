@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 
-from gptmanager.kernels.gemm.products import WIDE, repeat
+from gptmanager.kernels.gemm.small_matmul import WIDE, repeat
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
     INDICES,
@@ -28,12 +28,12 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     at,
     call,
+    intrinsic,
     long,
     loop_named,
     multiply_add,
     nothing,
     spread,
-    word,
 )
 from gptmanager.kernels.simd.pairs import add_pairs, is_amd
 
@@ -100,18 +100,17 @@ _FORMATS = {
 
 
 def tile(rows: int, dtype: str, across: int) -> Any:
-    """A word that computes `rows` x 64 elements of a product, or adds to them. The sums of `across`
-    panels are in registers at a time.
+    """Return an intrinsic that computes `rows` x 64 elements of a matmul, or adds to them.
 
-    Its arguments: `(c, a, a_stride, b0, b1, b2, b3, steps, add)`. `c` float32 of stride 64,
-    `a` float32, of pairs bfloat16, `b0` to `b3` the addresses of four panels; a step is what is
-    read of a panel at a time: two positions for bfloat16 and int8, one for others. `a_stride` in
-    bytes.
+    The sums of `across` panels are in registers at a time. Arguments of the intrinsic: `(c, a,
+    a_stride, b0, b1, b2, b3, steps, add)`. `c` is float32 with stride 64; `a` is float32, or
+    bfloat16 for pairs, with `a_stride` in bytes; `b0` to `b3` are the addresses of four panels. A
+    step reads two positions of each panel for bfloat16 and int8, one for other dtypes.
     """
     own = _FORMATS[dtype]
 
-    @word(nothing, *[long] * 8, types.boolean)
-    def product(
+    @intrinsic(nothing, *[long] * 8, types.boolean)
+    def matmul(
         builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
         steps: Any, add: Any,
     ) -> None:  # fmt: skip
@@ -155,15 +154,15 @@ def tile(rows: int, dtype: str, across: int) -> Any:
         for first in range(0, PANELS, across):
             multiply(first, (b0, b1, b2, b3)[first : first + across])
 
-    return product
+    return matmul
 
 
 @functools.cache
 def widen_panel(dtype: str) -> Any:
-    """A word that reads so many positions of a panel as float32: `(target, source, positions)`."""
+    """Return an intrinsic `(target, source, positions)` that widens a panel to float32."""
     own = _FORMATS[dtype]
 
-    @word(nothing, long, long, long)
+    @intrinsic(nothing, long, long, long)
     def widened(builder: Any, target: Any, source: Any, positions: Any) -> None:
         depth = 2 if dtype in ("bfloat16", "int8") else 1
 
@@ -188,7 +187,7 @@ def over_rows(dtype: str) -> Any:
     name = dtype.replace(" ", "_")
 
     @loop_named(f"multiply_rows_{name}")
-    def product(
+    def matmul(
         c: int, a: int, a_stride: int, b0: int, b1: int, b2: int, b3: int,
         steps: int, add: bool, rows: int,
     ) -> None:  # fmt: skip
@@ -208,7 +207,7 @@ def over_rows(dtype: str) -> Any:
                 one(to, left, a_stride, b0, b1, b2, b3, steps, add)
                 row += 1
 
-    return product
+    return matmul
 
 
 # The matrix unit of some processors (Intel's AMX): eight registers of 16 rows of 64 bytes.
@@ -235,30 +234,31 @@ def _byte(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _BYTE.as_pointer())
 
 
-@word(nothing, long)
+@intrinsic(nothing, long)
 def configure(builder: Any, address: Any) -> None:
     """Rows and bytes of each register, as the 64 bytes at `address` say."""
     _unit(builder, "ldtilecfg", _byte(builder, address))
 
 
-@word(nothing)
+@intrinsic(nothing)
 def release(builder: Any) -> None:
     """Not to be forgotten: what the registers hold is saved at each switch of threads."""
     _unit(builder, "tilerelease")
 
 
 def unit_tile(down: int) -> Any:
-    """A word that computes `16 * down` x 64 elements of a bfloat16 product; `down` is 1 or 2.
+    """Return an intrinsic that computes `16 * down` x 64 elements of a bfloat16 matmul.
 
-    Its arguments are those of a `tile` but the last; `a` is bfloat16, a step 32 positions. Of the
-    registers the first hold sums, then come those of a, then those of b.
+    `down` is 1 or 2. Its arguments are those of `tile`, with `a_stride` in elements; `a` is
+    bfloat16, and a step is 32 positions. The first registers hold sums, the next ones a, and the
+    last ones b.
     """
     across = PANELS // down
     lefts = [_register(down * across + n) for n in range(down)]
     rights = [_register(n) for n in range(down * across + down, 8)]
 
-    @word(nothing, long, long, long, long, long, long, long, long, types.boolean)
-    def product(
+    @intrinsic(nothing, long, long, long, long, long, long, long, long, types.boolean)
+    def matmul(
         builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
         steps: Any, add: Any,
     ) -> None:  # fmt: skip
@@ -304,10 +304,10 @@ def unit_tile(down: int) -> Any:
             start = builder.add(c, ir.Constant(LONG, 4 * 16 * n))
             multiply(start, (b0, b1, b2, b3)[n : n + across])
 
-    return product
+    return matmul
 
 
-@word(nothing, long, long)
+@intrinsic(nothing, long, long)
 def widen_bytes(builder: Any, target: Any, source: Any) -> None:
     """Sixteen lanes of two positions of int8, as the matrix unit wants them in bfloat16: exact."""
 

@@ -18,7 +18,7 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
-from gptmanager.kernels.lora.adapter_words import RANKS_OF_ONE, ROWS
+from gptmanager.kernels.lora.adapter_intrinsics import RANKS_OF_ONE, ROWS
 from gptmanager.kernels.lora.adapters import BLOCK, AdapterTask, scratch_floats
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.lanes import LANES, get_int, get_long, pointer_to, task_at

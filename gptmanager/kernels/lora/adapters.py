@@ -1,9 +1,10 @@
 """Low-rank adapters on a step's tokens: what one thread does of `Kernels.add_adapters`.
 
-A part is a run: tokens of one adapter, side by side or not. First h = A x of all its modules, then
-B h is added to one span of columns after another; B is turned for all tokens of the run. The sum
-of an element never depends on these: of A x it is sixteen chains along x, and their sum; of B h
-one chain along h, that begins with the result and takes one module after another.
+A part is a run: tokens of one adapter, adjacent or not. First h = A x is computed for all modules,
+then B h is added to one span of columns after another; B is transposed once for all tokens of the
+run. The order of an element's sum never depends on parts and spans. An element of A x is the sum of
+sixteen chains along x. An element of B h is one chain along h that begins with the result and takes
+one module after another.
 """
 
 # mypy: allow-untyped-calls
@@ -15,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.kernels.gemm.products import multiply, transpose
-from gptmanager.kernels.lora.adapter_words import (
+from gptmanager.kernels.gemm.small_matmul import multiply, transpose
+from gptmanager.kernels.lora.adapter_intrinsics import (
     DEPTH,
     NAMES,
     RANKS,
@@ -42,10 +43,10 @@ BLOCK = 32  # tokens of a run
 AHEAD = 8192  # bytes of the pool: how far ahead memory is asked for
 SPAN = 256  # columns that are computed at a time
 STRIDE = SPAN + LANES  # of a token's sums, which are computed in whole sixteens
-# A thread's floats: a square of lanes on its way, a span of B turned, the sums of a run; then come
-# the rows of x that are multiplied at a time, and h.
-SQUARE, TURNED, SUMS = LANES * LANES, LANES * STRIDE, BLOCK * STRIDE
-FIXED = SQUARE + TURNED + SUMS
+# Floats of a thread's scratch: a square of lanes to transpose, a transposed span of B, and the sums
+# of a run; after them the rows of x that are multiplied at a time, and h.
+SQUARE, TRANSPOSED, SUMS = LANES * LANES, LANES * STRIDE, BLOCK * STRIDE
+FIXED = SQUARE + TRANSPOSED + SUMS
 
 
 class AdapterTask(ctypes.Structure):
@@ -157,7 +158,7 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
 
 
 @loop
-def _turn(dtype: int, scratch: int, b: int, count: int, rank: int, depth: int) -> None:
+def _transpose(dtype: int, scratch: int, b: int, count: int, rank: int, depth: int) -> None:
     """`count` rows of B from `b` on, at most SPAN: their first `depth` elements, at most LANES."""
     to, size = scratch + 4 * SQUARE, 4 if dtype == FLOAT32 else 2
     for row in range(0, count, LANES):
@@ -172,7 +173,7 @@ def _add_columns(
     t: Any, scratch: int, to: int, b: int, h: int, rows: int, count: int, rank: int
 ) -> None:
     """Adds B h to `count` columns of the sums; their rows of B begin at `b`. What fills registers
-    is turned there.
+    is transposed there.
     """
     dtype, stride = t.pool_dtype, t.h_stride
     size = 4 if dtype == FLOAT32 else 2
@@ -198,7 +199,7 @@ def _add_columns(
     for start, end, first in ((0, columns, depth), (columns, count, 0)):
         for d in range(first, rank if start < end else 0, LANES):
             part, own = min(LANES, rank - d), b + size * (rank * start + d)
-            _turn(dtype, scratch, own, end - start, rank, part)
+            _transpose(dtype, scratch, own, end - start, rank, part)
             left, right = h + 4 * d, scratch + 4 * SQUARE
             multiply(
                 *(FLOAT32, to + 4 * start, STRIDE, left, stride, right, STRIDE),
@@ -209,7 +210,7 @@ def _add_columns(
 @loop
 def _expand(t: Any, scratch: int, first: int, stop: int, slot: int, low: int, high: int) -> None:
     """Adds all that the adapter adds to these columns of a run."""
-    sums = scratch + 4 * (SQUARE + TURNED)
+    sums = scratch + 4 * (SQUARE + TRANSPOSED)
     hs = scratch + 4 * (FIXED + ROWS * (t.width + LANES))
     size, rows, is_read = 4 if t.pool_dtype == FLOAT32 else 2, stop - first, False
     for module in range(t.num_modules):

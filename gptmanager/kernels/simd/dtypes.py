@@ -20,6 +20,7 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     call,
     get_int,
+    intrinsic,
     lanes_from,
     load_part,
     long,
@@ -29,7 +30,6 @@ from gptmanager.kernels.simd.lanes import (
     real,
     store_part,
     vector,
-    word,
 )
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -103,17 +103,17 @@ def _write(builder: Any, address: Any, index: Any, value: Any, count: Any) -> No
             call(builder, name, ir.VoidType(), value, pointer, align, mask)
 
 
-@word(vector, long, long, long)
+@intrinsic(vector, long, long, long)
 def _load_bfloat16(builder: Any, address: Any, index: Any, count: Any) -> Any:
     return _read(builder, "bfloat16", address, index, count)
 
 
-@word(vector, long, long, long)
+@intrinsic(vector, long, long, long)
 def _load_float16(builder: Any, address: Any, index: Any, count: Any) -> Any:
     return _read(builder, "float16", address, index, count)
 
 
-@word(nothing, long, long, vector, long)
+@intrinsic(nothing, long, long, vector, long)
 def _store_bfloat16(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
     """To the nearest, ties to even; NaN stays NaN."""
     bits = builder.bitcast(value, INDICES)
@@ -125,23 +125,23 @@ def _store_bfloat16(builder: Any, address: Any, index: Any, value: Any, count: A
     _write(builder, address, index, upper, count)
 
 
-@word(nothing, long, long, vector, long)
+@intrinsic(nothing, long, long, vector, long)
 def _store_float16(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
     """To the nearest, ties to even."""
     _write(builder, address, index, builder.fptrunc(value, _HALVES), count)
 
 
-@word(long, long, long)
+@intrinsic(long, long, long)
 def _get_short(builder: Any, address: Any, index: Any) -> Any:
     return builder.zext(builder.load(_pointer(builder, address, index, _SHORT, 2)), LONG)
 
 
-@word(nothing, long, long, long)
+@intrinsic(nothing, long, long, long)
 def _put_short(builder: Any, address: Any, index: Any, value: Any) -> None:
     builder.store(builder.trunc(value, _SHORT), _pointer(builder, address, index, _SHORT, 2))
 
 
-@word(real, long, long)
+@intrinsic(real, long, long)
 def get_byte(builder: Any, address: Any, index: Any) -> Any:
     """An int8."""
     byte = builder.load(_pointer(builder, address, index, _BYTE, 1))

@@ -1,4 +1,4 @@
-"""SIMD words for Numba: sixteen float32 lanes at a time, at raw addresses.
+"""SIMD intrinsics for Numba: sixteen float32 lanes at a time, at raw addresses.
 
 It decides how a word becomes LLVM instructions, and no more. Numba's own loops over arrays are
 vectorized when LLVM sees fit, with sums in an order of its choosing; here every lane's
@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, njit, types  # type: ignore[attr-defined]
+from numba import carray, extending, njit, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, models, register_model
+from numba.extending import lower_builtin, models, register_model
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -55,7 +55,7 @@ vector = Vector()
 long, real, nothing = types.int64, types.float32, types.void
 
 
-def word(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+def intrinsic(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """Makes `emit(builder, *values) -> value` a function of those Numba types for Numba code."""
 
     def make(emit: Callable[..., Any]) -> Any:
@@ -68,7 +68,7 @@ def word(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
 
         type_it.__name__ = emit.__name__
         type_it.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
-        return intrinsic(type_it)
+        return extending.intrinsic(type_it)
 
     return make
 
@@ -152,12 +152,12 @@ for _operator, _instruction in (
     lower_builtin(_operator, vector, vector)(_emit)
 
 
-@word(vector, long, long)
+@intrinsic(vector, long, long)
 def load(builder: Any, address: Any, index: Any) -> Any:
     return builder.load(at(builder, address, index, VECTOR), align=4)
 
 
-@word(vector, long, long, long)
+@intrinsic(vector, long, long, long)
 def load_part(builder: Any, address: Any, index: Any, count: Any) -> Any:
     """The first `count` lanes; the rest are zero and their memory is not touched."""
     pointer = at(builder, address, index, VECTOR)
@@ -172,12 +172,12 @@ def load_part(builder: Any, address: Any, index: Any, count: Any) -> Any:
     return value
 
 
-@word(nothing, long, long, vector)
+@intrinsic(nothing, long, long, vector)
 def store(builder: Any, address: Any, index: Any, value: Any) -> None:
     builder.store(value, at(builder, address, index, VECTOR), align=4)
 
 
-@word(nothing, long, long, vector, long)
+@intrinsic(nothing, long, long, vector, long)
 def store_part(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
     """The first `count` lanes; the memory of the others is not touched."""
     pointer, align = at(builder, address, index, VECTOR), ir.Constant(INT, 4)
@@ -189,44 +189,44 @@ def store_part(builder: Any, address: Any, index: Any, value: Any, count: Any) -
             call(builder, name, ir.VoidType(), value, pointer, align, mask)
 
 
-@word(real, long, long)
+@intrinsic(real, long, long)
 def get(builder: Any, address: Any, index: Any) -> Any:
     return builder.load(at(builder, address, index, FLOAT))
 
 
-@word(nothing, long, long, real)
+@intrinsic(nothing, long, long, real)
 def put(builder: Any, address: Any, index: Any, value: Any) -> None:
     builder.store(value, at(builder, address, index, FLOAT))
 
 
-@word(long, long, long)
+@intrinsic(long, long, long)
 def get_int(builder: Any, address: Any, index: Any) -> Any:
     return builder.sext(builder.load(at(builder, address, index, INT)), LONG)
 
 
-@word(nothing, long, long, long)
+@intrinsic(nothing, long, long, long)
 def put_int(builder: Any, address: Any, index: Any, value: Any) -> None:
     builder.store(builder.trunc(value, INT), at(builder, address, index, INT))
 
 
-@word(long, long, long)
+@intrinsic(long, long, long)
 def get_long(builder: Any, address: Any, index: Any) -> Any:
     return builder.load(at(builder, address, index, LONG))
 
 
-@word(long, long, long)
+@intrinsic(long, long, long)
 def claim(builder: Any, address: Any, index: Any) -> Any:
     """Atomically adds one to an int64; returns what it was."""
     pointer = at(builder, address, index, LONG)
     return builder.atomic_rmw("add", pointer, ir.Constant(LONG, 1), "monotonic")
 
 
-@word(types.voidptr, long)
+@intrinsic(types.voidptr, long)
 def pointer_to(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
-@word(nothing, long, long)
+@intrinsic(nothing, long, long)
 def prefetch(builder: Any, address: Any, index: Any) -> None:
     pointer = at(builder, address, index, FLOAT)
     read, second_level, data = (ir.Constant(INT, x) for x in (0, 2, 1))
@@ -239,49 +239,49 @@ def task_at(address: int, kind: Any) -> Any:
     return carray(pointer_to(address), 1, kind)[0]
 
 
-@word(vector, real)
+@intrinsic(vector, real)
 def splat(builder: Any, value: Any) -> Any:
     return spread(builder, value)
 
 
-@word(vector, vector, vector, vector)
+@intrinsic(vector, vector, vector, vector)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """`a * b + c`, rounded once."""
     return multiply_add(builder, a, b, c)
 
 
-@word(vector, vector, vector)
+@intrinsic(vector, vector, vector)
 def larger(builder: Any, a: Any, b: Any) -> Any:
     return _larger(builder, a, b)
 
 
-@word(vector, vector, vector, vector)
+@intrinsic(vector, vector, vector, vector)
 def where_above(builder: Any, x: Any, bound: Any, value: Any) -> Any:
     """`value` in the lanes where x > bound, 0 elsewhere; NaN is above nothing."""
     return builder.select(builder.fcmp_ordered(">", x, bound), value, ir.Constant(VECTOR, None))
 
 
-@word(vector, vector, vector, vector)
+@intrinsic(vector, vector, vector, vector)
 def where_at_least(builder: Any, x: Any, bound: Any, value: Any) -> Any:
     """`value` in the lanes where x >= bound, 0 elsewhere; NaN is at least nothing."""
     return builder.select(builder.fcmp_ordered(">=", x, bound), value, ir.Constant(VECTOR, None))
 
 
-@word(vector, vector, vector)
+@intrinsic(vector, vector, vector)
 def mark_nan(builder: Any, marks: Any, value: Any) -> Any:
     """`marks`, NaN also in the lanes where `value` is."""
     is_nan = builder.sext(builder.fcmp_unordered("uno", value, value), INDICES)
     return builder.bitcast(builder.or_(builder.bitcast(marks, INDICES), is_nan), VECTOR)
 
 
-@word(vector, vector, long, long, real)
+@intrinsic(vector, vector, long, long, real)
 def keep_lanes(builder: Any, value: Any, low: Any, high: Any, other: Any) -> Any:
     """`value` in the lanes low <= i < high, `other` elsewhere, NaN or not."""
     inside = builder.and_(lanes_from(builder, ">=", low), lanes_from(builder, "<", high))
     return builder.select(inside, value, spread(builder, other))
 
 
-@word(vector, vector)
+@intrinsic(vector, vector)
 def exp2(builder: Any, x: Any) -> Any:
     """2^x to 7e-8 relative; x is brought into -126..127, NaN stays NaN."""
     x = builder.select(builder.fcmp_ordered("<", x, _floats(-126.0)), _floats(-126.0), x)
@@ -315,17 +315,17 @@ def _across(builder: Any, value: Any, combine: Callable[..., Any]) -> Any:
     return builder.extract_element(value, ir.Constant(INT, 0))
 
 
-@word(real, vector)
+@intrinsic(real, vector)
 def sum_lanes(builder: Any, value: Any) -> Any:
     return _across(builder, value, lambda b, low, high: b.fadd(low, high))
 
 
-@word(real, vector)
+@intrinsic(real, vector)
 def max_lanes(builder: Any, value: Any) -> Any:
     return _across(builder, value, _larger)
 
 
-@word(nothing)
+@intrinsic(nothing)
 def compact(builder: Any) -> None:
     """Compiles the calling function once and small, neither unrolled nor inlined.
 

@@ -119,7 +119,7 @@ def keep_within_quota() -> None:
         )
 
 
-class Recording(Protocol):
+class Capture(Protocol):
     """Is told what a team runs, and where it works meanwhile."""
 
     def add(self, body: int, task: ctypes.Structure, size: int) -> None: ...
@@ -130,7 +130,7 @@ class Recording(Protocol):
 class _Own(threading.local):
     """The state of a team that each calling thread has for itself."""
 
-    recording: Recording | None = None
+    capture: Capture | None = None
     size = -1  # bytes of scratch
 
 
@@ -159,8 +159,8 @@ class Team:
     def scratch(self, num_bytes: int) -> int:
         """Address of memory for one `run` of the calling thread, which stays its own."""
         own = self._own
-        if own.recording is not None:
-            return own.recording.scratch(num_bytes)
+        if own.capture is not None:
+            return own.capture.scratch(num_bytes)
         if own.size < num_bytes:
             own.memory = torch.empty(num_bytes, dtype=torch.uint8)
             own.address, own.size = own.memory.data_ptr(), num_bytes
@@ -168,8 +168,8 @@ class Team:
 
     def run(self, body: int, task: ctypes.Structure, size: int) -> None:
         """Calls `body(address of task)` in up to `size` threads; returns when all have."""
-        if self._own.recording is not None:
-            self._own.recording.add(body, task, size)
+        if self._own.capture is not None:
+            self._own.capture.add(body, task, size)
         function, arguments = self.call(body, ctypes.addressof(task), size)
         function(*arguments)
 
@@ -180,13 +180,13 @@ class Team:
         return _function(body), (address,)
 
     @contextmanager
-    def recorded(self, recording: Recording) -> Iterator[None]:
-        """Report to `recording` all that the calling thread runs in the `with` block."""
-        self._own.recording = recording
+    def capturing(self, capture: Capture) -> Iterator[None]:
+        """Report to `capture` all that the calling thread runs in the `with` block."""
+        self._own.capture = capture
         try:
             yield
         finally:
-            self._own.recording = None
+            self._own.capture = None
 
 
 def run_alone(body: int, task: ctypes.Structure) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from gptmanager.kernels import CpuKernels, PackedMatrix, plain
 from gptmanager.kernels.gemm import (
-    byte_tiles,
-    integer_tiles,
-    matrix_product,
+    int8_tiles,
+    int16_tiles,
+    matmul,
+    matmul_plan,
     matrix_tiles,
-    product_plan,
-    rounded_rows,
+    quantized_rows,
 )
 from gptmanager.kernels.gemm.matrix_tiles import has_matrix_unit
 from gptmanager.kernels.simd import pairs
@@ -43,7 +43,7 @@ UNIT = pytest.param(
 BYTES = pytest.param(
     "bytes",
     marks=pytest.mark.skipif(
-        not byte_tiles.has_bytes(), reason="this processor adds no products of 8 bits by fours"
+        not int8_tiles.has_int8_dots(), reason="this processor adds no products of 8 bits by fours"
     ),
 )
 
@@ -61,9 +61,9 @@ def packed(values: Tensor, quantized: bool = False) -> PackedMatrix:
 @pytest.fixture(params=["lanes", PAIRS, UNIT, BYTES])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
     """Of what is not quantized, bytes are as lanes; of what is, pairs are as lanes."""
-    monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: request.param == "unit")
-    monkeypatch.setattr(product_plan, "has_fast_pairs", lambda: request.param == "pairs")
-    monkeypatch.setattr(product_plan, "has_bytes", lambda: request.param == "bytes")
+    monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: request.param == "unit")
+    monkeypatch.setattr(matmul_plan, "has_fast_pairs", lambda: request.param == "pairs")
+    monkeypatch.setattr(matmul_plan, "has_int8_dots", lambda: request.param == "bytes")
     return CpuKernels()
 
 
@@ -111,11 +111,11 @@ def test_a_quantized_matrix_multiplies_as_what_it_holds(
         weight, x = randn(outs, depth).to(dtype), randn(num_rows, depth, seed=2).to(dtype)
         matrix = packed(weight, quantized=True)
         held = held_by(matrix)
-        exact = x.bfloat16() if product_plan.has_matrix_unit() else x
-        if num_rows <= integer_tiles.FEW_ROWS:
-            exact = as_integers(x) if integer_tiles.has_integers() else x
-        elif product_plan.has_bytes():
-            exact = as_bytes(x)
+        exact = x.bfloat16() if matmul_plan.has_matrix_unit() else x
+        if num_rows <= int16_tiles.FEW_ROWS:
+            exact = as_int16(x) if int16_tiles.has_int16_dots() else x
+        elif matmul_plan.has_int8_dots():
+            exact = as_int8(x)
         close(products.linear(x, matrix, None), exact.double() @ held.T, depth)
 
 
@@ -133,14 +133,14 @@ def rounded(x: Tensor, positions: int, most: int, outlier: float = torch.inf) ->
     return torch.cat(parts, dim=1)
 
 
-def as_integers(x: Tensor) -> Tensor:
+def as_int16(x: Tensor) -> Tensor:
     """What few rows are as whole numbers of 16 bits, each stretch times its own factor."""
-    return rounded(x, rounded_rows.MOST_POSITIONS, 32767)
+    return rounded(x, quantized_rows.MAX_POSITIONS, 32767)
 
 
-def as_bytes(x: Tensor) -> Tensor:
+def as_int8(x: Tensor) -> Tensor:
     """What many rows are as whole numbers of 8 bits."""
-    return rounded(x, rounded_rows.STRETCH, 127, rounded_rows.OUTLIER)
+    return rounded(x, quantized_rows.STRETCH, 127, quantized_rows.OUTLIER)
 
 
 def held_by(matrix: PackedMatrix) -> Tensor:
@@ -150,7 +150,7 @@ def held_by(matrix: PackedMatrix) -> Tensor:
     return whole[:rows, :depth].double() * matrix.scales[:rows, None].double()
 
 
-@pytest.mark.skipif(not integer_tiles.has_integers(), reason="lanes multiply few rows: no AVX-512")
+@pytest.mark.skipif(not int16_tiles.has_int16_dots(), reason="lanes multiply few rows: no AVX-512")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("depth", [32, 256, 257, 544, 1500])
 def test_few_rows_with_a_quantized_matrix_are_rounded_to_16_bits(
@@ -161,7 +161,7 @@ def test_few_rows_with_a_quantized_matrix_are_rounded_to_16_bits(
     sizes = torch.logspace(-3, 3, -(-depth // 256)).repeat_interleave(256)[:depth]
     for num_rows in (1, 2, 3, 4):
         x = (randn(num_rows, depth, seed=2) * sizes).to(dtype)
-        wanted = as_integers(x) @ held_by(matrix).T
+        wanted = as_int16(x) @ held_by(matrix).T
         # of what lies between two numbers one or two go the other way
         step = x.double().abs().max() * held_by(matrix).abs().max() / 32767
         allowed = 2 * step + torch.finfo(dtype).eps * wanted.abs()
@@ -185,34 +185,38 @@ def test_the_largest_whole_numbers_add_up(products: CpuKernels, num_rows: int) -
     assert found[2:4].abs().max() < 1e-30
 
 
-@pytest.mark.skipif(not byte_tiles.has_bytes(), reason="this processor adds no products of 8 bits")
+@pytest.mark.skipif(
+    not int8_tiles.has_int8_dots(), reason="this processor adds no products of 8 bits"
+)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("depth", [32, 64, 65, 97, 256, 300, 1500])
 def test_many_rows_with_a_quantized_matrix_are_rounded_to_8_bits(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, depth: int
 ) -> None:
     """Each stretch by its own largest number: a small one is not lost beside a large one."""
-    monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: False)
     matrix = packed(randn(70, depth).to(dtype), quantized=True)
     sizes = torch.logspace(-3, 3, -(-depth // 64)).repeat_interleave(64)[:depth]
     for num_rows in (5, 6, 7, 12):
         x = (randn(num_rows, depth, seed=2) * sizes).to(dtype)
         close_ends = x.double().abs().max() * depth**0.5 * 4e-6
-        wanted = as_bytes(x) @ held_by(matrix).T
+        wanted = as_int8(x) @ held_by(matrix).T
         allowed = wanted.abs() * torch.finfo(dtype).eps + close_ends
         for own in (x, x.T.contiguous().T):
             found = CpuKernels().linear(own, matrix, None).double()
             assert ((found - wanted).abs() <= allowed).all()
 
 
-@pytest.mark.skipif(not byte_tiles.has_bytes(), reason="this processor adds no products of 8 bits")
+@pytest.mark.skipif(
+    not int8_tiles.has_int8_dots(), reason="this processor adds no products of 8 bits"
+)
 @pytest.mark.parametrize("factor", [1, 30, 1000])
 @pytest.mark.parametrize("num_rows", [5, 33])
 def test_nothing_is_lost_beside_an_outlier(
     monkeypatch: pytest.MonkeyPatch, num_rows: int, factor: float
 ) -> None:
     """Three channels are so many times as large in all tokens but one, and have no weight."""
-    monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: False)
     channels = [3, 70, 299]
     weight, x = randn(70, 300), randn(num_rows, 300, seed=2)
     weight[:, channels] = 0
@@ -246,7 +250,7 @@ def test_a_row_is_the_same_bits_in_any_company(dtype: torch.dtype, kind: str) ->
     x = randn(230, 330, seed=1).to(dtype)
     together = products.linear(x, matrix, None)
     for count, start in itertools.product((1, 2, 4, 5, 6, 7, 16, 17, 33, 192, 193), (0, 3, 33)):
-        if kind == "int8" and count <= integer_tiles.FEW_ROWS:
+        if kind == "int8" and count <= int16_tiles.FEW_ROWS:
             continue
         alone = products.linear(x[start : start + count], matrix, None)
         assert torch.equal(alone, together[start : start + count]), (count, start)
@@ -336,7 +340,7 @@ def test_rows_of_a_quantized_matrix_are_within_half_a_step() -> None:
 def test_where_it_does_not_pay_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     products = CpuKernels()
     assert products.new_matrix(4, 4, torch.float64) is None
-    monkeypatch.setattr(product_plan, "packing_pays", lambda: False)
+    monkeypatch.setattr(matmul_plan, "packing_pays", lambda: False)
     assert products.new_matrix(4, 4, torch.float32) is None
     assert products.new_matrix(4, 4, torch.float32, quantized=True) is not None
 
@@ -345,8 +349,8 @@ def test_no_two_functions_have_one_name() -> None:
     """Machine code is linked by names, also that of other processes, which count otherwise."""
     kinds = ("float32", "bfloat16", "bfloat16 pairs", "float16", "int8")
     rows = {matrix_tiles.over_rows(kind).__qualname__ for kind in kinds}
-    shares = [matrix_product._share_by_lanes(kind) for kind in kinds]
-    shares += [matrix_product._share_by_integers(), matrix_product._share_by_bytes()]
+    shares = [matmul._share_by_lanes(kind) for kind in kinds]
+    shares += [matmul._share_by_int16(), matmul._share_by_int8()]
     assert len(rows) == len(kinds) and len({share.__qualname__ for share in shares}) == 7
     assert matrix_tiles.over_rows("bfloat16 pairs") is matrix_tiles.over_rows("bfloat16 pairs")
 
@@ -356,7 +360,7 @@ def test_a_tile_is_the_same_bits_with_any_number_of_registers(rows: int, across:
     own = matrix_tiles.tile(rows, "float32", across)
 
     @loop_named(f"tile_of_{rows}_by_{across}")
-    def product(
+    def by_tile(
         c: int, a: int, a_stride: int, b0: int, b1: int, b2: int, b3: int,
         steps: int, add: bool, rows: int,
     ) -> None:  # fmt: skip
@@ -364,7 +368,7 @@ def test_a_tile_is_the_same_bits_with_any_number_of_registers(rows: int, across:
 
     panels, x = randn(4, 9, 16), randn(rows, 9, seed=1)
     found = []
-    for one in (product, matrix_tiles.over_rows("float32")):
+    for one in (by_tile, matrix_tiles.over_rows("float32")):
         sums = randn(rows, 4, 16, seed=2)
         addresses = sums.data_ptr(), x.data_ptr(), 4 * 9, *(panel.data_ptr() for panel in panels)
         one(*addresses, 9, True, rows)
@@ -404,10 +408,10 @@ def test_the_log_tells_what_multiplies(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unit: bool, pairs: bool,
     told: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: unit)
-    monkeypatch.setattr(product_plan, "has_fast_pairs", lambda: pairs)
+    monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: unit)
+    monkeypatch.setattr(matmul_plan, "has_fast_pairs", lambda: pairs)
     with caplog.at_level("INFO", logger="gptmanager"):
-        product_plan.packing_pays.__wrapped__()
+        matmul_plan.packing_pays.__wrapped__()
     assert caplog.messages[-1].endswith(f"and {told}")
 
 
@@ -428,10 +432,10 @@ def test_weights_are_packed_where_there_are_lanes(
     told: str,
 ) -> None:
     has = dict.fromkeys(features, True)
-    monkeypatch.setattr(product_plan.binding, "get_host_cpu_features", lambda: has)
-    monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: False)
-    monkeypatch.setattr(product_plan, "has_fast_pairs", lambda: False)
+    monkeypatch.setattr(matmul_plan.binding, "get_host_cpu_features", lambda: has)
+    monkeypatch.setattr(matmul_plan, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(matmul_plan, "has_fast_pairs", lambda: False)
     with caplog.at_level("INFO", logger="gptmanager"):
-        pays = product_plan.packing_pays.__wrapped__()
+        pays = matmul_plan.packing_pays.__wrapped__()
     assert pays is not told.startswith("not")
     assert f"weights on the CPU are {told} no" in caplog.messages[-1]

@@ -1,8 +1,8 @@
-"""Register tiles of low-rank adapters: sums of A x, and products with B, whose rows are turned.
+"""Register tiles for low-rank adapters: sums of A x, and columns of B h with B transposed.
 
-It decides how an element passes through registers; how tokens and ranks are cut into tiles is not
-seen in its bits. Elements of two bytes are turned in pairs, and widened behind it. A tile asks for
-the memory that is read next: what the processor looks ahead by itself ends with each row.
+The bits of an element do not depend on how tokens and ranks are cut into tiles. Elements of two
+bytes are transposed in pairs and widened afterwards. A tile prefetches the memory that is read
+next, because the processor's own prefetching ends with each row.
 """
 
 # mypy: allow-untyped-calls
@@ -14,7 +14,7 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from gptmanager.kernels.gemm.products import WIDE, repeat
+from gptmanager.kernels.gemm.small_matmul import WIDE, repeat
 from gptmanager.kernels.simd.dtypes import HAS_FLOAT16, itemsize, load_at
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
@@ -25,11 +25,11 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     at,
     call,
+    intrinsic,
     long,
     multiply_add,
     nothing,
     spread,
-    word,
 )
 from gptmanager.kernels.simd.pairs import add_pairs
 
@@ -76,21 +76,21 @@ def _sums(builder: Any, values: Sequence[Any]) -> Any:
 
 
 def dots(rows: int, ranks: int, dtype: str) -> Any:
-    """A word that stores the products of `rows` tokens with `ranks` rows of A.
+    """Return an intrinsic that stores the dot products of `rows` tokens with `ranks` rows of A.
 
-    Its arguments: `(h, stride, x, a, width, last_row, last_rank, ahead)`; rows behind the last ones
-    are those once more. The memory at `ahead`, as much as is read of A, is asked for. `x` is
-    float32. `width`, of x and of A, is at least LANES. An element is sixteen chains along it, and
-    their sum. With `dtype` "bfloat16 pairs" x is bfloat16, too, and `width` at least 2 * LANES: a
-    chain takes two products at a time.
+    Its arguments: `(h, stride, x, a, width, last_row, last_rank, ahead)`. Rows after the last one
+    repeat the last one. As many bytes as are read of A are prefetched from `ahead`. `x` is float32.
+    `width` is the width of x and A, at least LANES. An element is the sum of sixteen chains along
+    the width. With `dtype` "bfloat16 pairs" x is also bfloat16, `width` is at least 2 * LANES, and
+    a chain adds two elements at a time.
     """
     kept = dtype.removesuffix(" pairs")
     by_pairs = kept != dtype
     x_kept, at_once = (kept, 2 * LANES) if by_pairs else ("float32", LANES)
     read = at_once * ranks * itemsize(kept)
 
-    @word(nothing, long, long, long, long, long, long, long, long)
-    def product(
+    @intrinsic(nothing, long, long, long, long, long, long, long, long)
+    def matmul(
         builder: Any, h: Any, stride: Any, x: Any, a: Any, width: Any, last_row: Any,
         last_rank: Any, ahead: Any,
     ) -> None:  # fmt: skip
@@ -132,7 +132,7 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
             place = builder.mul(_number(row), stride)
             builder.store(part, at(builder, h, place, part.type), align=4)
 
-    return product
+    return matmul
 
 
 def _starts(builder: Any, address: Any, num_bytes: Any, last: Any, count: int) -> list[Any]:
@@ -165,7 +165,7 @@ _WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {
 }
 
 
-def _turned(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
+def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
     """Vector k: what sixteen rows of B hold at k. Four bytes of a row are a lane."""
     size = itemsize(dtype)
     units = DEPTH * size // 4  # of four bytes, in a row
@@ -199,14 +199,14 @@ def _turned(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
 
 
 def expanded(groups: int, dtype: str) -> Any:
-    """A word that adds to 16 * `groups` columns of each token's sums what DEPTH elements of h add.
+    """Return an intrinsic that adds B h for DEPTH elements of h to 16 * `groups` columns of sums.
 
-    Its arguments: `(sums, stride, b, rank, h, h_stride, rows, ahead)`: as many rows of B begin at
-    `b`, `rank` elements apart. They are turned in registers, and stay there for all tokens. The
-    memory at `ahead`, as much as is read, is asked for.
+    Its arguments: `(sums, stride, b, rank, h, h_stride, rows, ahead)`. The 16 * `groups` rows of B
+    begin at `b`, `rank` elements apart. They are transposed in registers and stay there for all
+    tokens. As many bytes as are read of B are prefetched from `ahead`.
     """
 
-    @word(nothing, long, long, long, long, long, long, long, long)
+    @intrinsic(nothing, long, long, long, long, long, long, long, long)
     def add(
         builder: Any, sums: Any, stride: Any, b: Any, rank: Any, h: Any, h_stride: Any, rows: Any,
         ahead: Any,
@@ -214,7 +214,7 @@ def expanded(groups: int, dtype: str) -> Any:
         fetch(builder, ahead, groups * LANES * DEPTH * itemsize(dtype))
         group = builder.mul(rank, _number(LANES * itemsize(dtype)))
         starts = [builder.add(b, builder.mul(group, _number(n))) for n in range(groups)]
-        turned = [_turned(builder, dtype, start, rank) for start in starts]
+        transposed = [_transposed(builder, dtype, start, rank) for start in starts]
 
         def add_to(first: Any, count: int) -> None:
             tokens = [builder.add(first, _number(row)) for row in range(count)]
@@ -224,7 +224,7 @@ def expanded(groups: int, dtype: str) -> Any:
                 for n in range(groups)
             ]
             totals = [builder.load(place, align=4) for place in places]
-            for k, parts in enumerate(zip(*turned, strict=True)):
+            for k, parts in enumerate(zip(*transposed, strict=True)):
                 for row, token in enumerate(tokens):
                     place = builder.add(builder.mul(token, h_stride), _number(k))
                     factor = spread(builder, builder.load(at(builder, h, place, FLOAT)))

@@ -1,4 +1,4 @@
-"""`StepRecorder`: generation steps whose tasks are recorded, and run again without their ops.
+"""`StepCapture`: generation steps whose tasks are recorded, and run again without their ops.
 
 A step of so many rows gives its threads the same tasks each time: only what its input tensors hold
 differs. So the ops run once for a number of rows, and from then on the list of tasks does, which
@@ -22,7 +22,7 @@ from gptmanager.kernels.torch_operations import TorchOperations
 
 Compute = Callable[[Sequence[Tensor]], Tensor]
 
-MOST_RECORDINGS = 64
+MAX_CAPTURED_STEPS = 64
 TASK_ALIGNMENT = 64
 _aten = torch.ops.aten
 _NEW = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default}
@@ -63,7 +63,7 @@ class _Memory:
         return tensor.view(like.dtype).view(like.shape)
 
 
-class _Recording(TorchOperations):  # type: ignore[no-untyped-call]
+class _Capture(TorchOperations):  # type: ignore[no-untyped-call]
     """Records what runs inside it. `is_whole`: torch itself has computed nothing."""
 
     def __init__(self, memory: _Memory) -> None:
@@ -83,7 +83,7 @@ class _Recording(TorchOperations):  # type: ignore[no-untyped-call]
         self.tasks.append((body, task, size))
 
 
-class _RecordedStep:
+class _CapturedStep:
     """Tasks in one piece of memory, with the tensors that they read and write.
 
     The last one writes the step's result, each time to another tensor.
@@ -123,7 +123,7 @@ class _RecordedStep:
         return result
 
 
-class StepRecorder:
+class StepCapture:
     """Steps recorded by their number of rows, the second time that a step has so many.
 
     A step in which torch itself computes something is never one. Recordings are of one model's
@@ -132,13 +132,13 @@ class StepRecorder:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._known: OrderedDict[tuple[int, int], _RecordedStep | None] = OrderedDict()
+        self._known: OrderedDict[tuple[int, int], _CapturedStep | None] = OrderedDict()
         self._seen: set[tuple[int, int]] = set()
         self._constant: Tensor | None = None
         self._memory = _Memory()
 
     def run(self, inputs: Sequence[Tensor], constant: Tensor | None, compute: Compute) -> Tensor:
-        """`compute(inputs)`, or the same by a recording.
+        """`compute(inputs)`, or the same by a capture.
 
         `inputs`: all that differs from step to step, of shapes that depend on the first one's
         length alone. `constant`: a tensor that recordings may read; another makes them stale.
@@ -156,19 +156,19 @@ class StepRecorder:
         if key not in self._seen:
             self._seen.add(key)
             return compute(inputs)
-        return self._record(key, inputs, compute)
+        return self._capture(key, inputs, compute)
 
-    def _record(self, key: tuple[int, int], inputs: Sequence[Tensor], compute: Compute) -> Tensor:
-        recording, own = _Recording(self._memory), [given.clone() for given in inputs]
-        with self._team.recorded(recording), recording:
+    def _capture(self, key: tuple[int, int], inputs: Sequence[Tensor], compute: Compute) -> Tensor:
+        capture, own = _Capture(self._memory), [given.clone() for given in inputs]
+        with self._team.capturing(capture), capture:
             result = compute(own)
-        step, tasks = None, recording.tasks
-        if recording.is_whole and tasks:
+        step, tasks = None, capture.tasks
+        if capture.is_whole and tasks:
             last = getattr(tasks[-1][1], "result", None)
             if last == result.data_ptr() and result.is_contiguous():
-                step = _RecordedStep(self._team, self._memory, tasks, own, result)
+                step = _CapturedStep(self._team, self._memory, tasks, own, result)
         self._known[key] = step
-        if len(self._known) > MOST_RECORDINGS:
+        if len(self._known) > MAX_CAPTURED_STEPS:
             old, _ = self._known.popitem(last=False)
             self._seen.discard(old)
         return result.clone()  # where it lies an earlier op may write when the step runs again

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.kernels.gemm.byte_tiles import FOUR, SPAN, byte_tile, has_bytes, lay_out
-from gptmanager.kernels.gemm.integer_tiles import (
+from gptmanager.kernels.gemm.int8_tiles import FOUR, SPAN, has_int8_dots, int8_tile, lay_out
+from gptmanager.kernels.gemm.int16_tiles import (
     FEW_ROWS,
-    INTEGER_DEPTH,
-    has_integers,
-    integer_tile,
+    INT16_DEPTH,
+    has_int16_dots,
+    int16_tile,
 )
 from gptmanager.kernels.gemm.matrix_tiles import (
     PANELS,
@@ -29,11 +29,11 @@ from gptmanager.kernels.gemm.matrix_tiles import (
     widen_bytes,
     widen_panel,
 )
-from gptmanager.kernels.gemm.rounded_rows import (
+from gptmanager.kernels.gemm.quantized_rows import (
     MARK_BYTES,
-    MOST_POSITIONS,
+    MAX_POSITIONS,
     STRETCH,
-    round_to_shorts,
+    quantize_to_int16,
     row_size,
 )
 from gptmanager.kernels.simd.dtypes import load_as, store_as
@@ -57,7 +57,7 @@ STREAMED_ROWS = 6  # up to here the matrix is read once, in long pieces
 WIDEN_FROM = 32  # rows: for fewer it takes longer than it saves
 
 
-class ProductTask(ctypes.Structure):
+class MatmulTask(ctypes.Structure):
     """Addresses (0: none), sizes (scratch in bytes), and how a group of panels is made.
 
     What is of one call comes first, up to `tail`. `x` has `depth` elements a row, float32, or
@@ -76,7 +76,7 @@ class ProductTask(ctypes.Structure):
     )
 
 
-PRODUCT_TASK = np.dtype(ProductTask)
+MATMUL_TASK = np.dtype(MatmulTask)
 _thirty_two, _sixteen = unit_tile(2), unit_tile(1)
 
 
@@ -194,11 +194,11 @@ def _share_by_lanes(dtype: str) -> Any:
     return share
 
 
-def _share_by_bytes() -> Any:
+def _share_by_int8() -> Any:
     """A thread's share, by whole numbers of 8 bits; x are rounded rows."""
-    three, two, one = (byte_tile(rows) for rows in (3, 2, 1))
+    three, two, one = (int8_tile(rows) for rows in (3, 2, 1))
 
-    @loop_named("share_int8_bytes")
+    @loop_named("share_int8_by_int8")
     def share(t: Any, address: int) -> None:
         scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
         depth, b, size = t.depth, scratch + SCRATCH_BYTES, LANES * SPAN
@@ -231,26 +231,26 @@ def _share_by_bytes() -> Any:
     return share
 
 
-def _share_by_integers() -> Any:
+def _share_by_int16() -> Any:
     """A thread's share, of few rows: they become whole numbers, each stretch by its largest."""
-    four, three, two, one = (integer_tile(rows) for rows in (4, 3, 2, 1))
+    four, three, two, one = (int16_tile(rows) for rows in (4, 3, 2, 1))
 
-    @loop_named("share_int8_integers")
+    @loop_named("share_int8_by_int16")
     def share(t: Any, address: int) -> None:
         scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
         depth, stride = t.depth, 2 * t.depth
-        x, factors_stride = scratch + SCRATCH_BYTES, 4 * ((depth - 1) // MOST_POSITIONS + 1)
+        x, factors_stride = scratch + SCRATCH_BYTES, 4 * ((depth - 1) // MAX_POSITIONS + 1)
         factors = x + FEW_ROWS * stride
         for row in range(t.rows):  # by each thread, which takes less time than to wait for one
             to = factors + row * factors_stride
-            round_to_shorts(t.dtype, t.x, row, depth, x + row * stride, to)
+            quantize_to_int16(t.dtype, t.x, row, depth, x + row * stride, to)
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
             groups, _, rows = _part(t, part)
             for group in groups:
                 b0, b1, b2, b3 = _panels(t, group)
-                for number, k in enumerate(range(0, depth, MOST_POSITIONS)):
-                    steps = min(MOST_POSITIONS, depth - k) // INTEGER_DEPTH
+                for number, k in enumerate(range(0, depth, MAX_POSITIONS)):
+                    steps = min(MAX_POSITIONS, depth - k) // INT16_DEPTH
                     a, by, at, more = x + 2 * k, factors + 4 * number, k * LANES, k > 0
                     c0, c1, c2, c3 = b0 + at, b1 + at, b2 + at, b3 + at
                     own = scratch, a, stride, by, factors_stride
@@ -271,40 +271,40 @@ def _share_by_integers() -> Any:
 _float32, _bfloat16 = _share_by_lanes("float32"), _share_by_lanes("bfloat16")
 _float16, _int8 = _share_by_lanes("float16"), _share_by_lanes("int8")
 _pairs = _share_by_lanes("bfloat16 pairs")
-_int8_integers = _share_by_integers() if has_integers() else _int8
-_int8_bytes = _share_by_bytes() if has_bytes() else _int8
+_int8_by_int16 = _share_by_int16() if has_int16_dots() else _int8
+_int8_by_int8 = _share_by_int8() if has_int8_dots() else _int8
 
 
 def multiply_float32(address: int) -> None:
     """`result = x @ matrix.T`, of float32; the others as their names say."""
-    _float32(task_at(address, PRODUCT_TASK), address)
+    _float32(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_bfloat16(address: int) -> None:
-    _bfloat16(task_at(address, PRODUCT_TASK), address)
+    _bfloat16(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_float16(address: int) -> None:
-    _float16(task_at(address, PRODUCT_TASK), address)
+    _float16(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_int8(address: int) -> None:
-    _int8(task_at(address, PRODUCT_TASK), address)
+    _int8(task_at(address, MATMUL_TASK), address)
 
 
-def multiply_int8_integers(address: int) -> None:
+def multiply_int8_by_int16(address: int) -> None:
     """The same of int8 with few rows, by whole numbers."""
-    _int8_integers(task_at(address, PRODUCT_TASK), address)
+    _int8_by_int16(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_pairs(address: int) -> None:
     """The same of bfloat16, by dot products of pairs."""
-    _pairs(task_at(address, PRODUCT_TASK), address)
+    _pairs(task_at(address, MATMUL_TASK), address)
 
 
-def multiply_int8_bytes(address: int) -> None:
+def multiply_int8_by_int8(address: int) -> None:
     """The same of int8, by whole numbers of 8 bits."""
-    _int8_bytes(task_at(address, PRODUCT_TASK), address)
+    _int8_by_int8(task_at(address, MATMUL_TASK), address)
 
 
 @loop
@@ -340,9 +340,9 @@ def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
 
 def multiply_by_unit(address: int) -> None:
     """The same of bfloat16, by the matrix unit."""
-    _share_by_unit(task_at(address, PRODUCT_TASK), address, False)
+    _share_by_unit(task_at(address, MATMUL_TASK), address, False)
 
 
 def multiply_int8_by_unit(address: int) -> None:
     """The same of int8, by the matrix unit."""
-    _share_by_unit(task_at(address, PRODUCT_TASK), address, True)
+    _share_by_unit(task_at(address, MATMUL_TASK), address, True)

@@ -25,6 +25,7 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     call,
     claim,
+    intrinsic,
     larger,
     long,
     loop,
@@ -37,18 +38,17 @@ from gptmanager.kernels.simd.lanes import (
     sum_lanes,
     task_at,
     vector,
-    word,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
 from gptmanager.kernels.token_loops import CONVERSION_TASK, ZERO, share_of
 
-MOST_POSITIONS = 256  # of a sum of 16 bits: what 127 times 32,767 may add up to is twice that
+MAX_POSITIONS = 256  # of a sum of 16 bits: what 127 times 32,767 may add up to is twice that
 STRETCH = (
     64  # positions of 8 bits with one factor: a sum in their midst takes an eighth of the time
 )
 MARK_BYTES = 16  # of a stretch: its factor, what its sums begin with; the same of what is left
 OUTLIER = 16.0  # times the mean magnitude of a stretch: what is left is looked at from here on
-MOST_INTEGER, MOST_BYTE = np.float32(32767.0), np.float32(127.0)
+MAX_INT16, MAX_INT8 = np.float32(32767.0), np.float32(127.0)
 FINER = np.float32(254.0)  # half a unit of what is rounded is 127 of what is left
 LEAST = 1e-30  # of a stretch's largest number: below it there is nothing to tell apart
 
@@ -73,14 +73,14 @@ def _store(builder: Any, address: Any, index: Any, value: Any) -> None:
     builder.store(value, builder.inttoptr(start, value.type.as_pointer()), align=size)
 
 
-@word(nothing, long, long, vector)
-def _store_shorts(builder: Any, address: Any, index: Any, value: Any) -> None:
+@intrinsic(nothing, long, long, vector)
+def _store_int16(builder: Any, address: Any, index: Any, value: Any) -> None:
     """Sixteen numbers of at most 2^15 as int16."""
     _store(builder, address, index, _rounded(builder, value, 16))
 
 
-@word(vector, long, long, vector, vector)
-def _store_bytes(builder: Any, address: Any, index: Any, value: Any, total: Any) -> Any:
+@intrinsic(vector, long, long, vector, vector)
+def _store_int8(builder: Any, address: Any, index: Any, value: Any, total: Any) -> Any:
     """Sixteen numbers of at most 127 as int8; returns the int32 that lie in `total`, and those
     added.
     """
@@ -90,7 +90,7 @@ def _store_bytes(builder: Any, address: Any, index: Any, value: Any, total: Any)
     return builder.bitcast(added, VECTOR)
 
 
-@word(long, vector)
+@intrinsic(long, vector)
 def _sum_ints(builder: Any, value: Any) -> Any:
     """Return the sum of the int32 lanes of `value`, as int64."""
     name = "llvm.vector.reduce.add.v16i32"
@@ -121,30 +121,30 @@ def _inverse(most: Any, largest: Any) -> Any:
 
 
 @loop
-def round_to_shorts(dtype: int, x: int, row: int, depth: int, to: int, factors: int) -> None:
+def quantize_to_int16(dtype: int, x: int, row: int, depth: int, to: int, factors: int) -> None:
     """A row of x as int16, and what its stretches are to be multiplied with; NaN stays NaN."""
-    for number, first in enumerate(range(0, depth, MOST_POSITIONS)):
-        positions, start = min(MOST_POSITIONS, depth - first), row * depth + first
+    for number, first in enumerate(range(0, depth, MAX_POSITIONS)):
+        positions, start = min(MAX_POSITIONS, depth - first), row * depth + first
         largest, _, nan = _measured(dtype, x, start, positions, depth - first)
-        put(factors, number, largest / MOST_INTEGER + nan)
-        by = splat(_inverse(MOST_INTEGER, largest))
+        put(factors, number, largest / MAX_INT16 + nan)
+        by = splat(_inverse(MAX_INT16, largest))
         for k in range(0, positions, LANES):
             value = load_as(dtype, x, start + k, depth - first - k)
-            _store_shorts(to, first + k, value * by)
+            _store_int16(to, first + k, value * by)
 
 
 @loop
-def _round_to_bytes(dtype: int, x: int, row: int, given: int, depth: int, to: int) -> None:
+def _quantize_to_int8(dtype: int, x: int, row: int, given: int, depth: int, to: int) -> None:
     """A row of x, `given` elements and zeros up to `depth`; NaN stays NaN."""
     for number, first in enumerate(range(0, depth, STRETCH)):
         positions, start = min(STRETCH, depth - first), row * given + first
         count, marks = given - first, to + 2 * depth + MARK_BYTES * number
         largest, size, nan = _measured(dtype, x, start, positions, count)
-        factor, by = largest / MOST_BYTE, splat(_inverse(MOST_BYTE, largest))
+        factor, by = largest / MAX_INT8, splat(_inverse(MAX_INT8, largest))
         total = splat(ZERO)
         for k in range(0, positions, LANES):
             value = load_as(dtype, x, start + k, count - k) * by
-            total = _store_bytes(to, first + k, value, total)
+            total = _store_int8(to, first + k, value, total)
         put(marks, 0, factor + nan)
         put_int(marks, 1, -128 * _sum_ints(total))
         if largest * np.float32(min(positions, count)) <= np.float32(OUTLIER) * size:
@@ -154,17 +154,17 @@ def _round_to_bytes(dtype: int, x: int, row: int, given: int, depth: int, to: in
         for k in range(0, positions, LANES):
             value = load_as(dtype, x, start + k, count - k) * by
             left = value - ((value + splat(np.float32(ROUND))) - splat(np.float32(ROUND)))
-            total = _store_bytes(to + depth, first + k, left * splat(FINER), total)
+            total = _store_int8(to + depth, first + k, left * splat(FINER), total)
         put(marks, 2, factor / FINER)
         put_int(marks, 3, -128 * _sum_ints(total))
 
 
-def round_rows(address: int) -> None:
+def quantize_rows(address: int) -> None:
     """Tokens as rows of 8 bits; the task's own dtype is not looked at."""
     t = task_at(address, CONVERSION_TASK)
     size = row_size(t.width)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         for token in share_of(t, part):
-            _round_to_bytes(t.x_dtype, t.x, token, t.given, t.width, t.result + token * size)
+            _quantize_to_int8(t.x_dtype, t.x, token, t.given, t.width, t.result + token * size)
         part = claim(address, NEXT_PART)

@@ -28,7 +28,7 @@ _SHARE_OF_COPY = 0.85  # of few rows
 _TIMES_ROOFLINE = 1.3  # of more
 
 
-def product_cases(sizes: Sizes) -> list[Case]:
+def matmul_cases(sizes: Sizes) -> list[Case]:
     return [
         _case(sizes, model, number, name, rows)
         for model in sizes.decoders

@@ -1,6 +1,6 @@
 """Products of a packed int8 matrix with few rows, by whole numbers.
 
-The rows are rounded to 16 bits, see `rounded_rows`, and sums over a stretch of them are exact. It
+The rows are rounded to 16 bits, see `quantized_rows`, and sums over a stretch of them are exact. It
 decides what an element comes to; how many rows there are is not seen in it.
 """
 
@@ -15,8 +15,8 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 
 from gptmanager.kernels.gemm.matrix_tiles import AHEAD, PANELS, fetch_line
-from gptmanager.kernels.gemm.products import repeat
-from gptmanager.kernels.gemm.rounded_rows import MOST_POSITIONS
+from gptmanager.kernels.gemm.quantized_rows import MAX_POSITIONS
+from gptmanager.kernels.gemm.small_matmul import repeat
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
     INDICES,
@@ -26,20 +26,20 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     at,
     call,
+    intrinsic,
     long,
     multiply_add,
     nothing,
     spread,
-    word,
 )
 
 FEW_ROWS = 4  # up to here a matrix of int8 is read as fast as memory gives it
-INTEGER_DEPTH = 4  # positions of a step
+INT16_DEPTH = 4  # positions of a step
 _TWO_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _TWO_BYTES = ir.VectorType(ir.IntType(8), 2 * LANES)
 
 
-def has_integers() -> bool:
+def has_int16_dots() -> bool:
     """Whether there is an instruction that adds products of 16 bits in pairs, for 512 bits."""
     return bool(binding.get_host_cpu_features().get("avx512bw"))
 
@@ -48,33 +48,33 @@ def _rows(builder: Any, start: Any, stride: Any, count: int) -> list[Any]:
     return [builder.add(start, builder.mul(stride, ir.Constant(LONG, row))) for row in range(count)]
 
 
-def _add_products(builder: Any, left: Any, right: Any, total: Any) -> Any:
+def _add_dots(builder: Any, left: Any, right: Any, total: Any) -> Any:
     """Both products of each lane, to its sum."""
     pairs = (builder.bitcast(it, _TWO_SHORTS) for it in (left, right))
     return builder.add(call(builder, "llvm.x86.avx512.pmaddw.d.512", INDICES, *pairs), total)
 
 
-def integer_tile(rows: int) -> Any:
-    """A word that adds to `rows` x 64 elements of a product, or begins with them.
+def int16_tile(rows: int) -> Any:
+    """An intrinsic that adds to `rows` x 64 elements of a product, or begins with them.
 
     Its arguments: `(c, a, a_stride, factors, factors_stride, b0, b1, b2, b3, steps, add)`. `c`
     float32 of stride 64; `a` int16, strides in bytes; `b0` to `b3` the addresses of four panels of
-    int8. A row's sums are whole numbers, exact for up to `MOST_POSITIONS`, times its factor.
+    int8. A row's sums are whole numbers, exact for up to `MAX_POSITIONS`, times its factor.
     """
 
-    @word(nothing, *[long] * 10, types.boolean)
-    def product(
+    @intrinsic(nothing, *[long] * 10, types.boolean)
+    def matmul(
         builder: Any, c: Any, a: Any, a_stride: Any, factors: Any, factors_stride: Any,
         b0: Any, b1: Any, b2: Any, b3: Any, steps: Any, add: Any,
     ) -> None:  # fmt: skip
         def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
-            offset = builder.mul(index, ir.Constant(LONG, INTEGER_DEPTH * LANES))
+            offset = builder.mul(index, ir.Constant(LONG, INT16_DEPTH * LANES))
             starts = [builder.add(panel, offset) for panel in (b0, b1, b2, b3)]
             for start in starts:
                 fetch_line(builder, builder.add(start, ir.Constant(LONG, AHEAD)))
-            for pair in range(INTEGER_DEPTH // 2):
+            for pair in range(INT16_DEPTH // 2):
                 place = builder.add(
-                    builder.mul(index, ir.Constant(LONG, INTEGER_DEPTH // 2)),
+                    builder.mul(index, ir.Constant(LONG, INT16_DEPTH // 2)),
                     ir.Constant(LONG, pair),
                 )
                 behind = ir.Constant(LONG, 2 * LANES * pair)
@@ -85,7 +85,7 @@ def integer_tile(rows: int) -> Any:
                 read = [builder.sext(builder.load(it, align=1), _TWO_SHORTS) for it in pointers]
                 both = [spread(builder, builder.load(at(builder, it, place, INT))) for it in lefts]
                 sums = [
-                    _add_products(builder, both[n // PANELS], read[n % PANELS], total)
+                    _add_dots(builder, both[n // PANELS], read[n % PANELS], total)
                     for n, total in enumerate(sums)
                 ]
             return sums
@@ -102,9 +102,9 @@ def integer_tile(rows: int) -> Any:
             value = multiply_add(builder, factor, builder.sitofp(total, VECTOR), before)
             builder.store(value, target, align=4)
 
-    return product
+    return matmul
 
 
-def integer_bytes(depth: int) -> int:
+def int16_scratch_bytes(depth: int) -> int:
     """Return the bytes of a thread's scratch behind the sums: a few int16 rows and their scales."""
-    return FEW_ROWS * (2 * depth + 4 * -(-depth // MOST_POSITIONS))
+    return FEW_ROWS * (2 * depth + 4 * -(-depth // MAX_POSITIONS))

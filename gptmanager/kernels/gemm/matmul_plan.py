@@ -1,4 +1,4 @@
-"""`ProductPlan`: what of a product depends on its matrix alone, decided once.
+"""`MatmulPlan`: what of a product depends on its matrix alone, decided once.
 
 It decides which instructions multiply, and whether packing pays on this machine.
 """
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from llvmlite import binding  # type: ignore[import-untyped]
 
-from gptmanager.kernels.gemm import matrix_product as bodies
-from gptmanager.kernels.gemm.byte_tiles import SPAN_BYTES, has_bytes
-from gptmanager.kernels.gemm.integer_tiles import has_integers, integer_bytes
-from gptmanager.kernels.gemm.matrix_product import ProductTask
+from gptmanager.kernels.gemm import matmul as bodies
+from gptmanager.kernels.gemm.int8_tiles import SPAN_BYTES, has_int8_dots
+from gptmanager.kernels.gemm.int16_tiles import has_int16_dots, int16_scratch_bytes
+from gptmanager.kernels.gemm.matmul import MatmulTask
 from gptmanager.kernels.gemm.matrix_tiles import PANELS, has_matrix_unit
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix
-from gptmanager.kernels.gemm.rounded_rows import round_rows
+from gptmanager.kernels.gemm.quantized_rows import quantize_rows
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.pairs import has_fast_pairs
@@ -36,14 +36,14 @@ _kept: list[Any] = []  # what addresses lead to
 
 class Instructions(NamedTuple):
     body: int  # address of the machine code
-    dtype: torch.dtype  # in which it takes the rows; int8: see `round_rows`
+    dtype: torch.dtype  # in which it takes the rows; int8: see `quantize_rows`
     scratch_bytes: int  # of a thread
 
 
-class ProductPlan(NamedTuple):
+class MatmulPlan(NamedTuple):
     """For products with one matrix; with `silu`, of its halves: see `Kernels.linear_silu_mul`."""
 
-    task: ProductTask  # but for the rows
+    task: MatmulTask  # but for the rows
     columns: int  # of the result
     depth: int  # of the rows, with what fills them up
     num_groups: int
@@ -52,12 +52,12 @@ class ProductPlan(NamedTuple):
     for_many: Instructions
 
 
-def plan_product(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> ProductPlan:
+def plan_matmul(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> MatmulPlan:
     """`deterministic`: the same instructions for any number of rows."""
     num_rows, num_panels = len(matrix), len(matrix.values)
     columns = num_rows // 2 if silu else num_rows
     num_groups = -(-columns // (PANEL_ROWS * (PANELS // 2 if silu else PANELS)))
-    task = ProductTask(
+    task = MatmulTask(
         matrix=matrix.values.data_ptr(),
         scales=0 if matrix.scales is None else matrix.scales.data_ptr(),
         columns=columns,
@@ -72,7 +72,7 @@ def plan_product(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> Pr
     )
     few, many = _instructions(matrix, deterministic)
     work = num_panels * PANEL_ROWS * matrix.depth
-    return ProductPlan(task, columns, matrix.depth, num_groups, work, few, many)
+    return MatmulPlan(task, columns, matrix.depth, num_groups, work, few, many)
 
 
 def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructions, Instructions]:
@@ -86,30 +86,30 @@ def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructio
     lanes = Instructions(compiled(_BY_LANES[stored]), torch.float32, wide_bytes)
     few = many = lanes
     if stored is torch.int8 and not deterministic:
-        if has_integers():
-            few_bytes = num_bytes + integer_bytes(matrix.depth)
-            few = Instructions(compiled(bodies.multiply_int8_integers), matrix.dtype, few_bytes)
+        if has_int16_dots():
+            few_bytes = num_bytes + int16_scratch_bytes(matrix.depth)
+            few = Instructions(compiled(bodies.multiply_int8_by_int16), matrix.dtype, few_bytes)
         if has_matrix_unit():
             num_bytes += PANELS * PANEL_ROWS * matrix.depth * torch.bfloat16.itemsize
             many = Instructions(compiled(bodies.multiply_int8_by_unit), torch.bfloat16, num_bytes)
-        elif has_bytes():
-            compiled(round_rows)  # not in somebody's first request
+        elif has_int8_dots():
+            compiled(quantize_rows)  # not in somebody's first request
             num_bytes += SPAN_BYTES
-            many = Instructions(compiled(bodies.multiply_int8_bytes), torch.int8, num_bytes)
+            many = Instructions(compiled(bodies.multiply_int8_by_int8), torch.int8, num_bytes)
     return few, many
 
 
-def product_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[int], None]]:
+def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[int], None]]:
     """Return the bodies that multiply with matrices of that dtype, as `_instructions` chooses."""
     if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
         return [bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs]
     found = [_BY_LANES[stored]]
     if stored is torch.int8 and not deterministic:
-        found += [bodies.multiply_int8_integers] if has_integers() else []
+        found += [bodies.multiply_int8_by_int16] if has_int16_dots() else []
         if has_matrix_unit():
             found.append(bodies.multiply_int8_by_unit)
-        elif has_bytes():
-            found += [bodies.multiply_int8_bytes, round_rows]
+        elif has_int8_dots():
+            found += [bodies.multiply_int8_by_int8, quantize_rows]
     return found
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.callbacks import RequestQueue
 from gptmanager.executor.runner import Runner
-from gptmanager.kernels import CpuKernels, Kernels, recorded_step
-from gptmanager.kernels.gemm.product_plan import packing_pays
-from gptmanager.kernels.recorded_step import StepRecorder
+from gptmanager.kernels import CpuKernels, Kernels, captured_step
+from gptmanager.kernels.captured_step import StepCapture
+from gptmanager.kernels.gemm.matmul_plan import packing_pays
 from gptmanager.kernels.simd.threads import Team
 from gptmanager.models import load_model
-from gptmanager.models.model import recordable
+from gptmanager.models.model import capturable
 
 needs_packing = pytest.mark.skipif(
     not packing_pays(), reason="products are torch's on this processor, and are not recorded"
@@ -29,9 +29,9 @@ needs_packing = pytest.mark.skipif(
 PROMPTS = 3, 11, 6
 
 
-def recordings(recorder: Any) -> list[int]:
+def captured(capture: Any) -> list[int]:
     """The numbers of rows that recordings are for."""
-    return [key[0] for key, step in recorder._known.items() if step is not None]
+    return [key[0] for key, step in capture._known.items() if step is not None]
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def twins(name: str, **given: Any) -> tuple[PagedDriver, PagedDriver]:
     model = load_model(checkpoint(reference(name)), kernels=CpuKernels(), **given)
     dtype = model.spec.dtype
     plain, recorded = (PagedDriver(model, 3, dtype=dtype) for _ in range(2))
-    recorded.recorder = model.new_recorder()
+    recorded.step_capture = model.new_step_capture()
     return plain, recorded
 
 
@@ -75,7 +75,7 @@ def test_every_family_has_the_bits_of_steps_op_by_op(
         steps.append([(slot, [(7 * step + slot) % 96]) for slot in slots])
     wanted = [plain.forward(rows) for rows in steps]
     results = [recorded.forward(rows) for rows in steps[:8]]
-    assert sorted(recordings(recorded.recorder)) == [1, 2, 3]
+    assert sorted(captured(recorded.step_capture)) == [1, 2, 3]
     no_op_runs()
     results += [recorded.forward(rows) for rows in steps[8:]]
     for own, other in zip(results, wanted, strict=True):
@@ -104,7 +104,7 @@ def test_weights_that_are_loaded_later_count() -> None:
         driver.forward(list(enumerate(random_tokens(*PROMPTS))))
         for token in range(3):
             driver.forward([(0, [token])])
-    assert recordings(recorded.recorder) == [1]
+    assert captured(recorded.step_capture) == [1]
     _, tensors = checkpoint(reference("qwen2"))
     model.weights.load({name: tensor * 1.1 for name, tensor in tensors.items()})
     assert torch.equal(plain.forward([(0, [5])]), recorded.forward([(0, [5])]))
@@ -117,10 +117,10 @@ def test_another_table_of_angles_makes_recordings_stale() -> None:
         driver.forward(list(enumerate(random_tokens(*PROMPTS))))
     for token in range(3):
         assert torch.equal(*(driver.forward([(0, [token])]) for driver in (plain, recorded)))
-    (old,) = recorded.recorder._known.values()
+    (old,) = recorded.step_capture._known.values()
     plain.model.reserve_positions(50)
     assert torch.equal(*(driver.forward([(0, [5])]) for driver in (plain, recorded)))
-    (new,) = recorded.recorder._known.values()
+    (new,) = recorded.step_capture._known.values()
     assert old is not None and new is not None and new is not old
 
 
@@ -128,10 +128,10 @@ def test_what_torch_computes_or_a_subclass_may_do_is_never_recorded() -> None:
     class Own(CpuKernels):
         pass
 
-    assert Kernels().new_recorder() is None and Own().new_recorder() is None
-    recorder = StepRecorder(Team())
+    assert Kernels().new_step_capture() is None and Own().new_step_capture() is None
+    capture = StepCapture(Team())
     kernels = CpuKernels()
-    kernels._team = recorder._team
+    kernels._team = capture._team
     weight = torch.ones(16)
 
     def compute(inputs: Sequence[Tensor]) -> Tensor:
@@ -139,14 +139,14 @@ def test_what_torch_computes_or_a_subclass_may_do_is_never_recorded() -> None:
 
     for seed in range(4):
         x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(recorder.run((x,), None, compute), compute((x,)))
-    assert recordings(recorder) == [] and len(recorder._known) == 1
+        assert torch.equal(capture.run((x,), None, compute), compute((x,)))
+    assert captured(capture) == [] and len(capture._known) == 1
 
 
 def test_a_step_whose_last_task_does_not_write_its_result_is_never_recorded() -> None:
     kernels, weight = CpuKernels(), torch.ones(16)
-    recorder = kernels.new_recorder()
-    assert recorder is not None
+    capture = kernels.new_step_capture()
+    assert capture is not None
 
     def compute(inputs: Sequence[Tensor]) -> Tensor:
         result = kernels.rms_norm(inputs[0], weight, 1e-5)
@@ -155,35 +155,35 @@ def test_a_step_whose_last_task_does_not_write_its_result_is_never_recorded() ->
 
     for seed in range(4):
         x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(recorder.run((x,), None, compute), compute((x,)))
-    assert recordings(recorder) == [] and len(recorder._known) == 1
+        assert torch.equal(capture.run((x,), None, compute), compute((x,)))
+    assert captured(capture) == [] and len(capture._known) == 1
 
 
 def test_new_tensors_of_a_recording_have_the_strides_that_torch_gives_them() -> None:
     kernels, weight, strides = CpuKernels(), torch.ones(16), []
-    recorder = kernels.new_recorder()
-    assert recorder is not None
+    capture = kernels.new_step_capture()
+    assert capture is not None
 
     def compute(inputs: Sequence[Tensor]) -> Tensor:
         strides.append(torch.empty_like(inputs[0].t()).stride())
         return kernels.rms_norm(inputs[0], weight, 1e-5)
 
     for _ in range(3):
-        recorder.run((torch.ones(2, 16),), None, compute)
+        capture.run((torch.ones(2, 16),), None, compute)
     assert strides == [(1, 16)] * 3
 
 
 def test_tasks_of_a_recording_share_no_cache_line() -> None:
     kernels, weight = CpuKernels(), torch.ones(16)
-    recorder = kernels.new_recorder()
-    assert recorder is not None
+    capture = kernels.new_step_capture()
+    assert capture is not None
 
     def compute(inputs: Sequence[Tensor]) -> Tensor:
         return kernels.rms_norm(kernels.rms_norm(inputs[0], weight, 1e-5), weight, 1e-5)
 
     for _ in range(2):
-        recorder.run((torch.ones(1, 16),), None, compute)
-    (step,) = recorder._known.values()
+        capture.run((torch.ones(1, 16),), None, compute)
+    (step,) = capture._known.values()
     (_, (first,)), (_, (second,)) = step._calls  # of one thread: the task is all
     assert first % 64 == second % 64 == 0 < second - first
 
@@ -194,20 +194,20 @@ def test_the_first_recording_imports_nothing() -> None:
 import sys, torch
 from gptmanager.kernels import CpuKernels
 kernels, weight = CpuKernels(), torch.ones(16)
-recorder, before = kernels.new_recorder(), set(sys.modules)
+capture, before = kernels.new_step_capture(), set(sys.modules)
 for _ in range(3):
-    recorder.run((torch.ones(1, 16),), None, lambda x: kernels.rms_norm(x[0], weight, 1e-5))
+    capture.run((torch.ones(1, 16),), None, lambda x: kernels.rms_norm(x[0], weight, 1e-5))
 new = {name for name in set(sys.modules) - before if name.startswith(("torch", "sympy"))}
-assert list(recorder._known.values()) != [None] and not new, new
+assert list(capture._known.values()) != [None] and not new, new
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 def test_the_least_used_recording_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_step, "MOST_RECORDINGS", 2)
+    monkeypatch.setattr(captured_step, "MAX_CAPTURED_STEPS", 2)
     kernels, weight, calls = CpuKernels(), torch.ones(16), 0
-    recorder = kernels.new_recorder()
-    assert recorder is not None
+    capture = kernels.new_step_capture()
+    assert capture is not None
 
     def compute(inputs: Sequence[Tensor]) -> Tensor:
         nonlocal calls
@@ -215,14 +215,14 @@ def test_the_least_used_recording_makes_room(monkeypatch: pytest.MonkeyPatch) ->
         return kernels.rms_norm(inputs[0], weight, 1e-5)
 
     for rows in (1, 1, 2, 2, 1, 3, 3, 3):
-        recorder.run((torch.full((rows, 16), float(rows)),), None, compute)
-    assert recordings(recorder) == [1, 3] and calls == 6
+        capture.run((torch.full((rows, 16), float(rows)),), None, compute)
+    assert captured(capture) == [1, 3] and calls == 6
 
 
 def test_a_recording_takes_memory_that_its_ops_are_through_with() -> None:
     kernels, weight = CpuKernels(), torch.ones(1 << 16)
-    recorder = kernels.new_recorder()
-    assert recorder is not None
+    capture = kernels.new_step_capture()
+    assert capture is not None
 
     def compute(inputs: Sequence[Tensor]) -> Tensor:
         x = inputs[0]
@@ -232,17 +232,17 @@ def test_a_recording_takes_memory_that_its_ops_are_through_with() -> None:
 
     for rows in (1, 1, 1, 5, 5, 5, 7, 7, 8, 8, 8):
         x = torch.randn(rows, 1 << 16, generator=torch.Generator().manual_seed(rows))
-        result = recorder.run((x,), None, compute)
+        result = capture.run((x,), None, compute)
         assert torch.equal(result, compute((x,)))
-    assert recordings(recorder) == [1, 5, 7, 8]
+    assert captured(capture) == [1, 5, 7, 8]
     largest = 8 * 4 << 16
-    assert recorder._memory.nbytes < 3.5 * largest  # two, and two of a single row
+    assert capture._memory.nbytes < 3.5 * largest  # two, and two of a single row
 
 
 def test_a_step_that_fails_while_it_is_recorded_leaves_nothing_behind() -> None:
     kernels, weight = CpuKernels(), torch.ones(16)
-    recorder, fails = kernels.new_recorder(), False
-    assert recorder is not None
+    capture, fails = kernels.new_step_capture(), False
+    assert capture is not None
 
     def compute(inputs: Sequence[Tensor]) -> Tensor:
         result = kernels.rms_norm(inputs[0], weight, 1e-5)
@@ -251,14 +251,14 @@ def test_a_step_that_fails_while_it_is_recorded_leaves_nothing_behind() -> None:
         return result
 
     x = torch.ones(1, 16)
-    recorder.run((x,), None, compute)
+    capture.run((x,), None, compute)
     fails = True
     with pytest.raises(MemoryError):
-        recorder.run((x,), None, compute)
+        capture.run((x,), None, compute)
     fails = False
-    assert recordings(recorder) == []
-    recorder.run((x,), None, compute)
-    assert recordings(recorder) == [1]
+    assert captured(capture) == []
+    capture.run((x,), None, compute)
+    assert captured(capture) == [1]
 
 
 class Wrapper:
@@ -278,16 +278,16 @@ class Wrapper:
 def test_a_forward_of_a_hosts_own_runs_in_every_step() -> None:
     model = load_model(checkpoint(reference("llama")), kernels=CpuKernels())
     wrapper = Wrapper(model)
-    assert recordable(model) is model and recordable(wrapper) is None
+    assert capturable(model) is model and capturable(wrapper) is None
 
     class Own(type(model)):
         def forward(self, batch: Any, kv_pool: Any) -> Tensor:
             return super().forward(batch, kv_pool)
 
     own = Own(model.spec, model.weights, CpuKernels(), "cpu")
-    assert model.new_recorder() is not None and own.new_recorder() is None
+    assert model.new_step_capture() is not None and own.new_step_capture() is None
     model.forward = wrapper.forward
-    assert model.new_recorder() is None
+    assert model.new_step_capture() is None
     del model.forward
     queue = RequestQueue()
     with GptManager(
@@ -311,7 +311,7 @@ def test_a_manager_records_its_generation_steps(monkeypatch: pytest.MonkeyPatch)
 
     def tokens(records: bool) -> list[Any]:
         if not records:
-            monkeypatch.setattr(CpuKernels, "new_recorder", lambda _: None)
+            monkeypatch.setattr(CpuKernels, "new_step_capture", lambda _: None)
         queue = RequestQueue()
         with GptManager(
             *(checkpoint(reference("qwen3")), ModelType.INFLIGHT_FUSED_BATCHING, 1, None),
@@ -322,5 +322,5 @@ def test_a_manager_records_its_generation_steps(monkeypatch: pytest.MonkeyPatch)
             return [result.result().generated_ids for result in waiting]
 
     assert tokens(True) == tokens(False)
-    recorder, none = (runner._recorder for runner in runners)
-    assert none is None and 3 in recordings(recorder)
+    capture, none = (runner._step_capture for runner in runners)
+    assert none is None and 3 in captured(capture)

@@ -20,13 +20,13 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     at,
     compact,
+    intrinsic,
     long,
     loop,
     loop_named,
     multiply_add,
     nothing,
     spread,
-    word,
 )
 
 Step = Callable[[Any, Sequence[Any]], Sequence[Any]]
@@ -51,15 +51,15 @@ def repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequ
 
 
 def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
-    """A word that computes `rows` x (16 * `vectors`) elements of a product in registers.
+    """An intrinsic that computes `rows` x (16 * `vectors`) elements of a product in registers.
 
     Its arguments: `(c, c_stride, a, a_stride, b, b_stride, depth, add, columns)`, see `multiply`.
     Each element is one chain of fused multiply-adds along `depth`, whatever the tile's shape.
     `dtype`: of b. `partial`: only the first `columns` of b are read.
     """
 
-    @word(nothing, long, long, long, long, long, long, long, types.boolean, long)
-    def product(
+    @intrinsic(nothing, long, long, long, long, long, long, long, types.boolean, long)
+    def matmul(
         builder: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
         depth: Any, add: Any, columns: Any,
     ) -> None:  # fmt: skip
@@ -89,7 +89,7 @@ def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
         for target, value in zip(targets, repeat(builder, depth, initial, step), strict=True):
             builder.store(value, target, align=4)
 
-    return product
+    return matmul
 
 
 # The sums of a tile fill eight registers: enough to hide the latency of an addition, and few enough
@@ -165,7 +165,7 @@ def multiply(
         _by_float16(c, c_stride, a, a_stride, b, b_stride, rows, columns, depth, add)
 
 
-@word(nothing, long, long, long, long)
+@intrinsic(nothing, long, long, long, long)
 def transpose(
     builder: Any, target: Any, target_stride: Any, source: Any, source_stride: Any
 ) -> None:

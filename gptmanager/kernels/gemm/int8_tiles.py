@@ -1,6 +1,6 @@
 """Products of a packed int8 matrix with many rows, by whole numbers of 8 bits.
 
-The rows are rounded before, see `rounded_rows`, and sums over a stretch of them are exact. The
+The rows are rounded before, see `quantized_rows`, and sums over a stretch of them are exact. The
 instruction wants factors of one side without a sign: the matrix gets 128 added to each, and its
 sums begin with what that is too much. It decides what an element comes to; how many rows there are
 is not seen in it.
@@ -18,8 +18,8 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 
 from gptmanager.kernels.gemm.matrix_tiles import PANELS, fetch_line
-from gptmanager.kernels.gemm.products import repeat
-from gptmanager.kernels.gemm.rounded_rows import MARK_BYTES, STRETCH
+from gptmanager.kernels.gemm.quantized_rows import MARK_BYTES, STRETCH
+from gptmanager.kernels.gemm.small_matmul import repeat
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
     INDICES,
@@ -29,11 +29,11 @@ from gptmanager.kernels.simd.lanes import (
     VECTOR,
     at,
     call,
+    intrinsic,
     long,
     multiply_add,
     nothing,
     spread,
-    word,
 )
 
 SPAN = 256  # positions of four panels that stay in the first cache while rows pass
@@ -42,12 +42,12 @@ FOUR = 4  # positions of a step
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
-def has_bytes() -> bool:
+def has_int8_dots() -> bool:
     """Whether there is an instruction that adds products of 8 bits by fours, for 512 bits."""
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
 
 
-def _add_products(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
+def _add_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
     """The four products of each lane, to its sum."""
     return call(builder, "llvm.x86.avx512.vpdpbusd.512", INDICES, total, unsigned, signed)
 
@@ -74,7 +74,7 @@ class _Stretch(NamedTuple):
             right = [builder.load(at(builder, it, offset, INDICES), align=4) for it in self.panels]
             four = [spread(builder, builder.load(at(builder, it, place, INT))) for it in rows]
             return [
-                _add_products(builder, right[n % PANELS], four[n // PANELS], total)
+                _add_dots(builder, right[n % PANELS], four[n // PANELS], total)
                 for n, total in enumerate(sums)
             ]
 
@@ -99,8 +99,8 @@ class _Stretch(NamedTuple):
         return results
 
 
-def byte_tile(rows: int) -> Any:
-    """A word that adds to `rows` x 64 elements of a product, or begins with them.
+def int8_tile(rows: int) -> Any:
+    """An intrinsic that adds to `rows` x 64 elements of a product, or begins with them.
 
     Its arguments: `(c, a, left, marks, a_stride, b, fours, add)`. `c` float32 of stride 64; `a`,
     `left` and `marks`: of rounded rows, from a stretch on; `b`: four panels as `lay_out` writes
@@ -108,8 +108,8 @@ def byte_tile(rows: int) -> Any:
     """
     per_stretch = ir.Constant(LONG, STRETCH // FOUR)
 
-    @word(nothing, *[long] * 7, types.boolean)
-    def product(
+    @intrinsic(nothing, *[long] * 7, types.boolean)
+    def matmul(
         builder: Any, c: Any, a: Any, left: Any, marks: Any, a_stride: Any, b: Any, fours: Any,
         add: Any,
     ) -> None:  # fmt: skip
@@ -137,10 +137,10 @@ def byte_tile(rows: int) -> Any:
         for target, total in zip(targets, totals, strict=True):
             builder.store(total, target, align=4)
 
-    return product
+    return matmul
 
 
-@word(nothing, long, long, long)
+@intrinsic(nothing, long, long, long)
 def lay_out(builder: Any, target: Any, source: Any, fours: Any) -> None:
     """A panel's positions by fours, 128 more each: `[fours, 16, 4]` of uint8. Asks for the next
     ones of that panel meanwhile.
