@@ -10,7 +10,7 @@ from starlette.routing import Route
 from gptmanager import FinishReason
 from gptmanager.server.engine.call import EngineRequest
 from gptmanager.server.errors import ApiError
-from gptmanager.server.http.body import begun, read_json, until_disconnected
+from gptmanager.server.http.body import read_json, start_stream, until_disconnected
 from gptmanager.server.http.responses import DONE, EventStream, event, json_response
 
 NUM_CLIENTS = 200
@@ -40,7 +40,7 @@ def ends(server):
 
     async def stream(request):
         body = await read_json(request, dict)
-        return EventStream(await until_disconnected(request, begun(frames(body))))
+        return EventStream(await until_disconnected(request, start_stream(frames(body))))
 
     async def whole(request):
         body = await read_json(request, dict)

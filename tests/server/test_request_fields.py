@@ -12,7 +12,7 @@ from server.test_warning_header import texts_of
 from gptmanager.server.chat.chat_prompt import _VARIABLES
 from gptmanager.server.openai import chat, completions
 from gptmanager.server.text.generation_fields import IGNORED, NOT_SUPPORTED
-from gptmanager.server.text.sampling import Wanted, requests_of
+from gptmanager.server.text.sampling import GenerationOptions, requests_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 ROUTES = {
@@ -154,11 +154,11 @@ def test_a_beam_search_takes_no_sampling_from_the_checkpoint(engine):
     defaults = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
     card = replace(engine.card, sampling_defaults=defaults)
     fields = {"use_beam_search": True, "n": 2, "temperature": 0.0}
-    ((request,),) = requests_of(Wanted(fields), card, [[5]], [1])
+    ((request,),) = requests_of(GenerationOptions(fields), card, [[5]], [1])
     sampled = request.by_name.keys() & {"runtime_top_k", "runtime_top_p", "runtime_min_p"}
     assert not sampled and request.by_name["temperature"] == 1.0
     assert request.by_name["repetition_penalty"] == 1.05
-    ((request,),) = requests_of(Wanted({"temperature": 0.0}), card, [[5]], [1])
+    ((request,),) = requests_of(GenerationOptions({"temperature": 0.0}), card, [[5]], [1])
     assert request.by_name["runtime_top_k"] == 20 and request.by_name["temperature"] == 0.0
 
 

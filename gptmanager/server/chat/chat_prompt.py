@@ -31,7 +31,7 @@ from gptmanager.server.chat.templates import (
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import AsItIs, Field, Flag, ListOf, Object, Text
-from gptmanager.server.http.body import beside
+from gptmanager.server.http.body import run_in_thread
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text.tools import ToolFormat, Tools, format_of
@@ -103,7 +103,7 @@ class ChatPrompts:
             told = f"However, your messages have {num_items} parts and calls."
             raise self._engine.context_length.exceeded("messages", told)
         reading = functools.partial(read_messages, given)
-        messages = await beside(reading) if num_items > _MANY else reading()
+        messages = await run_in_thread(reading) if num_items > _MANY else reading()
         template, process = self._template(body, tools is not None)
         warnings.add_ignored(_unknown_variables(body, template), "unknown to the chat template")
         form = None if tools is None else _known_format(template)

@@ -22,7 +22,7 @@ from gptmanager.server.engine.call import Call, EngineRequest
 from gptmanager.server.engine.metrics import ServerMetrics, counts_of
 from gptmanager.server.engine.model_card import ModelCard
 from gptmanager.server.errors import ApiError, api_error
-from gptmanager.server.http.body import BodyRoom, beside
+from gptmanager.server.http.body import BodyRoom, run_in_thread
 from gptmanager.server.http.keys import ServerKey
 from gptmanager.server.settings import ServerSettings
 
@@ -235,7 +235,7 @@ class Engine:
     async def encode(self, name: str, text: str, *, special: bool = True) -> list[int]:
         """Encode a text, see `encode_now`; a long one on a worker thread."""
         encode = functools.partial(self.encode_now, name, text, special=special)
-        return await beside(encode) if len(text) >= LONG_TEXT else encode()
+        return await run_in_thread(encode) if len(text) >= LONG_TEXT else encode()
 
     def encode_now(self, name: str, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text. `special`: with the tokens that the tokenizer puts around
@@ -261,7 +261,7 @@ class Engine:
             return await self._load_adapter(name, path)
 
     async def _load_adapter(self, name: str, path: str) -> Adapter:
-        adapter = await beside(functools.partial(self.adapters.read, name, path))
+        adapter = await run_in_thread(functools.partial(self.adapters.read, name, path))
         # one token shows whether it is one of this model, and caches it
         request = EngineRequest([0], 1, lora_task_id=adapter.task_id, **adapter.tensors)
         try:

@@ -85,7 +85,7 @@ async def _read_body(request: Request, take: Callable[[int], None], carries_tens
         pieces.append(piece)
     if size < _HUGE_BODY:
         return b"".join(pieces)
-    return await beside(lambda: b"".join(pieces))
+    return await run_in_thread(lambda: b"".join(pieces))
 
 
 async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _T:
@@ -109,9 +109,9 @@ async def parsed(request: Request, size: int, parse: Callable[[], _T]) -> _T:
     if size < LARGE_BODY:
         return parse()
     if size < _HUGE_BODY:
-        return await beside(parse)
+        return await run_in_thread(parse)
     async with request.app.state.huge_bodies:
-        return await beside(parse)
+        return await run_in_thread(parse)
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:
@@ -122,8 +122,8 @@ def _parse_object(body: bytes) -> dict[str, Any]:
     return found
 
 
-async def beside(work: Callable[[], _T]) -> _T:
-    """Run `work`, which takes long, on a worker thread."""
+async def run_in_thread(work: Callable[[], _T]) -> _T:
+    """Run `work` on a worker thread, to keep the event loop free, and return its result."""
     return await asyncio.to_thread(work)
 
 
@@ -154,14 +154,16 @@ async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
         raise
 
 
-class Begun:
-    """Frames whose first one is there already. It adds no generator to what each frame passes."""
+class StartedStream:
+    """An iterator over frames of which the first has been read. It wraps no generator, because each
+    generator would add time to every frame.
+    """
 
     def __init__(self, first: bytes | None, frames: AsyncIterator[bytes]) -> None:
         self._first = first
         self._frames = frames
 
-    def __aiter__(self) -> Begun:
+    def __aiter__(self) -> StartedStream:
         return self
 
     def __anext__(self) -> Awaitable[bytes]:
@@ -177,9 +179,10 @@ class Begun:
         await self._frames.aclose()  # type: ignore[attr-defined]
 
 
-async def begun(frames: AsyncIterator[bytes]) -> Begun:
-    """`frames` after its first one has come: what goes wrong before raises here, in the handler.
+async def start_stream(frames: AsyncIterator[bytes]) -> StartedStream:
+    """Wait for the first frame and return all frames. An error before the first frame is raised
+    here, in the endpoint.
 
-    Use: `EventStream(await until_disconnected(request, begun(frames)))`.
+    Use: `EventStream(await until_disconnected(request, start_stream(frames)))`.
     """
-    return Begun(await anext(frames, None), frames)
+    return StartedStream(await anext(frames, None), frames)

@@ -42,12 +42,12 @@ def event(content: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Frames of `frames` as server-sent events, each written as it comes.
+    """A response that writes each frame of `frames` as a server-sent event.
 
-    Begin to read `frames` only when the first one is there, so that a refusal can still be an
-    error object: see `begun`. When the client goes away, `frames` is cancelled where it waits. A
-    client that does not read holds up `frames`, so nothing is buffered for it. An error in the
-    midst is the last event, before DONE.
+    Pass frames that `start_stream` has started: an error before the first frame can then still be
+    answered with an error object. A disconnect cancels `frames`. A client that does not read
+    blocks `frames`, so nothing is buffered for it. A later error becomes the last event before
+    DONE.
     """
 
     media_type = "text/event-stream"

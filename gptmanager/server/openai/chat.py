@@ -24,7 +24,7 @@ from gptmanager.server.chat.functions import has_functions, read_functions
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import AsItIs, Field, Flag, Integer, by_name, wrong
-from gptmanager.server.http.body import begun, read_json, until_disconnected
+from gptmanager.server.http.body import read_json, start_stream, until_disconnected
 from gptmanager.server.http.responses import DONE, EventStream, event, json_response
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.openai.models import check_model
@@ -48,7 +48,7 @@ from gptmanager.server.text.log_probs import (
 )
 from gptmanager.server.text.outputs import Delta
 from gptmanager.server.text.processors import STRUCTURED, Processors
-from gptmanager.server.text.sampling import Wanted, check
+from gptmanager.server.text.sampling import GenerationOptions, check
 from gptmanager.server.text.tools import read_tools
 
 _MAX_TOKENS = NewTokens(1)
@@ -100,7 +100,9 @@ class Chats:
         chat = await until_disconnected(request, self._begin(given, warnings))
         headers = warnings.headers()
         if given.get("stream"):
-            return EventStream(await until_disconnected(request, begun(chat.frames())), headers)
+            return EventStream(
+                await until_disconnected(request, start_stream(chat.frames())), headers
+            )
         return json_response(await until_disconnected(request, chat.whole()), headers=headers)
 
     async def _begin(self, given: dict[str, Any], warnings: Warnings) -> _Chat:
@@ -116,13 +118,13 @@ class Chats:
             tools = replace(tools, parallel=False)
         num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
         processor = await self._processors.of(given, warnings, tools, prompt.tool_format)
-        wanted = Wanted(given, num_top, given.get("prompt_logprobs"), processor)
-        check(wanted, card)
+        options = GenerationOptions(given, num_top, given.get("prompt_logprobs"), processor)
+        check(options, card)
         left = max(1, card.max_model_len - len(prompt.tokens))
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         most = given.get(name, left)
         self._engine.context_length.check(len(prompt.tokens), most, prompt="messages", most=name)
-        answer = Answer(self._engine, wanted, [prompt.tokens], [most])
+        answer = Answer(self._engine, options, [prompt.tokens], [most])
         shapes = [
             ChatAnswer(tools, prompt.tool_format, is_deprecated=is_deprecated)
             for _ in answer.outputs

@@ -24,7 +24,7 @@ from gptmanager.server.fields import (
     check_token_ids,
     wrong,
 )
-from gptmanager.server.http.body import begun, beside, read_json, until_disconnected
+from gptmanager.server.http.body import read_json, run_in_thread, start_stream, until_disconnected
 from gptmanager.server.http.responses import DONE, EventStream, event, json_response
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.openai.models import check_model
@@ -47,7 +47,7 @@ from gptmanager.server.text.log_probs import (
 )
 from gptmanager.server.text.outputs import Delta
 from gptmanager.server.text.processors import STRUCTURED, Processors
-from gptmanager.server.text.sampling import Wanted, check
+from gptmanager.server.text.sampling import GenerationOptions, check
 
 MAX_PROMPTS = 1024
 _MAX_TOKENS = 16  # if a request does not say
@@ -131,7 +131,7 @@ class Completions:
         completion = await until_disconnected(request, self._begin(given, warnings))
         headers = warnings.headers()
         if given.get("stream"):
-            frames = await until_disconnected(request, begun(completion.frames()))
+            frames = await until_disconnected(request, start_stream(completion.frames()))
             return EventStream(frames, headers)
         return json_response(await until_disconnected(request, completion.whole()), headers=headers)
 
@@ -142,14 +142,16 @@ class Completions:
         num_prompt_top = given.get("prompt_logprobs")
         if is_echo and num_top is not None:
             num_prompt_top = max(num_top, num_prompt_top or 0)
-        wanted = Wanted(given, num_top, num_prompt_top, await self._processors.of(given, warnings))
-        check(wanted, card)
+        options = GenerationOptions(
+            given, num_top, num_prompt_top, await self._processors.of(given, warnings)
+        )
+        check(options, card)
         prompts = await self._read_prompts(given)
         most = given.get("max_tokens")
         left = [max(1, card.max_model_len - len(prompt.tokens)) for prompt in prompts]
         answer = Answer(
             self._engine,
-            wanted,
+            options,
             [prompt.tokens for prompt in prompts],
             [min(_MAX_TOKENS, room) if most is None else max(most, 1) for room in left],
             offsets=[len(prompt.text) if is_echo else 0 for prompt in prompts],
@@ -166,7 +168,7 @@ class Completions:
             return [self._prompt(name, prompt, given) for name, prompt in named]
 
         prompts = given["prompt"]
-        return await beside(read) if sum(map(len, prompts)) >= LONG_TEXT else read()
+        return await run_in_thread(read) if sum(map(len, prompts)) >= LONG_TEXT else read()
 
     def _prompt(self, name: str, prompt: Any, given: Mapping[str, Any]) -> _Prompt:
         tokenizer = self._engine.card.tokenizer

@@ -26,7 +26,7 @@ from gptmanager.server.fields import (
     check_token_ids,
     wrong,
 )
-from gptmanager.server.http.body import beside, read_json, until_disconnected
+from gptmanager.server.http.body import read_json, run_in_thread, until_disconnected
 from gptmanager.server.http.responses import json_response
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.openai.models import check_model
@@ -72,7 +72,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
             "tokens": ids,
         }
         if given.get("return_token_strs"):
-            found["token_strs"] = await beside(lambda: _names(engine, ids))
+            found["token_strs"] = await run_in_thread(lambda: _names(engine, ids))
         return json_response(found, headers=warnings.headers())
 
     async def detokenize(request: Request) -> Response:
@@ -86,7 +86,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         if len(ids) > limit:
             raise wrong("tokens", f"tokens has {len(ids)} items, the model's texts have {limit}")
         check_token_ids("tokens", ids, engine.card.vocab_size)
-        text = await beside(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+        text = await run_in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return json_response({"prompt": text}, headers=warnings.headers())
 
     return [

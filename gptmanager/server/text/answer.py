@@ -16,10 +16,10 @@ from gptmanager import FinishReason
 from gptmanager.callbacks import GenerationPart
 from gptmanager.server.engine.call import check_in_time
 from gptmanager.server.engine.engine import Engine
-from gptmanager.server.http.body import beside
+from gptmanager.server.http.body import run_in_thread
 from gptmanager.server.text.log_probs import TokenLogProb, output_log_probs, prompt_log_probs
 from gptmanager.server.text.outputs import Delta, Output
-from gptmanager.server.text.sampling import Wanted, ends_of, requests_of, scoring_request
+from gptmanager.server.text.sampling import GenerationOptions, ends_of, requests_of, scoring_request
 
 _T = TypeVar("_T")
 MANY_LISTED = 1024  # tokens whose log probabilities take some tens of milliseconds to write
@@ -36,7 +36,7 @@ class Answer:
     def __init__(
         self,
         engine: Engine,
-        wanted: Wanted,
+        options: GenerationOptions,
         prompts: Sequence[list[int]],
         max_new_tokens: Sequence[int],
         *,
@@ -47,20 +47,20 @@ class Answer:
         self.prompts = prompts
         self.prompt_log_probs: list[list[TokenLogProb] | None] = [None] * len(prompts)
         # whose outputs may be told: the log probabilities of a prompt stand before them
-        self._knows = [wanted.num_prompt_top is None] * len(prompts)
-        self._wanted = wanted
+        self._knows = [options.num_prompt_top is None] * len(prompts)
+        self._options = options
         self._is_silent = is_silent
         self._num_cached = self._num_generated = 0
-        self._num_choices = count = wanted.num_choices
-        self._is_search = wanted.beam_width > 1
-        engine.check_number(len(prompts) * wanted.num_requests)  # before work is done for them
-        ends = ends_of(wanted, engine.card)
+        self._num_choices = count = options.num_choices
+        self._is_search = options.beam_width > 1
+        engine.check_number(len(prompts) * options.num_requests)  # before work is done for them
+        ends = ends_of(options, engine.card)
         self.outputs = [
             Output(
                 engine.card.tokenizer,
                 prompt,
                 ends,
-                skip_special_tokens=wanted.given.get("skip_special_tokens", True),
+                skip_special_tokens=options.given.get("skip_special_tokens", True),
                 offset=0 if offsets is None else offsets[index],
                 lists_end=lists_end,
             )
@@ -69,9 +69,9 @@ class Answer:
         ]
         self._has_ended = [False] * len(self.outputs)  # and its last delta is told
         if is_silent:
-            requests = [[scoring_request(wanted, engine.card, prompt)] for prompt in prompts]
+            requests = [[scoring_request(options, engine.card, prompt)] for prompt in prompts]
         else:
-            requests = requests_of(wanted, engine.card, prompts, max_new_tokens)
+            requests = requests_of(options, engine.card, prompts, max_new_tokens)
         self._num_requests = len(requests[0])  # of a prompt
         self._requests = [*itertools.chain.from_iterable(requests)]
         self._engine = engine
@@ -83,7 +83,7 @@ class Answer:
         Log probabilities of a prompt are there with the first delta of its first output. Raises
         ApiError, as `Engine.submit` does: then nothing runs.
         """
-        if self._is_silent and self._wanted.num_prompt_top is None:
+        if self._is_silent and self._options.num_prompt_top is None:
             for index, output in enumerate(self.outputs):  # the prompts are known already
                 output.finish(FinishReason.LENGTH)
                 yield index, output.take()
@@ -99,7 +99,7 @@ class Answer:
                 for index in indices:
                     self._push(self.outputs[index], index, part)
                 reason = self.outputs[indices[0]].finish_reason
-                if reason and (part.result is None or self._wanted.is_ended_here):
+                if reason and (part.result is None or self._options.is_ended_here):
                     counted = sum(len(self.outputs[index].token_ids) for index in indices)
                     call.stop(request, reason, counted)
                 if not self._knows[prompt]:
@@ -117,7 +117,7 @@ class Answer:
         outputs; beside the event loop if they are many.
         """
         of_prompts = sum(len(one) for one in self.prompt_log_probs if one is not None)
-        return await beside(shape) if of_prompts + num_listed >= MANY_LISTED else shape()
+        return await run_in_thread(shape) if of_prompts + num_listed >= MANY_LISTED else shape()
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far, those that end an output included."""
@@ -137,7 +137,7 @@ class Answer:
             return
         tokens = self.prompts[prompt]
         read = functools.partial(prompt_log_probs, tokens, part.tensors)
-        found = await beside(read) if len(tokens) >= MANY_LISTED else read()
+        found = await run_in_thread(read) if len(tokens) >= MANY_LISTED else read()
         self.prompt_log_probs[prompt], self._knows[prompt] = found, True
 
     def _take(self, request: int, part: GenerationPart) -> range:
@@ -147,7 +147,7 @@ class Answer:
             if choice == 0:
                 self._knows[prompt] = True  # there are none if its time was over before
                 self._num_cached += int(part.result.metrics.get("cached_tokens", 0))
-            if not self._wanted.streams:
+            if not self._options.streams:
                 check_in_time(part.result)
         outputs = self._outputs_of(prompt)
         return outputs if self._num_requests == 1 else outputs[choice : choice + 1]
@@ -167,7 +167,7 @@ class Answer:
         tokens: Sequence[int] = part.tokens
         if self._is_search and result is not None:
             tokens = result.generated_ids[beam]
-        has_log_probs = self._wanted.num_top is not None
+        has_log_probs = self._options.num_top is not None
         before = len(output.token_ids)
         output.push(tokens, output_log_probs(tokens, part.tensors, beam) if has_log_probs else ())
         self._num_generated += len(output.token_ids) - before

@@ -34,7 +34,7 @@ _BY_NAME = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GenerationOptions:
     """The generation that a call asks for, for each prompt.
 
     `num_top`, `num_prompt_top`: how many tokens get log probabilities; None: no token does.
@@ -72,15 +72,15 @@ class Wanted:
         return self.beam_width > 1 or "stop" in self.given or "min_tokens" in self.given
 
 
-def check(wanted: Wanted, card: ModelCard) -> None:
+def check(options: GenerationOptions, card: ModelCard) -> None:
     """Check what depends on the model, or on several fields at once. Raises ApiError 400."""
-    given = wanted.given
-    if given.get("stream_options") is not None and not wanted.streams:
+    given = options.given
+    if given.get("stream_options") is not None and not options.streams:
         raise wrong("stream_options", "stream_options is for stream = true")
     if "beam_width" in given and not given.get("use_beam_search"):
         raise wrong("beam_width", "beam_width needs use_beam_search = true")
     if given.get("use_beam_search"):
-        _check_beams(wanted, card)
+        _check_beams(options, card)
     if card.tokenizer is None:
         for name in ("stop", "bad_words"):
             if name in given:
@@ -96,21 +96,21 @@ def check(wanted: Wanted, card: ModelCard) -> None:
             raise wrong(where, f"{where} = {token} is outside 0 to {card.vocab_size - 1}")
 
 
-def _check_beams(wanted: Wanted, card: ModelCard) -> None:
-    width = wanted.beam_width
-    if wanted.streams:
+def _check_beams(options: GenerationOptions, card: ModelCard) -> None:
+    width = options.beam_width
+    if options.streams:
         raise wrong("stream", "stream: a beam search has its texts at its end alone")
     if width > card.max_beam_width:
-        name = "beam_width" if "beam_width" in wanted.given else "n"
+        name = "beam_width" if "beam_width" in options.given else "n"
         raise wrong(name, f"{name} = {width} beams, --max-beam-width is {card.max_beam_width}")
-    if wanted.num_choices > width:
-        raise wrong("n", f"n = {wanted.num_choices} is more than beam_width = {width}")
-    if "stop" in wanted.given:
+    if options.num_choices > width:
+        raise wrong("n", f"n = {options.num_choices} is more than beam_width = {width}")
+    if "stop" in options.given:
         raise wrong("stop", "stop: a beam search is not ended by texts; use stop_token_ids")
 
 
-def ends_of(wanted: Wanted, card: ModelCard) -> Ends:
-    given = wanted.given
+def ends_of(options: GenerationOptions, card: ModelCard) -> Ends:
+    given = options.given
     return Ends(
         end_ids=frozenset(() if given.get("ignore_eos") else card.token_defaults.end_ids),
         stop_ids=frozenset(given.get("stop_token_ids", ())),
@@ -121,32 +121,35 @@ def ends_of(wanted: Wanted, card: ModelCard) -> Ends:
 
 
 def requests_of(
-    wanted: Wanted, card: ModelCard, prompts: Sequence[list[int]], max_new_tokens: Sequence[int]
+    options: GenerationOptions,
+    card: ModelCard,
+    prompts: Sequence[list[int]],
+    max_new_tokens: Sequence[int],
 ) -> list[list[EngineRequest]]:
     """The engine's requests for each prompt: one for each choice, or one search for all."""
-    common = _common(wanted, card)
-    if wanted.num_top is not None:
+    common = _common(options, card)
+    if options.num_top is not None:
         common["return_log_probs"] = True
-        if wanted.num_top:
-            common["num_top_log_probs"] = wanted.num_top
-    width, adapter = wanted.beam_width, _adapter(wanted, card)
+        if options.num_top:
+            common["num_top_log_probs"] = options.num_top
+    width, adapter = options.beam_width, _adapter(options, card)
     if width > 1:
-        common.update(beam_width=width, num_return_sequences=wanted.num_choices)
-    base = wanted.given.get("seed")
+        common.update(beam_width=width, num_return_sequences=options.num_choices)
+    base = options.given.get("seed")
     base = random.getrandbits(64) if base is None else base
     found: list[list[EngineRequest]] = []
     for tokens, most in zip(prompts, max_new_tokens, strict=True):
         of_prompt = []
-        for choice in range(wanted.num_requests):
+        for choice in range(options.num_requests):
             by_name = {**common, "random_seed": mixed_seed(base, len(found), choice)}
-            if choice == 0 and wanted.num_prompt_top is not None:
-                by_name["num_prompt_log_probs"] = wanted.num_prompt_top
+            if choice == 0 and options.num_prompt_top is not None:
+                by_name["num_prompt_log_probs"] = options.num_prompt_top
             of_prompt.append(
                 EngineRequest(
                     tokens,
                     most,
                     adapter=adapter,
-                    is_ended_by_caller=wanted.is_ended_here,
+                    is_ended_by_caller=options.is_ended_here,
                     **by_name,
                 )
             )
@@ -154,16 +157,18 @@ def requests_of(
     return found
 
 
-def scoring_request(wanted: Wanted, card: ModelCard, tokens: list[int]) -> EngineRequest:
+def scoring_request(
+    options: GenerationOptions, card: ModelCard, tokens: list[int]
+) -> EngineRequest:
     """The engine's request for one prompt of which only the log probabilities are asked for."""
-    given = wanted.given
+    given = options.given
     by_name = {name: given[name] for name in _SERVING if name in given}
-    by_name["num_prompt_log_probs"] = wanted.num_prompt_top
-    return EngineRequest(tokens, 1, adapter=_adapter(wanted, card), is_scoring=True, **by_name)
+    by_name["num_prompt_log_probs"] = options.num_prompt_top
+    return EngineRequest(tokens, 1, adapter=_adapter(options, card), is_scoring=True, **by_name)
 
 
-def _adapter(wanted: Wanted, card: ModelCard) -> str | None:
-    name = wanted.given.get("model")
+def _adapter(options: GenerationOptions, card: ModelCard) -> str | None:
+    name = options.given.get("model")
     return None if name == card.name else name
 
 
@@ -173,10 +178,10 @@ def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
-def _common(wanted: Wanted, card: ModelCard) -> dict[str, Any]:
-    given, defaults = wanted.given, card.sampling_defaults
+def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
+    given, defaults = options.given, card.sampling_defaults
     chosen = {"temperature": 1.0, **defaults, **given}
-    if wanted.beam_width > 1:  # searched by log probabilities, and not sampled
+    if options.beam_width > 1:  # searched by log probabilities, and not sampled
         defaults = {name: defaults[name] for name in defaults if name == "repetition_penalty"}
         chosen = {**defaults, **given, "temperature": given.get("temperature") or 1.0}
     by_name = {
@@ -186,23 +191,23 @@ def _common(wanted: Wanted, card: ModelCard) -> dict[str, Any]:
         by_name["runtime_top_k"] = 0
     if given.get("logit_bias"):
         by_name["embedding_bias"] = _bias(given["logit_bias"], card.vocab_size)
-    if wanted.processor is not None:
-        by_name["logits_post_processor"] = wanted.processor
+    if options.processor is not None:
+        by_name["logits_post_processor"] = options.processor
     for name, ours in (("length_penalty", "len_penalty"), ("early_stopping", "early_stopping")):
-        if name in given and wanted.beam_width > 1:
+        if name in given and options.beam_width > 1:
             by_name[ours] = given[name]
-    by_name.update(_engine_ends(wanted, card))
+    by_name.update(_engine_ends(options, card))
     # texts that end an output are looked for while it comes
-    by_name["is_streaming"] = wanted.beam_width == 1 and (wanted.streams or "stop" in given)
+    by_name["is_streaming"] = options.beam_width == 1 and (options.streams or "stop" in given)
     return by_name
 
 
-def _engine_ends(wanted: Wanted, card: ModelCard) -> dict[str, Any]:
+def _engine_ends(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
     """Return the tokens that the engine ends an output at.
 
     Within `min_tokens` it bans the end tokens; the stop tokens may come, so `Output` ends at them.
     """
-    given = wanted.given
+    given = options.given
     found: dict[str, Any] = {}
     min_tokens = given.get("min_tokens", 0)
     if min_tokens:

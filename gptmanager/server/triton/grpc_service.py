@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2_grpc
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
-from gptmanager.server.http.body import BodyRoom, beside
+from gptmanager.server.http.body import BodyRoom, run_in_thread
 from gptmanager.server.http.keys import ServerKey, bearer, is_key
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
@@ -258,7 +258,7 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
         model = self._inference.find(message.model_name, message.model_version)
         read = functools.partial(read_request, message, model, may_have_many=may_have_many)
         is_large = any(max(tensor.shape, default=0) >= _LARGE for tensor in message.inputs)
-        return model, await beside(read) if is_large else read()
+        return model, await run_in_thread(read) if is_large else read()
 
     async def ModelStreamInfer(
         self, messages: AsyncIterator[Any], context: grpc.aio.ServicerContext

@@ -24,10 +24,10 @@ from gptmanager.errors import quoted
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import api_error
 from gptmanager.server.http.body import (
-    begun,
     body_of,
     parsed,
     read_json,
+    start_stream,
     until_disconnected,
 )
 from gptmanager.server.http.responses import EventStream, event, json_response
@@ -163,7 +163,7 @@ class HttpFront:
         call = await _generate_request(request, model)
         call.may_have_many = True
         frames = self._frames(call, model)
-        return EventStream(await until_disconnected(request, begun(frames)))
+        return EventStream(await until_disconnected(request, start_stream(frames)))
 
     async def _frames(self, call: InferRequest, model: Model) -> AsyncIterator[bytes]:
         has_begun = False

@@ -149,8 +149,8 @@ class Inference:
                 return
             with self._listed(request.id) as running:
                 replies = await self._replies(request, model, rows)
-                wanted = [_with_parameters(it.request, request.parameters) for _, it in replies]
-                async with self._engine.submit(wanted) as call:
+                requests = [_with_parameters(it.request, request.parameters) for _, it in replies]
+                async with self._engine.submit(requests) as call:
                     running.begin(call)
                     async with contextlib.aclosing(_outputs(call, replies)) as found:
                         async for outputs, is_final in found:

@@ -16,7 +16,7 @@ from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS
 from gptmanager.run.text_encoder import TextTooLongError
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
-from gptmanager.server.http.body import beside
+from gptmanager.server.http.body import run_in_thread
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text.outputs import Ends, Output
 from gptmanager.server.triton.errors import invalid
@@ -126,7 +126,7 @@ class TextModel:
         if "prompt_table_extra_id" in row:
             tokens_row["prompt_table_extra_ids"] = np.array([row["prompt_table_extra_id"]])
         if "embedding_bias_words" in row:
-            tokens_row["embedding_bias"] = await beside(functools.partial(self._bias, row))
+            tokens_row["embedding_bias"] = await run_in_thread(functools.partial(self._bias, row))
         before = "" if streams or row.get("exclude_input_in_output", self._excludes_input) else text
         replies = []
         for reply in await self._tokens.replies(tokens_row, output_len="max_tokens"):
