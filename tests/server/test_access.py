@@ -222,7 +222,7 @@ def test_an_adapter_is_loaded_used_and_unloaded(guarded, with_key):
     assert greedy(guarded, "uno") != greedy(guarded)
 
     again = load(with_key, "uno", "one")
-    assert again.status_code == 400 and "loaded already" in again.json()["error"]["message"]
+    assert again.status_code == 400 and "already loaded" in again.json()["error"]["message"]
 
     gone = with_key.post("/v1/unload_lora_adapter", json={"lora_name": "uno"})
     assert gone.status_code == 200
@@ -293,7 +293,7 @@ def test_of_two_adapters_that_come_at_once_by_one_name_one_is_loaded(guarded):
         return await asyncio.gather(*loads, return_exceptions=True)
 
     adapter, error = sorted(guarded.run(both()), key=lambda found: isinstance(found, ApiError))
-    assert error.status == 400 and "loaded already" in error.message
+    assert error.status == 400 and "already loaded" in error.message
     assert guarded.engine.adapters.find("twin") is adapter
     guarded.wait_idle()
 

@@ -412,7 +412,7 @@ def test_a_call_or_json(qwen):
     assert calls_of(choice) == FOUND
     (choice,) = qwen("42", response_format=schema).choices
     assert (choice.message.content, choice.finish_reason) == ("42", "stop")
-    with pytest.raises(openai.BadRequestError, match="stands beside tools"):
+    with pytest.raises(openai.BadRequestError, match="with tools, only JSON"):
         qwen("42", extra_body={"guided_regex": "a"})
 
 

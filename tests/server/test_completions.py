@@ -324,7 +324,7 @@ def test_what_has_no_effect_is_taken(client):
         ({"best_of": 3}, "best_of", "best_of = 3"),
         ({"stream_options": {}}, "stream_options", "stream = true"),
         ({"beam_width": 2}, "beam_width", "use_beam_search"),
-        ({"use_beam_search": True, "n": 9}, "n", "n = 9 beams, --max-beam-width is 4"),
+        ({"use_beam_search": True, "n": 9}, "n", "n = 9 exceeds --max-beam-width = 4"),
         ({"use_beam_search": True, "stop": "a"}, "stop", "beam search"),
         ({"logit_bias": {"640": 1}}, "logit_bias", "outside 0 to 639"),
         ({"stop_token_ids": [700]}, "stop_token_ids[0]", "outside 0 to 639"),
@@ -354,7 +354,7 @@ def test_refusals_come_before_the_first_event(client, body, param, message, stre
     [
         ({"bad_words": "a" * 257}, "bad_words", "has 257 characters, 256 are allowed"),
         ({"bad_words": ["a" * 256] * 33}, "bad_words", "8448 letters are given, at most 8192 are"),
-        ({"prompt": ["a"] * 1024, "n": 128}, None, "these are 131072 requests at once"),
+        ({"prompt": ["a"] * 1024, "n": 128}, None, "the call makes 131072 requests"),
         ({"x" * 5000: 1}, "x" * 1000 + "...", "'xx"),
         ({"guided_grammar": "a" * 5000}, "guided_grammar", "..."),
     ],

@@ -78,7 +78,7 @@ def test_a_kind_takes_what_its_schema_describes(kind, value):
         ({"prompt": "x", "temperature": float("inf")}, "temperature = inf is no number"),
         ({"prompt": "x", "stop": [""]}, "stop[0] is a text of 0 characters"),
         ({"prompt": "x", "stop": ["a"] * 65}, "stop has 65 items, 64 are allowed"),
-        ({"prompt": "x", "logit_bias": {"a": 1}}, "the key 'a' is no token id"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "the key 'a' must be a token id"),
         (
             {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(2**16 + 1)), 1)},
             "logit_bias has 65537 tokens, 65536 are allowed",

@@ -188,7 +188,7 @@ def test_tools_beside_a_form_of_the_answer(outputs):
         matcher = grammar.prepare("cpu").result().deep_copy()
         ids = outputs._tokenizer.encode("1" if kind == "json" else "{}").ids
         assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-    with pytest.raises(ApiError, match="here: stands beside tools"):
+    with pytest.raises(ApiError, match="here: with tools, only JSON"):
         with_tools(outputs, OutputRule("here", "regex", "a"), "auto")
 
 

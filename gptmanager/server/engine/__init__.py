@@ -1,1 +1,1 @@
-"""The engine that every protocol runs requests on, with its adapters and metrics."""
+"""The engine that runs the requests of every protocol, with its adapters and metrics."""

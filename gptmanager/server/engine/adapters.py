@@ -14,15 +14,15 @@ from gptmanager.callbacks import load_peft_adapter
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.server.errors import ApiError
 
-# Ids of tasks from here on are the server's own. Clients of Triton's protocol choose theirs below
-# it, so that a client's weights never answer for the name of an adapter that the operator allows.
+# Task ids from here on are reserved for the server. Clients of Triton's protocol choose lower ids,
+# so that a client's weights are never used for the name of an adapter that the operator allows.
 # The range is small, because clients make ids by hashing names.
 FIRST_OWN_TASK = 2**64 - 2**32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """`tensors`: `lora_weights` and `lora_config` as a request brings them; `created`: epoch s."""
+    """`tensors`: `lora_weights` and `lora_config` of a request; `created`: epoch seconds."""
 
     name: str
     folder: Path
@@ -32,8 +32,10 @@ class Adapter:
 
 
 class Adapters:
-    """By their names, of the model in the folder `model`. `root`: the folder below which adapters
-    must be; None: none is loaded. `most`: how many are kept at once, each with its weights.
+    """The loaded adapters of the model in the folder `model`, by name.
+
+    `root`: the folder that must contain the adapters; None: none can be loaded. `most`: how many
+    may be loaded at once, each with its weights.
     """
 
     def __init__(self, model: Path, root: Path | None, most: int) -> None:
@@ -51,7 +53,7 @@ class Adapters:
         return name in self._by_name
 
     def find(self, name: str) -> Adapter:
-        """ApiError 404 for a name that is not loaded."""
+        """Return the adapter called `name`. ApiError 404 if none is loaded."""
         if name not in self._by_name:
             raise ApiError(
                 404, f"no adapter is called {quoted(name)}", param="lora_name", code="not_found"
@@ -60,14 +62,15 @@ class Adapters:
 
     @contextlib.contextmanager
     def room(self, name: str) -> Iterator[None]:
-        """Keep room for one more while its files are read and it is added, in the block.
+        """Reserve a place for one more adapter while the block reads and adds it.
 
-        ApiError 400 if its name is taken, or if there are too many with those that are being read.
+        ApiError 400 if the name is taken, or if no place is free; adapters that are being read
+        count.
         """
         self._check_free(name)
         if len(self._by_name) + self._num_loading >= self._most:
-            told = f"--max-adapters = {self._most} adapters are loaded: unload one of them first"
-            raise ApiError(400, told, param="lora_name", code="too_many_adapters")
+            message = f"--max-adapters = {self._most} adapters are loaded: unload one of them first"
+            raise ApiError(400, message, param="lora_name", code="too_many_adapters")
         self._num_loading += 1
         try:
             yield
@@ -75,9 +78,9 @@ class Adapters:
             self._num_loading -= 1
 
     def read(self, name: str, path: str) -> Adapter:
-        """An adapter from its files, not added yet; takes as long as reading takes.
+        """Return an adapter read from its files, without adding it. Blocks while it reads.
 
-        ApiError 403 for a folder outside the root, 400 for one that holds no adapter.
+        ApiError 403 for a folder outside the root, 400 for a folder without a valid adapter.
         """
         folder = self._folder(path)
         try:
@@ -90,7 +93,7 @@ class Adapters:
         return Adapter(name, folder, next(self._task_ids), tensors, int(time.time()))
 
     def add(self, adapter: Adapter) -> None:
-        """ApiError 400 if its name is taken."""
+        """Add an adapter. ApiError 400 if its name is taken."""
         self._check_free(adapter.name)
         self._by_name[adapter.name] = adapter
 
@@ -102,7 +105,7 @@ class Adapters:
     def _check_free(self, name: str) -> None:
         if name in self._by_name:
             raise ApiError(
-                400, f"an adapter called {quoted(name)} is loaded already", param="lora_name"
+                400, f"an adapter called {quoted(name)} is already loaded", param="lora_name"
             )
 
     def _folder(self, path: str) -> Path:
@@ -112,12 +115,12 @@ class Adapters:
             folder = Path(self._root, path).resolve()
         except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null character
             raise ApiError(
-                400, f"lora_path = {quoted(path)} is no path: {error}", param="lora_path"
+                400, f"lora_path = {quoted(path)} must be a path: {error}", param="lora_path"
             ) from error
         if not folder.is_relative_to(self._root):
             raise ApiError(
                 403,
-                f"lora_path = {quoted(path)} is not below --adapter-dir",
+                f"lora_path = {quoted(path)} must be inside --adapter-dir",
                 param="lora_path",
             )
         return folder

@@ -1,7 +1,7 @@
-"""`Call`: the requests that serve one client's call, and how they end with it.
+"""`Call`: the engine requests of one client's call, which end together with the call.
 
-Knows when a request has waited too long, and that an adapter which has left the cache must be sent
-again. Knows nothing of protocols.
+Ends requests at their timeouts, and resends the weights of an adapter that the cache has evicted.
+Independent of protocols.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from gptmanager.server.errors import ApiError, api_error
 
 
 class EngineRequest:
-    """One prompt and what to get for it. `by_name`: names and keywords of
-    `InferenceRequest.from_tokens`, without the request id; `adapter`: the name of a loaded one.
-    `is_scoring`: only the prompt is asked about; what is generated beyond it does not count.
-    `is_ended_by_caller`: who asks may find an end that the engine does not know, and calls
-    `Call.stop` for each end.
+    """One prompt and how to generate from it.
+
+    `by_name`: names and keywords of `InferenceRequest.from_tokens`, without the request id.
+    `adapter`: the name of a loaded adapter. `is_scoring`: only the prompt's log probabilities are
+    needed; generated tokens do not count. `is_ended_by_caller`: the caller looks for ends that the
+    engine does not know, and calls `Call.stop` at each end.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class _Running:
-    """A request of a call. `send_again`: with the weights of its adapter; None: it has none."""
+    """A request of a call. `send_again`: resubmit with the adapter's weights; None: no adapter."""
 
     generation: Generation
     reader: PartReader
@@ -57,13 +58,14 @@ class _Running:
 
 
 class Call:
-    """Made by `Engine.submit`; its requests are queued already.
+    """The requests of one `Engine.submit`, which are already queued.
+
 
         async with engine.submit(requests) as call:
             async for index, part in call.parts():
                 ...
 
-    The end of the block cancels what still runs.
+    The end of the block cancels requests that still run.
     """
 
     def __init__(
@@ -100,14 +102,14 @@ class Call:
                 it.timer.cancel()
         self.cancel()
         for it in self._running:
-            self._cancel(it.generation, None)  # nobody decides any more how it ended
+            self._cancel(it.generation, None)  # a pending decision how it ended is dropped
         self._on_end(self)
 
     def parts(self) -> AsyncGenerator[tuple[int, GenerationPart], None]:
-        """(index of the request, part), as they come. The last part of each has its result.
+        """Yield (index of the request, part) as parts arrive; the last part has the result.
 
-        A request that was stopped by `--request-timeout`, or its own deadline, has finish reason
-        TIMED_OUT. Raises ApiError for a request that fails.
+        A request ended by `--request-timeout` or by its own deadline has finish reason TIMED_OUT.
+        Raises ApiError for a request that fails.
         """
         return self._outcomes(raises=True)  # type: ignore[return-value]
 
@@ -137,7 +139,7 @@ class Call:
                 await self._waiter.wait()
 
     async def results(self) -> list[GenerationResult]:
-        """All results, in the order of the requests. Raises ApiError: 504 past a deadline."""
+        """Return all results, in the order of the requests. ApiError 504 if one timed out."""
         found: dict[int, GenerationResult] = {}
         async for index, part in self.parts():
             if part.result is not None:
@@ -146,20 +148,21 @@ class Call:
         return [found[index] for index in range(len(self._running))]
 
     def stop(self, index: int, finish_reason: str = "stop", num_tokens: int | None = None) -> None:
-        """The client has all of one request; it is ended, if it still runs: its text reaches a stop
-        string. Its last part still comes. It counts as one that ended so, after `num_tokens`, and
-        not as cancelled.
+        """End one request early, because the caller has found its end, such as a stop string.
+
+        Its last part still arrives. The metrics count it with `finish_reason`, after `num_tokens`
+        tokens, and not as cancelled.
         """
         self._cancel(self._running[index].generation, finish_reason, num_tokens)
 
     def cancel(self) -> None:
-        """End all that still runs; it counts as cancelled. The last parts still come."""
+        """Cancel all requests that still run. Their last parts still arrive."""
         for it in self._running:
             if not it.generation.done():
                 self._cancel(it.generation, "cancelled")
 
     def time_out(self) -> None:
-        """End all that still runs, as past a deadline."""
+        """End all requests that still run, as at a timeout."""
         for it in self._running:
             self._time_out(it)
 
@@ -190,13 +193,13 @@ class Call:
 
 
 def check_in_time(result: GenerationResult) -> None:
-    """Raises ApiError 504 for one that a deadline has ended."""
+    """Raise ApiError 504 for a result that timed out."""
     if FinishReason.TIMED_OUT in result.finish_reasons:
-        raise ApiError(504, "the request was stopped: its time was over", code="timeout")
+        raise ApiError(504, "the request timed out", code="timeout")
 
 
 def _timed_out(result: GenerationResult) -> GenerationResult:
-    """Its cancellation was ours."""
+    """Return the result with TIMED_OUT for CANCELLED: the timeout has cancelled it."""
     reasons = tuple(
         FinishReason.TIMED_OUT if reason is FinishReason.CANCELLED else reason
         for reason in result.finish_reasons

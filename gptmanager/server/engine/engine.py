@@ -1,6 +1,6 @@
-"""`Engine`: what every front runs requests on; a manager, its queue, and the limits of the server.
+"""`Engine`: a manager, its queue and the server's limits; every protocol runs its requests here.
 
-Decides which requests are taken, all of a call or none. Its methods are called on the event loop.
+Accepts all requests of a call, or none. Its methods are called on the event loop.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ LONG_TEXT = 2048  # characters that take some milliseconds to encode
 
 
 class Counts(NamedTuple):
-    """Requests: those that the manager has, and those that wait for it to take them."""
+    """Numbers of requests: in the manager, and waiting for the manager."""
 
     running: int
     waiting: int
 
 
 class Engine:
-    """`card`: the model. `manager` and `queue`: what serves it. `adapters`: those that are loaded.
+    """Runs requests on the model of `card`, by `manager` and `queue`, within the server's limits.
 
-    `has_adapters`: the manager takes adapters at all.
+    `adapters`: the loaded adapters. `has_adapters`: whether the manager accepts adapters.
     """
 
     def __init__(
@@ -80,22 +80,22 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be taken, but for the limits."""
+        """Whether the server accepts requests, apart from its limits."""
         health = self.manager.health()
         return health.alive and health.accepting and not self.is_draining
 
     def check_alive(self) -> None:
-        """ManagerDeadError, which says why, if the manager has failed."""
+        """Raise ManagerDeadError, with the reason, if the manager has failed."""
         if self.manager.state is ManagerState.FAILED:
             self.manager.notify()
 
     # Requests ---------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[EngineRequest]) -> Call:
-        """Queue all of them, or none.
+        """Queue all requests, or none.
 
-        Raises ApiError: 404 for an adapter that is not loaded, 400 for what can never run, 429
-        with Retry-After where too much waits, 503 while the server ends, or is dead.
+        Raises ApiError: 404 for an adapter that is not loaded, 400 for a request that can never
+        run, 429 with Retry-After if too many wait, 503 if the server shuts down or has failed.
         """
         self._check_open()
         adapters = [
@@ -134,13 +134,13 @@ class Engine:
         except ManagerDeadError as error:
             raise api_error(error) from error
         if self.is_draining:
-            raise ApiError(503, "the server shuts down", code="shutting_down")
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Count a request as one that waits while its grammar is compiled.
+        """Count a request as waiting while its grammar is compiled.
 
-        Raises ApiError: 429 where too much waits, 503 while the server ends, or is dead.
+        Raises ApiError: 429 if too many requests wait, 503 if the server shuts down or has failed.
         """
         self._check_open()
         self._check_number_waiting(1)
@@ -151,16 +151,15 @@ class Engine:
             self._num_preparing -= 1
 
     def check_number(self, number: int) -> None:
-        """Check that `number` requests may be made at once.
-
-        ApiError 400, because clients would repeat a 429 for ever.
+        """Raise ApiError if `number` requests at once exceed the limits: 400, because clients would
+        retry after a 429 forever.
         """
         settings = self._settings
         most = settings.concurrency + settings.max_queued_requests
         if number > most:
             raise ApiError(
                 400,
-                f"these are {number} requests at once: no more than {most} may run and wait "
+                f"the call makes {number} requests; at most {most} may run and wait at once "
                 f"(--max-concurrency {settings.concurrency}, --max-queued-requests "
                 f"{settings.max_queued_requests})",
                 code="too_many_requests_at_once",
@@ -174,8 +173,8 @@ class Engine:
         if limit is not None and len(requests) > settings.concurrency and tokens > limit:
             raise ApiError(
                 400,
-                f"these {len(requests)} prompts have {tokens} tokens, and only "
-                f"{settings.concurrency} run at once: no more may wait than --max-queued-tokens = "
+                f"the {len(requests)} prompts have {tokens} tokens, and only "
+                f"{settings.concurrency} run at once: more would wait than --max-queued-tokens = "
                 f"{limit}",
                 code="too_many_requests_at_once",
             )
@@ -188,7 +187,7 @@ class Engine:
             )
 
     def _check_number_waiting(self, number: int) -> int:
-        """How many requests would wait if `number` more came; ApiError 429 for too many."""
+        """Return how many requests would wait with `number` more; ApiError 429 for too many."""
         settings = self._settings
         running = self.queue.num_open + self._num_preparing
         waiting = running + number - settings.concurrency
@@ -207,7 +206,7 @@ class Engine:
         self, request: EngineRequest, adapter: Adapter | None, with_weights: bool
     ) -> Generation:
         by_name = {"include_stop_in_output": True, **request.by_name}
-        by_name.pop("deadline_s", None)  # counted from here on, and by the call
+        by_name.pop("deadline_s", None)  # `Call` ends the request at its deadline
         if adapter is not None:
             by_name["lora_task_id"] = adapter.task_id
             if with_weights:
@@ -233,13 +232,13 @@ class Engine:
     # Text -------------------------------------------------------------------------------------
 
     async def encode(self, name: str, text: str, *, special: bool = True) -> list[int]:
-        """Encode a text, see `encode_now`; a long one on a worker thread."""
+        """Return the token ids of a text, those of a long text from a worker thread."""
         encode = functools.partial(self.encode_now, name, text, special=special)
         return await run_in_thread(encode) if len(text) >= LONG_TEXT else encode()
 
     def encode_now(self, name: str, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of a text. `special`: with the tokens that the tokenizer puts around
-        a text. ApiError 400 names the field `name`.
+        """Return the token ids of a text. `special`: with the special tokens that the tokenizer
+        adds. ApiError 400 names the field `name`.
         """
         try:
             return self._encoder.encode(name, text, special=special)
@@ -251,9 +250,9 @@ class Engine:
     # Adapters ---------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Read an adapter, try it, and give it a name. ApiError where that cannot be."""
+        """Read an adapter, test it with a request, and add it under `name`. Raises ApiError."""
         if not self.has_adapters:
-            raise ApiError(501, "this server's manager takes no adapters")
+            raise ApiError(501, "this server does not support adapters")
         self._check_open()
         if name == self.card.name:
             raise ApiError(400, f"{quoted(name)} is the model's name", param="lora_name")
@@ -262,12 +261,12 @@ class Engine:
 
     async def _load_adapter(self, name: str, path: str) -> Adapter:
         adapter = await run_in_thread(functools.partial(self.adapters.read, name, path))
-        # one token shows whether it is one of this model, and caches it
+        # generating one token checks that it fits this model, and caches it
         request = EngineRequest([0], 1, lora_task_id=adapter.task_id, **adapter.tensors)
         try:
             with self._start(request, None, False) as generation:
                 await generation
-            self.adapters.add(adapter)  # another of its name may have come meanwhile
+            self.adapters.add(adapter)  # the name may have been taken meanwhile
         except GptManagerError as error:
             raise ApiError(
                 api_error(error).status, f"lora_path = {quoted(path)}: {error}", param="lora_path"
@@ -278,16 +277,16 @@ class Engine:
         return adapter
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that have it go on with it. ApiError 404."""
+        """Remove an adapter; running requests keep it. ApiError 404 if it is not loaded."""
         if not self.has_adapters:
-            raise ApiError(501, "this server's manager takes no adapters")
+            raise ApiError(501, "this server does not support adapters")
         self.manager.forget_adapter(self.adapters.remove(name).task_id)
 
     # The end ----------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, and return when the others have ended; after `timeout_s` they are
-        ended as past a deadline.
+        """Refuse new requests, and wait until the running ones have ended. After `timeout_s` the
+        remaining requests are ended as at a timeout.
         """
         self.is_draining = True
         loop = asyncio.get_running_loop()
@@ -299,7 +298,7 @@ class Engine:
 
 
 def _check_task(task_id: int) -> None:
-    """ApiError 400 for an id of the server's own, which a client must not bring."""
+    """Raise ApiError 400 for a task id that is reserved for the server."""
     if task_id >= FIRST_OWN_TASK:
         raise ApiError(
             400,

@@ -1,4 +1,4 @@
-"""/metrics: what the manager and the server count, as Prometheus reads it."""
+"""/metrics: the metrics of manager and server in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gptmanager.server.settings import ServerSettings
 
 
 class ServerMetrics(PrometheusSink):
-    """The sink of one server, with a registry of its own that also has the process's numbers."""
+    """The metrics of one server, in its own registry, which also has those of the process."""
 
     def __init__(self, settings: ServerSettings, queue: AsyncRequestQueue) -> None:
         registry = CollectorRegistry()
@@ -44,7 +44,7 @@ class ServerMetrics(PrometheusSink):
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        """The queue's SendResponse, observed: who has an answer finds it counted."""
+        """Count a response, then pass it to the queue: an answered request is always counted."""
         if is_final and self._ends_try(request_id, error):
             self.withdraw(request_id)
         else:
@@ -60,11 +60,11 @@ class ServerMetrics(PrometheusSink):
         is_scoring: bool = False,
         is_ended_by_caller: bool = False,
     ) -> Generation:
-        """A request that waits from now on, unless `submit` raises.
+        """Call `submit`, and count its request as waiting unless it raises.
 
-        `is_try`: it names an adapter that may have left the cache. Where it has, this does not
-        count: it will be sent again with the weights. `is_scoring`, `is_ended_by_caller`: as of
-        `arrived`.
+        `is_try`: the request names an adapter that the cache may have evicted. If so, the request
+        does not count, because it is resubmitted with the weights. `is_scoring`,
+        `is_ended_by_caller`: see `arrived`.
         """
         self.arrived(request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller)
         if is_try:
@@ -81,8 +81,8 @@ class ServerMetrics(PrometheusSink):
     def cancel(
         self, generation: Generation, finish_reason: str | None, num_tokens: int | None = None
     ) -> None:
-        """End a request, if it still runs; it counts as one that ended with `finish_reason`, None:
-        as the manager says, after `num_tokens`, None: all.
+        """End a request if it still runs. It counts with `finish_reason` (None: the manager's) and
+        `num_tokens` generated tokens (None: all).
         """
         self.ends_as(generation.request_id, finish_reason, num_tokens)
         if generation.done():
@@ -93,7 +93,7 @@ class ServerMetrics(PrometheusSink):
             self.withdraw(generation.request_id, finish_reason)
 
     def _ends_try(self, request_id: int, error: str) -> bool:
-        """This ends a try, in vain."""
+        """Return whether this response ends a try because the adapter is not cached."""
         if request_id not in self._tries:
             return False
         self._tries.discard(request_id)
@@ -101,16 +101,18 @@ class ServerMetrics(PrometheusSink):
 
 
 def counts_of(queue: AsyncRequestQueue) -> tuple[int, int]:
-    """Requests that the manager has, and requests that wait for it to take them."""
+    """Return the numbers of requests in the manager, and waiting for the manager."""
     waiting = queue.num_pending
     return max(queue.num_open - waiting, 0), waiting
 
 
 def routes(engine: Any, settings: ServerSettings) -> list[BaseRoute]:
-    """/metrics."""
+    """Return the route of /metrics."""
     registry = engine.metrics.registry
 
-    def metrics(request: Request) -> Response:  # no coroutine: it runs on a worker's thread
+    def metrics(
+        request: Request,
+    ) -> Response:  # not a coroutine, so that it runs on a worker thread
         # always the plain format, which all scrapers read: prometheus_client's OpenMetrics has
         # underscores where vLLM's names have colons
         return Response(

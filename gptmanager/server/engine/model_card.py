@@ -1,4 +1,4 @@
-"""`ModelCard`: what a server knows of its model beside the weights."""
+"""`ModelCard`: a model's name, sizes, tokenizer and defaults, from the files of its checkpoint."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """Lengths in tokens; `created` in seconds of the epoch.
+    """The properties of a model. Lengths are in tokens, `created` in seconds since the epoch.
 
-    `max_model_len`: of prompt and output together. `adapter_rows`: modules that an adapter may
-    change; `adapter_width`: numbers of the largest, for each rank. `sampling_defaults`: of
-    generation_config.json, by its names. `special_tokens`: text by name, as tokenizer_config.json
-    has them (`bos_token`, `eos_token`, ...). `tokenizer` None: the folder has none, so prompts are
-    token ids.
+    `max_model_len`: of prompt and output together. `adapter_rows`: the number of modules that an
+    adapter may change; `adapter_width`: values of the largest module, for each rank.
+    `sampling_defaults`: from generation_config.json, by its names. `special_tokens`: texts by their
+    names in tokenizer_config.json (`bos_token`, `eos_token`, ...). `tokenizer` None: the folder has
+    none, so prompts are token ids.
     """
 
     name: str
@@ -53,7 +53,7 @@ class ModelCard:
         max_seq_len: int | None = None,
         max_beam_width: int = 1,
     ) -> ModelCard:
-        """From the files of a checkpoint. ConfigError for a file that cannot be read."""
+        """Read a card from the files of a checkpoint. ConfigError for an unreadable file."""
         spec = read_spec(read_object(folder / "config.json"), max_seq_len=max_seq_len)
         modules = lora_modules(spec).values()
         tokenizer_config = _read(folder / "tokenizer_config.json")
@@ -82,7 +82,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like: a text, or an object with it."""
+    """Return `bos_token` and the like; each is a string, or an object with `content`."""
     found = {}
     for key, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value

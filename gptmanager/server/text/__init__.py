@@ -1,1 +1,1 @@
-"""Answers as text, shared by the protocols."""
+"""From the fields of a request to its answer as text; shared by all protocols."""

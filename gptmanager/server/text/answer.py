@@ -1,7 +1,7 @@
 """`Answer`: all outputs of one HTTP request, while the engine generates them.
 
-Knows which of the engine's requests is which output, and counts the usage. Knows nothing of the
-JSON that clients get.
+Maps the engine's requests to outputs, and counts the usage. Independent of the JSON that clients
+get.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from gptmanager.server.text.outputs import Delta, Output
 from gptmanager.server.text.sampling import GenerationOptions, ends_of, requests_of, scoring_request
 
 _T = TypeVar("_T")
-MANY_LISTED = 1024  # tokens whose log probabilities take some tens of milliseconds to write
+MANY_LISTED = 1024  # tokens; writing their log probabilities takes some tens of milliseconds
 
 
 class Answer:
-    """Prompts, and `num_choices` outputs for each: output p x n + k is choice k of prompt p.
+    """Prompts and their outputs: with n choices, output p x n + k is choice k of prompt p.
 
-    `prompts`: token ids. `max_new_tokens`: for each prompt. `offsets`: characters that stand before
-    each prompt's outputs. `lists_end`: as of `Output`. `is_silent`: the outputs are empty, since
-    only the prompts are asked about.
+    `prompts`: token ids. `max_new_tokens`: one limit per prompt. `offsets`: for each prompt, the
+    number of characters before its outputs. `lists_end`: see `Output`. `is_silent`: generate no
+    text, because the request asks only about its prompts.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Answer:
     ) -> None:
         self.prompts = prompts
         self.prompt_log_probs: list[list[TokenLogProb] | None] = [None] * len(prompts)
-        # whose outputs may be told: the log probabilities of a prompt stand before them
+        # for each prompt: its log probabilities are known, so its outputs can be sent
         self._knows = [options.num_prompt_top is None] * len(prompts)
         self._options = options
         self._is_silent = is_silent
         self._num_cached = self._num_generated = 0
         self._num_choices = count = options.num_choices
         self._is_search = options.beam_width > 1
-        engine.check_number(len(prompts) * options.num_requests)  # before work is done for them
+        engine.check_number(len(prompts) * options.num_requests)  # before any work for them
         ends = ends_of(options, engine.card)
         self.outputs = [
             Output(
@@ -67,28 +67,28 @@ class Answer:
             for index, prompt in enumerate(prompts)
             for _ in range(count)
         ]
-        self._has_ended = [False] * len(self.outputs)  # and its last delta is told
+        self._has_ended = [False] * len(self.outputs)  # its last delta has been yielded
         if is_silent:
             requests = [[scoring_request(options, engine.card, prompt)] for prompt in prompts]
         else:
             requests = requests_of(options, engine.card, prompts, max_new_tokens)
-        self._num_requests = len(requests[0])  # of a prompt
+        self._num_requests = len(requests[0])  # for each prompt
         self._requests = [*itertools.chain.from_iterable(requests)]
         self._engine = engine
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(index of the output, what is new of it), as it comes; those that tell nothing are left
-        out. The engine gets the requests now; leaving cancels what still runs.
+        """Submit the requests; yield (index of the output, its next delta) until all have ended.
 
-        Log probabilities of a prompt are there with the first delta of its first output. Raises
-        ApiError, as `Engine.submit` does: then nothing runs.
+        Empty deltas are skipped. Closing the generator cancels the requests that still run.
+        `prompt_log_probs` is set before the first delta of a prompt. Raises ApiError as
+        `Engine.submit` does; no request runs then.
         """
         if self._is_silent and self._options.num_prompt_top is None:
-            for index, output in enumerate(self.outputs):  # the prompts are known already
+            for index, output in enumerate(self.outputs):  # there is nothing to generate
                 output.finish(FinishReason.LENGTH)
                 yield index, output.take()
             return
-        # only here: what nobody reads must not be queued
+        # submitted only now, so that an answer that is never read is never queued
         call = self._engine.submit(self._requests)
         async with call, contextlib.aclosing(call.parts()) as parts:
             async for request, part in parts:
@@ -113,14 +113,14 @@ class Answer:
                         yield index, delta
 
     async def shaped(self, shape: Callable[[], _T], num_listed: int = 0) -> _T:
-        """Return what `shape` makes of log probabilities, those of the prompts and `num_listed` of
-        outputs; beside the event loop if they are many.
+        """Return the result of `shape`, which formats the log probabilities of the prompts and of
+        `num_listed` output tokens. Many of them are formatted on a worker thread.
         """
         of_prompts = sum(len(one) for one in self.prompt_log_probs if one is not None)
         return await run_in_thread(shape) if of_prompts + num_listed >= MANY_LISTED else shape()
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far, those that end an output included."""
+        """Return the OpenAI `usage` object: tokens so far, including those that ended an output."""
         prompt = sum(map(len, self.prompts))
         generated = self._num_generated
         return {
@@ -131,7 +131,7 @@ class Answer:
         }
 
     async def _read_prompt(self, request: int, part: GenerationPart) -> None:
-        """Read the log probabilities of a prompt, if the part has them."""
+        """Store the log probabilities of a prompt if the part contains them."""
         prompt, choice = divmod(request, self._num_requests)
         if self._knows[prompt] or choice or "prompt_log_probs" not in part.tensors:
             return
@@ -141,11 +141,11 @@ class Answer:
         self.prompt_log_probs[prompt], self._knows[prompt] = found, True
 
     def _take(self, request: int, part: GenerationPart) -> range:
-        """Take the part's figures of its prompt; return the outputs that it belongs to."""
+        """Update the prompt's figures from a part; return the indices of the part's outputs."""
         prompt, choice = divmod(request, self._num_requests)
         if part.result is not None:
             if choice == 0:
-                self._knows[prompt] = True  # there are none if its time was over before
+                self._knows[prompt] = True  # it has no log probabilities if it timed out first
                 self._num_cached += int(part.result.metrics.get("cached_tokens", 0))
             if not self._options.streams:
                 check_in_time(part.result)

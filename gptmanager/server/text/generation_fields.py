@@ -1,4 +1,4 @@
-"""The fields that completions and chats share: how to generate, and what to tell of it."""
+"""The fields that completions and chats share: how to generate, and what to return."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from gptmanager.server.fields import (
 )
 from gptmanager.server.request_fields import NotSupported
 
-MAX_CHOICES = 128  # of each prompt
+MAX_CHOICES = 128  # for each prompt
 MAX_TOP_LOG_PROBS = 20
 MAX_STOPS = 64
-MAX_BIASES = 1 << 16  # more take the event loop a noticeable time
+MAX_BIASES = 1 << 16  # more would block the event loop for a noticeable time
 _MAX_STOP_TOKENS = 1024
 TEMPERATURE = Number(1e-30, 100, or_zero=True)
 DEADLINE = Number(0, 1e9, excludes_low=True)
@@ -33,7 +33,7 @@ _INT64 = (-(2**63), 2**64 - 1)
 
 
 class NewTokens(NamedTuple):
-    """A number of new tokens, at least `low`: the model's length is its limit, not a type's."""
+    """A number of new tokens, at least `low`. The model's length is the only upper limit."""
 
     low: int
 
@@ -46,7 +46,7 @@ class NewTokens(NamedTuple):
 
 
 class TokenBias:
-    """Token id -> -100 to 100."""
+    """An object of token id -> bias from -100 to 100."""
 
     def read(self, where: str, value: Any) -> dict[int, float]:
         found, number = {}, Number(-100, 100)
@@ -55,7 +55,7 @@ class TokenBias:
             raise wrong(where, f"{where} has {len(given)} tokens, {MAX_BIASES} are allowed")
         for key, bias in given.items():
             if not (key.isascii() and key.isdecimal() and len(key) < 10):
-                raise wrong(where, f"{where}: the key {quoted(key)} is no token id")
+                raise wrong(where, f"{where}: the key {quoted(key)} must be a token id")
             found[int(key)] = number.read(f"{where}.{key}", bias)
         return found
 
@@ -69,13 +69,13 @@ class TokenBias:
 
 
 class EarlyStopping:
-    """A flag, or "never"."""
+    """A boolean, or "never"; read as 0, 1 or 2."""
 
     def read(self, where: str, value: Any) -> int:
         if value == "never":
             return 2
         if not isinstance(value, bool):
-            raise wrong(where, f'{where} = {quoted(value)} is none of true, false, "never"')
+            raise wrong(where, f'{where} = {quoted(value)} must be true, false or "never"')
         return int(value)
 
     def schema(self) -> dict[str, Any]:
@@ -105,41 +105,43 @@ SAMPLING = (
     Field("repeat_penalty", Number(0.01, 100), "repetition_penalty by another name"),
     Field("logit_bias", TokenBias(), "token id -> -100 to 100, added to its logit"),
     Field("bad_words", TextOrTexts(MAX_WORDS, MAX_WORD_LETTERS), "texts that no output contains"),
-    Field("min_tokens", Integer(0, 2**31 - 1), "nothing ends an output within so many tokens"),
+    Field("min_tokens", Integer(0, 2**31 - 1), "no output ends before this number of tokens"),
     Field("stop", TextOrTexts(MAX_STOPS), "texts that end an output"),
     Field(
-        "stop_token_ids", ListOf(Integer(0, 2**31 - 1), longest=_MAX_STOP_TOKENS), "tokens that do"
+        "stop_token_ids",
+        ListOf(Integer(0, 2**31 - 1), longest=_MAX_STOP_TOKENS),
+        "tokens that end an output",
     ),
-    Field("include_stop_str_in_output", Flag(), "what ended an output stays in its text"),
-    Field("ignore_eos", Flag(), "the model's end token ends nothing"),
+    Field("include_stop_str_in_output", Flag(), "the stop string is part of the output"),
+    Field("ignore_eos", Flag(), "the model's end token does not end an output"),
     Field("skip_special_tokens", Flag(), "absent: true"),
     Field("use_beam_search", Flag(), "choices are the n best beams"),
     Field("beam_width", Integer(1, 2**31 - 1), "beams of a search; absent: n"),
     Field("length_penalty", Number(-100, 100), "exponent of the length that divides a beam's sum"),
-    Field("early_stopping", EarlyStopping(), "of a beam search"),
+    Field("early_stopping", EarlyStopping(), "when a beam search stops; see the documentation"),
 )
 SERVING = (
     Field("model", Text(), "the model's name, or an adapter's"),
     Field("stream", Flag(), "server-sent events"),
     Field("stream_options", STREAM_OPTIONS),
-    Field("priority", Number(-1e9, 1e9), "0.5 is the usual one; higher runs first"),
-    Field("deadline_s", DEADLINE, "seconds from now; a request that takes longer is stopped: 504"),
-    Field("cache_salt", Text(1, 1024), "only requests of one salt share cached blocks"),
-    Field("request_id", Text(1, 256), "comes back in `id`"),
+    Field("priority", Number(-1e9, 1e9), "default 0.5; higher runs first"),
+    Field("deadline_s", DEADLINE, "seconds from now; a request that takes longer ends with a 504"),
+    Field("cache_salt", Text(1, 1024), "only requests with the same salt share cached blocks"),
+    Field("request_id", Text(1, 256), "returned as `id`"),
     Field("prompt_logprobs", Integer(0, MAX_TOP_LOG_PROBS), "log probabilities of the prompt"),
-    Field("return_token_ids", Flag(), "token ids beside the texts"),
-    Field("return_tokens_as_token_ids", Flag(), "log probabilities name tokens token_id:N"),
+    Field("return_token_ids", Flag(), "return token ids in addition to texts"),
+    Field("return_tokens_as_token_ids", Flag(), "log probabilities write tokens as token_id:N"),
 )
-# what no answer depends on here
+# fields that change no answer on any server
 IGNORED = tuple(
-    Field(name, AsItIs(), "accepted, changes no answer")
+    Field(name, AsItIs(), "accepted; has no effect on the answer")
     for name in (
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prediction"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_prompt"),
         *("keep_alive", "spaces_between_special_tokens", "guided_decoding_backend"),
     )
 )
-# what changes answers elsewhere, and the values that ask for nothing
+# fields that change answers on other servers, with the values that request nothing
 _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "include_reasoning": (),
@@ -154,14 +156,14 @@ _NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 NOT_SUPPORTED = tuple(
-    Field(name, NotSupported(neutral), "no effect: the header Warning says so")
+    Field(name, NotSupported(neutral), "not supported: ignored, and reported in the header Warning")
     for name, neutral in _NOT_SUPPORTED.items()
 )
 _ALIASES = {"repeat_penalty": "repetition_penalty"}  # other servers' names for fields
 
 
 def with_known_names(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given fields by their names here; these win where both names are given."""
+    """Replace aliases by this server's field names, which win where both are given."""
     for alias, name in _ALIASES.items():
         if alias in given:
             given.setdefault(name, given.pop(alias))

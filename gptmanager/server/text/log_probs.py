@@ -1,7 +1,8 @@
 """Log probabilities of tokens, in the two shapes that clients know.
 
-The definition is the engine's: of the distribution after the penalties, bans and temperature of
-the request, before top-k, top-p and min-p; of prompt tokens: of the model's own distribution.
+The engine defines them. Output tokens: from the distribution after the penalties, bans and
+temperature of the request, before top-k, top-p and min-p. Prompt tokens: from the model's own
+distribution.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ _LOWEST = -9999.0
 
 
 class TokenLogProb(NamedTuple):
-    """`log_prob` None: of the first token of a prompt. `top`: (token, log prob), best first.
+    """A token and its log probability, None for the first token of a prompt.
 
-    `start`: where the token's text begins, in characters of the answer.
+    `top`: (token, log prob), best first. `start`: where the token's text begins, in characters of
+    the answer.
     """
 
     token: int
@@ -34,7 +36,7 @@ class TokenLogProb(NamedTuple):
 def output_log_probs(
     tokens: Sequence[int], tensors: Mapping[str, torch.Tensor], beam: int = 0
 ) -> list[TokenLogProb]:
-    """Return log probabilities of one beam's new tokens, from the tensors of their part."""
+    """Return the log probabilities of one beam's new tokens from a part's tensors."""
     if "output_log_probs" not in tensors:
         return []
     chosen = _numbers(tensors["output_log_probs"][0, beam])
@@ -48,7 +50,7 @@ def output_log_probs(
 def prompt_log_probs(
     prompt: Sequence[int], tensors: Mapping[str, torch.Tensor]
 ) -> list[TokenLogProb]:
-    """Return log probabilities of all tokens of a prompt; the first one has none."""
+    """Return the log probabilities of a prompt's tokens, None for the first."""
     chosen = _numbers(tensors["prompt_log_probs"][0])
     tops = _tops(tensors, "prompt_top_log_prob_ids", "prompt_top_log_probs", None, len(prompt) - 1)
     return [
@@ -70,18 +72,18 @@ def _tops(
 
 
 def _numbers(tensor: torch.Tensor) -> Any:
-    """JSON has no infinity; -9999 is what clients of vLLM know for it."""
+    """Return the values as lists, with -9999 for -inf as vLLM writes it: JSON has no infinity."""
     return tensor.clamp(min=_LOWEST).tolist()
 
 
 class TokenTexts:
-    """The text of single tokens. `tokenizer` None: a token is told by its id alone."""
+    """The texts of single tokens. `tokenizer` None: each token is written as its id."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def as_ids(self) -> TokenTexts:
-        """The same, but that every token is told by its id."""
+        """Return a variant that writes every token as its id."""
         return TokenTexts(None)
 
     @cached_property
@@ -90,11 +92,11 @@ class TokenTexts:
             return []
         try:
             return token_bytes(self._tokenizer)
-        except ConfigError:  # an unusual decoder: characters that two tokens share are unknown
+        except ConfigError:  # an unusual decoder: bytes of split characters are unknown
             return []
 
     def bytes_of(self, token: int) -> bytes:
-        """Its own bytes: a part of a character, perhaps. Of a special token its name."""
+        """Return the bytes of a token (for a special token its name)."""
         if self._tokenizer is None:
             return f"token_id:{token}".encode()
         known = self._bytes[token] if token < len(self._bytes) else b""
@@ -104,9 +106,9 @@ class TokenTexts:
         return self.bytes_of(token).decode(errors="replace")
 
     def placed(self, listed: Sequence[TokenLogProb], text: str) -> list[TokenLogProb]:
-        """Those of a prompt, with the start of each token in `text`, in characters.
+        """Return a prompt's log probabilities with `start` set to each token's place in `text`.
 
-        A token that the tokenizer has put around the text has no part of it.
+        A special token that the tokenizer has added covers no characters.
         """
         data, at, num_characters = text.encode(errors="replace"), 0, 0
         found = []
@@ -122,7 +124,7 @@ class TokenTexts:
         return found
 
     def name_of(self, token: int) -> str:
-        """Return a token's text, or its bytes in hexadecimal digits if they are no UTF-8."""
+        """Return a token's text, or its bytes in hexadecimal digits if they are not valid UTF-8."""
         own = self.bytes_of(token)
         try:
             return own.decode()
@@ -133,9 +135,11 @@ class TokenTexts:
 def completion_shape(
     listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts
 ) -> dict[str, Any]:
-    """`tokens`, `token_logprobs`, `top_logprobs`, `text_offset`: a list of each.
+    """Return the object `logprobs` of a completion: lists of `tokens`, `token_logprobs`,
+    `top_logprobs` and `text_offset`.
 
-    The token itself is among its top log probabilities, beyond their number if need be.
+    The top log probabilities of a token always include the token itself, in addition to `num_top`
+    if necessary.
     """
     names = [texts.name_of(one.token) for one in listed]
     return {
@@ -155,7 +159,7 @@ def completion_shape(
 
 
 def chat_shape(listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts) -> dict[str, Any]:
-    """`content`: an object a token, with `token`, `logprob`, `bytes` and `top_logprobs`."""
+    """Return the object `logprobs` of a chat: `content` has one object per token."""
 
     def shape(token: int, log_prob: float | None) -> dict[str, Any]:
         own = texts.bytes_of(token)
@@ -176,7 +180,7 @@ def chat_shape(listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts) 
 def prompt_shape(
     listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts
 ) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs` in vLLM's form: an object per token, by id; null for the first."""
+    """Return `prompt_logprobs` in vLLM's form: an object per token; null for the first."""
     return [
         None
         if one.log_prob is None

@@ -1,7 +1,6 @@
-"""`Output`: one text that is generated, from its tokens, and where it ends.
+"""`Output`: one generated text, made from its tokens, and where it ends.
 
-Decides what of the text may be given out, and why it ended. Knows nothing of requests, and of how
-clients are told.
+Decides which text may be sent, and why the output ended. Independent of requests and protocols.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _REASONS = {
 class Ends:
     """The tokens and texts that end an output, after its first `min_tokens` tokens.
 
-    `end_ids`: the model's own; their text is never part of an answer. `stop_ids` and `stops`: the
-    request's; `keeps_stop`: their text is part of the answer.
+    `end_ids`: the model's end tokens; their text is never part of an answer. `stop_ids` and
+    `stops`: given by the request. `keeps_stop`: the text of a stop is part of the answer.
     """
 
     end_ids: frozenset[int] = frozenset()
@@ -42,10 +41,10 @@ class Ends:
 
 
 class Delta(NamedTuple):
-    """The text that a client may get now. All of an output's deltas, joined, are the whole output.
+    """The next piece of an output. All deltas, joined, are the whole output.
 
-    `token_ids`: new tokens, those that ended it included. `log_probs`: of the tokens whose text
-    begins in what has been given out. `finish_reason`: None until the last one.
+    `token_ids`: the new tokens, including those that ended the output. `log_probs`: of tokens
+    that begin in the text sent so far. `finish_reason`: None before the last delta.
     """
 
     text: str
@@ -55,10 +54,10 @@ class Delta(NamedTuple):
 
 
 class Output:
-    """Takes tokens, in pieces of any size; what comes of them does not depend on the pieces.
+    """Turns tokens into text. The result does not depend on how the tokens are split into pieces.
 
-    `offset`: characters of the answer before this text (an echo of the prompt). `lists_end`: the
-    log probabilities are those of the token that ended it, too. `tokenizer` None: there is no text.
+    `offset`: characters of the answer before this text (an echo of the prompt). `lists_end`: also
+    list the log probability of the token that ended the output. `tokenizer` None: no text is made.
     """
 
     def __init__(
@@ -84,12 +83,12 @@ class Output:
         )
         self._log_probs: list[TokenLogProb] = []
         self._is_cut = False
-        # how much was given out: characters, log probabilities, tokens
+        # how many were returned by `take`
         self._num_characters = self._num_log_probs = self._num_tokens = 0
 
     def push(self, tokens: Sequence[int], log_probs: Sequence[TokenLogProb] = ()) -> None:
-        """New tokens, with their log probabilities, if those are asked for. What comes after the
-        end is ignored.
+        """Add new tokens, with their log probabilities if the request asks for them. Tokens after
+        the end are ignored.
         """
         for index, token in enumerate(tokens):
             if self.finish_reason is not None:
@@ -109,7 +108,7 @@ class Output:
                     self._end("stop", token)
 
     def finish(self, reason: FinishReason) -> None:
-        """The engine has ended it; without effect if its end is known already."""
+        """Record that the engine has ended the output. No effect if it has ended already."""
         if self.finish_reason is None:
             self._end(_REASONS[reason])
 
@@ -124,7 +123,7 @@ class Output:
         return Delta(text, tokens, log_probs, reason)
 
     def _take_log_probs(self, end: int) -> list[TokenLogProb]:
-        """Those of the text up to its character `end`."""
+        """Return the unsent log probabilities of text before character `end`."""
         first, count = self._num_log_probs, len(self._log_probs)
         if self.finish_reason is None or self._is_cut:
             count = first

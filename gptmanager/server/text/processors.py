@@ -1,4 +1,4 @@
-"""The logits post-processor of a request: what its output has to fit, or must not contain."""
+"""The logits post-processor of a request, which enforces a grammar or bans texts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ STRUCTURED = (
 
 
 class Processors:
-    """Those of one model; what takes long to prepare is prepared once.
+    """Makes the logits post-processors of one model; slow preparations are done once.
 
-    `lenient`: keywords of schemas that cannot be enforced are left out, and reported.
+    `lenient`: schema keywords that cannot be enforced are ignored and reported.
     """
 
     def __init__(self, engine: Engine, *, lenient: bool) -> None:
@@ -49,9 +49,10 @@ class Processors:
         tools: Tools | None = None,
         form: ToolFormat | None = None,
     ) -> Any:
-        """Return the post-processor; None: the model says what it likes.
+        """Return the post-processor of a request; None if its output is unconstrained.
 
-        `tools` may be called, in `form`. `warnings` gets what is not enforced. ApiError 400.
+        `tools`: the tools the model may call, in the format `form`. Adds to `warnings` what is not
+        enforced. Raises ApiError 400 for a rule that cannot be compiled.
         """
         rule, words = read_output_rule(given), given.get("bad_words")
         is_guided = rule is not None or (tools is not None and form is not None)

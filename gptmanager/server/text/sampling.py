@@ -1,7 +1,7 @@
-"""From fields of a request to what the engine is asked for.
+"""From the fields of a request to the engine's requests.
 
-Decides defaults, limits that need the model, seeds of choices, and what ends an output. Knows
-nothing of prompts as texts, and of answers.
+Decides defaults, limits that depend on the model, seeds of choices, and what ends an output.
+Independent of prompt texts and of answers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _BY_NAME = {
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """The generation that a call asks for, for each prompt.
+    """The generation that a call asks for, the same for each prompt.
 
-    `num_top`, `num_prompt_top`: how many tokens get log probabilities; None: no token does.
-    `processor`: a logits post-processor.
+    `given`: the fields of the request. `num_top`, `num_prompt_top`: how many top log probabilities
+    are returned for each token; None: no log probabilities. `processor`: a logits post-processor.
     """
 
     given: Mapping[str, Any]
@@ -52,14 +52,14 @@ class GenerationOptions:
 
     @property
     def beam_width(self) -> int:
-        """1: the choices are sampled."""
+        """The number of beams; 1: the choices are sampled."""
         if not self.given.get("use_beam_search"):
             return 1
         return int(self.given.get("beam_width", self.num_choices))
 
     @property
     def num_requests(self) -> int:
-        """The engine's, for each prompt."""
+        """The number of engine requests for each prompt."""
         return 1 if self.beam_width > 1 else self.num_choices
 
     @property
@@ -68,15 +68,15 @@ class GenerationOptions:
 
     @property
     def is_ended_here(self) -> bool:
-        """Whether the output ends here, before the engine's generation does."""
+        """Whether the server, not the engine, decides where an output ends."""
         return self.beam_width > 1 or "stop" in self.given or "min_tokens" in self.given
 
 
 def check(options: GenerationOptions, card: ModelCard) -> None:
-    """Check what depends on the model, or on several fields at once. Raises ApiError 400."""
+    """Check fields against the model and against each other. Raises ApiError 400."""
     given = options.given
     if given.get("stream_options") is not None and not options.streams:
-        raise wrong("stream_options", "stream_options is for stream = true")
+        raise wrong("stream_options", "stream_options needs stream = true")
     if "beam_width" in given and not given.get("use_beam_search"):
         raise wrong("beam_width", "beam_width needs use_beam_search = true")
     if given.get("use_beam_search"):
@@ -99,14 +99,17 @@ def check(options: GenerationOptions, card: ModelCard) -> None:
 def _check_beams(options: GenerationOptions, card: ModelCard) -> None:
     width = options.beam_width
     if options.streams:
-        raise wrong("stream", "stream: a beam search has its texts at its end alone")
+        raise wrong(
+            "stream",
+            "stream = true is not supported with beam search: its texts are known at the end only",
+        )
     if width > card.max_beam_width:
         name = "beam_width" if "beam_width" in options.given else "n"
-        raise wrong(name, f"{name} = {width} beams, --max-beam-width is {card.max_beam_width}")
+        raise wrong(name, f"{name} = {width} exceeds --max-beam-width = {card.max_beam_width}")
     if options.num_choices > width:
         raise wrong("n", f"n = {options.num_choices} is more than beam_width = {width}")
     if "stop" in options.given:
-        raise wrong("stop", "stop: a beam search is not ended by texts; use stop_token_ids")
+        raise wrong("stop", "stop is not supported with beam search; use stop_token_ids")
 
 
 def ends_of(options: GenerationOptions, card: ModelCard) -> Ends:
@@ -126,7 +129,7 @@ def requests_of(
     prompts: Sequence[list[int]],
     max_new_tokens: Sequence[int],
 ) -> list[list[EngineRequest]]:
-    """The engine's requests for each prompt: one for each choice, or one search for all."""
+    """Return the engine's requests for each prompt: one per choice, or one beam search for all."""
     common = _common(options, card)
     if options.num_top is not None:
         common["return_log_probs"] = True
@@ -160,7 +163,7 @@ def requests_of(
 def scoring_request(
     options: GenerationOptions, card: ModelCard, tokens: list[int]
 ) -> EngineRequest:
-    """The engine's request for one prompt of which only the log probabilities are asked for."""
+    """Return the engine's request for a prompt of which only the log probabilities are needed."""
     given = options.given
     by_name = {name: given[name] for name in _SERVING if name in given}
     by_name["num_prompt_log_probs"] = options.num_prompt_top
@@ -173,7 +176,7 @@ def _adapter(options: GenerationOptions, card: ModelCard) -> str | None:
 
 
 def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
-    """A seed of its own for each choice: neighboring seeds have none in common."""
+    """Return the seed of one choice. Seeds that differ by 1 share no choice's seed."""
     key = struct.pack("<QQQ", seed % 2**64, prompt_index, choice)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
@@ -181,7 +184,7 @@ def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
 def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
     given, defaults = options.given, card.sampling_defaults
     chosen = {"temperature": 1.0, **defaults, **given}
-    if options.beam_width > 1:  # searched by log probabilities, and not sampled
+    if options.beam_width > 1:  # a search ranks by log probability and does not sample
         defaults = {name: defaults[name] for name in defaults if name == "repetition_penalty"}
         chosen = {**defaults, **given, "temperature": given.get("temperature") or 1.0}
     by_name = {
@@ -197,15 +200,16 @@ def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
         if name in given and options.beam_width > 1:
             by_name[ours] = given[name]
     by_name.update(_engine_ends(options, card))
-    # texts that end an output are looked for while it comes
+    # stop strings are searched for while the output is generated
     by_name["is_streaming"] = options.beam_width == 1 and (options.streams or "stop" in given)
     return by_name
 
 
 def _engine_ends(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
-    """Return the tokens that the engine ends an output at.
+    """Return the engine's parameters for the end of an output.
 
-    Within `min_tokens` it bans the end tokens; the stop tokens may come, so `Output` ends at them.
+    With `min_tokens` the engine bans end tokens at first, but cannot ignore stop tokens, so that
+    `Output` looks for stop tokens instead.
     """
     given = options.given
     found: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""Texts that end an output, found while it comes, across its pieces.
+"""Search for stop strings in an output that arrives in pieces.
 
-Each text is followed by the automaton of Knuth, Morris and Pratt, "Fast pattern matching in
-strings" (1977): its state is how much of the text the output ends with. So no piece is read twice,
-and what must be held back, because a text may have begun in it, is the longest of the states. The
-automaton is made as far as its state has come: a text that never begins costs nothing.
+Each stop string has an automaton of Knuth, Morris and Pratt, "Fast pattern matching in strings"
+(1977). Its state is the length of the longest prefix of the stop string that the output ends with.
+So no piece is read twice, and the longest state is the number of characters to hold back. The
+automaton is built only as far as its state has advanced: an unmatched stop string costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Found(NamedTuple):
-    """`begin` and `end`: where the stop string is, in characters from the start of the output."""
+    """A stop string and its place, in characters from the start of the output."""
 
     stop: str
     begin: int
@@ -21,23 +21,23 @@ class Found(NamedTuple):
 
 
 class StopStrings:
-    """Looks for several texts in one output."""
+    """Searches for several stop strings in one output."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        # for each beginning that was seen: the length of its longest end that begins it, too
+        # with the failure function, as far as it was needed
         self._stops: list[tuple[str, list[int]]] = [(stop, []) for stop in stops]
         self._states = [0] * len(stops)
         self._num_seen = 0  # characters
 
     @property
     def num_held(self) -> int:
-        """Characters at the end of the output that may be the beginning of a stop string."""
+        """The number of characters at the end of the output that may begin a stop string."""
         return max(self._states, default=0)
 
     def push(self, text: str, *, may_end: bool = True) -> Found | None:
-        """The stop string that is complete first; of several at once the one that begins first.
+        """Read more text; return the first complete stop string, the longest of several at once.
 
-        `may_end` False: those that are complete now are no end.
+        `may_end` False: stop strings that are complete now are ignored.
         """
         for character in text:
             self._num_seen += 1
@@ -60,7 +60,7 @@ class StopStrings:
 
 
 def _next_failure(stop: str, failures: Sequence[int]) -> int:
-    """For the beginning of `stop` that is a character longer than those of `failures`."""
+    """Return the next value of the failure function of `stop`."""
     index = len(failures)
     state = failures[-1] if index else 0
     while state and stop[state] != stop[index]:

@@ -1,7 +1,7 @@
 """Answers that fit a JSON schema, a regular expression, a choice, or a grammar.
 
-Decides which of a request's fields say so, and that there is one at most. Grammars are compiled
-before a request runs, so that a wrong one is refused in words.
+Decides which fields of a request set such a rule; at most one may. Grammars are compiled before a
+request runs, so that the client of a wrong one gets an explanation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
 class OutputRule:
     """The rule that an answer has to fit. `where`: the field that sets it; `kind`: one of `_KINDS`.
 
-    `lenient`: keywords of a schema that cannot be enforced are left out and reported.
+    `lenient`: schema keywords that cannot be enforced are ignored and reported.
     """
 
     where: str
@@ -44,9 +44,9 @@ class OutputRule:
 
 
 def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
-    """Read the rule in `response_format`, `structured_outputs`, or its aliases guided_json, ...
+    """Return the rule in `response_format`, `structured_outputs`, or its aliases guided_json, ...
 
-    None if an answer may be any text. ApiError (400) for a wrong rule, and for two at once.
+    None if an answer may be any text. ApiError (400) for a wrong rule, and for two rules.
     """
     rules = [
         *_of_response_format(body.get("response_format")),
@@ -58,7 +58,7 @@ def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
         ),
     ]
     if len(rules) > 1:
-        raise _wrong(rules[1].where, f"stands beside {rules[0].where}: one of them is possible")
+        raise _wrong(rules[1].where, f"pass either {rules[0].where} or {rules[1].where}, not both")
     for rule in rules:
         _check(rule)
     return rules[0] if rules else None
@@ -76,16 +76,16 @@ def _of_response_format(given: Any) -> list[OutputRule]:
             return [OutputRule("response_format.schema", "json", given["schema"], lenient)]
         return [OutputRule("response_format", "json_object", True)]
     if kind != "json_schema":
-        raise _wrong("response_format.type", "is none of 'text', 'json_object', 'json_schema'")
+        raise _wrong("response_format.type", "must be 'text', 'json_object' or 'json_schema'")
     where, own = "response_format.json_schema", given.get("json_schema")
     if not isinstance(own, Mapping):
-        raise _wrong(where, "is no object with name and schema")
+        raise _wrong(where, "must be an object with name and schema")
     if not isinstance(own.get("name"), str):
-        raise _wrong(f"{where}.name", "is missing: a text is needed")
+        raise _wrong(f"{where}.name", "is missing; it must be a string")
     if not isinstance(own.get("strict"), bool | None):
-        raise _wrong(f"{where}.strict", "is neither true nor false")
+        raise _wrong(f"{where}.strict", "must be true or false")
     if own.get("schema") is None:
-        raise _wrong(f"{where}.schema", "is missing: a JSON schema is needed")
+        raise _wrong(f"{where}.schema", "is missing; it must be a JSON schema")
     return [OutputRule(f"{where}.schema", "json", own["schema"], own.get("strict") is False)]
 
 
@@ -94,11 +94,11 @@ def _of_structured_outputs(given: Any) -> list[OutputRule]:
         return []
     where = "structured_outputs"
     if not isinstance(given, Mapping):
-        raise _wrong(where, f"is no object with one of {', '.join(_KINDS)}")
+        raise _wrong(where, f"must be an object with one of {', '.join(_KINDS)}")
     there = {key: value for key, value in given.items() if value is not None}
     for key in there:
         if key not in _KINDS:
-            raise _wrong(f"{where}.{key}", f"is unknown: there are {', '.join(_KINDS)}")
+            raise _wrong(f"{where}.{key}", f"unknown field; the fields are {', '.join(_KINDS)}")
     rules = [OutputRule(f"{where}.{key}", key, value) for key, value in there.items()]
     return [rule for rule in rules if (rule.kind, rule.value) != ("json_object", False)]
 
@@ -106,28 +106,28 @@ def _of_structured_outputs(given: Any) -> list[OutputRule]:
 def _check(rule: OutputRule) -> None:
     value = rule.value
     if rule.kind == "json" and not isinstance(value, Mapping | str | bool):
-        raise _wrong(rule.where, "is no JSON schema: an object, or its text, is needed")
+        raise _wrong(rule.where, "must be a JSON schema: an object, or a string of JSON")
     if rule.kind in ("regex", "grammar") and not isinstance(value, str):
-        raise _wrong(rule.where, "is no text")
+        raise _wrong(rule.where, "must be a string")
     if rule.kind == "json_object" and value is not True:
-        raise _wrong(rule.where, "is neither true nor false")
+        raise _wrong(rule.where, "must be true or false")
     if rule.kind == "choice":
         texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not texts or not value:
-            raise _wrong(rule.where, "is no list of one or more texts")
+            raise _wrong(rule.where, "must be a list of one or more strings")
 
 
 class StructuredOutputs:
-    """Compiles what requests ask for, with one `GuidedDecoding` for the model's tokenizer.
+    """Compiles the rules of requests, with one `GuidedDecoding` for the model's tokenizer.
 
-    That is made by the first request that needs it: for 150,000 tokens it takes a second.
+    The first request that needs it creates the `GuidedDecoding`: 150,000 tokens take a second.
     """
 
     _of_engines: ClassVar[WeakKeyDictionary[Engine, StructuredOutputs]] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, engine: Engine) -> StructuredOutputs:
-        """The one that all endpoints of an engine share."""
+        """Return the instance that all endpoints of an engine share."""
         if engine not in cls._of_engines:
             card = engine.card
             cls._of_engines[engine] = cls(card.tokenizer, card.token_defaults.end_ids)
@@ -140,9 +140,9 @@ class StructuredOutputs:
         self._lock = threading.Lock()
 
     async def processor(self, rule: OutputRule, warnings: Warnings) -> Any:
-        """The logits post-processor for a rule; ApiError (400) for one that does not compile.
+        """Return the logits post-processor for a rule; ApiError (400) if it does not compile.
 
-        `warnings` gets the keywords of a lenient schema that are not enforced.
+        Adds to `warnings` the keywords of a lenient schema that are not enforced.
         """
 
         def grammar(guided: GuidedDecoding) -> Any:
@@ -163,16 +163,16 @@ class StructuredOutputs:
     async def processor_with_tools(
         self, rule: OutputRule | None, tools: Tools, form: ToolFormat, warnings: Warnings
     ) -> Any:
-        """The same for an answer that may be calls of tools, else what `rule` says.
+        """Return the post-processor for an answer of tool calls, or else of text that fits `rule`.
 
-        Calls that are optional are as lenient as they must be. None where nothing can guide them:
-        without llguidance, or with a schema that it cannot read. They are then as the model writes
-        them, and `warnings` says so.
+        For optional calls, schema keywords that cannot be enforced are ignored. None if optional
+        calls cannot be guided at all: without llguidance, or with a schema that it cannot read.
+        The calls are then unconstrained, and `warnings` says so.
         """
         answer = None
         if rule is not None and not tools.required:
             if rule.kind not in ("json", "json_object"):
-                raise _wrong(rule.where, "stands beside tools, where only JSON is possible")
+                raise _wrong(rule.where, "with tools, only JSON rules are supported")
             answer = _ANY_OBJECT if rule.kind == "json_object" else rule.value
         marks = {} if self._tokenizer is None else marks_of(self._tokenizer, self._end_ids)
         grammar, schemas = tools.grammar(form, marks, answer)
@@ -201,7 +201,7 @@ class StructuredOutputs:
         raise refused
 
     async def _check_parameters(self, tools: Tools) -> None:
-        """ApiError (400) for the first tool whose schema does not compile alone."""
+        """Raise ApiError (400) for the first tool with a schema that does not compile."""
         for rule, schema in tools.schemas.items():
             where = f"tools[{tools.index_of(rule)}].function.parameters"
             lenient = tools.is_lenient(rule)
@@ -221,9 +221,9 @@ class StructuredOutputs:
 
 
 async def prepared(where: str, make: Callable[[], Any]) -> Any:
-    """The logits post-processor that `make` gives, when it is ready.
+    """Return the logits post-processor that `make` creates, once it is compiled.
 
-    ApiError: 400 if it cannot be, 503 if there is nothing to make it with.
+    Raises ApiError: 400 if it cannot be compiled, 503 if the resources for it are missing.
     """
     processor = None
     try:
@@ -231,10 +231,10 @@ async def prepared(where: str, make: Callable[[], Any]) -> Any:
         await _finished(processor.prepare("cpu"))
     except CapacityError as error:
         raise ApiError(503, f"{where}: {_without_field(error)}", param=where) from None
-    except (ValueError, RequestError) as error:  # a ConfigError is a ValueError, too
+    except (ValueError, RequestError) as error:  # a ConfigError is also a ValueError
         raise _wrong(where, _without_field(error)) from None
     except asyncio.CancelledError:
-        processor = None  # nobody wants it now, whatever still refers to this frame
+        processor = None  # release it even if something still refers to this frame
         raise
     return processor
 
@@ -242,8 +242,8 @@ async def prepared(where: str, make: Callable[[], Any]) -> Any:
 async def _finished(future: Future[Any]) -> None:
     """Wait for a future, and raise its error.
 
-    `asyncio.wrap_future` would make a cycle of references: the grammar of a client that is gone
-    would stay alive, and be compiled, until the garbage collector runs.
+    `asyncio.wrap_future` would make a reference cycle: after a disconnect the grammar would stay
+    alive, and be compiled, until the garbage collector runs.
     """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
@@ -255,7 +255,7 @@ async def _finished(future: Future[Any]) -> None:
     try:
         await done.wait()
     except asyncio.CancelledError:
-        future = Future()  # nobody waits for it, whatever still refers to this frame
+        future = Future()  # release it even if something still refers to this frame
         raise
     future.result()
 

@@ -1,7 +1,7 @@
-"""Tools that a model may call: what a request says of them, and what calls of them look like.
+"""Tools that a model may call: how a request lists them, and how calls are written.
 
-Decides which format a chat template has taught its model, and which grammar holds it to that.
-Knows nothing of how a call is found in a text.
+Decides which format a chat template teaches its model, and which grammar enforces that format.
+Parsing of calls is in `chat.tool_parsing`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 
 MAX_TOOLS = 128
-MAX_CALLS = 16  # of one guided answer: a model that is not trained for tools would go on for ever
+MAX_CALLS = 16  # of one guided answer: a model not trained for tools would never stop
 
 _TAG, _END_TAG = "<tool_call>", "</tool_call>"
 _ANY = "(?s:.*)"
-_SHOWN = ("name", "description", "parameters", "return")  # what models are trained to read
+_SHOWN = ("name", "description", "parameters", "return")  # the keys that models are trained on
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 class ToolFormat:
     """How a family of models writes a call: `before` name `between` arguments `behind`.
 
-    `tagged`: calls are marked, and may stand among text; else they are the whole answer.
+    `tagged`: calls are marked by tags and may be mixed with text; else they are the whole answer.
     """
 
     name: str
@@ -47,7 +47,7 @@ LLAMA_3 = ToolFormat("Llama 3", '{"name": "', '", "parameters": ', "}", tagged=F
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The format that a chat template describes to its model; None if it is no known one."""
+    """Return the call format that a chat template describes; None if it is unknown."""
     if "<tool_call>" in template and "arguments" in template:
         return None if "<function=" in template else HERMES  # Qwen3-Coder has calls in XML
     is_llama = "<|start_header_id|>" in template or "<|python_tag|>" in template
@@ -59,8 +59,8 @@ class Tools:
     """The tools of a request.
 
     `listed`: as the client gave them. `parameters`: name -> JSON schema of its arguments.
-    `required`: the answer is a call, of one of these names. `lenient`: keywords of schemas that
-    cannot be enforced are left out.
+    `required`: the answer must be a call of one of these tools. `lenient`: schema keywords that
+    cannot be enforced are ignored.
     """
 
     listed: Sequence[Mapping[str, Any]]
@@ -71,11 +71,11 @@ class Tools:
 
     @property
     def schemas(self) -> dict[str, Any]:
-        """The rule of a grammar -> the schema of a tool's arguments."""
+        """Name of a grammar rule -> schema of a tool's arguments."""
         return {f"arguments_{i}": schema for i, schema in enumerate(self.parameters.values())}
 
     def for_template(self) -> list[dict[str, Any]]:
-        """Return the tools as a chat template shows them: without keys that mean nothing to it."""
+        """Return the tools for a chat template: only the keys that models are trained on."""
         functions = [tool["function"] for tool in self.listed]
         return [
             {
@@ -90,12 +90,12 @@ class Tools:
         ]
 
     def index_of(self, rule: str) -> int:
-        """The index in `listed` of the tool that `schemas` has for a rule."""
+        """Return the index in `listed` of the tool that belongs to a rule of `schemas`."""
         name = list(self.parameters)[int(rule.removeprefix("arguments_"))]
         return next(i for i, tool in enumerate(self.listed) if tool["function"]["name"] == name)
 
     def is_lenient(self, rule: str) -> bool:
-        """Whether the tool of a rule says `strict: false`, or the server does."""
+        """Whether the tool of a rule has `strict: false`, or the server is lenient."""
         is_own = self.listed[self.index_of(rule)]["function"].get("strict") is False
         return self.lenient or is_own
 
@@ -104,14 +104,14 @@ class Tools:
     ) -> tuple[str, dict[str, Any]]:
         """Return the grammar of an answer, in Lark's form, and the JSON schemas of its rules.
 
-        `marks`: text -> id of tokens that stand for themselves, as `marks_of` gives them. Not
-        `required`: JSON of the schema `answer`; without one any text, in which calls are right
-        once they begin.
+        `marks`: text -> id of added tokens, from `marks_of`. If calls are not `required`, the
+        answer may also be JSON of the schema `answer`, or, without a schema, any text; a call that
+        begins in the text must be complete and valid.
         """
         several = form.tagged and self.parallel
         calls = f'call ("\\n" call){{0,{MAX_CALLS - 1}}}' if several else "call"
         schemas = dict(self.schemas)
-        tag = ""  # of a call, if it is no part of its rule
+        tag = ""  # the tag before a call, if it is not part of the call's rule
         if self.required:
             lines = [f"start: {calls}"]
         elif answer is not None:
@@ -136,9 +136,9 @@ class Tools:
 
 
 def marks_of(tokenizer: Tokenizer, end_ids: Collection[int]) -> dict[str, int]:
-    """Tokens that were added to a vocabulary for themselves, such as <tool_call> and <think>.
+    """Return text -> id of the tokens added to a vocabulary, such as <tool_call> and <think>.
 
-    llguidance does not take them for the letters of their names, so that grammars say their ids.
+    llguidance does not match them by the characters of their names, so grammars use their ids.
     """
     return {
         token.content: index
@@ -148,7 +148,7 @@ def marks_of(tokenizer: Tokenizer, end_ids: Collection[int]) -> dict[str, int]:
 
 
 def _text_with_tags(tag: str, marks: Mapping[str, int], most: int) -> list[str]:
-    """Lines of a grammar: text with up to `most` calls, which begin at `tag`, or with a mark."""
+    """Return grammar lines for text with up to `most` calls, each begun by `tag` or by a mark."""
     text = f"TEXT: /{_ANY}/"
     if not tag:
         return [f"start: (text call){{0,{most}}} text", f"text: TEXT{_more(marks)}", text]
@@ -163,7 +163,7 @@ def _text_with_tags(tag: str, marks: Mapping[str, int], most: int) -> list[str]:
 
 
 def _more(marks: Mapping[str, int]) -> str:
-    """How text goes on behind marks that begin no call."""
+    """Return the grammar of text that follows marks other than those of calls."""
     others = _others(marks)
     return f" ({others} TEXT)*" if others else ""
 
@@ -174,34 +174,39 @@ def _others(marks: Mapping[str, int]) -> str:
 
 
 def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -> Tools | None:
-    """Read the fields `tools` and `tool_choice`; None if no tool may be called.
+    """Read the fields `tools` and `tool_choice`; return None if no tool may be called.
 
-    ApiError (400) names what is wrong, and where.
+    ApiError (400) names the wrong field and the reason.
     """
     listed = [] if tools is None else tools
     if not isinstance(listed, list) or len(listed) > MAX_TOOLS:
-        raise _wrong("tools", f"is no list of at most {MAX_TOOLS} tools")
+        raise _wrong("tools", f"must be a list of at most {MAX_TOOLS} tools")
     parameters: dict[str, Any] = {}
     for index, tool in enumerate(listed):
         name, schema = _tool(tool, f"tools[{index}]")
         if name in parameters:
-            raise _wrong(f"tools[{index}].function.name", f"{name!r} stands twice")
+            raise _wrong(
+                f"tools[{index}].function.name",
+                f"{name!r} is used twice; each tool needs a unique name",
+            )
         parameters[name] = schema
     choice, allowed = _allowed("auto" if tool_choice is None else tool_choice)
     named = _named(choice)
     if named is None and choice not in ("none", "auto", "required"):
-        raise _wrong("tool_choice", "is none of 'none', 'auto', 'required', and names no function")
+        raise _wrong("tool_choice", "must be 'none', 'auto', 'required', or name a function")
     if not parameters and (named is not None or choice == "required"):
-        raise _wrong("tool_choice", "needs tools, and there are none")
+        raise _wrong("tool_choice", "needs tools; the request has none")
     if not parameters or choice == "none":
         return None
     if named is not None:
         if named not in parameters:
-            raise _wrong("tool_choice.function.name", f"{quoted(named)} is none of the tools")
+            raise _wrong("tool_choice.function.name", f"{quoted(named)} must be one of the tools")
         return Tools(listed, {named: parameters[named]}, required=True, parallel=False)
     for name in allowed or ():
         if name not in parameters:
-            raise _wrong("tool_choice.allowed_tools.tools", f"{quoted(name)} is none of the tools")
+            raise _wrong(
+                "tool_choice.allowed_tools.tools", f"{quoted(name)} must be one of the tools"
+            )
     if allowed is not None:
         parameters = {name: parameters[name] for name in allowed}
     return Tools(listed, parameters, choice == "required", parallel_tool_calls)
@@ -210,25 +215,27 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -
 def _tool(tool: Any, where: str) -> tuple[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
-        raise _wrong(where, "is no tool such as {'type': 'function', 'function': {'name': ...}}")
+        raise _wrong(
+            where, "must be a tool such as {'type': 'function', 'function': {'name': ...}}"
+        )
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _wrong(
             f"{where}.function.name",
-            f"{quoted(name)} is no name of 1 to 128 letters, digits, '_', '-', '.'",
+            f"{quoted(name)} must be 1 to 128 letters, digits, '_', '-' or '.'",
         )
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, Mapping):
-        raise _wrong(f"{where}.function.parameters", "is no JSON schema")
+        raise _wrong(f"{where}.function.parameters", "must be a JSON schema object")
     if parameters.get("type", "object") != "object":
-        raise _wrong(f"{where}.function.parameters.type", "arguments are of type object")
+        raise _wrong(f"{where}.function.parameters.type", "must be 'object'")
     return name, {**parameters, "type": "object"}
 
 
 def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
-    """Return the choice, and the names that it allows, None: all of them.
+    """Return the choice, and the names of the tools that it allows; None: all tools.
 
     `{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}`
     """
@@ -252,7 +259,7 @@ def _named(choice: Any) -> str | None:
 
 
 def _quoted(text: str, marks: Mapping[str, int]) -> str:
-    """Quote a text for a grammar: tags by their ids, if they are tokens."""
+    """Return a text as a grammar writes it: quoted, but with tags that are tokens as ids."""
     parts = filter(None, re.split(f"({_TAG}|{_END_TAG})", text))
     return " ".join(
         f"<[{marks[part]}]>" if part in marks else json.dumps(part, ensure_ascii=False)
