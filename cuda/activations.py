@@ -1,4 +1,4 @@
-"""SiLU times up, and GELU."""
+"""Launchers of the activations: SiLU times up, and GELU."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ PROGRAM = Program(
 
 
 def silu_mul(launcher: Launcher, out: Tensor, gate_up: Tensor) -> None:
-    """`out = silu(gate) * up`. `gate_up` `[T, 2F]`: gate, then up; `out` `[T, F]`, not the same
-    memory; one dtype of float32, float16, bfloat16. ValueError for other tensors.
+    """Compute `out = silu(gate) * up`.
+
+    `gate_up` `[T, 2F]`: gate, then up; `out` `[T, F]` in other memory; one dtype of float32,
+    float16, bfloat16. ValueError for other tensors.
     """
     num_tokens, width = out.shape
     check_tensors(
@@ -43,8 +45,9 @@ def silu_mul(launcher: Launcher, out: Tensor, gate_up: Tensor) -> None:
 def gelu(
     launcher: Launcher, out: Tensor, x: Tensor, approximate: Literal["none", "tanh"] = "none"
 ) -> None:
-    """`out = x * Phi(x)`, by erf or by tanh. Same shape, dtype as in `silu_mul`; `out` may be `x`.
-    ValueError for other tensors.
+    """Compute `out = x * Phi(x)`, by erf or by tanh.
+
+    Same shape; dtypes as in `silu_mul`; `out` may be `x`. ValueError for other tensors.
     """
     shape = tuple(x.shape)
     check_tensors(x=(x, shape, x.dtype), out=(out, shape, x.dtype))

@@ -1,7 +1,7 @@
-"""Where what was compiled is kept: the user's cache folder, or a private one where that cannot be.
+"""The folder for compiled kernels: in the user's cache, or a private temporary one.
 
-What is kept ends with its digest, because a damaged library would run. It knows nothing else of
-what is kept.
+Each file ends with its digest, because a damaged library would run. This module does not know
+what the files contain.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ logger = logging.getLogger("gptmanager")
 
 
 def cache_folder(name: str) -> Path:
-    """The folder `gptmanager/name` of the user's cache, made if need be, that can be written to.
+    """Return the writable folder `gptmanager/name` in the user's cache; create it if necessary.
 
-    Where the cache cannot be (a read-only home), one below the folder for temporary files, and a
-    warning in the log. `ConfigError` where that is another user's: libraries are loaded from it.
+    If the cache is not writable (a read-only home), log a warning and use a folder below the one
+    for temporary files. `ConfigError` if another user owns that: libraries are loaded from it.
     """
     try:
         folder = _user_cache() / "gptmanager" / name
         folder.mkdir(parents=True, exist_ok=True)
         _write_to(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows the home
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         folder = _temporary(name, error)
         logger.warning(
-            "compiled kernels are kept in %s, because the cache folder cannot be written to (%s); "
-            "XDG_CACHE_HOME names another one",
+            "compiled kernels are stored in %s, because the cache folder is not writable (%s); "
+            "set XDG_CACHE_HOME to choose another one",
             folder,
             error,
         )
@@ -39,12 +39,12 @@ def cache_folder(name: str) -> Path:
 
 
 def seal(content: bytes) -> bytes:
-    """`content` with its digest behind it. What loads an ELF file does not mind."""
+    """Return `content` followed by its digest. Loaders of ELF files ignore bytes at the end."""
     return content + hashlib.sha256(content).digest()
 
 
 def unseal(path: Path) -> bytes | None:
-    """Return what was sealed; None without a file, and for a damaged one, with a warning."""
+    """Return the content that was sealed; None if the file is missing or damaged (logged)."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -52,7 +52,7 @@ def unseal(path: Path) -> bytes | None:
     size = hashlib.sha256().digest_size
     if hashlib.sha256(content[:-size]).digest() == content[-size:]:
         return content[:-size]
-    logger.warning("%s is damaged: it is compiled anew", path)
+    logger.warning("%s is damaged: compiling it again", path)
     return None
 
 
@@ -77,8 +77,7 @@ def _temporary(name: str, reason: Exception) -> Path:
         _write_to(folder)
     except OSError as error:
         raise ConfigError(
-            f"compiled kernels can be kept nowhere: not in the cache folder ({reason}), and not "
-            f"among temporary files ({error}); name a folder in the environment variable "
-            "XDG_CACHE_HOME"
+            f"no writable folder for compiled kernels: neither the cache folder ({reason}) nor the "
+            f"folder for temporary files ({error}); set the environment variable XDG_CACHE_HOME"
         ) from error
     return folder

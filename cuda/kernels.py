@@ -1,8 +1,8 @@
-"""`CudaKernels`: the ops of the network as the kernels of this folder, large products by torch.
+"""`CudaKernels`: the ops of the network as CUDA kernels, large matmuls by torch.
 
-Decides which kernel serves which call, and what no kernel covers, which the reference computes.
-Knows nothing of batches and models. Where the kernels run is the launcher's: a GPU, or the emulator
-on the CPU.
+It chooses the kernel for each call; calls that no kernel covers fall back to the reference. It does
+not know about batches and models. The launcher decides where the kernels run: on a GPU, or on the
+CPU in the emulator.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from gptmanager.kernels.reference import Ints, Kernels
 
 
 class _Work(NamedTuple):
-    """The work of both attention kernels, in the layers that share a window."""
+    """The work of both attention kernels in the layers with the same window."""
 
     context_items: Tensor
     generation: GenerationWork
 
 
 class StepPlan(NamedTuple):
-    """Where a step's tokens go in the pages, which kernel takes which rows, and their work."""
+    """The cells of a step's tokens in the pages, the rows of each attention kernel, their work."""
 
     cells: Tensor
     context: RowSpans | None
@@ -51,11 +51,11 @@ class StepPlan(NamedTuple):
 
 
 class CudaKernels(Kernels):
-    """The ops on tensors of the launcher's device, on its current stream; nothing waits for it.
+    """Ops on tensors of the launcher's device. They are enqueued on its current stream.
 
     Pages are token-major in memory: `keys [P, K, D, B]` is a transposed view. `deterministic`:
-    context attention serves all rows, since generation attention cuts a row by what else runs, and
-    one kernel computes all products, whatever the number of rows.
+    context attention serves all rows, since generation attention splits a row depending on the
+    other rows, and one kernel computes all matmuls, for any number of rows.
     """
 
     has_float64 = False
@@ -67,8 +67,8 @@ class CudaKernels(Kernels):
         self._choice = MatmulChoice()
 
     def measure_matmuls(self, weights: Iterable[Matrix], device: str, seconds: Seconds) -> None:
-        """Time products with these weights; the arguments are those of `MatmulChoice.measure`."""
-        if self._launcher.has_products and not self.deterministic:
+        """Time matmuls with these weights; arguments as in `MatmulChoice.measure`."""
+        if self._launcher.has_matmuls and not self.deterministic:
             self._choice.measure(self._own_matmuls, map(plain, weights), device, seconds)
 
     def plan(
@@ -79,8 +79,10 @@ class CudaKernels(Kernels):
         num_context_rows: int,
         fixed: bool = False,
     ) -> tuple[Ints, ...]:
-        """For each window the items of context attention, and of generation attention items, whose
-        blocks take them, and partial results; none where the reference computes attention.
+        """Return the plans of both attention kernels: four arrays for each window.
+
+        These are the items of context attention, then the items, block starts and partial starts of
+        generation attention. Empty if the reference computes attention.
         """
         if not all(map(_covers, shapes)):
             return ()
@@ -88,7 +90,7 @@ class CudaKernels(Kernels):
         middle = num_context_rows
         if self.deterministic or (num_new[middle:] > 1).any():
             middle = len(num_new)
-        alive = middle + int(np.count_nonzero(num_new[middle:]))  # those behind are padding
+        alive = middle + int(np.count_nonzero(num_new[middle:]))  # the rest is padding
         stretch = None if self._launcher.features.split else WHOLE
         arrays: list[Ints] = []
         for window, shape in _by_window(shapes).items():
@@ -119,7 +121,7 @@ class CudaKernels(Kernels):
         cells = torch.empty(num_tokens, dtype=torch.int32, device=device)
         cache_write.locate_tokens(self._launcher, cells, rows, tokens_per_block)
         contexts, items, blocks, starts = (plan[kind::4] for kind in range(4))
-        # room for as many partial results as there are items: their number is on the device
+        # space for one partial result per item: their exact number is only known on the device
         most, num_single = max(len(own) for own in items), len(starts[0]) - 1
         num_heads, num_kv_heads, head_dim = shapes[0][:3]
         partial = torch.empty(most, num_heads, head_dim, device=device)
@@ -141,7 +143,7 @@ class CudaKernels(Kernels):
         if not self._multiplies(x, matrix):
             return super().linear(x, matrix, bias)
         out = x.new_empty(len(x), len(matrix))
-        if self.deterministic:  # whatever the number of rows
+        if self.deterministic:  # the same kernel for any number of rows
             gemv.multiply(self._launcher, out, x, matrix, bias)
         else:
             self._own_matmuls.multiply(out, x, matrix, bias)
@@ -149,7 +151,7 @@ class CudaKernels(Kernels):
 
     def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         x, matrix = x.to(weight.dtype).contiguous(), plain(weight)
-        # where an adapter adds something in between, it is rounded in between, for every row
+        # The deterministic path rounds before the activation, as rows with an adapter do.
         if self.deterministic or not self._multiplies(x, matrix):
             return super().linear_silu_mul(x, matrix, bias)
         out = x.new_empty(len(x), len(matrix) // 2)
@@ -157,8 +159,8 @@ class CudaKernels(Kernels):
         return out
 
     def _multiplies(self, x: Tensor, matrix: Tensor) -> bool:
-        """By the matrix alone, where it must not depend on the number of rows."""
-        if not self._launcher.has_products:
+        """Return whether to use our kernels; if deterministic, for any number of rows."""
+        if not self._launcher.has_matmuls:
             return False
         if self.deterministic:
             return gemv.covers(x, matrix)
@@ -244,12 +246,12 @@ def _covers(shape: AttentionShape) -> bool:
 
 
 def _by_window(shapes: Sequence[AttentionShape]) -> dict[int | None, AttentionShape]:
-    """One shape for each window, in the order of the first of them: plans differ by no more."""
+    """Return one shape for each window, in order of appearance: plans depend on nothing else."""
     return {shape.window: shape for shape in shapes}
 
 
 def _part(rows: RowSpans, first: int, last: int) -> RowSpans:
-    """The rows from `first` to `last` (excluded)."""
+    """Return the rows from `first` to `last` (excluded)."""
     return RowSpans(
         rows.row_starts[first : last + 1],
         rows.kv_lengths[first:last],
@@ -259,7 +261,7 @@ def _part(rows: RowSpans, first: int, last: int) -> RowSpans:
 
 
 def _padded(items: Ints, num_items: int) -> Ints:
-    """With items that do nothing."""
+    """Return `items` padded to `num_items` with items that do nothing."""
     result = np.full((num_items, 4), -1, dtype=np.int32)
     result[: len(items)] = items
     return result

@@ -1,10 +1,10 @@
-"""Every kernel of the project in every instantiation: what `make compile-check` compiles.
+"""Compile every instantiation of every kernel of the project (`make compile-check`).
 
     python -m gptmanager.cuda.matrix docs/cuda_kernels.md
 
-compiles all for every architecture, writes the table of registers, spills and shared memory, and
-fails if one spills. `--arch device` compiles for the GPU of this machine alone: what managers,
-benchmarks and tests launch there is then in the cache.
+compiles them for every architecture, writes the table of registers, spills and shared memory, and
+fails if one spills. `--arch device` compiles only for the GPU of this machine, which fills the
+cache for managers, benchmarks and tests.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
-_SLOW = ("sampling/sampling.cu", "sampling/beam_step.cu")  # they are compiled first
+_SLOW = ("sampling/sampling.cu", "sampling/beam_step.cu")  # these are compiled first
 Choice = tuple[Program, str, str]  # a kernel of a program, for an architecture
 
 
@@ -76,8 +76,9 @@ class Row:
 
 
 def compile_all(choices: Iterable[Choice]) -> Iterator[Row]:
-    """Compile kernels of programs for architectures, each by itself, as it is for a launch: what
-    is inlined, and so what spills, depends on what else calls it.
+    """Compile each kernel on its own, as for a launch.
+
+    Inlining, and therefore spills, depends on the other callers in a compilation.
     """
     for program, name, arch in choices:
         cubin = compile(program.path, arch, [name])
@@ -87,9 +88,9 @@ def compile_all(choices: Iterable[Choice]) -> Iterator[Row]:
 def compile_side_by_side(
     choices: Sequence[Choice], num_workers: int, on_error: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Compile as `compile_all`, in so many processes. Rows are in the order of the choices.
+    """Compile as `compile_all` does, in `num_workers` processes. Rows are in order of the choices.
 
-    `on_error`: gets what the compiler says of a kernel that it refuses; the others are compiled.
+    `on_error` receives the compiler's message for each kernel that fails; the others are compiled.
     """
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])
@@ -111,8 +112,9 @@ def _compile_one(choice: Choice) -> Row:
 
 
 def whole_matrix(arch: str = "", word: str = "") -> Iterator[Choice]:
-    """Every kernel for every architecture, or for `arch` alone. `word`: only kernels that have it
-    in their name, and those that serve all dtypes.
+    """Yield every kernel for every architecture, or only for `arch`.
+
+    `word`: only kernels with it in their name, and those that serve all dtypes.
     """
     for program in PROGRAMS:
         for own in _architectures(program, arch):
@@ -122,7 +124,7 @@ def whole_matrix(arch: str = "", word: str = "") -> Iterator[Choice]:
 
 
 def _architectures(program: Program, arch: str) -> tuple[str, ...]:
-    """A kernel for all architectures compiles for any device; one for Hopper only for that."""
+    """Return the architectures to compile for; a program for Hopper compiles only for Hopper."""
     if not arch:
         return program.architectures
     is_for_all = program.architectures == ARCHITECTURES
@@ -130,7 +132,7 @@ def _architectures(program: Program, arch: str) -> tuple[str, ...]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """A line for each kind of kernel: the most that any of its instantiations uses."""
+    """Return a table with a line per kind of kernel: the most that any instantiation uses."""
     most: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
     for row in rows:
         name, _, arguments = row.kernel.rstrip(">").partition("<")
@@ -161,7 +163,7 @@ def _registers(rows: list[Row]) -> str:
 
 
 def write(page: Path, rows: list[Row]) -> None:
-    """Put the table between the page's markers."""
+    """Write the table between the page's markers."""
     text = page.read_text("utf-8")
     new = f"<!-- table -->\n{table(rows)}<!-- end -->"
     page.write_text(
@@ -201,10 +203,10 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m gptmanager.cuda.matrix")
     add = parser.add_argument
-    add("page", nargs="?", type=Path, help="the page whose table is written")
-    add("--arch", default="", help="one architecture, as sm_90a, or that of the device (all)")
-    add("--only", default="", metavar="WORD", help="kernels that have this in their name")
-    add("--workers", type=int, default=1, help="processes (default 1; 0: one a core)")
+    add("page", nargs="?", type=Path, help="the page to write the table into")
+    add("--arch", default="", help="one architecture, as sm_90a, or `device` (default: all)")
+    add("--only", default="", metavar="WORD", help="only kernels with this in their name")
+    add("--workers", type=int, default=1, help="processes (default 1; 0: one per core)")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, after an addition to the residual where there is one."""
+"""Launchers of RMSNorm and LayerNorm, optionally fused with an addition to the residual."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors
 
-_COUNTS = {True: (1, 2, 4), False: (1, 2, 8)}  # vectors a thread holds, wide and narrow ones
+_COUNTS = {True: (1, 2, 4), False: (1, 2, 8)}  # vectors per thread, for wide and narrow vectors
 _MAX_THREADS = 1024
 
 
@@ -35,12 +35,12 @@ def rms_norm(
     *,
     residual: Tensor | None = None,
 ) -> None:
-    """`out = y / sqrt(mean(y^2) + eps) * weight` over the last dimension.
+    """Compute `out = y / sqrt(mean(y^2) + eps) * weight` over the last dimension.
 
-    y is x, or with a residual their sum, rounded, which is written to the residual. `out`, `x`,
-    `residual` `[T, C]`; `weight` `[C]`; one dtype of float32, float16, bfloat16. `out` may be `x`.
-    ValueError for other tensors, and for rows of more than 64 KiB, or of 8192
-    elements where they are no multiple of 16 bytes.
+    y is x; with a residual, y is their rounded sum, which is also written to the residual. `out`,
+    `x`, `residual` `[T, C]`; `weight` `[C]`; one dtype of float32, float16, bfloat16. `out` may be
+    `x`. ValueError for other tensors, and for rows of more than 64 KiB, or of more than 8192
+    elements if a row is not a multiple of 16 bytes.
     """
     _norm(launcher, out, x, weight, None, eps, residual, centered=False)
 
@@ -55,7 +55,7 @@ def layer_norm(
     *,
     residual: Tensor | None = None,
 ) -> None:
-    """`out = (y - mean(y)) / sqrt(variance(y) + eps) * weight + bias`; the rest as `rms_norm`."""
+    """Compute `out = (y - mean(y)) / sqrt(variance(y) + eps) * weight + bias`, as `rms_norm`."""
     _norm(launcher, out, x, weight, bias, eps, residual, centered=True)
 
 
@@ -89,7 +89,7 @@ def _norm(
     threads = -(-vectors // (32 * count)) * 32
     if threads > _MAX_THREADS:
         raise ValueError(
-            f"rows of {width} elements are longer than {_MAX_THREADS * count * vector}"
+            f"rows of {width} elements: at most {_MAX_THREADS * count * vector} are supported"
         )
     flags = f"{str(centered).lower()}, {str(residual is not None).lower()}"
     name = f"norm<{NAMES[x.dtype]}, {vector}, {count}, {flags}>"

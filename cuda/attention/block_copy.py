@@ -1,4 +1,4 @@
-"""Copies of the beginnings of blocks: in a pool or between two, one of them in CPU memory."""
+"""Copy the first tokens of blocks, within a pool or between two; one may be in CPU memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Copy = tuple[int, int, int]  # source, destination, number of tokens: a BlockCop
 
 
 def rounds(copies: Iterable[Copy]) -> list[list[Copy]]:
-    """`copies` in rounds, in order: within one, no block is written that another copy touches.
+    """Split `copies` into rounds: within a round, no copy writes a block that another one uses.
 
-    Copies are carried out as if one after the other; those of one launch run at the same time.
+    The result is as if the copies ran in order; those of one launch run at the same time.
     """
     result: list[list[Copy]] = [[]]
     read: set[int] = set()
@@ -34,15 +34,15 @@ def rounds(copies: Iterable[Copy]) -> list[list[Copy]]:
 
 
 def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies: Tensor) -> None:
-    """The first n tokens of block a of `source` to block b of `destination`, in every layer.
+    """Copy the first n tokens of block a of `source` to block b of `destination`, in every layer.
 
     `destination`, `source` `[L, P, K, B, D]`, of one dtype, may be the same pool; `copies` `[N, 3]`
-    int32: a, b, n, none of which may depend on another (`rounds`). D elements are a multiple of 16
-    bytes. ValueError for other tensors.
+    int32: a, b, n; independent of each other (`rounds`). D elements are a multiple of 16 bytes.
+    ValueError for other tensors.
     """
     num_layers, num_blocks, num_kv_heads, tokens_per_block, head_dim = source.shape
     if head_dim * source.itemsize % 16:
-        raise ValueError(f"a token of {head_dim} {source.dtype} is no multiple of 16 bytes")
+        raise ValueError(f"a token of {head_dim} {source.dtype} must be a multiple of 16 bytes")
     shape = (num_layers, None, num_kv_heads, tokens_per_block, head_dim)
     for pool in (destination, source):  # one of them may be CPU memory
         check_tensors(pool=(pool, shape, source.dtype))
@@ -57,7 +57,7 @@ def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies:
 
 
 def as_tensor(copies: Sequence[Copy], device: torch.device | str) -> Tensor:
-    """`copies` as `copy_blocks` takes them; they travel from pinned memory, without a wait."""
+    """Return `copies` as a tensor for `copy_blocks`, copied asynchronously from pinned memory."""
     is_cpu = torch.device(device).type == "cpu"
     numbers = torch.tensor(copies, dtype=torch.int32, pin_memory=not is_cpu).reshape(-1, 3)
     return numbers.to(device, non_blocking=True)

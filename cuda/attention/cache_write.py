@@ -1,4 +1,4 @@
-"""Rotation of queries and keys, with QK norm, fused with the write of keys and values to pages."""
+"""RoPE and QK norm of queries and keys, fused with the write of keys and values to pages."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PROGRAM = Program(
 
 
 def locate_tokens(launcher: Launcher, cells: Tensor, rows: RowSpans, tokens_per_block: int) -> None:
-    """`cells[t] = block * tokens_per_block + offset` of token t: once a step, for all layers.
+    """Write `cells[t] = block * tokens_per_block + offset` of token t, once a step for all layers.
 
-    Tokens behind the last row, as a graph's padding, get -1. `cells` int32 `[T]`.
+    Tokens after the last row (padding of a CUDA graph) get -1. `cells` int32 `[T]`.
     """
     num_tokens, num_rows = len(cells), len(rows.kv_lengths)
     check_tensors(
@@ -61,15 +61,15 @@ def rope_and_write(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Write the rotated queries to `queries`, rotated keys and values to their cells in the pages.
+    """Write rotated queries to `queries`, and rotated keys and values to their cells in the pages.
 
     `queries` `[T, H, D]`; `qkv` `[T, (H + 2K) * D]`: query heads, key heads, value heads; `q_norm`,
     `k_norm` `[D]`: weights of an RMSNorm with `eps` of each head, before the rotation; all of one
-    dtype of float32, float16, bfloat16, and pages, too, if they are not float8_e4m3fn.
-    `positions` `[T]` int64 index `cos_sin` `[max_pos, N]` float32: cosines of N / 2 frequencies,
-    then their sines; dimension i < N / 2 of a head turns with i + N / 2, those from N on stay.
-    `cells` `[T]` int32: of `locate_tokens`; keys and values of a negative one are not written.
-    D is one of HEAD_DIMS. Beside float8_e4m3fn, ties are rounded to even, and NaN stays NaN.
+    dtype of float32, float16, bfloat16; pages have the same dtype or float8_e4m3fn. `positions`
+    `[T]` int64 index `cos_sin` `[max_pos, N]` float32: cosines of N / 2 frequencies, then their
+    sines; dimensions i < N / 2 and i + N / 2 of a head are rotated together, those from N on are
+    unchanged. `cells` `[T]` int32: from `locate_tokens`; tokens with a negative one are not written
+    to pages. D is one of HEAD_DIMS. Except in float8_e4m3fn, ties round to even and NaN stays NaN.
     ValueError for other tensors.
     """
     num_tokens, num_heads, head_dim = queries.shape

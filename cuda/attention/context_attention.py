@@ -34,7 +34,7 @@ PROGRAM = Program(
             for sink in ("false", "true")
             for cache in CACHES
         ),
-        *(  # for less shared memory
+        *(  # variants with less shared memory
             f"context_attention<{NAMES[dtype]}, 128, false, false, {NAMES[dtype]}, true>"
             for dtype in NARROW
         ),
@@ -44,13 +44,13 @@ PROGRAM = Program(
 
 
 def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints:
-    """Items int32 `[N, 4]`, longest first: row, first packed query, first and last (excluded) key.
+    """Return items int32 `[N, 4]`, longest first: row, first packed query, first and last key.
 
-    `num_new` `[R]`: tokens of each row, the last of its `kv_lengths[r]` positions; packed query m
-    is token m / group. Rows without tokens have no items. Once a step, for all layers that have
-    the same `window`.
+    The last key is excluded. `num_new` `[R]`: tokens of each row, the last of its `kv_lengths[r]`
+    positions; packed query m belongs to token m / group. Rows without tokens have no items. Called
+    once a step for all layers with the same `window`.
     """
-    if not num_new.size:  # most steps, which have no context
+    if not num_new.size:  # most steps have no context rows
         return np.zeros((0, 4), dtype=np.int32)
     group, tile = shape.group, _queries(shape)
     counts = -(-num_new.astype(np.int64) * group // tile)
@@ -76,12 +76,12 @@ def context_attention(
     items: Tensor,
     shape: AttentionShape,
 ) -> None:
-    """`out[t] = softmax(scores of queries[t] and the keys) @ values` over what a token sees.
+    """Compute `out[t] = softmax(scores of queries[t] and the keys) @ values` over visible keys.
 
-    Pages in which no token of their row sees anything may be gone. `queries`, `out` `[T, H, D]` of
-    one dtype of float32, float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP. Pages are
-    of the same dtype, or float8_e4m3fn. `items` `[N, 4]` int32: of `plan_context`, for the same
-    shape. ValueError for other tensors.
+    Pages without a visible key may already be freed. `queries`, `out` `[T, H, D]` of one dtype of
+    float32, float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP. Pages are of the same
+    dtype, or float8_e4m3fn. `items` `[N, 4]` int32: from `plan_context`, for the same shape.
+    ValueError for other tensors.
     """
     cache = check_attention(
         *(out, queries, pages, rows, shape),
@@ -116,13 +116,13 @@ def context_attention(
     shared = num_queries * own + 2 * tokens * (own + other)
     if shared > launcher.max_shared_mem and head_dim == 128:
         kind += f", {NAMES[dtype]}, true"
-        shared -= tokens * (own + other)  # half of either tile
+        shared -= tokens * (own + other)  # half of each tile
     kernel = launcher.kernel(PROGRAM, f"context_attention<{kind}>", shared)
     kernel(grid, (_THREADS,), arguments, shared)
 
 
 def _queries(shape: AttentionShape) -> int:
-    """Packed queries of an item."""
+    """Return the number of packed queries of an item."""
     less = shape.head_dim == 128 and (shape.fp8 or (shape.window and shape.sink))
     return 64 if shape.head_dim > 128 or less else 128
 

@@ -1,7 +1,4 @@
-"""Attention of both phases in float32: what `generation_attention` and `context_attention` launch.
-
-Their contracts are those of these two.
-"""
+"""Float32 kernels of both phases, launched by `generation_attention` and `context_attention`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of rows with one token each over the pages, by the items of a plan."""
+"""Attention over the pages for rows with one token each, divided by a plan into items."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, in
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 _WARPS, _TILE = 4, 16  # as in the .cu
-_BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # by the launch bounds in the .cu: up to which width
+_BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # by the launch bounds in the .cu: blocks -> largest width
 _STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # of shared memory: the kernel's own, and CUDA's
 PROGRAM = Program(
     "attention/generation_attention.cu",
@@ -38,11 +38,11 @@ PROGRAM = Program(
 
 
 class GenerationWork(NamedTuple):
-    """A `GenerationPlan` on the device, and the memory that it is worked off in.
+    """A `GenerationPlan` on the device, and its working memory.
 
-    `items` int32 `[N, 4]`, `block_starts` int32 `[B + 1]` and `partial_starts` int32 `[R + 1]`: the
-    plan's. Changed as working memory: `partial` `[n, H, D]` and `partial_log` `[n, H]` float32,
-    n >= the plan's `num_partials`. `arrived` int32 `[R, K]` is zero, before and after.
+    From the plan: `items` int32 `[N, 4]`, `block_starts` int32 `[B + 1]`, `partial_starts` int32
+    `[R + 1]`. Working memory: `partial` `[n, H, D]` and `partial_log` `[n, H]` float32, n >= the
+    plan's `num_partials`; `arrived` int32 `[R, K]`, zero before and after.
     """
 
     items: Tensor
@@ -62,7 +62,7 @@ def generation_attention(
     work: GenerationWork,
     shape: AttentionShape,
 ) -> None:
-    """`out[t] = softmax(scores of queries[t] and the keys) @ values` for each row's only token.
+    """Compute `out[t] = softmax(scores of queries[t] and the keys) @ values` for rows of one token.
 
     A row sees the positions of its items, which were planned with the window and the sink of
     `shape`. `queries`, `out` `[T, H, D]` of one dtype of float32, float16, bfloat16; D one of
@@ -105,14 +105,16 @@ def generation_attention(
 
 
 def find_places(launcher: Launcher, shape: AttentionShape) -> Places:
-    """How many blocks run at a time, by which `generation_attention` is planned."""
+    """Return the number of blocks that run at a time, for the plan of `generation_attention`."""
     resident = resident_blocks(shape, launcher.max_shared_mem)
     return Places(launcher.num_multiprocessors, resident)
 
 
 def resident_blocks(shape: AttentionShape, max_shared_mem: int) -> int:
-    """Blocks that a multiprocessor runs at a time: as many as its registers and its shared memory
-    hold, which is a KiB more than the `max_shared_mem` bytes that a block can have.
+    """Return the number of blocks that a multiprocessor runs at a time.
+
+    Its registers and its shared memory limit it; the latter is a KiB larger than the
+    `max_shared_mem` bytes that a block can have.
     """
     width = shape.head_dim * (1 if shape.group <= 8 else 2)
     by_registers = next(count for count, widest in _BLOCKS.items() if width <= widest)

@@ -1,7 +1,7 @@
-"""How the work of generation attention is cut: once a step, on the CPU, for all layers.
+"""Divide the work of generation attention among blocks: once a step, on the CPU, for all layers.
 
-It knows lengths and nothing of tensors' contents. There are never more blocks than run at the same
-time: one that has to wait for a place would work alone when all others have ended.
+The plan depends only on lengths. There are never more blocks than run at the same time: one that
+has to wait would run alone after all others have ended.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
 
-PASS = 64  # tokens that a block's warps take at a time; also a unit of work
-WHOLE = 1 << 30  # a stretch of which no row has two
-# by docs/benchmarks/model_of_generation_attention.md:
+PASS = 64  # tokens that a block's warps process at a time; also the unit of work
+WHOLE = 1 << 30  # a stretch longer than any row
+# from docs/benchmarks/model_of_generation_attention.md:
 _START = 1  # passes that a block could do while it finds the pages of an item
 _MERGE = 0.09  # passes that a block could do while it merges one more partial result
-_SNAP = 1  # passes: where a row begins or ends so near to a cut, the cut moves there
+_SNAP = 1  # passes: a cut this close to a row's begin or end moves there
 _SHORTEST = 3  # passes of a share, starts included
 
 
@@ -32,18 +32,18 @@ class Places(NamedTuple):
     resident: int
 
     def blocks(self, num_kv_heads: int) -> int:
-        """Blocks for each KV head, all of which have a place."""
+        """Return the number of blocks per KV head that can run at the same time."""
         return max(1, self.multiprocessors * self.resident // num_kv_heads)
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationPlan:
-    """Items in the order of rows, whose blocks take them, and their partial results.
+    """Items in the order of rows, the items of each block, and the partial results of each row.
 
-    `items` int32 `[N, 4]`: row, first and last (excluded) position, number of its partial result or
-    -1 where the item is the row's only one. Block b of each KV head works off the items
-    `block_starts[b]` to `block_starts[b + 1]`; int32 `[B + 1]`. A row's partial results are those
-    from `partial_starts[r]`; int32 `[R + 1]`.
+    `items` int32 `[N, 4]`: row, first and last (excluded) position, and the number of its partial
+    result (-1 if it is the row's only item). Block b of each KV head processes the items
+    `block_starts[b]` to `block_starts[b + 1]`; int32 `[B + 1]`. The partial results of row r begin
+    at `partial_starts[r]`; int32 `[R + 1]`.
     """
 
     items: Ints
@@ -55,9 +55,12 @@ class GenerationPlan:
         return int(self.partial_starts[-1])
 
     def padded(self, num_items: int, num_rows: int) -> GenerationPlan:
-        """With items and rows that do nothing: a CUDA graph has arrays of one size."""
+        """Return the plan, padded by items and rows that do nothing: graphs have fixed sizes."""
         if num_items < len(self.items) or num_rows < len(self.partial_starts) - 1:
-            raise ValueError(f"{len(self.items)} items do not fit into {num_items}")
+            raise ValueError(
+                f"{len(self.items)} items of {len(self.partial_starts) - 1} rows do not fit into "
+                f"{num_items} items of {num_rows} rows"
+            )
         items = np.full((num_items, 4), -1, dtype=np.int32)
         items[: len(self.items)] = self.items
         starts = np.full(num_rows + 1, self.num_partials, dtype=np.int32)
@@ -66,9 +69,9 @@ class GenerationPlan:
 
 
 class _Spans(NamedTuple):
-    """The positions that are read: `first` to `last` (excluded) of `rows`, in their order.
+    """Spans of positions to read, `first` to `last` (excluded) of `rows`, in the order of rows.
 
-    A row has up to two, the sink's first. They are cut at multiples of PASS.
+    A row has up to two spans: the sink, then the window. They are cut at multiples of PASS.
     """
 
     rows: Numbers
@@ -80,11 +83,11 @@ class _Spans(NamedTuple):
         return -(-self.last // PASS) - self.first // PASS
 
     def pieces(self, stretch: int) -> Numbers:
-        """How many each becomes, if it is cut at multiples of `stretch`."""
+        """Return the number of pieces of each span if it is cut at multiples of `stretch`."""
         return -(-self.last // stretch) - self.first // stretch
 
     def cut(self, own: Numbers, at: Numbers) -> _Spans:
-        """Pieces in order: piece n is of span `own[n]`, and begins at `at[n]` or with the span."""
+        """Return pieces in order: piece n is of span `own[n]`, from `at[n]` or the span's begin."""
         begins, ends = np.maximum(self.first[own], at), self.last[own]
         follows = own[1:] == own[:-1]
         ends[:-1][follows] = begins[1:][follows]
@@ -100,20 +103,20 @@ def plan_generation(
     sink: int = 0,
     stretch: int | None = None,
 ) -> GenerationPlan:
-    """The items of rows with one token each, the last of `kv_lengths[r]` >= 1 positions.
+    """Plan the items of rows with one token each, the last of `kv_lengths[r]` >= 1 positions.
 
-    `window`: only the last `window` positions are seen, and the first `sink`. `stretch`: the most
-    tokens of an item, a multiple of PASS. By default each block has one item if none is then much
-    longer than the others; else all blocks have equal shares of the work, wherever rows begin. A
-    row's result depends on where it is cut, by rounding: a fixed stretch makes it independent of
-    the other rows.
+    `window`: only the last `window` positions are visible, and the first `sink`. `stretch`: the
+    most tokens of an item, a multiple of PASS. By default each block has one item, unless one would
+    be much longer than the others; then all blocks have equal shares of the work, across rows. By
+    rounding, a row's result depends on its cuts: a fixed stretch makes it independent of the other
+    rows.
     """
     spans = _spans(kv_lengths.astype(np.int64), window, sink)
     num_blocks = places.blocks(num_kv_heads)
     if stretch is None:
         stretch = _stretch_of_one_item_each(spans, num_kv_heads, num_blocks, places)
     elif stretch <= 0 or stretch % PASS:
-        raise ValueError(f"stretch={stretch} is no multiple of {PASS}")
+        raise ValueError(f"stretch={stretch} must be a positive multiple of {PASS}")
     if stretch is None:
         pieces, starts = _equal_shares(spans, num_blocks)
     else:
@@ -133,8 +136,9 @@ def max_num_items(
     window: int | None = None,
     sink: int = 0,
 ) -> int:
-    """The most items that `plan_generation` makes of this number of rows, of any lengths, where it
-    chooses how they are cut: of all spans, with a cut between any two blocks.
+    """Return the most items that `plan_generation` creates for rows of any lengths.
+
+    Without a given stretch, these are all spans, and a cut between any two blocks.
     """
     spans = num_rows * (1 + (window is not None and sink > 0))
     return spans and spans + places.blocks(num_kv_heads) - 1
@@ -145,7 +149,7 @@ def _spans(last: Numbers, window: int | None, sink: int) -> _Spans:
     if window is None:
         return _Spans(rows, np.zeros_like(last), last)
     first = last - window
-    first[first <= sink] = 0  # the sink and the window are one
+    first[first <= sink] = 0  # the sink and the window overlap
     if not sink or not first.any():
         return _Spans(rows, first, last)
     sunk = np.where(first > 0, sink, 0)
@@ -158,11 +162,11 @@ def _spans(last: Numbers, window: int | None, sink: int) -> _Spans:
 def _stretch_of_one_item_each(
     spans: _Spans, num_kv_heads: int, num_blocks: int, places: Places
 ) -> int | None:
-    """The shortest stretch of which there are no more items than blocks, but not so short that a
-    row takes longer to merge than to read: n items of p / n passes do if n > sqrt(p / _MERGE).
+    """Return the shortest stretch that results in at most one item per block.
 
-    None if there is none so short that an item is at most a multiprocessor's share of all: longer
-    ones would be read when fewer blocks are left than it takes to keep the memory busy.
+    It is long enough that a row takes no longer to merge than to read: n items of p / n passes do
+    if n > sqrt(p / _MERGE). None if an item would be longer than a multiprocessor's share of all
+    work: too few blocks would remain at the end to keep the memory busy.
     """
     if len(spans.rows) > num_blocks or not len(spans.rows):
         return None
@@ -182,10 +186,10 @@ def _stretch_of_one_item_each(
 
 
 def _equal_shares(spans: _Spans, num_blocks: int) -> tuple[_Spans, Numbers]:
-    """Pieces, and the first of each block: the work of all spans in a line, cut evenly.
+    """Cut the concatenated work of all spans evenly; return pieces and each block's first one.
 
-    A span is as much work as it has passes, and a start. A block that goes on with a row starts
-    once more; as nearly all do so, it is not counted.
+    The work of a span is its passes and a start. A block that continues a row has another start;
+    since nearly all blocks do, it is not counted.
     """
     ends = np.cumsum(spans.passes + _START)
     begins = ends - spans.passes - _START
@@ -205,7 +209,7 @@ def _equal_shares(spans: _Spans, num_blocks: int) -> tuple[_Spans, Numbers]:
 
 
 def _shared_out(pieces: _Spans, num_blocks: int) -> Numbers:
-    """The first of each block: one each if there are enough blocks, else about equal work."""
+    """Return each block's first piece: one piece per block if possible, else about equal work."""
     count = len(pieces.rows)
     if count <= num_blocks:
         return np.minimum(np.arange(num_blocks + 1), count)
@@ -216,7 +220,7 @@ def _shared_out(pieces: _Spans, num_blocks: int) -> Numbers:
 
 
 def _numbered(pieces: _Spans, block_starts: Numbers, num_rows: int) -> GenerationPlan:
-    """The plan of pieces in the order of rows."""
+    """Return the plan for pieces in the order of rows, with numbered partial results."""
     rows = pieces.rows
     counts = np.bincount(rows, minlength=num_rows)
     partials = np.where(counts > 1, counts, 0)

@@ -1,7 +1,7 @@
-"""The common part of kernels that read or write pages: heads, dtypes, and their checks.
+"""Head dimensions, dtypes and checks shared by the launchers of kernels that access pages.
 
-On a GPU a page of keys is token-major in memory, as one of values is: `[P, K, B, D]`. `Pages` shows
-its keys as `[P, K, D, B]` (as for the reference): a transposed view of that.
+On a GPU, pages of keys are token-major in memory, like those of values: `[P, K, B, D]`. The keys of
+`Pages` are a transposed view, `[P, K, D, B]`, as in the reference.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 MAX_GROUP = 16
 FP8 = torch.float8_e4m3fn
 CACHES = ("", ", __nv_fp8_e4m3")  # a kernel's last argument: pages of the tensors' dtype, or FP8
-NARROW = (torch.float16, torch.bfloat16)  # what tensor cores take; float32 has kernels of its own
+NARROW = (torch.float16, torch.bfloat16)  # for tensor cores; float32 has separate kernels
 
 
 class Cache(NamedTuple):
-    """Keys as a kernel reads them, the pages' dtype, and what it adds to a kernel's name."""
+    """Token-major keys, the pages' dtype, and the template argument for it in a kernel's name."""
 
     keys: Tensor
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Cache(NamedTuple):
 
 
 def check_cache(dtype: torch.dtype, pages: Pages) -> Cache:
-    """Return the kind of cache of a call on tensors of `dtype`. ValueError if pages differ."""
+    """Return the cache for a call on tensors of `dtype`. ValueError if pages do not match it."""
     keys, _, scales = pages
     if (keys.dtype is FP8) != (scales is not None):
         wanted = "need cache_scales" if scales is None else f"have cache_scales, expected {FP8}"
@@ -46,7 +46,7 @@ def check_attention(
     shape: AttentionShape,
     **others: Expected,
 ) -> Cache:
-    """ValueError where attention has no kernel for them. `others`: as for `check_tensors`."""
+    """Raise ValueError if attention has no kernel for them. `others`: as in `check_tensors`."""
     num_heads, num_kv_heads, head_dim = shape[:3]
     num_rows, dtype = rows.slots.shape[0], queries.dtype
     num_blocks, _, tokens_per_block, _ = pages.values.shape
@@ -64,7 +64,7 @@ def check_attention(
         **others,
     )
     if shape.fp8 != (cache.dtype is FP8):
-        raise ValueError(f"pages of {pages.keys.dtype}, and fp8 = {shape.fp8} in {shape}")
+        raise ValueError(f"pages of {pages.keys.dtype} do not match fp8 = {shape.fp8} in {shape}")
     check_head_dim(head_dim)
     if not has_group(shape):
         raise ValueError(
@@ -75,13 +75,13 @@ def check_attention(
 
 
 def check_head_dim(head_dim: int) -> None:
-    """ValueError where no kernel has such heads."""
+    """Raise ValueError if there is no kernel for `head_dim`."""
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"a head dimension of {head_dim} is not among {HEAD_DIMS}")
+        raise ValueError(f"head dimension {head_dim} must be one of {HEAD_DIMS}")
 
 
 def has_group(shape: AttentionShape) -> bool:
-    """Whether the query heads divide into groups that the kernels take."""
+    """Return whether the query heads divide into groups that the kernels support."""
     group, rest = divmod(shape.num_heads, shape.num_kv_heads)
     return not rest and group <= MAX_GROUP
 

@@ -1,7 +1,4 @@
-"""Context attention in products of warpgroups, which Hopper has: what `context_attention` launches.
-
-Its contract is that of `context_attention`.
-"""
+"""Context attention by warpgroup matmuls (wgmma, Hopper), launched by `context_attention`."""
 
 from __future__ import annotations
 
@@ -29,12 +26,12 @@ PROGRAM = Program(
 
 
 def takes(launcher: Launcher, shape: AttentionShape, dtype: torch.dtype) -> bool:
-    """Whether there is such a kernel for queries of `dtype` and these heads, and it is chosen."""
+    """Return whether to use the warpgroup kernel for queries of `dtype` and these heads."""
     fits = dtype in NARROW and shape.head_dim in _HEAD_DIMS and not shape.fp8
     return launcher.has_warpgroups and fits
 
 
 def shared_memory(num_queries: int, head_dim: int) -> int:
-    """Bytes for a block: its queries, and two tiles each of keys and of values."""
+    """Return the bytes for a block: its queries, and two tiles each of keys and of values."""
     rows = num_queries + 4 * _TOKENS
-    return rows * head_dim * 2 + _ALIGNMENT - 16  # which its address is aligned to at least
+    return rows * head_dim * 2 + _ALIGNMENT - 16  # its address is aligned to 16 at least

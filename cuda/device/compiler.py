@@ -1,7 +1,7 @@
-"""NVRTC through CuPy: CUDA C++ to a cubin with the figures of its kernels. Needs no device.
+"""Compile CUDA C++ by NVRTC (through CuPy) to a cubin with the figures of its kernels.
 
-Cubins are kept in the user's cache folder, under a hash of all that they were made from: the text
-with its own headers, the options, and the compiler's version. It knows nothing of launches.
+No device is needed. Cubins are kept in the user's cache folder, under a hash of all their inputs:
+the text with its own headers, the options, and the compiler's version.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any
 from gptmanager.cuda.cache_folder import cache_folder, seal, unseal
 from gptmanager.errors import ConfigError, GptManagerError
 
-FOLDER = Path(__file__).resolve().parents[1]  # from where includes are named
+FOLDER = Path(__file__).resolve().parents[1]  # includes are relative to it
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120")
-_WHEELS = {  # of CUDA's headers, and where they lie in them
+_WHEELS = {  # with CUDA's headers, and the folder in each wheel
     "nvidia-cuda-runtime": "nvidia/cu13/include",
     "nvidia-cuda-runtime-cu12": "nvidia/cuda_runtime/include",
 }
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 _FUNCTION = re.compile(r"(?:Compiling entry function|Function properties for) '?(\w+)'?")
-_KEPT = "3"  # the form of what is kept; in the second, nothing was sealed
+_KEPT = "3"  # version of the cached files' format; version 2 had no digests
 _FIGURES = {
     "registers": re.compile(r"Used (\d+) registers"),
     "shared_memory": re.compile(r"(\d+) bytes smem"),
@@ -42,12 +42,12 @@ _FIGURES = {
 
 
 class CompilationError(GptManagerError):
-    """CUDA C++ that NVRTC refuses, with its log."""
+    """NVRTC could not compile the code; the message contains its log."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The resources of one kernel: registers a thread, bytes of static shared memory and spills."""
+    """The resources of one kernel: registers per thread, bytes of static shared memory, spills."""
 
     registers: int = 0
     shared_memory: int = 0
@@ -58,7 +58,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code of one architecture. `lowered`: name expression -> symbol in `code`."""
+    """Machine code for one architecture. `lowered`: name expression -> symbol in `code`."""
 
     code: bytes
     lowered: Mapping[str, str]
@@ -67,14 +67,18 @@ class Cubin:
 
 
 def find_nvrtc() -> Any:
-    """CuPy's binding of NVRTC; `ConfigError` where it or the compiler is not installed."""
+    """Return CuPy's binding of NVRTC; `ConfigError` if CuPy or NVRTC is not installed."""
     try:
         from cupy_backends.cuda.libs import nvrtc
     except ImportError as error:
-        raise ConfigError(f"compiling kernels needs CuPy, and it is not there: {error}") from error
+        raise ConfigError(
+            f"compiling kernels needs CuPy, which cannot be imported: {error}"
+        ) from error
     try:
         nvrtc.getVersion()
-    except Exception as error:  # CuPy's error here comes from the package that looks for libraries
+    except (
+        Exception
+    ) as error:  # CuPy's error for this is private to the package that finds libraries
         raise ConfigError(
             f"compiling kernels needs NVRTC: pip install nvidia-cuda-nvrtc ({error})"
         ) from error
@@ -92,7 +96,7 @@ def compile(
     """Compile the kernels `names` (as `decode<128, 4>`) for `arch` (as `sm_90a`).
 
     `source`: a file, or text that may include the headers of this package. `options` are NVRTC's.
-    `CompilationError` with the log; `ConfigError` where there is no compiler.
+    `CompilationError` with the log; `ConfigError` if there is no compiler.
     """
     nvrtc = find_nvrtc()
     file = source.name if isinstance(source, Path) else "kernel.cu"
@@ -106,7 +110,7 @@ def compile(
     if described is None or code is None:
         includes = (f"-I{folder}", f"-I{FOLDER}", *_cuda_includes())
         made = _compile(nvrtc, text, file, names, (*flags, *includes))
-        with contextlib.suppress(OSError):  # where nothing can be kept it is compiled each time
+        with contextlib.suppress(OSError):  # without a writable cache it is compiled each time
             _keep(kept, made)
         return made
     found = json.loads(described)
@@ -134,21 +138,21 @@ def _compile(
 
 
 def _whole(code: bytes) -> bytes:
-    """A cubin with the last byte, which CuPy takes for the end of a string, and cuts off.
+    """Restore the last byte of a cubin, which CuPy cuts off as the terminator of a string.
 
-    It belongs to the last program header: the highest byte of an alignment, so 0. The ELF header
-    tells where its tables end. `CompilationError` where more is missing.
+    It is the highest byte of the alignment in the last program header, and therefore 0. The ELF
+    header says where its tables end. `CompilationError` if more is missing.
     """
     tables = struct.unpack_from("<2Q", code, 32)
     sizes = struct.unpack_from("<4H", code, 54)
     size = max(at + sizes[i] * sizes[i + 1] for at, i in zip(tables, (0, 2), strict=True))
     if size > len(code) + 1:
-        raise CompilationError(f"NVRTC's cubin has {len(code)} bytes, and names {size} of them")
+        raise CompilationError(f"NVRTC's cubin has {len(code)} bytes, its header says {size}")
     return code.ljust(size, b"\0")
 
 
 def _figures(log: str, lowered: Mapping[str, str]) -> dict[str, Figures]:
-    """Parse what ptxas says of each function; those that are no kernels are left out."""
+    """Parse the figures that ptxas prints for each function, and return those of the kernels."""
     sections: dict[str, str] = {}
     symbol = ""
     for line in log.splitlines():
@@ -164,7 +168,7 @@ def _figures_of(section: str) -> Figures:
 
 
 def _texts(text: str, folder: Path) -> list[str]:
-    """`text` and every header of ours that it includes: an edited one makes another cubin."""
+    """Return `text` and the texts of all our headers that it includes: a change recompiles."""
     texts, pending, seen = [text], _INCLUDE.findall(text), set()
     while pending:
         name = pending.pop()
@@ -177,7 +181,7 @@ def _texts(text: str, folder: Path) -> list[str]:
 
 
 def _cuda_includes() -> tuple[str, ...]:
-    """The folder of CUDA's headers: beside NVRTC, in a wheel of their own, or in a toolkit."""
+    """Return options for the folder of CUDA's headers: next to NVRTC, in a wheel, or a toolkit."""
     for folder in _header_folders():
         if (folder / "cuda_fp16.h").exists():
             return f"-I{folder}", f"-I{folder / 'cccl'}"
@@ -200,7 +204,7 @@ def _header_folders() -> Iterator[Path]:
 
 
 def _keep(folder: Path, cubin: Cubin) -> None:
-    """Files first, then the name: another process may keep the same one at the same time."""
+    """Write the files, then rename their folder: other processes may do the same at this time."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     figures = {name: asdict(values) for name, values in cubin.figures.items()}
     described = {"lowered": dict(cubin.lowered), "figures": figures, "log": cubin.log}
@@ -210,5 +214,5 @@ def _keep(folder: Path, cubin: Cubin) -> None:
         (made / "kernels.json").write_bytes(seal(json.dumps(described).encode()))
         (made / "cubin").write_bytes(seal(cubin.code))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-        with contextlib.suppress(OSError):  # another process has just put it there
+        with contextlib.suppress(OSError):  # another process has just stored it
             made.rename(folder)

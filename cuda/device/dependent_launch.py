@@ -1,8 +1,8 @@
-"""Launches that let a kernel begin while the one before it ends: CuPy has none, the driver has.
+"""Launches by which a kernel may begin while the previous one ends.
 
-The driver is asked through cuda-bindings, with programmatic stream serialization (CUDA programming
-guide, "Programmatic Dependent Launch"). Why this is right: `wait_for_previous` in intrinsics.cuh.
-It knows nothing of kernels.
+CuPy does not support them. They use the driver through cuda-bindings, with programmatic stream
+serialization (CUDA programming guide, "Programmatic Dependent Launch"). `wait_for_previous` in
+intrinsics.cuh explains why this is correct.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ import numpy as np
 
 from gptmanager.lifecycle.log import logger
 
-_OLDEST_DRIVER = 12030  # of which recordings keep such launches as they are
+_OLDEST_DRIVER = 12030  # from this version on, CUDA graphs preserve such launches
 _OLDEST_DEVICE = 9
-_CODES = {"i": "i4x", "u": "I4x", "f": "f4x"}  # of 4 bytes in 8
+_CODES = {"i": "i4x", "u": "I4x", "f": "f4x"}  # 4 bytes, padded to 8
 
 
 def find_driver(major: int) -> Any:
-    """`cuda.bindings.driver`, for a device of compute capability `major`; None if there is no way.
+    """Return `cuda.bindings.driver`; None if it, the device or the driver is unsuitable (logged).
 
-    The log tells why.
+    `major`: of the device's compute capability.
     """
     if major < _OLDEST_DEVICE:
         return None
     try:
         driver = import_module("cuda.bindings.driver")  # mypy would look for it in our `cuda`
         error, version = driver.cuDriverGetVersion()
-    except Exception as missing:  # not installed, or of another CUDA than the driver
-        logger.info("kernels do not begin early: cuda-bindings is not there (%s)", missing)
+    except Exception as missing:  # not installed, or for another CUDA version than the driver
+        logger.info("kernels do not begin early: cuda-bindings cannot be imported (%s)", missing)
         return None
     if error != driver.CUresult.CUDA_SUCCESS or version < _OLDEST_DRIVER:
-        logger.info("kernels do not begin early: the driver is of CUDA %d", version // 1000)
+        logger.info("kernels do not begin early: the driver supports only CUDA %d", version // 1000)
         return None
     return driver
 
 
 class DependentLaunch:
-    """One function of the driver. Like the stream it launches on, for one thread at a time."""
+    """One kernel, launched by the driver. Only one thread may use it at a time, like its stream."""
 
     def __init__(self, driver: Any, name: str, function: int) -> None:
         attribute = driver.CUlaunchAttribute()
@@ -66,9 +66,9 @@ class DependentLaunch:
         shared_mem: int,
         stream: int,
     ) -> None:
-        """`values`: addresses as Python ints, and NumPy scalars of the declared types.
+        """Launch the kernel. RuntimeError if the driver refuses.
 
-        RuntimeError where the driver refuses.
+        `values`: addresses as Python ints, and NumPy scalars of the declared types.
         """
         if not self._format:
             self._lay_out(values)
@@ -84,7 +84,7 @@ class DependentLaunch:
             raise RuntimeError(f"{self._name} was not launched: {error.name}")
 
     def _lay_out(self, values: Sequence[int | np.generic]) -> None:
-        """A place of 8 bytes for each value, and the places' addresses. The driver copies."""
+        """Allocate 8 bytes per value, and an array of their addresses. The driver copies them."""
         self._format = "=" + "".join(map(_code, values))
         self._values = ctypes.create_string_buffer(struct.calcsize(self._format))
         first = ctypes.addressof(self._values)

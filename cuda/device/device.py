@@ -1,7 +1,4 @@
-"""CuPy, imported when a host asks for a CUDA device and not before.
-
-Knows nothing of kernels: it only says whether any could be launched here, and if not, why.
-"""
+"""Import CuPy, only once a host asks for a CUDA device, and report what is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from gptmanager.errors import ConfigError
 
 
 def find_cupy() -> Any:
-    """Return CuPy if it can use a CUDA device; otherwise say what is missing, as a ConfigError."""
+    """Return CuPy if it can use a CUDA device; otherwise a ConfigError says what is missing."""
     try:
         import cupy
     except ImportError as error:
@@ -21,7 +18,7 @@ def find_cupy() -> Any:
             f"CUDA 13: {install_command('cuda12')} ({error})"
         ) from error
     try:
-        cupy.cuda.runtime.getDeviceCount()  # raises where there is none, too
+        cupy.cuda.runtime.getDeviceCount()  # also raises if there is none
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ConfigError(
             f"device='cuda' needs a CUDA device, and CuPy {cupy.__version__} finds none: {error}. "

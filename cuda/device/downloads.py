@@ -1,7 +1,4 @@
-"""`Downloads`: tensors of a device on their way to the CPU.
-
-Nothing waits for them before they are due. Knows nothing of what they mean.
-"""
+"""`Downloads`: asynchronous copies of tensors from the device to the CPU."""
 
 from __future__ import annotations
 
@@ -12,33 +9,33 @@ from torch import Tensor
 
 from gptmanager.cuda.device.streams import Event, Stream
 
-_NUM_BUFFERS = 4  # more than steps are under way
-MOST_BYTES = 1 << 28  # of a tensor brought by pinned memory, which torch does not give back
+_NUM_BUFFERS = 4  # more than the steps in flight
+MOST_BYTES = 1 << 28  # of a tensor copied through pinned memory, which torch never frees
 
 
 class Download(NamedTuple):
-    """Tensors in pinned memory, which may be read when `copied` has come."""
+    """Tensors in pinned memory, which may be read after the event `copied`."""
 
     tensors: tuple[Tensor | None, ...]
     copied: Event
 
 
 class Downloads:
-    """`num_bytes`: of what a step brings as a rule, for which memory is kept."""
+    """Copies through a ring of pinned buffers of `num_bytes` each, the usual size of a step's."""
 
     def __init__(self, stream: Stream, num_bytes: int) -> None:
         self._stream = stream
         self._buffers = [(stream.staging(num_bytes), stream.event()) for _ in range(_NUM_BUFFERS)]
-        self._turn = 0
+        self._next = 0
 
     def send(self, tensors: Sequence[Tensor | None]) -> Download:
-        """Enqueue copies of the tensors, of 4 bytes an element; None stays None.
+        """Enqueue copies of tensors with 4 bytes per element; None stays None.
 
-        The memory is written to again after as many calls as steps may be under way. What `bring`
-        has enqueued since the last call is there with them.
+        The memory is reused after `_NUM_BUFFERS` calls. The copies that `fetch` has enqueued before
+        this call are also complete after the event `copied`.
         """
-        memory, copied = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % len(self._buffers)
+        memory, copied = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
         num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         if num_bytes > len(memory):
             memory = self._stream.staging(num_bytes)
@@ -52,8 +49,8 @@ class Downloads:
         copied.record()
         return Download(tuple(copies), copied)
 
-    def bring(self, tensor: Tensor) -> Tensor:
-        """The tensor in memory of its own, there with the next `send`; a huge one at once."""
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Return a copy in new memory, complete with the next `send`; a huge one immediately."""
         if tensor.nbytes > MOST_BYTES:
             return tensor.to("cpu", copy=True)
         return _copied(tensor, self._stream.staging(tensor.nbytes))

@@ -1,7 +1,7 @@
-"""`GenerationGraphs`: generation steps recorded for a ladder of batch sizes, and run again.
+"""`GenerationGraphs`: generation steps captured as CUDA graphs for a ladder of batch sizes.
 
-Decides which recording serves how many rows. Knows nothing of what a step does: it is a function of
-tensors, and the tensors of a recording stay where they are.
+It chooses the graph for a number of rows. A step is any function of tensors; the tensors of a graph
+keep their addresses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Graph:
 
 
 class GenerationGraphs:
-    """`sizes`: numbers of rows, for which the arrays of a step are always equally large."""
+    """A CUDA graph for each of `sizes`: numbers of rows at which a step has fixed shapes."""
 
     def __init__(self, stream: Stream, uploads: Uploads, sizes: Sequence[int]) -> None:
         self._stream = stream
@@ -47,11 +47,11 @@ class GenerationGraphs:
         on_progress: ProgressCallback | None = None,
         what: str = "CUDA graphs",
     ) -> None:
-        """Record `step` for each size, of which `inputs` gives arrays that touch nothing.
+        """Capture `step` for each size. `inputs(size)` returns arrays of a step without effect.
 
-        `on_progress`: is told `what`, how many are recorded, and how many will be.
+        `on_progress` is called with `what`, the number of captured graphs, and their total.
         """
-        sizes = self._sizes[::-1]  # the largest first: the others find its memory
+        sizes = self._sizes[::-1]  # the largest first: the others reuse its memory
         for number, size in enumerate(sizes, start=1):
             arrays = inputs(size)
             layout = Layout(arrays)
@@ -64,13 +64,16 @@ class GenerationGraphs:
                 on_progress(what, number, len(sizes))
 
     def size_for(self, num_rows: int) -> int | None:
-        """The smallest recorded size of at least so many rows."""
+        """Return the smallest captured size of at least `num_rows`; None if there is none."""
         index = bisect_left(self._sizes, num_rows)
         size = self._sizes[index] if index < len(self._sizes) else None
         return size if size in self._graphs else None
 
     def run(self, size: int, arrays: Arrays) -> tuple[Tensor, Tensors]:
-        """The result for arrays of that size, and these on the device; both until the next run."""
+        """Replay the graph of `size`; return its result and the arrays on the device.
+
+        Both are valid until the next run.
+        """
         graph = self._graphs[size]
         self._uploads.fill(graph.memory, graph.layout, arrays)
         graph.replay()
@@ -78,5 +81,5 @@ class GenerationGraphs:
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8 and every eighth from there: so few rows are padding."""
+    """Return the sizes 1, 2, 4, 8, 16, 24, ... up to `most` or just above: little padding."""
     return (1, 2, 4, *range(8, most + 8, 8))

@@ -1,7 +1,7 @@
-"""Where kernels run: a `Launcher` gives the kernels of a `Program`, for a GPU or for the emulator.
+"""`Launcher`: returns the kernels of a `Program`, for a GPU or for the emulator.
 
-A kernel is called alike on both: `kernel(grid, block, args, shared_mem=0)`, with torch tensors and
-NumPy scalars of the declared types as arguments; None is a null pointer. It knows nothing of ops.
+A kernel is called in the same way on both: `kernel(grid, block, args, shared_mem=0)`, with torch
+tensors and NumPy scalars of the declared types as arguments; None is a null pointer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from gptmanager.lifecycle.log import logger
 NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 Argument = Tensor | np.generic | None
 Expected = tuple[Tensor | None, tuple[int | None, ...], torch.dtype]
-_COMPILED_AT_ONCE = 16  # kernels: by g++ some cost little more than one, and all of a file too much
+_COMPILED_AT_ONCE = (
+    16  # kernels: g++ compiles a few almost as fast as one, but all of a file are slow
+)
 _MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
@@ -35,16 +37,16 @@ _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 
 @dataclass(frozen=True)
 class Program:
-    """A `.cu` (its path below `cuda/`), and every instantiation of its kernels that is launched.
+    """A `.cu` file (path below `cuda/`), and all instantiations of its kernels that are launched.
 
-    `dependent`: each thread calls `ptx::wait_for_previous` before it touches global memory, so that
-    a kernel may begin while the one before it ends.
+    `dependent`: each thread calls `ptx::wait_for_previous` before it touches global memory, so a
+    kernel may begin while the previous one ends.
     """
 
     file: str
     kernels: tuple[str, ...]
     dependent: bool = False
-    architectures: tuple[str, ...] = compiler.ARCHITECTURES  # that it compiles for
+    architectures: tuple[str, ...] = compiler.ARCHITECTURES  # to compile for
 
     @property
     def path(self) -> Path:
@@ -63,20 +65,20 @@ class Kernel(Protocol):
 
 class Launcher(Protocol):
     num_multiprocessors: int
-    max_shared_mem: int  # bytes that a block can have
-    has_products: bool  # whether products as kernels may pay
-    has_warpgroups: bool  # whether kernels that need products of warpgroups (sm_90a) are chosen
-    features: Features  # what may be used
+    max_shared_mem: int  # bytes per block
+    has_matmuls: bool  # whether to use our matmul kernels
+    has_warpgroups: bool  # whether to choose kernels with warpgroup matmuls (wgmma, sm_90a)
+    features: Features
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
-        """The kernel `name`, which may be launched with up to `shared_mem` bytes."""
+        """Return the kernel `name`, which may be launched with up to `shared_mem` bytes."""
 
 
 class DeviceLauncher:
     """Kernels on the current CUDA device, launched on torch's current stream.
 
-    `has_warpgroups`: whether to choose kernels that need products of warpgroups where there are
-    others too; None: where the device has them. `features` None: what the environment asks for.
+    `has_warpgroups`: whether to choose kernels with warpgroup matmuls; None: if the device supports
+    them. `features` None: those of the environment variable.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class DeviceLauncher:
         self._driver = dependent_launch.find_driver(properties.major) if features.early else None
         has_them = self.arch == "sm_90a" if has_warpgroups is None else has_warpgroups
         self.has_warpgroups = has_them and features.warpgroups
-        self.has_products = features.products
+        self.has_matmuls = features.products
         self._contexts = ThreadContexts(self._cupy.cuda.runtime, torch.cuda.current_device())
         if features.words:
             logger.info("%s is set: %s", VARIABLE, ", ".join(features.words))
@@ -109,7 +111,7 @@ class DeviceLauncher:
         return known
 
     def load(self, source: str | Path, name: str, options: Sequence[str] = ()) -> DeviceKernel:
-        """A kernel of a file, or of a text. Raises what `compiler.compile` raises."""
+        """Return a kernel of a file or a text. Errors are those of `compiler.compile`."""
         cubin = compiler.compile(source, self.arch, [name], options)
         self._contexts.ensure()
         module = self._cupy.cuda.function.Module()
@@ -119,13 +121,13 @@ class DeviceLauncher:
 
 
 class _Stream(NamedTuple):
-    """All that CuPy's functions read of a stream."""
+    """The only attribute of a stream that CuPy's functions read."""
 
     ptr: int
 
 
 class DeviceKernel:
-    """One kernel, loaded. `module` owns its code."""
+    """One loaded kernel. `module` owns its code."""
 
     def __init__(
         self, cupy: Any, name: str, module: Any, function: Any, contexts: ThreadContexts
@@ -140,13 +142,13 @@ class DeviceKernel:
         self._dependent: DependentLaunch | None = None
 
     def begin_early(self, driver: Any) -> None:
-        """It may begin while the kernel before it ends, for which it must wait itself."""
+        """Let it begin while the previous kernel ends; the kernel itself must wait for that."""
         self._dependent = DependentLaunch(driver, self._name, self._function.ptr)
 
     def allow(self, shared_mem: int, has_carveout: bool = False) -> None:
-        """Ask once for so much dynamic shared memory: unasked there are 48 KiB less the static.
+        """Allow `shared_mem` bytes of dynamic shared memory; the default is 48 KiB less the static.
 
-        `has_carveout`: as in `Features`. ConfigError where the device has less.
+        `has_carveout`: as in `Features`. ConfigError if the device has less.
         """
         if shared_mem <= self._allowed:
             return
@@ -157,8 +159,8 @@ class DeviceKernel:
                 self._driver.funcSetAttribute(self._function.ptr, _CARVEOUT, 100)
         except self._driver.CUDADriverError as error:
             raise ConfigError(
-                f"{self._name} needs {shared_mem} bytes of shared memory for a block, and this "
-                f"device gives it less: {error}"
+                f"{self._name} needs {shared_mem} bytes of shared memory per block, more than this "
+                f"device allows: {error}"
             ) from error
         self._allowed = shared_mem
 
@@ -169,7 +171,7 @@ class DeviceKernel:
         args: Sequence[Argument],
         shared_mem: int = 0,
     ) -> None:
-        # as `torch.cuda.current_stream().cuda_stream`, without making an object at each launch
+        # as `torch.cuda.current_stream().cuda_stream`, without creating an object at each launch
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         values = tuple(map(_plain, args))
         self._contexts.ensure()  # CuPy would do so itself, cuda-bindings does not
@@ -185,7 +187,7 @@ def _plain(argument: Argument) -> Any:
     return 0 if argument is None else argument
 
 
-@functools.cache  # for all managers of a process: to look for what is compiled takes its time
+@functools.cache  # for all managers of a process: looking for compiled libraries takes time
 def _emulated(
     path: Path,
     names: tuple[str, ...],
@@ -205,10 +207,10 @@ def _emulated(
 
 
 class EmulatorLauncher:
-    """Kernels on the CPU, thread by thread: for tests. Options as those of `emulator.Module`.
+    """Kernels on the CPU, thread by thread, for tests. Options as those of `emulator.Module`.
 
-    `has_products`: torch's products are much faster here. `features` None: what the environment
-    asks for. ConfigError without g++ or NVIDIA's headers.
+    `has_matmuls` is off by default, since torch's matmuls are much faster here. `features` None:
+    those of the environment variable. ConfigError without g++ or NVIDIA's headers.
     """
 
     num_multiprocessors = 4
@@ -219,12 +221,12 @@ class EmulatorLauncher:
         *,
         check: bool = False,
         order: str | int = "forward",
-        has_products: bool = False,
+        has_matmuls: bool = False,
         has_warpgroups: bool = False,
         features: Features | None = None,
     ) -> None:
         self.features = features = features or Features.asked()
-        self.has_products = has_products and features.products
+        self.has_matmuls = has_matmuls and features.products
         self.has_warpgroups = has_warpgroups and features.warpgroups
         self._toolchain = emulator.Toolchain()
         self._toolchain.require_headers()
@@ -253,7 +255,7 @@ class EmulatorLauncher:
 
 
 def architecture(major: int, minor: int) -> str:
-    """Return the architecture to compile for, with the device's own features if it has any."""
+    """Return the architecture to compile for, with architecture-specific features if any."""
     return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
 
@@ -263,9 +265,9 @@ def ints(*values: int) -> tuple[np.int32, ...]:
 
 
 def check_tensors(**tensors: Expected) -> None:
-    """Each (tensor, shape, dtype): contiguous, on one device, of that shape (None: any size).
+    """Check that each tensor is contiguous, on one device, of its shape (None: any size) and dtype.
 
-    ValueError with the tensor's name. Metadata only: no device is waited for.
+    ValueError with the tensor's name. Reads only metadata: does not wait for the device.
     """
     first = None
     for name, (tensor, shape, dtype) in tensors.items():  # plain loops: this runs at each launch
@@ -280,10 +282,10 @@ def check_tensors(**tensors: Expected) -> None:
                 f"{name} is {tensor.dtype} {list(own)}, expected {dtype} {list(shape)}"
             )
         if not tensor.is_contiguous():
-            raise ValueError(f"{name} is not contiguous")
+            raise ValueError(f"{name} must be contiguous")
         device = tensor.device
         if first is None:
             first = device
         elif first != device:
             devices = {str(it.device) for it, _, _ in tensors.values() if it is not None}
-            raise ValueError(f"tensors on several devices: {sorted(devices)}")
+            raise ValueError(f"all tensors must be on one device, got {sorted(devices)}")

@@ -1,7 +1,7 @@
-"""Where a step's work is enqueued: a stream of a CUDA device, or the emulator, which runs at once.
+"""`Stream`: enqueues work on a CUDA device, or runs it immediately in the emulator.
 
-Both give what an executor needs of a device: memory that copies go from, events, and the recording
-of work to be run again. Knows nothing of steps.
+Both provide what an executor needs: staging memory for copies, events, and capture of work as a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gptmanager.cuda.device.device import find_cupy
 from gptmanager.cuda.device.launch import DeviceLauncher, EmulatorLauncher, Launcher
 from gptmanager.errors import ConfigError
 
-_REPEATS = 5  # of what is timed
+_REPEATS = 5  # of a timed run
 
 
 class Event(Protocol):
@@ -30,7 +30,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """`with stream:` makes it the current one of this thread."""
+    """A queue of work on one device. `with stream:` makes it the current stream of this thread."""
 
     name: str  # of the device, as hosts write it
     device: torch.device
@@ -41,35 +41,38 @@ class Stream(Protocol):
     def __exit__(self, *exc: Any) -> None: ...
 
     def staging(self, num_bytes: int) -> Tensor:
-        """Pinned memory, uint8 `[num_bytes]`: copies from and to the device do not wait for it."""
+        """Return pinned memory, uint8 `[num_bytes]`, for asynchronous copies."""
 
     def event(self) -> Event: ...
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Record `run`: what repeats its work on the same memory, and the result, written anew."""
+        """Capture `run`; return a function that replays it on the same memory, and the result.
+
+        Each replay overwrites the result.
+        """
 
     def synchronize(self) -> None:
-        """Wait for all that was enqueued."""
+        """Wait for all enqueued work."""
 
     def catch_up(self) -> None:
-        """Wait for what this thread has enqueued on the stream that is current without this one."""
+        """Wait for work that this thread has enqueued on the surrounding current stream."""
 
     def relieve(self) -> None:
-        """Give back the device's memory that is held for later."""
+        """Release memory of the device that is cached for later use."""
 
     def free_bytes(self) -> int:
-        """Memory of the device that nothing holds."""
+        """Return the free memory of the device."""
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """Memory that `run` holds at most, beyond what is held before."""
+        """Return the peak memory of `run`, in addition to the memory in use before."""
 
 
 class DeviceStream:
-    """An own stream of a CUDA device. ConfigError without CuPy, or without a device."""
+    """A new stream of a CUDA device. ConfigError without CuPy, or without a device."""
 
-    # While a stream records, the device as a whole may neither be waited for, as each recording
-    # does at first, nor be asked for its free memory back: several managers take turns.
-    _turn = threading.RLock()
+    # While a stream captures, no thread may synchronize the whole device (as each capture does at
+    # its start) or empty the memory cache: the lock serializes this between managers.
+    _device_lock = threading.RLock()
 
     def __init__(self, device: torch.device | str) -> None:
         find_cupy()
@@ -80,7 +83,8 @@ class DeviceStream:
         index = torch.device(device).index
         if index is not None and index >= torch.cuda.device_count():
             raise ConfigError(
-                f"device='{device}': there are {torch.cuda.device_count()} CUDA devices"
+                f"device='{device}' does not exist: there are {torch.cuda.device_count()} CUDA "
+                "devices, numbered from 0"
             )
         self.launcher: Launcher
         with torch.cuda.device(index if index is not None else torch.cuda.current_device()):
@@ -109,13 +113,15 @@ class DeviceStream:
         return event
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        graph, result = self._record(run, self._graph_memory)
-        self._graph_memory = graph.pool()  # one memory: graphs of one stream run one by one
+        graph, result = self._capture(run, self._graph_memory)
+        self._graph_memory = graph.pool()  # shared: graphs of one stream run one after another
         return graph.replay, result
 
     def seconds(self, run: Callable[[], Tensor]) -> float:
-        """Median time of `run`, recorded, so that launches cost nothing. Waits for it."""
-        graph, _ = self._record(run, None)  # its memory goes with it: no other one may share that
+        """Return the median time of `run`, captured so that launches cost nothing. Waits for it."""
+        graph, _ = self._capture(
+            run, None
+        )  # a private pool, which is freed together with the graph
         events: Any = torch.cuda.Event
         begin, end = events(enable_timing=True), events(enable_timing=True)
         times = []
@@ -127,20 +133,20 @@ class DeviceStream:
             times.append(float(begin.elapsed_time(end)) / 1e3)
         return statistics.median(times)
 
-    def _record(
+    def _capture(
         self, run: Callable[[], Tensor], memory: Any
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        run()  # what is compiled, loaded or chosen at a first call cannot be recorded
+        run()  # compiling, loading and choosing at a first call cannot be captured
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (
-            self._turn,
+            self._device_lock,
             _without_collection(),
             torch.cuda.graph(
                 graph,
                 pool=memory,
                 stream=self._stream,
-                capture_error_mode="thread_local",  # what a host's threads do there is theirs
+                capture_error_mode="thread_local",  # the host's threads may use the device
             ),
         ):
             result = run()
@@ -154,7 +160,7 @@ class DeviceStream:
 
     def relieve(self) -> None:
         self._stream.synchronize()
-        with self._turn:
+        with self._device_lock:
             torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
@@ -162,7 +168,7 @@ class DeviceStream:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        with self._turn:  # the allocator counts what all streams hold
+        with self._device_lock:  # the allocator counts the memory of all streams
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
             run()
@@ -172,7 +178,7 @@ class DeviceStream:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Garbage may hold kernels and recordings, whose ends are calls that a recording forbids."""
+    """Disable garbage collection: destroying kernels and CUDA graphs is forbidden in a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -183,7 +189,7 @@ def _without_collection() -> Iterator[None]:
 
 
 class EmulatedStream:
-    """CUDA kernels on the CPU, each run to its end when it is launched: for tests."""
+    """CUDA kernels on the CPU, each completed when it is launched. For tests."""
 
     def __init__(self, launcher: EmulatorLauncher | None = None) -> None:
         self.name, self.device = "emulator", torch.device("cpu")
@@ -222,7 +228,7 @@ class EmulatedStream:
         return 1 << 30
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        return 0  # CPU memory, which is not counted; a run would take long
+        return 0  # CPU memory is not counted, and a run would be slow
 
 
 class _Done:

@@ -1,7 +1,7 @@
-"""`ThreadContexts`: the device's context made current in each thread before it calls the driver.
+"""`ThreadContexts`: makes the device's context current in each thread before a driver call.
 
-The CUDA runtime does so by itself, in torch and in CuPy. A thread whose first call is one of the
-driver (a launch by cuda-bindings, a module that is loaded) has none, and the call fails.
+The CUDA runtime does this automatically, in torch and in CuPy. If a thread's first CUDA call is a
+driver call (a launch by cuda-bindings, loading a module), it has no context and the call fails.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ThreadContexts:
-    """One device's context, for any number of threads. `runtime`: CuPy's."""
+    """The context of one device, for any number of threads. `runtime`: CuPy's."""
 
     def __init__(self, runtime: Any, device: int) -> None:
         self._runtime = runtime
@@ -19,10 +19,10 @@ class ThreadContexts:
         self._threads = threading.local()
 
     def ensure(self) -> None:
-        """Make the context current in this thread, at its first call. A later one costs nothing.
+        """Make the context current in this thread at its first call; later calls cost nothing.
 
-        Not while the thread records: a recording runs its work once before.
+        This never happens within a capture, since captured work runs once before.
         """
         if not hasattr(self._threads, "has_context"):
-            self._runtime.setDevice(self._device)  # since CUDA 12 this makes the context, too
+            self._runtime.setDevice(self._device)  # since CUDA 12 this also creates the context
             self._threads.has_context = True

@@ -1,7 +1,4 @@
-"""`Uploads`: arrays of a step brought to the device in one copy.
-
-Knows nothing of what they mean.
-"""
+"""`Uploads`: copies the arrays of a step to the device in one transfer."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from gptmanager.cuda.device.streams import Event, Stream
 Array = npt.NDArray[Any]
 Upload = Callable[[Sequence[Array]], tuple[Tensor, ...]]  # the same arrays on the device
 _ALIGNMENT = 16
-_NUM_BUFFERS = 16  # more than copies are under way when the loop is ahead of its device by a step
+_NUM_BUFFERS = 16  # more than the copies in flight when the loop is a step ahead of its device
 _DTYPES = {
     np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
@@ -28,10 +25,10 @@ _DTYPES = {
 
 
 class Layout:
-    """Where arrays of these dtypes and shapes lie in one piece of memory."""
+    """Offsets of arrays with these dtypes and shapes in one piece of memory."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
-        self.spans: list[tuple[int, int]] = []  # of each array: its first byte, and how many
+        self.spans: list[tuple[int, int]] = []  # first byte and size of each array
         self._kinds = [(array.dtype, array.shape) for array in arrays]
         self.num_bytes = 0
         for array in arrays:
@@ -40,7 +37,7 @@ class Layout:
             self.num_bytes = start + array.nbytes
 
     def views(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """The arrays as tensors in `memory`, uint8 `[at least num_bytes]`."""
+        """Return the arrays as tensors in `memory`, uint8 `[at least num_bytes]`."""
         return tuple(
             memory[start : start + size].view(_DTYPES[dtype]).view(shape)
             for (start, size), (dtype, shape) in zip(self.spans, self._kinds, strict=True)
@@ -48,24 +45,24 @@ class Layout:
 
 
 class Uploads:
-    """Pinned memory, used in turns: a buffer is written to again when its copy has run."""
+    """A ring of pinned buffers. A buffer is reused once its last copy has completed."""
 
     def __init__(self, stream: Stream, num_buffers: int = _NUM_BUFFERS) -> None:
         self._stream = stream
         self._buffers = [_Buffer(stream) for _ in range(num_buffers)]
-        self._turn = 0
+        self._next = 0
 
     def upload(self, arrays: Sequence[Array]) -> tuple[Tensor, ...]:
-        """The arrays on the device, in memory of their own."""
+        """Return copies of the arrays on the device, in new memory."""
         layout = Layout(arrays)
         memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._stream.device)
         self.fill(memory, layout, arrays)
         return layout.views(memory)
 
     def fill(self, memory: Tensor, layout: Layout, arrays: Sequence[Array]) -> None:
-        """Enqueue a copy of the arrays to `memory` of the device, where they lie by `layout`."""
-        buffer = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % len(self._buffers)
+        """Enqueue a copy of the arrays to `memory` of the device, at the offsets of `layout`."""
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
         bytes_of = buffer.reserve(layout.num_bytes)
         for (start, size), array in zip(layout.spans, arrays, strict=True):
             if size:
@@ -86,7 +83,7 @@ class _Buffer:
         self.copied: Event = stream.event()
 
     def reserve(self, num_bytes: int) -> np.ndarray:
-        """The memory as an array, at least so large, when nothing reads it any more."""
+        """Wait for the last copy, and return the buffer's memory, at least `num_bytes`."""
         self.copied.synchronize()
         if len(self.memory) < num_bytes:
             self.memory = self._stream.staging(2 * num_bytes)

@@ -205,7 +205,7 @@ template <class K> struct TileSums {
 
 // Grid: a block for each `share` rounds. Dynamic shared memory: STAGES stages.
 template <class T, int M, int N, int STAGES, int RESIDENT, bool SILU>
-__global__ void __launch_bounds__(THREADS, RESIDENT) multiply_tiles(
+__global__ void __launch_bounds__(THREADS, RESIDENT) gemm(
     T* out,             // [rows, width]
     float* partial,     // [2 * blocks, M * N, THREADS, 4]: sums of blocks that share a tile
     unsigned* arrived,  // [blocks], zeros before and after

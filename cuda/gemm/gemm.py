@@ -1,6 +1,6 @@
-"""Products of up to 256 rows with a matrix, of which each weight is read once, and their plan.
+"""GEMM of up to 256 rows with a weight matrix that is read once, and its plan.
 
-They decide nothing about when that pays: `matmul_choice` does.
+`matmul_choice` decides when to use it instead of torch.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ MOST_ROWS = 256
 _DTYPES = (torch.float16, torch.bfloat16)
 _THREADS, _DEPTH = 256, 64  # as in the .cu
 _RESERVED_BYTES = 1024  # of shared memory, by CUDA for each block
-# What a multiprocessor does while it reads one of its bytes of memory that all read at once.
+# Rates of the cost model, per byte that a multiprocessor reads while all others read, too.
 _FROM_L2 = 1.3  # bytes from L2
-_ALONE = 3.3  # the same, while the others have none to read
-_MEETING = 400 * 128  # bytes of memory, while blocks learn which of them comes last
+_ALONE = 3.3  # the same, while the others do not read
+_MEETING = 400 * 128  # bytes of memory that could be read while blocks find out which one is last
 
 
 class _Kind(NamedTuple):
-    """The numbers that an instantiation is compiled for, in the kernel's order."""
+    """The template arguments of an instantiation, in the kernel's order."""
 
     m: int
     n: int
     stages: int
-    resident: int  # blocks that registers of a multiprocessor have room for
+    resident: int  # blocks per multiprocessor for which there are enough registers
 
     def name(self, dtype: torch.dtype, silu: bool) -> str:
         numbers = ", ".join(map(str, self))
-        return f"multiply_tiles<{NAMES[dtype]}, {numbers}, {str(silu).lower()}>"
+        return f"gemm<{NAMES[dtype]}, {numbers}, {str(silu).lower()}>"
 
     @property
     def rows(self) -> int:
@@ -54,7 +54,7 @@ class _Kind(NamedTuple):
         return self.stages * self.round_bytes
 
 
-_KINDS = (  # with all stages in what cards have of shared memory: 99, 163 or 227 KiB
+_KINDS = (  # all stages fit in the shared memory of GPUs: 99, 163 or 227 KiB
     _Kind(1, 4, 4, 2),
     _Kind(2, 4, 4, 2),
     _Kind(2, 8, 4, 1),
@@ -67,17 +67,18 @@ PROGRAM = Program(
     tuple(
         kind.name(dtype, silu)
         for dtype in _DTYPES
-        for kind in _KINDS[::-1]  # what a test needs with all checks is compiled by itself
+        for kind in _KINDS[::-1]  # separates the kernels that tests compile with all checks
         for silu in (False, True)
     ),
     dependent=True,
 )
 
 
-class ProductPlan(NamedTuple):
-    """How a product is shared by blocks, all of which run at the same time.
+class MatmulPlan(NamedTuple):
+    """How a matmul is divided among blocks, all of which run at the same time.
 
-    The tiles' rounds, `rounds` each, stand in a line; block b has those from `b * share` on.
+    All rounds of all tiles, `rounds` per tile, are numbered; block b computes `share` of them, from
+    `b * share` on.
     """
 
     kind: _Kind
@@ -91,7 +92,7 @@ class ProductPlan(NamedTuple):
 
     @property
     def blocks_of_a_tile(self) -> int:
-        """At most."""
+        """Return the largest number of blocks that share a tile."""
         if self.share % self.rounds == 0:
             return 1
         most, rest = divmod(self.rounds, self.share)
@@ -99,18 +100,18 @@ class ProductPlan(NamedTuple):
 
 
 def covers(launcher: Launcher, x: Tensor, weight: Tensor) -> bool:
-    """Whether `multiply_tiles` takes them: 16 bits, rows in aligned pieces of 16 bytes."""
+    """Return whether `gemm` supports them: 16 bits, rows in aligned pieces of 16 bytes."""
     fits = weight.dtype in _DTYPES and gemv.covers(x, weight)
     return fits and len(x) <= _most_rows(launcher.max_shared_mem)
 
 
 def new_counters(launcher: Launcher, device: torch.device) -> Tensor:
-    """`arrived` of `multiply_tiles`. Launches of one stream may use the same."""
+    """Return the argument `arrived` of `gemm`. Launches on one stream may share it."""
     most = max(kind.resident for kind in _KINDS) * launcher.num_multiprocessors
     return torch.zeros(most, dtype=torch.int32, device=device)
 
 
-def multiply_tiles(
+def gemm(
     launcher: Launcher,
     out: Tensor,
     x: Tensor,
@@ -120,13 +121,14 @@ def multiply_tiles(
     arrived: Tensor,
     silu: bool = False,
 ) -> None:
-    """`out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float16 or bfloat16.
+    """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float16 or bfloat16.
 
-    With `silu`, `out [T, O] = silu(gate) * up` of the product with `weight [2O, I]`: rows of the
-    gate, then of the up projection. Sums are float32, and rounded once, behind all this. A row of
-    `out` is bitwise independent of the other rows; of their number where that is from 1 to 32, from
-    33 to 64, to 128, or to 256, the most. Rows of `x` are a multiple of 16 bytes. `arrived` is of
-    `new_counters`, zero before and after. ValueError for other tensors.
+    With `silu`, `weight [2O, I]` contains the rows of the gate, then those of the up
+    projection, and `out [T, O] = silu(gate) * up`. Sums are float32, and rounded once, at the
+    end. A row of `out` is bitwise independent of the other rows; it depends on their number
+    only by the ranges 1 to 32, 33 to 64, 65 to 128, 129 to 256 (the most). Rows of `x` are a
+    multiple of 16 bytes. `arrived` is from `new_counters`, zero before and after. ValueError
+    for other tensors.
     """
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width
@@ -141,7 +143,7 @@ def multiply_tiles(
         raise ValueError(f"{num_rows} rows of {depth} {dtype} are not covered")
     if out.numel() == 0:
         return
-    plan = plan_product(launcher, num_rows, width, depth, silu)
+    plan = plan_matmul(launcher, num_rows, width, depth, silu)
     kind, partial = plan.kind, None
     if plan.blocks_of_a_tile > 1:
         num_sums = 2 * plan.num_blocks * kind.rows * kind.weights
@@ -152,20 +154,21 @@ def multiply_tiles(
     kernel((plan.num_blocks,), (_THREADS,), (*arguments, *sizes), kind.shared_bytes)
 
 
-def plan_product(
+def plan_matmul(
     launcher: Launcher, num_rows: int, width: int, depth: int, silu: bool = False
-) -> ProductPlan:
-    """The plan of a product with `width` columns. It does not depend on the number of rows, but for
-    where that needs other kinds.
+) -> MatmulPlan:
+    """Return the plan of a matmul with `width` columns.
+
+    It depends on the number of rows only through the choice of the tile's height.
     """
     rows = next(kind.rows for kind in _KINDS if num_rows <= kind.rows)
     return _plan(rows, width, depth, silu, launcher.num_multiprocessors, launcher.max_shared_mem)
 
 
-@functools.cache  # a launch asks, and there are few sizes in a process
+@functools.cache  # called at each launch, with few sizes per process
 def _plan(
     rows: int, width: int, depth: int, silu: bool, multiprocessors: int, max_shared_mem: int
-) -> ProductPlan:
+) -> MatmulPlan:
     plans = [
         plan
         for kind in _KINDS
@@ -177,9 +180,9 @@ def _plan(
 
 def _plans(
     kind: _Kind, width: int, depth: int, silu: bool, multiprocessors: int, max_shared_mem: int
-) -> Iterator[ProductPlan]:
-    """One share for each block that there is room for, or for each multiprocessor; and, where there
-    are fewer tiles, each in equal parts.
+) -> Iterator[MatmulPlan]:
+    """Yield plans with a share per resident block, with a share per multiprocessor, and, if there
+    are fewer tiles than resident blocks, with each tile in equal parts.
     """
     of_block = kind.shared_bytes + _RESERVED_BYTES
     resident = min(kind.resident, (max_shared_mem + _RESERVED_BYTES) // of_block)
@@ -190,14 +193,14 @@ def _plans(
     shares = {-(-total // count) for count in (multiprocessors, places)}
     shares |= {-(-rounds // parts) for parts in range(1, places // num_tiles + 1)}
     for share in sorted(shares):
-        yield ProductPlan(kind, num_tiles, rounds, share)
+        yield MatmulPlan(kind, num_tiles, rounds, share)
 
 
-def _cost(plan: ProductPlan, multiprocessors: int) -> float:
-    """About the time of a block, in bytes of memory that its multiprocessor could read."""
+def _cost(plan: MatmulPlan, multiprocessors: int) -> float:
+    """Estimate the time of a block, in bytes of memory that its multiprocessor could read."""
     kind, meeting = plan.kind, 0.0
     of_round = max(kind.weights * _DEPTH * 2, kind.round_bytes / _FROM_L2)
-    if plan.blocks_of_a_tile > 1:  # it leaves its sums, and the last one reads those of all
+    if plan.blocks_of_a_tile > 1:  # each block writes its sums, and the last one reads all of them
         sums = kind.rows * kind.weights * 4 / _ALONE
         meeting = _MEETING + (1 + plan.blocks_of_a_tile) * sums
     return (plan.share * of_round + meeting) * max(1, plan.num_blocks / multiprocessors)

@@ -16,7 +16,7 @@ template <int TILES> constexpr int CHUNKS_AHEAD = TILES == 4 ? 3 : 4;
 // ones of gate and up) and up to ROWS of x. Items of the same weight rows follow each other, and find
 // these in L2. A warp's loads run ahead of its sums, into the next item.
 template <class T, int TILES, bool SILU>
-__global__ void __launch_bounds__(WARPS * 32, 1) multiply(
+__global__ void __launch_bounds__(WARPS * 32, 1) gemv(
     T* out,           // [rows, width]
     const T* x,       // [rows, depth]
     const T* weight,  // [width, depth], with SILU [2 * width, depth]

@@ -1,6 +1,6 @@
-"""Products of few rows with a matrix, and the activation of a gate with them.
+"""GEMV: matmul of few rows with a weight matrix, optionally fused with a gated activation.
 
-They decide nothing about when that pays: `matmul_choice` does.
+`matmul_choice` decides when to use it instead of torch.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ _KINDS = {2: ("2, false", "4, false", "4, true"), 4: ("2, false", "4, true")}  #
 PROGRAM = Program(
     "gemm/gemv.cu",
     tuple(
-        f"multiply<{name}, {kind}>"
-        for dtype, name in NAMES.items()
-        for kind in _KINDS[dtype.itemsize]
+        f"gemv<{name}, {kind}>" for dtype, name in NAMES.items() for kind in _KINDS[dtype.itemsize]
     ),
     dependent=True,
 )
 
 
 def covers(x: Tensor, weight: Tensor) -> bool:
-    """Whether `multiply` takes them: rows are read in aligned pieces of 16 bytes."""
+    """Return whether `multiply` supports them: rows are read in aligned pieces of 16 bytes."""
     return (
         weight.dtype in NAMES
         and weight.shape[1] * weight.itemsize % _VECTOR_BYTES == 0
@@ -41,11 +39,11 @@ def covers(x: Tensor, weight: Tensor) -> bool:
 def multiply(
     launcher: Launcher, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> None:
-    """`out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`, in float32, float16 or bfloat16.
+    """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`; float32, float16 or bfloat16.
 
     Sums are float32, and rounded once. A row of `out` is bitwise independent of the other rows and
-    of their number. Made for up to 16 rows (`FEW_ROWS`): each 16 more read the weight again. Rows
-    of `x` are a multiple of 16 bytes. ValueError for other tensors.
+    of their number. Optimized for up to 16 rows (`FEW_ROWS`): each 16 more read the weight again.
+    Rows of `x` are a multiple of 16 bytes. ValueError for other tensors.
     """
     _multiply(launcher, out, x, weight, bias, silu=False)
 
@@ -53,8 +51,10 @@ def multiply(
 def multiply_silu(
     launcher: Launcher, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> None:
-    """`out [T, O] = silu(gate) * up` of the product with `weight [2O, I]`: rows of the gate, then
-    of the up projection; the rest as of `multiply`. The product is not rounded before.
+    """Compute `out [T, O] = silu(gate) * up`; the rest as in `multiply`.
+
+    `weight [2O, I]` contains the rows of the gate, then those of the up projection. Gate and up are
+    not rounded before the activation.
     """
     _multiply(launcher, out, x, weight, bias, silu=True)
 
@@ -77,14 +77,14 @@ def _multiply(
         bias=(bias, (num_weights,), dtype),
     )
     if not covers(x, weight):
-        raise ValueError(f"rows of {depth} {dtype} are not aligned pieces of {_VECTOR_BYTES} bytes")
+        raise ValueError(f"rows of {depth} {dtype} must be aligned pieces of {_VECTOR_BYTES} bytes")
     if out.numel() == 0:
         return
     row_tiles = -(-num_rows // (FEW_ROWS if dtype.itemsize == 2 else FEW_ROWS // 2))
-    # Four tiles share what is read of x, where all multiprocessors have work even so.
+    # Four tiles share each read of x, if that still leaves work for all multiprocessors.
     tiles = 4 if silu or (dtype.itemsize == 2 and _fill(width // 32, launcher)) else 2
     items = -(-width // (16 if silu else 8 * tiles)) * row_tiles
-    name = f"multiply<{NAMES[dtype]}, {tiles}, {str(silu).lower()}>"
+    name = f"gemv<{NAMES[dtype]}, {tiles}, {str(silu).lower()}>"
     arguments = (out, x, weight, bias, *ints(num_rows, width, depth))
     grid = (min(items, launcher.num_multiprocessors),)
     launcher.kernel(PROGRAM, name)(grid, (_THREADS,), arguments)

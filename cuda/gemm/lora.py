@@ -1,7 +1,8 @@
-"""Low-rank adapters (LoRA) on packed tokens: any mix of adapters and ranks in one call.
+"""LoRA matmuls on packed tokens: any mix of adapters and ranks in one call.
 
-`shrink` makes A x of each token and module, `expand` adds B times that. What differs between steps
-is data: a recorded launch may find other adapters. Runs of one adapter share what is read of it.
+`shrink` computes A x for each token and module, `expand` adds B times that. Adapters are data on
+the device, so a CUDA graph can be replayed with other ones. Consecutive tokens of one adapter share
+the reads of its weights.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, ch
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 
 MAX_MODULES = 4  # of one matrix: queries, keys, values, or all at once
-_MAX_COLUMNS = 1 << 24  # of a matrix, and fewer modules in a table than this by far
-_SHRINK_THREADS, _COLUMNS, _RANKS = 256, 128, 16  # of a block
-_FEW_TOKENS = 1024  # where blocks take small groups, since their runs may be short
+_MAX_COLUMNS = 1 << 24  # of a matrix; tables have far fewer modules than this
+_SHRINK_THREADS, _COLUMNS, _RANKS = 256, 128, 16  # per block
+_FEW_TOKENS = 1024  # up to this number blocks process small groups, since runs may be short
 _FEW, _TILE = 4, {4: 8, 2: 16}  # by itemsize
 _VECTOR_BYTES = 16
 
@@ -32,7 +33,7 @@ PROGRAM = Program(
 def covers(
     result: Tensor, x: Tensor, adapters: StepAdapters, modules: Sequence[AdapterModule]
 ) -> bool:
-    """Whether `add_adapters` takes them: one dtype, rows of x in aligned pieces of 16 bytes."""
+    """Return whether `add_adapters` supports them: one dtype, x in aligned pieces of 16 bytes."""
     return (
         x.dtype in NAMES
         and result.dtype is x.dtype
@@ -53,11 +54,11 @@ def add_adapters(
     layer: int,
     modules: Sequence[AdapterModule],
 ) -> None:
-    """`result[t, columns] += B (A x[t])` for each of `modules` that token t's adapter has.
+    """Add `B (A x[t])` to `result[t, columns]` for each of `modules` that token t's adapter has.
 
-    `result [T, O]`, changed; `x [T, I]`; the rest as `StepAdapters` says. Sums are float32, and an
-    element is rounded once. A row is bitwise independent of the other rows and of their number.
-    ValueError for tensors that do not fit or that it does not cover.
+    `result [T, O]` is changed in place; `x [T, I]`; the rest as in `StepAdapters`. Sums are
+    float32, and an element is rounded once. A row is bitwise independent of the other rows and of
+    their number. ValueError for tensors that do not fit together or that `covers` rejects.
     """
     (num_tokens, width), columns, dtype = x.shape, result.shape[1], x.dtype
     table, rows, max_rank = adapters.table, adapters.rows, adapters.max_rank

@@ -1,7 +1,7 @@
-"""`MatmulChoice`: which products of few rows run as kernels of ours, and which torch computes.
+"""`MatmulChoice`: chooses between our matmul kernels and torch, by the number of rows.
 
-Without measurements the rule is: ours, up to 16 rows. At the start both are timed on the model's
-own weights. It knows nothing of how a product is computed.
+Without measurements, ours are used for up to 16 rows. At the start both are timed on the model's
+own weights.
 """
 
 from __future__ import annotations
@@ -20,10 +20,20 @@ Run = Callable[[], Tensor]
 Seconds = Callable[[Run], float]
 Key = tuple[torch.Size, torch.dtype]
 
-_NUMBERS = (1, 2, 4, 8, FEW_ROWS, 32, 64, 128, 256)  # of rows; others are as the next one
+_NUMBERS = (
+    1,
+    2,
+    4,
+    8,
+    FEW_ROWS,
+    32,
+    64,
+    128,
+    256,
+)  # of rows; other numbers are rounded up to the next one
 _UNMEASURED = frozenset(number for number in _NUMBERS if number <= FEW_ROWS)
-_MARGIN = 0.97  # less is noise
-_AT_ONCE = 8  # weights of one size, one after the other: together larger than a cache
+_MARGIN = 0.97  # smaller differences are noise
+_AT_ONCE = 8  # weights of one size, timed in sequence: together larger than a cache
 _known: dict[tuple[str, Key], frozenset[int]] = {}  # by device, for all managers of a process
 
 
@@ -31,10 +41,12 @@ class MatmulChoice:
     """The choice of matmul kernels for one model."""
 
     def __init__(self) -> None:
-        self._ours: dict[Key, frozenset[int]] = {}  # numbers of rows at which torch is no faster
+        self._ours: dict[
+            Key, frozenset[int]
+        ] = {}  # numbers of rows at which ours are at least as fast
 
     def is_ours(self, num_rows: int, weight: Tensor) -> bool:
-        """Whether a product of so many rows is for `OwnMatmuls`."""
+        """Return whether `OwnMatmuls` is to compute a matmul of `num_rows` with `weight`."""
         number = next((number for number in _NUMBERS if num_rows <= number), None)
         return number in self._ours.get((weight.shape, weight.dtype), _UNMEASURED)
 
@@ -45,8 +57,10 @@ class MatmulChoice:
         device: str,
         seconds: Seconds,
     ) -> None:
-        """Time both on `weights`, and tell the log. `device`: what is known of one of that name is
-        not timed again. `seconds` times a run. Where there is no memory the rule stays.
+        """Time both on `weights`, and log the results.
+
+        Results are cached by the name `device`. `seconds` times a run. If memory runs out, the
+        default rule applies.
         """
         groups: dict[Key, list[Tensor]] = {}
         for weight in weights:
@@ -58,13 +72,15 @@ class MatmulChoice:
                 try:
                     _known[device, key] = _compare(own, group[:_AT_ONCE], seconds)
                 except torch.OutOfMemoryError:
-                    logger.warning("no memory to time products: those of few rows are ours")
+                    logger.warning(
+                        "not enough memory to time matmuls: our kernels serve up to 16 rows"
+                    )
                     return
             self._ours[key] = _known[device, key]
 
 
 def _compare(own: OwnMatmuls, weights: list[Tensor], seconds: Seconds) -> frozenset[int]:
-    """At which numbers of rows ours are to be used."""
+    """Return the numbers of rows at which to use our kernels."""
     width, depth = weights[0].shape
     numbers, better, ours_us, torch_us = [], set(), [], []
     for number in _NUMBERS:
@@ -88,10 +104,10 @@ def _compare(own: OwnMatmuls, weights: list[Tensor], seconds: Seconds) -> frozen
         torch_us.append(seconds(by_torch) * 1e6 / len(weights))
         if torch_us[-1] >= _MARGIN * ours_us[-1]:
             better.add(number)
-    told = (", ".join(f"{it:.1f}" for it in figures) for figures in (ours_us, torch_us))
+    microseconds = (", ".join(f"{it:.1f}" for it in figures) for figures in (ours_us, torch_us))
     logger.info(
-        "products with %d x %d %s at %s rows: %s us by our kernels, %s us by torch",
+        "matmuls with %d x %d %s at %s rows: %s us by our kernels, %s us by torch",
         *(width, depth, str(weights[0].dtype).removeprefix("torch.")),
-        *(", ".join(map(str, numbers)), *told),
+        *(", ".join(map(str, numbers)), *microseconds),
     )
     return frozenset(better)

@@ -1,4 +1,4 @@
-"""`OwnMatmuls`: a product by the kernel that is made for its number of rows."""
+"""`OwnMatmuls`: runs the gemv or the gemm kernel, by the number of rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gptmanager.cuda.gemm.gemv import FEW_ROWS
 
 
 class OwnMatmuls:
-    """Products by our kernels, as many rows as there are: those of few rows, or those of tiles."""
+    """Matmuls by our kernels: gemv for few rows, otherwise gemm."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._arrived: Tensor | None = None  # where the first product of tiles is
+        self._arrived: Tensor | None = None  # allocated at the first gemm
 
     def covers(self, x: Tensor, weight: Tensor) -> bool:
         if len(x) <= FEW_ROWS:
@@ -24,11 +24,11 @@ class OwnMatmuls:
     def multiply(
         self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False
     ) -> None:
-        """Run `gemv.multiply`, or `multiply_silu`, on tensors that `covers` accepts."""
+        """Compute `gemv.multiply` (or `multiply_silu`) of tensors that `covers` accepts."""
         if len(x) <= FEW_ROWS:
             few = gemv.multiply_silu if silu else gemv.multiply
             few(self._launcher, out, x, weight, bias)
             return
         if self._arrived is None:
             self._arrived = gemm.new_counters(self._launcher, x.device)
-        gemm.multiply_tiles(self._launcher, out, x, weight, bias, arrived=self._arrived, silu=silu)
+        gemm.gemm(self._launcher, out, x, weight, bias, arrived=self._arrived, silu=silu)

@@ -105,14 +105,14 @@ class DeviceRunner(Runner):
         return Computed(_for_kernels(self._launch(rows)))
 
     def bring(self, logits: Tensor) -> Tensor:
-        return self._downloads.bring(logits.float())
+        return self._downloads.fetch(logits.float())
 
     def score(self, logits: Tensor, targets: Array, count: int, normalized: bool) -> Scores:
         if self._device_scorer is None:
             place = self.stream.launcher, logits.device
             self._device_scorer = DevicePromptScorer(*place, logits.shape[1], self._uploads.upload)
         scores, ids = self._device_scorer.score(logits, targets, count, normalized=normalized)
-        scores, ids = self._downloads.bring(scores), self._downloads.bring(ids)
+        scores, ids = self._downloads.fetch(scores), self._downloads.fetch(ids)
         return scores[:, 0], scores[:, 1:], ids
 
     def relieve(self) -> None:

@@ -17,8 +17,8 @@ PARTS = (
 PROFILED = {
     "generation_attention": "generation_attention",
     "warpgroup_attention": "context_attention",
-    "multiply": "products",
-    "multiply_tiles": "products",
+    "gemv": "products",
+    "gemm": "products",
     "sample": "sampling",
 }
 SANITIZED = (

@@ -44,5 +44,7 @@ def test_rounds():
 
 def test_tensors_that_do_not_fit(machine):
     pool = machine.empty((1, 2, 1, 4, 3), torch.float32)
-    with pytest.raises(ValueError, match="a token of 3 torch.float32 is no multiple of 16 bytes"):
+    with pytest.raises(
+        ValueError, match="a token of 3 torch.float32 must be a multiple of 16 bytes"
+    ):
         copy_blocks(machine.launcher, pool, pool, machine.tensor(as_tensor([], "cpu")))

@@ -38,7 +38,7 @@ def test_a_cache_that_cannot_be_written_to(temporary, caplog):
         folder = cache_folder("emulator")
     assert folder == temporary / f"gptmanager-{os.getuid()}" / "emulator"
     assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
-    assert "XDG_CACHE_HOME names another one" in caplog.text and str(folder) in caplog.text
+    assert "set XDG_CACHE_HOME to choose another one" in caplog.text and str(folder) in caplog.text
 
 
 def test_a_folder_that_others_can_write_to_is_not_trusted(temporary):

@@ -431,7 +431,7 @@ def test_a_damaged_library_is_built_anew(tmp_path, caplog, kind):
     path.unlink()  # the file that is loaded stays whole
     path.write_bytes(content[:-1000])
     assert build().get_function("fill") is not None
-    assert f"{path} is damaged: it is compiled anew" in caplog.text
+    assert f"{path} is damaged: compiling it again" in caplog.text
     caplog.clear()
     build()
     assert not caplog.records

@@ -43,7 +43,9 @@ def test_words():
     assert given.words == ("no-early", "no-async-copies", "carveout")
     known = "no-early, no-warpgroups, no-products, no-tiled, no-graphs, no-split, no-async-copies,"
     for word in ("early", "no-carveout", "no-erly", "NO-EARLY"):
-        with pytest.raises(ConfigError, match=f"has the unknown word '{word}'; .*{known}"):
+        with pytest.raises(
+            ConfigError, match=f"unknown word '{word}' in GPTMANAGER_CUDA; .*{known}"
+        ):
             Features.parse(f"no-tiled,{word}")
 
 
@@ -55,7 +57,7 @@ def test_launchers_read_the_variable(monkeypatch, toolchain):
     monkeypatch.setenv(VARIABLE, "no-graphs,no-products")
     launcher = EmulatedStream().launcher
     assert launcher.features == Features(graphs=False, products=False)
-    assert not EmulatorLauncher(has_products=True).has_products
+    assert not EmulatorLauncher(has_matmuls=True).has_matmuls
 
 
 def test_no_graphs(toolchain):
@@ -94,7 +96,7 @@ def test_no_warpgroups(toolchain):
 def test_no_tiled(toolchain):
     x, weight = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (20, 32))
     for features in (Features(), without("no-tiled")):
-        own = OwnMatmuls(EmulatorLauncher(has_products=True, features=features))
+        own = OwnMatmuls(EmulatorLauncher(has_matmuls=True, features=features))
         assert own.covers(x, weight) is features.tiled
         assert own.covers(x[:16], weight)  # few rows are another kernel's
 

@@ -9,7 +9,7 @@ from kernel_values import close, randn
 
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.gemm import gemm as tiled_products
-from gptmanager.cuda.gemm.gemm import covers, multiply_tiles, new_counters, plan_product
+from gptmanager.cuda.gemm.gemm import covers, gemm, new_counters, plan_matmul
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -47,10 +47,10 @@ def check(machine, rows, width, depth, dtype=torch.bfloat16, silu=False, has_bia
     out = machine.empty((rows, width), dtype)
     arrived = new_counters(launcher, out.device)
     on_machine = [it if it is None else machine.tensor(it) for it in (x, weight, bias)]
-    multiply_tiles(launcher, out, *on_machine, arrived=arrived, silu=silu)
+    gemm(launcher, out, *on_machine, arrived=arrived, silu=silu)
     close(out, expected(x, weight, bias, silu))
     assert not arrived.any()
-    return plan_product(launcher, rows, width, depth, silu)
+    return plan_matmul(launcher, rows, width, depth, silu)
 
 
 # Rows, columns, elements of the sums, and with an activation or not: each kind of tiles, parts of
@@ -80,7 +80,7 @@ def test_gemv(machine, shape):
 
 
 def test_the_shapes_are_of_every_kind_and_every_way_to_share(toolchain):
-    plans = {shape: plan_product(EmulatorLauncher(), *shape) for shape in SHAPES}
+    plans = {shape: plan_matmul(EmulatorLauncher(), *shape) for shape in SHAPES}
     kinds = {(plan.kind.m, plan.kind.n, shape[3]) for shape, plan in plans.items()}
     assert len(kinds) == len(tiled_products.PROGRAM.kernels) / len(NARROW) == 12
     shared = {plan.blocks_of_a_tile for plan in plans.values()}
@@ -100,8 +100,8 @@ def test_it_does_not_matter_which_block_comes_last(ordered_machines):
     for machine in ordered_machines:
         launcher, out = machine.launcher, machine.empty((20, 40), torch.bfloat16)
         own, arrived = map(machine.tensor, (x, weight, bias)), new_counters(launcher, out.device)
-        multiply_tiles(launcher, out, *own, arrived=arrived)
-        assert plan_product(launcher, 20, 40, 400).blocks_of_a_tile > 2
+        gemm(launcher, out, *own, arrived=arrived)
+        assert plan_matmul(launcher, 20, 40, 400).blocks_of_a_tile > 2
         results.append(out.cpu())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
@@ -117,7 +117,7 @@ def test_a_row_is_the_same_beside_any_others(machine, silu):
     def product(rows):
         out = machine.empty((len(rows), width), torch.bfloat16)
         own = machine.tensor(rows.clone())
-        multiply_tiles(machine.launcher, out, own, weight, arrived=arrived, silu=silu)
+        gemm(machine.launcher, out, own, weight, arrived=arrived, silu=silu)
         return out.cpu()
 
     whole = product(x)
@@ -138,7 +138,7 @@ def test_what_is_not_there_is_not_multiplied(machine):
     out = machine.empty((20, 40), torch.bfloat16)
     arrived = new_counters(machine.launcher, out.device)
     own = machine.tensor(x), machine.tensor(weight)
-    multiply_tiles(machine.launcher, out, *own, arrived=arrived)
+    gemm(machine.launcher, out, *own, arrived=arrived)
     assert out.cpu()[0].isfinite().tolist() == [True] * 38 + [False] * 2
     assert out.cpu()[0].isinf().tolist()[38:] == [True] * 2, "and not NaN: inf * 0"
     assert out.cpu()[1].tolist()[:38] == [0.0] * 38
@@ -152,14 +152,14 @@ def test_tensors_that_do_not_fit(machine):
     x, weight, _ = map(machine.tensor, tensors(20, 8, 12))
     assert not covers(launcher, x, weight)
     with pytest.raises(ValueError, match="20 rows of 12 torch.bfloat16 are not covered"):
-        multiply_tiles(launcher, out, x, weight, arrived=arrived)
+        gemm(launcher, out, x, weight, arrived=arrived)
     x, weight, bias = tensors(257, 8, 16)
     assert covers(launcher, x[:256], weight) and not covers(launcher, x, weight)
     assert not covers(launcher, x[:20].float(), weight.float())
     assert not covers(launcher, x.flatten()[1:17].view(1, 16), weight)
     x, weight, bias = machine.tensor(x[:20].clone()), machine.tensor(weight), machine.tensor(bias)
     with pytest.raises(ValueError, match=r"bias is torch.bfloat16 \[8\], expected .* \[16\]"):
-        multiply_tiles(
+        gemm(
             launcher,
             out,
             x,
@@ -168,14 +168,14 @@ def test_tensors_that_do_not_fit(machine):
             arrived=arrived,
             silu=True,
         )
-    multiply_tiles(launcher, out[:0], x[:0], weight, bias, arrived=arrived)
+    gemm(launcher, out[:0], x[:0], weight, bias, arrived=arrived)
 
 
 def test_a_card_with_less_shared_memory_has_fewer_rows(toolchain):
     launcher, (x, weight, bias) = Small(), tensors(129, 24, 72)
     assert covers(launcher, x[:128], weight) and not covers(launcher, x, weight)
     out, arrived = x.new_empty(128, 24), new_counters(launcher, x.device)
-    multiply_tiles(launcher, out, x[:128], weight, bias, arrived=arrived)
+    gemm(launcher, out, x[:128], weight, bias, arrived=arrived)
     close(out, expected(x[:128], weight, bias, False))
 
 
@@ -194,7 +194,7 @@ def test_all_blocks_of_a_plan_run_at_once_and_share_evenly(card):
     for rows, size in ((rows, size) for rows in (17, 40, 128, 256) for size in sizes):
         if rows == 256 and card.max_shared_mem == 99 << 10:
             continue
-        plan = plan_product(card, rows, *size)
+        plan = plan_matmul(card, rows, *size)
         kind = plan.kind
         fits = (card.max_shared_mem + 1024) // (kind.shared_bytes + 1024)
         assert 1 <= plan.num_blocks <= card.num_multiprocessors * min(kind.resident, fits)
@@ -213,7 +213,7 @@ def test_large_products_keep_all_multiprocessors_at_work():
     """Most of the time, each has a block with rounds to multiply."""
     for rows in (32, 64, 128, 256):
         for width, depth, *silu in (*LLAMA.values(), (14336, 4096, True)):
-            plan = plan_product(CARDS["H200"], rows, width, depth, *silu)
+            plan = plan_matmul(CARDS["H200"], rows, width, depth, *silu)
             rounds = plan.num_tiles * plan.rounds
             at_once = max(1, plan.num_blocks / 132)
             assert rounds / 132 > 0.88 * plan.share * at_once, (rows, width, plan)
@@ -221,7 +221,7 @@ def test_large_products_keep_all_multiprocessors_at_work():
 
 def test_wide_tiles_are_for_weights_that_are_long_to_read():
     kinds = {
-        size: [plan_product(CARDS["H200"], rows, *size).kind[:2] for rows in (32, 64, 128, 256)]
+        size: [plan_matmul(CARDS["H200"], rows, *size).kind[:2] for rows in (32, 64, 128, 256)]
         for size in (LLAMA["head"], LLAMA["output"])
     }
     assert kinds[LLAMA["head"]] == [(1, 4), (2, 8), (4, 8), (8, 4)]

@@ -158,7 +158,7 @@ def test_what_is_switched_off(calls, driver, caplog):
     caplog.set_level("INFO", "gptmanager")
     features = Features.parse("no-early,no-warpgroups,no-products,no-async-copies,carveout")
     launcher = DeviceLauncher(features=features)
-    assert (launcher.has_warpgroups, launcher.has_products) == (False, False)
+    assert (launcher.has_warpgroups, launcher.has_matmuls) == (False, False)
     assert not DeviceLauncher(has_warpgroups=True, features=features).has_warpgroups
     launcher.kernel(DEPENDENT, "f<1>", 100_000)((2,), (32,), (None,))
     assert not driver.launches and calls[-1][0] == "launch"
@@ -206,7 +206,10 @@ def test_where_kernels_cannot_begin_early(calls, driver, missing, monkeypatch, c
     arguments = (None, None, np.int32(1), np.float32(1))
     DeviceLauncher().kernel(DEPENDENT, "f<1>")((2,), (32,), arguments)
     assert calls[-1] == ("launch", (2,), (32,), (0, 0, 1, 1.0), 0, 5) and not driver.launches
-    words = {"bindings": ["cuda-bindings is not there"], "driver": ["the driver is of CUDA 12"]}
+    words = {
+        "bindings": ["cuda-bindings cannot be imported"],
+        "driver": ["the driver supports only CUDA 12"],
+    }
     assert len(caplog.messages) == len(words.get(missing, []))
     assert all(word in caplog.text for word in words.get(missing, []))
 
@@ -223,9 +226,11 @@ def test_tensors_are_checked_by_name():
         check_tensors(a=(good, (3, None), dtype))
     with pytest.raises(ValueError, match="a is torch.float32 .*expected torch.int32"):
         check_tensors(a=(good, (2, 3), torch.int32))
-    with pytest.raises(ValueError, match="b is not contiguous"):
+    with pytest.raises(ValueError, match="b must be contiguous"):
         check_tensors(a=(good, (2, 3), dtype), b=(good.T, (3, 2), dtype))
-    with pytest.raises(ValueError, match=r"tensors on several devices: \['cpu', 'meta'\]"):
+    with pytest.raises(
+        ValueError, match=r"all tensors must be on one device, got \['cpu', 'meta'\]"
+    ):
         check_tensors(a=(good, (2, 3), dtype), b=(good.to("meta"), (2, 3), dtype))
 
 

@@ -108,13 +108,13 @@ def test_items_of_contexts_begin_and_end_where_somebody_sees_something():
     ("rows", "width", "dtype", "expected"),
     [
         # four tiles of 8 weight rows, if three quarters of the card then have work
-        (1, 4096, BF16, ("multiply<bf16, 4, false>", 128)),
-        (16, 6144, BF16, ("multiply<bf16, 4, false>", 132)),
-        (16, 3136, BF16, ("multiply<bf16, 2, false>", 132)),
-        (1, 1024, BF16, ("multiply<bf16, 2, false>", 64)),
-        (17, 1024, BF16, ("multiply<bf16, 2, false>", 128)),
-        (8, 512, FLOAT, ("multiply<float, 2, false>", 32)),
-        (9, 512, FLOAT, ("multiply<float, 2, false>", 64)),
+        (1, 4096, BF16, ("gemv<bf16, 4, false>", 128)),
+        (16, 6144, BF16, ("gemv<bf16, 4, false>", 132)),
+        (16, 3136, BF16, ("gemv<bf16, 2, false>", 132)),
+        (1, 1024, BF16, ("gemv<bf16, 2, false>", 64)),
+        (17, 1024, BF16, ("gemv<bf16, 2, false>", 128)),
+        (8, 512, FLOAT, ("gemv<float, 2, false>", 32)),
+        (9, 512, FLOAT, ("gemv<float, 2, false>", 64)),
     ],
 )
 def test_products_of_few_rows(card, rows, width, dtype, expected):
@@ -125,7 +125,7 @@ def test_products_of_few_rows(card, rows, width, dtype, expected):
 
 def test_gate_and_up_are_always_four_tiles(card):
     products.multiply_silu(card, empty(2, 520), empty(2, 64), empty(1040, 64))
-    assert card.launched == [("multiply<bf16, 4, true>", (33,), 512)]
+    assert card.launched == [("gemv<bf16, 4, true>", (33,), 512)]
 
 
 def test_all_products_of_tiles_have_the_same_counters(card):

@@ -28,7 +28,7 @@ class CountingLauncher(EmulatorLauncher):
 
 @pytest.fixture
 def launcher(toolchain):
-    return CountingLauncher(has_products=True)
+    return CountingLauncher(has_matmuls=True)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_the_faster_one_is_chosen_and_the_log_tells(own, caplog):
     for one, other in zip(runs[::2], runs[1::2], strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
     assert caplog.messages == [
-        "products with 8 x 16 bfloat16 at 1, 2, 4, 8, 16, 32, 64, 128, 256 rows: 4.0, 4.0, 4.0, "
+        "matmuls with 8 x 16 bfloat16 at 1, 2, 4, 8, 16, 32, 64, 128, 256 rows: 4.0, 4.0, 4.0, "
         "4.0, 4.0, 4.0, 4.0, 4.0, 4.0 us by our kernels, 8.0, 3.0, 4.0, 2.0, 5.0, 5.0, 3.0, 3.9, "
         "3.0 us by torch"
     ]
@@ -103,13 +103,13 @@ def test_no_memory_to_measure(own, caplog):
     choice, (weight,) = MatmulChoice(), weights(1, 8, 16)
     choice.measure(own, [weight], "card", seconds)
     assert choice.is_ours(16, weight) and not choice.is_ours(17, weight)
-    assert "no memory to time products" in caplog.text
+    assert "not enough memory to time matmuls" in caplog.text
 
 
 def test_ops_of_few_rows_are_kernels(launcher):
     kernels, (weight, up) = CudaKernels(launcher), (randn(40, 72), randn(48, 72, seed=1))
     bias = randn(40, seed=2)
-    for rows, names in ((16, ["multiply"]), (17, [])):
+    for rows, names in ((16, ["gemv"]), (17, [])):
         launcher.names.clear()
         x = randn(rows, 72, seed=3)
         close(kernels.linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()))
@@ -127,7 +127,7 @@ def test_ops_of_more_rows_are_kernels_where_they_are_faster(launcher):
     kernels.measure_matmuls([weight], "card", lambda run: 1e-6)
     launcher.names.clear()
     bias = randn(40, dtype=torch.bfloat16, seed=2)
-    for rows, name in ((16, "multiply"), (17, "multiply_tiles"), (256, "multiply_tiles")):
+    for rows, name in ((16, "gemv"), (17, "gemm"), (256, "gemm")):
         x = randn(rows, 72, dtype=torch.bfloat16, seed=3)
         product = F.linear(x.double(), weight.double(), bias.double())
         close(kernels.linear(x, weight, bias), product)
@@ -146,7 +146,7 @@ def test_the_emulator_leaves_products_to_torch(toolchain):
 
 
 @pytest.mark.parametrize(
-    ("op", "names"), [("linear", ["multiply"]), ("linear_silu_mul", ["multiply", "silu_mul"])]
+    ("op", "names"), [("linear", ["gemv"]), ("linear_silu_mul", ["gemv", "silu_mul"])]
 )
 def test_a_deterministic_row_is_the_same_beside_any_others(launcher, op, names):
     compute = getattr(CudaKernels(launcher, deterministic=True), op)

@@ -75,6 +75,6 @@ def test_tensors_that_do_not_fit(machine):
     x, weight = machine.tensor(randn(2, 64)), machine.tensor(randn(63))
     with pytest.raises(ValueError, match=r"weight is torch.float32 \[63\], expected .* \[64\]"):
         rms_norm(machine.launcher, x, x, weight, EPS)
-    with pytest.raises(ValueError, match="rows of 99999 elements are longer than"):
+    with pytest.raises(ValueError, match="rows of 99999 elements: at most"):
         wide = machine.tensor(randn(1, 99999))
         rms_norm(machine.launcher, wide, wide, wide[0], EPS)

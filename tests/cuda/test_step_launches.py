@@ -33,9 +33,9 @@ class Launches(TorchDispatchMode, EmulatorLauncher):
     make or change tensors.
     """
 
-    def __init__(self, has_products):
+    def __init__(self, has_matmuls):
         TorchDispatchMode.__init__(self)
-        EmulatorLauncher.__init__(self, has_products=has_products)
+        EmulatorLauncher.__init__(self, has_matmuls=has_matmuls)
         self.names = []
         self.late = []  # kernels that begin when the one before them has ended
 
@@ -69,10 +69,10 @@ def new_chooser(tables, launches, uploads, downloads):
     return DeviceChooser(lines, tables, sampler, processing, uploads=uploads, downloads=downloads)
 
 
-def new_runner(num_layers, has_products=False, chooses=False):
+def new_runner(num_layers, has_matmuls=False, chooses=False):
     """Of a narrow Llama, with its launches and its chooser."""
     config = {**LLAMA, "num_hidden_layers": num_layers}
-    launches = Launches(has_products)
+    launches = Launches(has_matmuls)
     stream = EmulatedStream(launches)
     model = load_model(
         (config, checkpoint(tuple(sorted(config.items(), key=str)))),
@@ -89,9 +89,9 @@ def new_runner(num_layers, has_products=False, chooses=False):
     return runner, launches, chooser
 
 
-def recorded_step(num_layers, has_products=False, chooses=False):
+def recorded_step(num_layers, has_matmuls=False, chooses=False):
     """What a recorded step launches."""
-    runner, launches, _ = new_runner(num_layers, has_products, chooses)
+    runner, launches, _ = new_runner(num_layers, has_matmuls, chooses)
     inputs, logits = runner._graphs._graphs[2].inputs, runner._graphs._graphs[2].result
     assert logits.dtype is torch.bfloat16  # as the kernels that choose read them
     launches.names.clear()
@@ -103,7 +103,7 @@ def recorded_step(num_layers, has_products=False, chooses=False):
 
 def launched_choice(**params):
     """What the choice of a token launches behind a recording."""
-    launches = Launches(has_products=False)
+    launches = Launches(has_matmuls=False)
     stream = EmulatedStream(launches)
     tables = DeviceTables(2, 64, 4, stream.device)
     chooser = new_chooser(tables, launches, Uploads(stream), Downloads(stream, 16))
@@ -178,7 +178,7 @@ def test_what_is_launched_behind_a_recording(toolchain):
 
 def test_a_step_with_products_as_kernels(toolchain):
     """Four products and four kernels a layer: the activation is a part of its product."""
-    one, two = recorded_step(1, has_products=True), recorded_step(2, has_products=True)
+    one, two = recorded_step(1, has_matmuls=True), recorded_step(2, has_matmuls=True)
     layer = {"norm": 2, "multiply": 4, "rope_and_write": 1, "generation_attention": 1}
     assert two - one == Counter(layer)
     rest = Counter(["index_select", "to", "locate_tokens", "zeros", "embedding", "norm"])

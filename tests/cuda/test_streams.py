@@ -78,5 +78,5 @@ def test_a_step_that_cannot_be_recorded_leaves_nothing_behind(stream):
     with pytest.raises(RuntimeError, match="capturing"):
         stream.capture(run)
     assert gc.isenabled() and stream.calls[-1] == "ends"
-    assert stream._turn.acquire(blocking=False)
-    stream._turn.release()
+    assert stream._device_lock.acquire(blocking=False)
+    stream._device_lock.release()
