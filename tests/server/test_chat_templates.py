@@ -112,7 +112,7 @@ def test_a_continued_message_is_that_of_transformers(name, last):
 
 
 def test_a_message_that_the_template_leaves_out_cannot_be_continued():
-    with pytest.raises(TemplateError, match="does not give back the last message"):
+    with pytest.raises(TemplateError, match="does not write the last message"):
         messages = [*SHORT, says("user", "x")]
         fill_in("{{ messages[0].content }}", messages, {}, continue_final_message=True)
 

@@ -328,7 +328,7 @@ def test_what_has_no_effect_is_taken(client):
         ({"use_beam_search": True, "stop": "a"}, "stop", "beam search"),
         ({"logit_bias": {"640": 1}}, "logit_bias", "outside 0 to 639"),
         ({"stop_token_ids": [700]}, "stop_token_ids[0]", "outside 0 to 639"),
-        ({"min_tokens": 17, "max_tokens": 16}, "min_tokens", "more than max_tokens = 16"),
+        ({"min_tokens": 17, "max_tokens": 16}, "min_tokens", "must be at most max_tokens = 16"),
         ({"guided_regex": "("}, "guided_regex", "guided_regex"),
         ({"guided_regex": "a", "bad_words": ["a"]}, None, "without a bad word"),
         ({"temperature": 1e-31}, "temperature", "1e-31 is outside 1e-30 to 100, and not 0"),

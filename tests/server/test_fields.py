@@ -93,13 +93,13 @@ def test_a_kind_takes_what_its_schema_describes(kind, value):
         ),
         ({"prompt": "x", "max_tokens": -1}, "max_tokens = -1 is less than 0"),
         ({"prompt": "x", "max_tokens": True}, "max_tokens = True is no integer"),
-        ({"prompt": [[1], None]}, "prompt[1] = None is neither a text nor token ids"),
+        ({"prompt": [[1], None]}, "prompt[1] = None must be a string or token ids"),
         (
             {"prompt": "x", "stop_token_ids": [3, 2**31]},
             "stop_token_ids[1] = 2147483648 is outside",
         ),
         ({"prompt": "x", "stop_token_ids": [3, True]}, "stop_token_ids[1] = True is no integer"),
-        ({"prompt": []}, "prompt = [] is neither text nor token ids"),
+        ({"prompt": []}, "prompt = [] must be a string, token ids"),
     ],
 )
 def test_refusals_name_field_value_and_limit(body, message):

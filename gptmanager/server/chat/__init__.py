@@ -1,1 +1,1 @@
-"""From messages to a prompt, and from an answer to a message."""
+"""From the messages of a chat to a prompt, and from an answer to a message."""

@@ -1,6 +1,6 @@
-"""The text of one answer as a chat's message, and as its deltas while it comes.
+"""The text of one answer as a chat message, and as the deltas of a stream.
 
-Decides what is content and what are calls of tools. Knows nothing of tokens, and of who is told.
+Separates content from tool calls. Independent of tokens and protocols.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gptmanager.server.text.tools import ToolFormat, Tools
 class ChatAnswer:
     """Takes text in pieces; the deltas, joined, are the message.
 
-    `tools` None: all is content. Calls beyond the first are left out where the request wants one.
-    `is_deprecated`: the call is told as `function_call`, as it was before there were several.
+    `tools` None: all text is content. If the request allows one call only, later calls are dropped.
+    `is_deprecated`: write the call as the deprecated `function_call`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ChatAnswer:
         return [] if self._parser is None else self._deltas(self._parser.flush())
 
     def message(self) -> dict[str, Any]:
-        """The whole; after `flush`."""
+        """Return the whole message; call `flush` first."""
         content = "".join(self._content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self._calls:
@@ -65,10 +65,10 @@ class ChatAnswer:
         return message
 
     def finish_reason(self, reason: str) -> str:
-        """Return the reason that clients are told; `reason` is that of the text.
+        """Return the finish reason for the client; `reason` is that of the text.
 
-        An answer that ends by itself with calls says so, unless its last call was cut off: a client
-        runs calls whose reason is `tool_calls`.
+        An answer with calls gets the reason `tool_calls`, upon which a client runs the calls,
+        unless the last call was cut off.
         """
         is_call = bool(self._calls) and reason == "stop" and not self._is_cut
         called = "function_call" if self._is_deprecated else "tool_calls"
@@ -76,7 +76,7 @@ class ChatAnswer:
 
     @property
     def _is_cut(self) -> bool:
-        """Whether the arguments of the last call that the client is told have not ended."""
+        """Whether the arguments of the last call sent to the client are incomplete."""
         parser = self._parser
         return (
             parser is not None and parser.is_in_arguments and parser.num_calls == len(self._calls)

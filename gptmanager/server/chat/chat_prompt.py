@@ -1,7 +1,6 @@
 """From the messages of a chat to the tokens of its prompt.
 
-Decides which template a request gets, and with what it is filled in. Knows nothing of what is
-generated.
+Decides which template a request uses, and with which variables it is rendered.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text.tools import ToolFormat, Tools, format_of
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
-_MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may bring another
+_MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may have its own
 _MOST_LOOKED_FOR = 32  # variables in a template, which may be long
 MAX_DOCUMENTS = 1024
-_MANY = 100  # messages, parts and calls that take a millisecond to read
+_MANY = 100  # messages, parts and calls; reading them takes a millisecond
 MESSAGES = AsItIs(MESSAGES_SCHEMA)
 # of every request that has messages
 TEMPLATE_FIELDS = (
-    Field("add_generation_prompt", Flag(), "absent: true, unless the last message goes on"),
-    Field("continue_final_message", Flag(), "the answer goes on with the last message"),
-    Field("chat_template", Text(), "instead of the model's, if the server allows that"),
+    Field("add_generation_prompt", Flag(), "absent: true, unless continue_final_message is set"),
+    Field("continue_final_message", Flag(), "the answer continues the last message"),
+    Field("chat_template", Text(), "replaces the model's template, if the server allows that"),
     Field("chat_template_kwargs", Object(), "variables of the template"),
     Field("documents", ListOf(Object(), longest=MAX_DOCUMENTS), "for templates that know them"),
     Field("reasoning_effort", Text(0, 64), "a variable of the template"),
@@ -59,9 +58,9 @@ _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """`tool_format`: how the template's model writes calls; None: nobody asks, or nobody knows.
+    """The tokens of a prompt. `tool_format`: how the model writes calls; None: there are no tools.
 
-    `one_call`: the template refuses a message with two calls, so that an answer must have one.
+    `one_call`: the template refuses messages with two calls, so an answer must have at most one.
     """
 
     tokens: list[int]
@@ -72,8 +71,8 @@ class ChatPrompt:
 class ChatPrompts:
     """Makes prompts with the chat templates of a server's model.
 
-    ConfigError for a template that cannot be read. A template that a request brings is filled in
-    by a process of its own, so that it keeps nobody else waiting.
+    ConfigError for an unreadable template. Templates in requests are rendered in a separate
+    process, so that a slow one delays no request that uses the model's template.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
@@ -92,22 +91,22 @@ class ChatPrompts:
     async def read(
         self, body: Mapping[str, Any], tools: Tools | None, warnings: Warnings
     ) -> ChatPrompt:
-        """Return the prompt; `warnings` gets the variables that the template does not know.
+        """Return the prompt; add to `warnings` the variables that the template does not use.
 
-        ApiError (400) for wrong messages, without a template, and where it refuses.
+        ApiError (400) for wrong messages, for a missing template, and if the template refuses.
         """
         given = body.get("messages")
         limit = self._engine.card.max_model_len
         num_items = count_items(given, limit)
         if num_items > limit:
-            told = f"However, your messages have {num_items} parts and calls."
-            raise self._engine.context_length.exceeded("messages", told)
+            details = f"However, your messages have {num_items} parts and calls."
+            raise self._engine.context_length.exceeded("messages", details)
         reading = functools.partial(read_messages, given)
         messages = await run_in_thread(reading) if num_items > _MANY else reading()
         template, process = self._template(body, tools is not None)
         warnings.add_ignored(_unknown_variables(body, template), "unknown to the chat template")
         form = None if tools is None else _known_format(template)
-        if "developer" not in template:  # the newer word of two for the same
+        if "developer" not in template:  # the newer name of the same role
             messages = [
                 {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
             ]
@@ -116,7 +115,7 @@ class ChatPrompts:
         if one_call:
             messages = one_call_each(messages)
         text = await self._filled_in(template, process, messages, body, tools)
-        special = body.get("add_special_tokens", False)  # the template has them
+        special = body.get("add_special_tokens", False)  # the template writes them
         tokens = await self._encoded(text, special=special)
         return ChatPrompt(tokens, form, one_call)
 
@@ -133,13 +132,15 @@ class ChatPrompts:
         return tokens
 
     async def _takes_one_call(self, template: str, process: TemplateProcess) -> bool:
-        """Return whether a template takes a message with one call and refuses one with two.
+        """Return whether a template accepts a message with one call and refuses one with two.
 
-        A template is tried once: what it refuses cannot be read from its text.
+        Each template is tried once, because its text does not show what it refuses.
         """
         key = hashlib.sha256(template.encode()).digest()  # a template may be long
         if key not in self._one_call:
-            if not await self._takes(template, process, 1):  # it says nothing of two
+            if not await self._takes(
+                template, process, 1
+            ):  # then a failure with two proves nothing
                 return False
             takes_two = await self._takes(template, process, 2)
             if len(self._one_call) >= _MOST_TRIED:
@@ -167,7 +168,7 @@ class ChatPrompts:
             if not self._settings.trust_request_chat_template:
                 raise ApiError(
                     400,
-                    "chat_template: templates of requests need --trust-request-chat-template",
+                    "chat_template: templates in requests need --trust-request-chat-template",
                     param="chat_template",
                 )
             return str(given), self._process_of_requests
@@ -175,7 +176,7 @@ class ChatPrompts:
         if template is None:
             raise ApiError(
                 400,
-                "messages: the model has no chat template: give one by --chat-template, or use "
+                "messages: the model has no chat template: set one with --chat-template, or use "
                 "/v1/completions",
                 param="messages",
             )
@@ -194,7 +195,7 @@ class ChatPrompts:
         if continues and generates:
             raise ApiError(
                 400,
-                "continue_final_message: stands beside add_generation_prompt: one is possible",
+                "pass either continue_final_message or add_generation_prompt, not both",
                 param="continue_final_message",
             )
         of_client = {
@@ -220,7 +221,7 @@ class ChatPrompts:
 
 
 def _trial(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return messages, one of them with calls of the same tool, and the list of that tool."""
+    """Return messages, one of them with `num_calls` calls of a tool, and a list with the tool."""
     ids = [f"call{index:05}" for index in range(num_calls)]  # nine characters, as Mistral's
     function = {"name": "look", "arguments": {"at": "it"}}
     calls = [{"id": one, "type": "function", "function": function} for one in ids]
@@ -233,7 +234,7 @@ def _trial(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _unknown_variables(body: Mapping[str, Any], template: str) -> list[str]:
-    """Return the names of given variables that are not in the template, so that it ignores them."""
+    """Return the names of given variables that the template does not mention."""
     own = body.get("chat_template_kwargs", {})
     names = [*(("documents",) if body.get("documents") else ()), *_VARIABLES]
     given = [name for name in names if name in body]
@@ -243,15 +244,17 @@ def _unknown_variables(body: Mapping[str, Any], template: str) -> list[str]:
 
 
 def _own_variables(given: Any) -> Mapping[str, Any]:
-    """Those that a request adds; ApiError (400) for what has a field of its own."""
+    """Return the variables that a request adds. ApiError (400) for one that has its own field."""
     where = "chat_template_kwargs"
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ApiError(400, f"{where}: is no object", param=where)
+        raise ApiError(400, f"{where} must be an object", param=where)
     for name in _FIELDS:
         if name in given:
-            raise ApiError(400, f"{where}.{name}: is a field of its own", param=f"{where}.{name}")
+            raise ApiError(
+                400, f"{where}.{name} must be passed as the field {name}", param=f"{where}.{name}"
+            )
     return given
 
 
@@ -260,8 +263,8 @@ def _known_format(template: str) -> ToolFormat:
     if form is None:
         raise ApiError(
             400,
-            "tools: the chat template describes no format of calls that is known: those of Hermes "
-            "and Qwen (<tool_call> with name and arguments) and of Llama 3 (name and parameters)",
+            "tools: the chat template must describe a known format of calls: that of Hermes and "
+            "Qwen (<tool_call> with name and arguments) or of Llama 3 (name and parameters)",
             param="tools",
         )
     return form

@@ -1,8 +1,8 @@
-"""`ControlTokens`: texts of clients in a chat that never become control tokens.
+"""`ControlTokens`: keeps client texts in a chat from becoming control tokens.
 
-A template writes its control tokens as text, and the texts of clients beside them. So what would
-make a control token in a client's text is marked before the template is filled in; behind it, every
-control token that is left is the template's.
+A template writes both its control tokens and the client's texts as text. So the names of control
+tokens in client texts are marked before the template is rendered. In the rendered text, every
+unmarked control token is then the template's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-_FIRST_MARK = 0xF0000  # of a plane for private use, in which no text has a meaning
+_FIRST_MARK = 0xF0000  # of a Unicode plane for private use
 
 
 class ControlTokens:
@@ -30,7 +30,7 @@ class ControlTokens:
         self._unmarked = str.maketrans({mark: first for first, mark in self._marks.items()})
 
     def marked(self, value: Any) -> Any:
-        """Return the same lists and objects, in whose texts no control token begins."""
+        """Return a copy of the value with control tokens marked in all its strings."""
         if isinstance(value, str):
             return self._marked(value)
         if isinstance(value, dict):
@@ -40,7 +40,7 @@ class ControlTokens:
         return value
 
     def pieces(self, text: str) -> Iterator[str | int]:
-        """Yield the parts of a template's text: ids of its control tokens, and what is plain."""
+        """Yield the parts of a rendered template: ids of control tokens, and plain text."""
         at = 0
         for found in self._any.finditer(text):
             if at < found.start():
@@ -51,8 +51,8 @@ class ControlTokens:
             yield text[at:].translate(self._unmarked)
 
     def _marked(self, text: str) -> str:
-        """With a mark for the first letter of each control token, also of one that another text
-        could complete.
+        """Return `text` with a mark for the first letter of each control token, also of one that
+        the text after it could complete.
         """
         text = self._any.sub(lambda found: self._marks[found[0][0]] + found[0][1:], text)
         for at in range(max(0, len(text) - self._longest), len(text)):

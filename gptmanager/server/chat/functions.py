@@ -1,6 +1,6 @@
-"""The deprecated fields `functions` and `function_call`, as tools and the choice of one.
+"""The deprecated fields `functions` and `function_call`, read as `tools` and `tool_choice`.
 
-Decides what they mean; `ChatAnswer` answers in their shape.
+`ChatAnswer` writes the answer in the deprecated shape.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def has_functions(given: Mapping[str, Any]) -> bool:
 
 
 def read_functions(functions: Any, function_call: Any) -> Tools | None:
-    """Return the functions as tools, one call at most; None where none may be called.
+    """Return the functions as tools for at most one call; None if none may be called.
 
-    ApiError (400) names what is wrong by the fields that the client has sent.
+    ApiError (400) uses the names of the deprecated fields.
     """
     listed = [] if functions is None else functions
     if not isinstance(listed, list) or len(listed) > MAX_TOOLS:

@@ -1,7 +1,6 @@
-"""Messages of a chat, as a client sends them and as chat templates want them.
+"""Messages of a chat: from what a client sends to what chat templates expect.
 
-Decides what a message may hold: clients send back all that they were told by whatever server, so
-that unknown keys are ignored. Knows nothing of templates.
+Unknown keys of a message are ignored, because clients send back answers of other servers.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _MAY_BE_EMPTY = ("assistant", "tool", "function")  # a content that is null
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that a model is not told again
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that are not shown to the model
 _MOST_OBJECTS = 10_000  # in the arguments of a call
-_FUNCTION_CALL = "function_call"  # the id of a call that has none, since its kind is deprecated
+_FUNCTION_CALL = "function_call"  # the id of a deprecated call, which has none
 
 
 def _no_json(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 _STRICT_JSON = json.JSONDecoder(parse_constant=_no_json)
@@ -35,7 +34,7 @@ _PART = {
     "required": ["type", "text"],
     "properties": {"type": {"enum": list(_TEXT_PARTS[:3])}, "text": _TEXT},
 }
-# what the OpenAPI document tells of them; an assistant's content may be absent
+# for the OpenAPI document; an assistant's content may be absent
 MESSAGES_SCHEMA: Mapping[str, Any] = {
     "type": "array",
     "minItems": 1,
@@ -54,21 +53,21 @@ MESSAGES_SCHEMA: Mapping[str, Any] = {
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages with their contents as texts, and the arguments of calls as objects.
+    """Return the messages with their contents as strings, and the arguments of calls as objects.
 
     Text parts are joined by line breaks. Arguments that are not a JSON object, such as those of a
-    call that was cut off, stay texts. The deprecated `function_call` and role "function" become
-    `tool_calls` and "tool". ApiError (400) names what is wrong, and where.
+    call that was cut off, stay strings. The deprecated `function_call` and role "function" become
+    `tool_calls` and "tool". ApiError (400) names the wrong field and the reason.
     """
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", f"{quoted(messages)} is no list of one or more messages")
+        raise _wrong("messages", f"{quoted(messages)} must be a list of one or more messages")
     return [_read(one, f"messages[{index}]") for index, one in enumerate(messages)]
 
 
 def count_items(messages: Any, most: int) -> int:
-    """Return how many messages there are, or parts and calls of messages, if these are more.
+    """Return the number of messages, or of their parts and calls if these are more.
 
-    None of them is read. Each takes a token of a prompt, so more than `most` are no prompt.
+    The items are not read. Each becomes at least one token, so more than `most` cannot fit.
     """
     if not isinstance(messages, list):
         return 0
@@ -85,7 +84,7 @@ def count_items(messages: Any, most: int) -> int:
 def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with at most one call in each, for templates that refuse more.
 
-    The results of a message's calls, which follow it, are moved to behind their calls.
+    Each result that follows the message is moved to its call.
     """
     found: list[dict[str, Any]] = []
     moved: dict[Any, list[dict[str, Any]]] = {}  # results by the ids of their calls
@@ -100,7 +99,10 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             moved.setdefault(rest[-1].get("tool_call_id"), []).append(rest.pop())
         for call in calls:
             found.append({**message, "tool_calls": [call]})
-            message = {"role": message["role"], "content": ""}  # the rest is said once
+            message = {
+                "role": message["role"],
+                "content": "",
+            }  # the rest is kept in the first message
             found += moved.pop(call.get("id"), ())
         found += [result for results in moved.values() for result in results]
         moved.clear()
@@ -109,25 +111,27 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _read(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _wrong(where, f"{quoted(message)} is no object with role and content")
+        raise _wrong(where, f"{quoted(message)} must be an object with role and content")
     role = message.get("role")
     if role not in ROLES:
-        raise _wrong(f"{where}.role", f"{quoted(role)} is none of {', '.join(ROLES)}")
+        raise _wrong(f"{where}.role", f"{quoted(role)} must be one of {', '.join(ROLES)}")
     read: dict[str, Any] = {"role": role}
     calls = _calls_of(message, where)
     if calls:
         if role != "assistant":
-            raise _wrong(f"{where}.tool_calls", f"stands in a message of role {role}")
+            raise _wrong(
+                f"{where}.tool_calls", f"a message of role {role} must not have tool_calls"
+            )
         read["tool_calls"] = calls
     read["content"] = _content(message, role, f"{where}.content")
     for key in ("name", "tool_call_id"):
         value = message.get(key)
         if value is not None:
             if not isinstance(value, str):
-                raise _wrong(f"{where}.{key}", f"{quoted(value)} is no text")
+                raise _wrong(f"{where}.{key}", f"{quoted(value)} must be a string")
             read[key] = value
     thoughts = message.get("reasoning_content") or message.get("reasoning")
-    if isinstance(thoughts, str):  # some send an object, which no template knows
+    if isinstance(thoughts, str):  # some clients send an object, which no template supports
         read["reasoning_content"] = thoughts
     if role == "function":
         read.update(role="tool", tool_call_id=_FUNCTION_CALL)
@@ -137,15 +141,15 @@ def _read(message: Any, where: str) -> dict[str, Any]:
 def _content(message: Mapping[str, Any], role: str, where: str) -> str:
     content = message.get("content")
     if content is None and role == "assistant":
-        content = message.get("refusal")  # what it said instead
+        content = message.get("refusal")  # the assistant's text in place of an answer
     if isinstance(content, str):
         return content
     if content is None:
         if role in _MAY_BE_EMPTY:
             return ""
-        raise _wrong(where, "is missing: a text, or a list of parts of type text, is needed")
+        raise _wrong(where, "is missing; it must be a string or a list of parts of type text")
     if not isinstance(content, list):
-        raise _wrong(where, f"{quoted(content)} is neither a text nor a list of parts")
+        raise _wrong(where, f"{quoted(content)} must be a string or a list of parts")
     parts = (_part(part, role, f"{where}[{index}]") for index, part in enumerate(content))
     return "\n".join(part for part in parts if part is not None)
 
@@ -153,7 +157,9 @@ def _content(message: Mapping[str, Any], role: str, where: str) -> str:
 def _part(part: Any, role: str, where: str) -> str | None:
     """Return the text of a part; None for one that is not shown to the model."""
     if not isinstance(part, Mapping):
-        raise _wrong(where, f"{quoted(part)} is no part such as {{'type': 'text', 'text': ...}}")
+        raise _wrong(
+            where, f"{quoted(part)} must be a part such as {{'type': 'text', 'text': ...}}"
+        )
     kind = part.get("type")
     if role == "assistant" and kind in _THOUGHTS:
         return None
@@ -162,7 +168,7 @@ def _part(part: Any, role: str, where: str) -> str | None:
     key = "refusal" if kind == "refusal" else "text"
     text = part.get(key)
     if not isinstance(text, str):
-        raise _wrong(f"{where}.{key}", f"{quoted(text)} is no text")
+        raise _wrong(f"{where}.{key}", f"{quoted(text)} must be a string")
     return text
 
 
@@ -171,7 +177,7 @@ def _calls_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if calls:
         where = f"{where}.tool_calls"
         if not isinstance(calls, list):
-            raise _wrong(where, f"{quoted(calls)} is no list of calls")
+            raise _wrong(where, f"{quoted(calls)} must be a list of calls")
         return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
     if legacy:
         call = {"id": _FUNCTION_CALL, "function": legacy}
@@ -183,10 +189,10 @@ def _call(call: Any, where: str, *, legacy: bool = False) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     inner = where if legacy else f"{where}.function"
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _wrong(inner, f"{quoted(function)} is no object with name, arguments")
+        raise _wrong(inner, f"{quoted(function)} must be an object with name and arguments")
     arguments = _arguments(function.get("arguments"))
     if not isinstance(arguments, Mapping | str):
-        raise _wrong(f"{inner}.arguments", f"{quoted(arguments)} is no object")
+        raise _wrong(f"{inner}.arguments", f"{quoted(arguments)} must be an object")
     read: dict[str, Any] = {
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
@@ -197,7 +203,7 @@ def _call(call: Any, where: str, *, legacy: bool = False) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> Any:
-    """Return the object that the text says, or the text: a model may have written anything."""
+    """Return the object in a JSON string, or the string itself if it is not an object in JSON."""
     if given is None:
         return {}
     if not isinstance(given, str):

@@ -1,9 +1,8 @@
-"""A chat template filled in; and the program that does so in a process of its own.
+"""Rendering of chat templates, and the program that renders them in a child process.
 
-Templates are Jinja2's, in its sandbox, with what Hugging Face's transformers adds to it: loop
-controls, `raise_exception`, `strftime_now`, a `tojson` that escapes nothing, `generation` blocks.
-
-`answerer` is for a `ChildProcess`: with jinja2 alone, it starts in no time.
+Templates run in Jinja2's sandbox, with the additions of Hugging Face's transformers: loop
+controls, `raise_exception`, `strftime_now`, a `tojson` without escapes, and `generation` blocks.
+The program imports only jinja2, so that the `ChildProcess` starts quickly.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-CONTINUED = "\ue000 the text goes on from here \ue001 "  # no template would write that itself
+CONTINUED = "\ue000 the text continues here \ue001 "  # a marker that no template contains
 
 
 class TemplateError(Exception):
-    """The template is wrong, or refuses what it is given; says why."""
+    """The template is invalid, or refuses its messages; the text gives the reason."""
 
 
 def fill_in(
@@ -28,10 +27,10 @@ def fill_in(
     *,
     continue_final_message: bool = False,
 ) -> str:
-    """The text of a conversation, as transformers' `apply_chat_template` gives it.
+    """Return the text of a conversation, as transformers' `apply_chat_template` returns it.
 
-    `variables`: what the template knows beside `messages`. `continue_final_message`: the text ends
-    with that of the last message. TemplateError where that cannot be.
+    `variables`: the template's variables in addition to `messages`. `continue_final_message`: the
+    text ends with that of the last message. TemplateError if the template fails.
     """
     import jinja2
 
@@ -42,7 +41,7 @@ def fill_in(
         text: str = _compiled(template).render({**variables, "messages": messages})
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(f"line {error.lineno}: {error.message}") from None
-    except jinja2.TemplateError as error:  # what raise_exception raises, among others
+    except jinja2.TemplateError as error:  # among others from raise_exception
         raise TemplateError(error.message or type(error).__name__) from None
     except MemoryError:
         raise TemplateError("it takes too much memory") from None
@@ -52,10 +51,10 @@ def fill_in(
 
 
 def _cut(text: str) -> str:
-    """Where the last message ends; a template may have stripped the message's own spaces."""
+    """Return the text up to the end of the last message, which the template may have stripped."""
     at = text.rfind(CONTINUED.strip())
     if at < 0:
-        raise TemplateError("it does not give back the last message, so nothing can continue it")
+        raise TemplateError("it does not write the last message, so it cannot be continued")
     return text[:at] if text.startswith(CONTINUED, at) else text[:at].rstrip()
 
 
@@ -72,7 +71,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what the assistant said: for training, without effect here."""
+        """`{% generation %}` marks the assistant's text for training; no effect here."""
 
         tags = {"generation"}
 
@@ -106,6 +105,6 @@ def _to_json(
 
 
 def answerer() -> Callable[[dict[str, Any]], str]:
-    """The function that answers in a process of its own."""
+    """Return the function that a child process calls for each question."""
     _environment()
     return lambda question: fill_in(**question)

@@ -1,7 +1,6 @@
-"""Chat templates: where a checkpoint keeps them, and how one is filled in with bounds.
+"""Chat templates: how they are found in a checkpoint, and rendered within limits.
 
-Decides which template a request gets, and how long filling it in may take. Knows nothing of what
-messages mean.
+Decides which template a request uses, and how long rendering may take.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from gptmanager.lifecycle.child_process import (
 from gptmanager.server.chat import template_program
 from gptmanager.server.chat.template_program import TemplateError
 
-MAX_SECONDS = 5.0  # that a template may take
+MAX_SECONDS = 5.0  # to render a template
 MAX_BYTES = 1 << 29  # of memory
 
 _DEFAULT = "default"
@@ -34,7 +33,7 @@ _WITH_TOOLS = "tool_use"
 
 
 def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Name -> text of a checkpoint's templates; the usual one is called "default".
+    """Return name -> text of a checkpoint's templates; that for most requests is called "default".
 
     In the order of transformers: chat_template.jinja with additional_chat_templates/*.jinja, else
     the key `chat_template` of tokenizer_config.json (a text, or a list of named ones), else that
@@ -50,7 +49,7 @@ def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
             try:
                 config = json.loads(_read(path))
             except ValueError as error:
-                raise ConfigError(f"{path} is no JSON: {error}") from None
+                raise ConfigError(f"{path} must be JSON: {error}") from None
             found = config.get("chat_template") if isinstance(config, dict) else None
             if found is not None:
                 return _named(found, path)
@@ -58,12 +57,12 @@ def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def read_template_file(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The one template of a file, for requests with and without tools."""
+    """Return the template of a file, for requests with and without tools."""
     return {_DEFAULT: _read(Path(path))}
 
 
 def pick(templates: Mapping[str, str], has_tools: bool) -> str | None:
-    """The template of a request; None if there is none."""
+    """Return the template for a request; None if there is none."""
     if has_tools and _WITH_TOOLS in templates:
         return templates[_WITH_TOOLS]
     return templates.get(_DEFAULT)
@@ -73,7 +72,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: a chat template cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot read the chat template: {error}") from None
 
 
 def _named(found: Any, path: Path) -> dict[str, str]:
@@ -83,16 +82,18 @@ def _named(found: Any, path: Path) -> dict[str, str]:
     except (KeyError, TypeError):
         named = {}
     if not named or not all(isinstance(text, str) for pair in named.items() for text in pair):
-        raise ConfigError(f"{path}: chat_template is neither a text nor a list of named ones")
+        raise ConfigError(
+            f"{path}: chat_template must be a string or a list of objects with name and template"
+        )
     return named
 
 
 class TemplateProcess:
-    """Fills in templates in a process of its own, one after another.
+    """Renders templates in a child process, one after another.
 
-    So a template that runs for ever, or eats memory, harms requests of this process alone: it has
-    `max_seconds`, then the process is ended, and the next request starts another. It starts with
-    the first request, in about 0.1 s.
+    So an endless template, or one that exhausts memory, affects only requests of this child: it is
+    killed after `max_seconds`, and the next request starts another. The first request starts the
+    child, in about 0.1 s.
     """
 
     def __init__(self, max_seconds: float = MAX_SECONDS, max_bytes: int = MAX_BYTES) -> None:
@@ -110,8 +111,8 @@ class TemplateProcess:
     ) -> str:
         """Return what `template_program.fill_in` returns.
 
-        Raises TemplateError for what the template or its process refuses, and NotStartedError
-        where there is no process.
+        Raises TemplateError if the template or its process fails, and NotStartedError if the
+        process cannot be started.
         """
         given = {
             "template": template,
@@ -121,12 +122,12 @@ class TemplateProcess:
         }
         try:
             filling = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, given)
-        except RuntimeError as error:  # no thread can be started
-            raise NotStartedError(f"no process can be started: {error}") from None
+        except RuntimeError as error:  # the thread cannot be started
+            raise NotStartedError(f"the process cannot be started: {error}") from None
         return await filling
 
     def close(self) -> None:
-        """End the process; it may be started again."""
+        """End the process; the next request starts it again."""
         self._thread.submit(self._child.stop).result()
 
     def _ask(self, given: Mapping[str, Any]) -> str:

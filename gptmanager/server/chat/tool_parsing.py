@@ -1,7 +1,8 @@
-"""Calls of tools, found in the text of a model while it comes.
+"""Parser of tool calls in the text of a model, piece by piece.
 
-Decides what of a text is a call, and what is said to the client. Knows nothing of tokens. A whole
-answer goes through the same parser as a stream, so that both say the same.
+Whole answers use the same parser as streams, so that both have the same result. Independent of
+tokens.
+
 
 A call is a JSON object with the name of a tool and its arguments:
 
@@ -10,7 +11,7 @@ A call is a JSON object with the name of a tool and its arguments:
     </tool_call>
 
     {"name": "get_weather", "parameters": {"city": "Rome"}}         Llama 3: the whole answer, in
-                                                                    which ";" parts several
+                                                                    ";" separates several
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from enum import Enum
 
 OPENER, CLOSER = "<tool_call>", "</tool_call>"
 
-# as far as the arguments, if they are an object; a model may say first that it is a function
+# up to arguments that are an object; a model may write "type" first
 _HEADER = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -36,7 +37,7 @@ _QUOTE = re.compile(r'["\\]')
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for people."""
+    """Text outside of calls."""
 
     text: str
 
@@ -51,7 +52,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The next piece of a call's arguments, which are JSON in the model's own letters."""
+    """The next piece of a call's arguments, JSON exactly as the model writes it."""
 
     index: int
     text: str
@@ -65,25 +66,26 @@ class _State(Enum):
     HEADER = "a call, until its arguments begin"
     ARGUMENTS = "its arguments"
     REST = "what follows them in the object"
-    BETWEEN = "behind a call"
-    PLAIN = "text, to the end: an answer that is no call"
+    BETWEEN = "after a call"
+    PLAIN = "text to the end: an answer without calls"
 
 
 class ToolCallParser:
-    """Takes the text of one answer in pieces; gives what it amounts to.
+    """Takes the text of one answer in pieces, and returns its content and calls.
 
-    `names`: the tools that may be called; an object that names another one is text. `tagged`: calls
-    stand in <tool_call>, as Hermes and Qwen write them; else the answer is calls, as Llama 3's.
+    `names`: the tools that may be called; an object with another name is text. `tagged`: calls are
+    in <tool_call> tags, as Hermes and Qwen write them; else the whole answer is calls, as Llama 3
+    writes them.
     """
 
     def __init__(self, names: Collection[str], *, tagged: bool) -> None:
         self._names = frozenset(names)
         self._tagged = tagged
         self._state = _State.CONTENT if tagged else _State.BETWEEN
-        self._text = ""  # not given out yet
-        self._before = ""  # what was left out before the call that begins, should it be none
+        self._text = ""  # not returned yet
+        self._before = ""  # text skipped before a possible call, returned if it is not a call
         self._whole = _ObjectScan()  # the object of a call, until its arguments begin
-        self._num_scanned = 0  # letters of it
+        self._num_scanned = 0  # characters of it
         self._arguments = _ObjectScan()  # the same from there on
         self.num_calls = 0
 
@@ -111,7 +113,7 @@ class ToolCallParser:
                 self._say(rest, found)
         return found
 
-    # One step: what can be said of the text now; False where more of it is needed ------------
+    # One step in the state table; returns False if it needs more text --------------------------
 
     def _step(self, found: list[Found]) -> bool:
         if self._state is _State.CONTENT:
@@ -126,9 +128,9 @@ class ToolCallParser:
         return self._read_object(found)
 
     def _read_content(self, found: list[Found]) -> bool:
-        """Up to a tag; spaces before one are left out, and a tag may have begun."""
+        """Return text up to a tag, without the spaces before it; hold back a possible tag."""
         at = self._text.find(OPENER)
-        end = at if at >= 0 else len(self._text) - _begun(self._text, OPENER)
+        end = at if at >= 0 else len(self._text) - _num_tag_letters(self._text, OPENER)
         stripped = len(self._text[:end].rstrip())
         if stripped or at >= 0:
             said = self._take(stripped)
@@ -141,7 +143,7 @@ class ToolCallParser:
         return True
 
     def _read_between(self) -> bool:
-        """Behind a call, or before the first one of an answer without tags."""
+        """Skip separators after a call, or before the first call of an answer without tags."""
         skipped = " \t\r\n" + (";" if self.num_calls and not self._tagged else "")
         rest = self._text.lstrip(skipped)
         if self._tagged:
@@ -165,7 +167,7 @@ class ToolCallParser:
         self._state, self._whole, self._num_scanned = _State.HEADER, _ObjectScan(), 0
 
     def _read_header(self, found: list[Found]) -> bool:
-        """Until the arguments begin, or until the whole object tells what it is."""
+        """Read a call up to its arguments, or the whole object if its keys are in another order."""
         header = _HEADER.match(self._text)
         if header and header[1] in self._names:
             self._call(header[1], found)
@@ -177,27 +179,27 @@ class ToolCallParser:
             self._before += self._take(len(self._text) - len(self._text.lstrip()))
         key = _FIRST_KEY.match(self._text)
         if self._text[:1] not in ("", "{") or (key and key[1] not in _CALL_KEYS):
-            return self._is_no_call(found)
+            return self._reject_call(found)
         end = self._whole.take(self._text[self._num_scanned :])
         if end is None:
             self._num_scanned = len(self._text)
             return False
         call = _read_call(self._text[: self._num_scanned + end])
         if call is None or call[0] not in self._names:
-            return self._is_no_call(found)
+            return self._reject_call(found)
         self._call(call[0], found)
         found.append(Arguments(self.num_calls - 1, call[1]))
         self._take(self._num_scanned + end)
         self._state = _State.BETWEEN
         return True
 
-    def _is_no_call(self, found: list[Found]) -> bool:
+    def _reject_call(self, found: list[Found]) -> bool:
         self._say(self._before, found)
         self._state = _State.CONTENT if self._tagged else _State.PLAIN
         return True
 
     def _read_object(self, found: list[Found]) -> bool:
-        """The arguments, which are an object in the call's, and what follows them."""
+        """Read the arguments, a nested object, and then the rest of the call's object."""
         if not self._text:
             return False
         is_arguments = self._state is _State.ARGUMENTS
@@ -226,7 +228,7 @@ class ToolCallParser:
 
 
 class _ObjectScan:
-    """Where a JSON object ends, in a text that comes in pieces."""
+    """Finds the end of a JSON object in a text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -234,7 +236,7 @@ class _ObjectScan:
         self._is_escaped = False
 
     def take(self, text: str, depth: int = 0) -> int | None:
-        """The index behind the brace that leads back to `depth`; None if it has not come."""
+        """Return the index after the brace that closes down to `depth`, or None."""
         at = 0
         if self._is_escaped and text:
             self._is_escaped, at = False, 1
@@ -255,13 +257,13 @@ class _ObjectScan:
                     return at
 
 
-def _begun(text: str, tag: str) -> int:
-    """How many letters at the end of `text` may be the beginning of `tag`."""
+def _num_tag_letters(text: str, tag: str) -> int:
+    """Return how many characters at the end of `text` may begin `tag`."""
     return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def _read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments (as JSON) of an object in any order of its keys; None if it is no call."""
+    """Return name and arguments (as JSON) of a call with its keys in any order; None for others."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):
@@ -270,6 +272,6 @@ def _read_call(text: str) -> tuple[str, str] | None:
     arguments = call.get("arguments", call.get("parameters"))
     if not isinstance(name, str):
         return None
-    if isinstance(arguments, str):  # some models put JSON into a JSON text
+    if isinstance(arguments, str):  # some models write JSON in a JSON string
         return name, arguments
     return name, json.dumps({} if arguments is None else arguments, ensure_ascii=False)

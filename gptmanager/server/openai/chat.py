@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages in, an answer in the shape of a chat out, whole or as it comes."""
+"""/v1/chat/completions: from messages to an answer, in one piece or streamed."""
 
 from __future__ import annotations
 
@@ -56,15 +56,23 @@ _MAX_TOKENS = NewTokens(1)
 FIELDS = by_name(
     [
         Field("messages", MESSAGES, "objects with role and content", required=True),
-        Field("max_completion_tokens", _MAX_TOKENS, "new tokens; absent: as many as there is room"),
-        Field("max_tokens", _MAX_TOKENS, "the same by its older name"),
-        Field("logprobs", Flag(), "log probabilities of the tokens"),
-        Field("top_logprobs", Integer(0, MAX_TOP_LOG_PROBS), "and of so many others each"),
+        Field(
+            "max_completion_tokens",
+            _MAX_TOKENS,
+            "new tokens; absent: as many as fit into the context",
+        ),
+        Field("max_tokens", _MAX_TOKENS, "the older name of max_completion_tokens"),
+        Field("logprobs", Flag(), "return log probabilities of the tokens"),
+        Field(
+            "top_logprobs",
+            Integer(0, MAX_TOP_LOG_PROBS),
+            "most likely tokens to return for each token; needs logprobs",
+        ),
         Field("tools", OBJECTS, "functions that may be called"),
         Field("tool_choice", AsItIs(), "none, auto, required, or a function by its name"),
-        Field("parallel_tool_calls", Flag(), "false: one call at most"),
-        Field("functions", OBJECTS, "tools, as clients wrote them before"),
-        Field("function_call", AsItIs(), "tool_choice, likewise"),
+        Field("parallel_tool_calls", Flag(), "false: at most one call"),
+        Field("functions", OBJECTS, "deprecated: use tools"),
+        Field("function_call", AsItIs(), "deprecated: use tool_choice"),
     ],
     TEMPLATE_FIELDS,
     SAMPLING,
@@ -81,7 +89,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 
 
 class Chats:
-    """The endpoint. ConfigError for a chat template that cannot be read."""
+    """The endpoint. ConfigError for an unreadable chat template."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self._engine = engine
@@ -114,7 +122,9 @@ class Chats:
             parallel = given.get("parallel_tool_calls", True)
             tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
         prompt = await self._prompts.read(given, tools, warnings)
-        if tools is not None and prompt.one_call:  # so that the answer can be sent back
+        if (
+            tools is not None and prompt.one_call
+        ):  # so that the template accepts the answer in the next prompt
             tools = replace(tools, parallel=False)
         num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
         processor = await self._processors.of(given, warnings, tools, prompt.tool_format)
@@ -168,17 +178,17 @@ class _Chat:
         for index, (shape, output) in enumerate(zip(self._shapes, outputs, strict=True)):
             shape.flush()
             delta = Delta("", token_ids[index], log_probs[index], output.finish_reason)
-            told = await self._answer.shaped(
-                functools.partial(self._told, index, delta), len(delta.log_probs)
+            fields = await self._answer.shaped(
+                functools.partial(self._details, index, delta), len(delta.log_probs)
             )
-            if self._given.get("logprobs") and told["logprobs"] is None:  # clients look for a list
-                told["logprobs"] = chat_shape([], 0, self._texts)
-            choices.append({"index": index, "message": shape.message(), **told})
+            if self._given.get("logprobs") and fields["logprobs"] is None:  # clients expect a list
+                fields["logprobs"] = chat_shape([], 0, self._texts)
+            choices.append({"index": index, "message": shape.message(), **fields})
         return {
             **self._head,
             "choices": choices,
             "usage": self._answer.usage(),
-            **await self._answer.shaped(self._of_prompt),
+            **await self._answer.shaped(self._prompt_fields),
         }
 
     async def frames(self) -> AsyncIterator[bytes]:
@@ -190,7 +200,7 @@ class _Chat:
                 for choice in self._choices(index, delta):
                     chunk = {**self._head, "choices": [choice]}
                     if not any(self._has_begun):
-                        chunk.update(await self._answer.shaped(self._of_prompt))
+                        chunk.update(await self._answer.shaped(self._prompt_fields))
                     self._has_begun[index] = True
                     if is_continuous:
                         chunk["usage"] = self._answer.usage()
@@ -207,7 +217,7 @@ class _Chat:
         yield DONE
 
     def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Return the choices of a delta: the role first, and at the end the finish reason."""
+        """Return the chunks' choices for a delta: first the role, at the end the finish reason."""
         shape = self._shapes[index]
         deltas = shape.push(delta.text)
         is_done = delta.finish_reason is not None
@@ -216,43 +226,43 @@ class _Chat:
         if not self._has_begun[index]:
             deltas.insert(0, {"role": "assistant", "content": ""})
         if is_done or not deltas:
-            deltas.append({})  # with the reason, or with log probabilities of what is held back
-        # the tokens go with the first that is more than the role
+            deltas.append({})  # carries the finish reason, or log probabilities of held-back text
+        # the tokens are sent with the first choice after the role
         at = min(len(deltas) - 1, 0 if self._has_begun[index] else 1)
         choices = []
         for position, one in enumerate(deltas):
             has_tokens, is_last = position == at, position == len(deltas) - 1
-            told = Delta(
+            own = Delta(
                 "",
                 delta.token_ids if has_tokens else [],
                 delta.log_probs if has_tokens else [],
                 delta.finish_reason if is_last else None,
             )
-            choices.append({"index": index, "delta": one, **self._told(index, told)})
+            choices.append({"index": index, "delta": one, **self._details(index, own)})
         return choices
 
-    def _told(self, index: int, delta: Delta) -> dict[str, Any]:
-        """Return the fields next to the message or the delta."""
+    def _details(self, index: int, delta: Delta) -> dict[str, Any]:
+        """Return the fields next to the message or delta of a choice."""
         given, reason = self._given, delta.finish_reason
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "logprobs": None,
             "finish_reason": reason and self._shapes[index].finish_reason(reason),
             "stop_reason": reason and self._answer.outputs[index].stop_reason,
         }
         if delta.log_probs:
-            told["logprobs"] = chat_shape(
+            fields["logprobs"] = chat_shape(
                 delta.log_probs, given.get("top_logprobs", 0), self._texts
             )
         if given.get("return_token_ids"):
-            told["token_ids"] = delta.token_ids
-        return told
+            fields["token_ids"] = delta.token_ids
+        return fields
 
-    def _of_prompt(self) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+    def _prompt_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
         (of_prompt,) = self._answer.prompt_log_probs
         if "prompt_logprobs" in self._given and of_prompt is not None:
             num_top = self._given["prompt_logprobs"]
-            told["prompt_logprobs"] = prompt_shape(of_prompt, num_top, self._texts)
+            fields["prompt_logprobs"] = prompt_shape(of_prompt, num_top, self._texts)
         if self._given.get("return_token_ids"):
-            (told["prompt_token_ids"],) = self._answer.prompts
-        return told
+            (fields["prompt_token_ids"],) = self._answer.prompts
+        return fields

@@ -1,4 +1,4 @@
-"""/v1/completions: prompts as they are, and what follows them."""
+"""/v1/completions: raw prompts, and the text that continues them."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from gptmanager.server.text.processors import STRUCTURED, Processors
 from gptmanager.server.text.sampling import GenerationOptions, check
 
 MAX_PROMPTS = 1024
-_MAX_TOKENS = 16  # if a request does not say
+_MAX_TOKENS = 16  # if a request sets none
 
 
 class Prompts:
-    """A text, a list of texts, token ids, or a list of lists of those: as a list of prompts.
+    """A string, token ids, or a list of either; read as a list of prompts.
 
-    Token ids are read when the model has said how many a prompt may have.
+    Token ids are checked later, when the model's limits are known.
     """
 
     def read(self, where: str, value: Any) -> list[Any]:
@@ -65,15 +65,17 @@ class Prompts:
         if not isinstance(value, list) or not value:
             raise wrong(
                 where,
-                f"{where} = {quoted(value)} is neither text nor token ids, nor a list of either",
+                f"{where} = {quoted(value)} must be a string, token ids, or a list of either",
             )
         prompts = [value] if type(value[0]) is int else value
         if len(prompts) > MAX_PROMPTS:
-            raise wrong(where, f"{where} has {len(prompts)} prompts, {MAX_PROMPTS} are allowed")
+            raise wrong(
+                where, f"{where} has {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed"
+            )
         for index, prompt in enumerate(prompts):
             if not isinstance(prompt, (str, list)) or not prompt:
                 at = f"{where}[{index}]"
-                raise wrong(where, f"{at} = {quoted(prompt)} is neither a text nor token ids")
+                raise wrong(where, f"{at} = {quoted(prompt)} must be a string or token ids")
         return prompts
 
     def schema(self) -> dict[str, Any]:
@@ -87,12 +89,16 @@ FIELDS = by_name(
     [
         Field("prompt", Prompts(), "a text, token ids, or a list of either", required=True),
         Field("max_tokens", NewTokens(0), "new tokens; 16 if absent"),
-        Field("max_completion_tokens", NewTokens(0), "the same by the name that chats have"),
-        Field("logprobs", Integer(0, MAX_TOP_LOG_PROBS), "log probabilities of so many tokens"),
-        Field("echo", Flag(), "the prompt stands before each output"),
-        Field("best_of", Integer(1, 128), "no other number than n"),
+        Field("max_completion_tokens", NewTokens(0), "max_tokens by its name in chats"),
+        Field(
+            "logprobs",
+            Integer(0, MAX_TOP_LOG_PROBS),
+            "number of most likely tokens to return for each token",
+        ),
+        Field("echo", Flag(), "put the prompt before each output"),
+        Field("best_of", Integer(1, 128), "must equal n"),
         Field("suffix", Text(), "not supported"),
-        Field("add_special_tokens", Flag(), "the tokenizer's own around a text; absent: true"),
+        Field("add_special_tokens", Flag(), "add the tokenizer's special tokens; absent: true"),
     ],
     SAMPLING,
     SERVING,
@@ -176,7 +182,7 @@ class Completions:
             special = given.get("add_special_tokens", True)
             tokens = self._engine.encode_now("prompt", prompt, special=special)
             return _Prompt(prompt, tokens)
-        if len(prompt) > self._engine.card.max_model_len:  # before each is looked at
+        if len(prompt) > self._engine.card.max_model_len:  # before the ids are checked
             self._engine.context_length.check(len(prompt), 1)
         check_token_ids(name, prompt, self._engine.card.vocab_size)
         if tokenizer is None or not given.get("echo"):
@@ -188,15 +194,17 @@ def _check(given: Mapping[str, Any], engine: Engine) -> None:
     check_model(engine, given.get("model"))
     most = given.get("max_tokens")
     if most == 0 and not given.get("echo"):
-        raise wrong("max_tokens", "max_tokens = 0 needs echo = true: else nothing is asked for")
+        raise wrong(
+            "max_tokens", "max_tokens = 0 needs echo = true: without it the answer would be empty"
+        )
     if most and given.get("min_tokens", 0) > most:
         raise wrong(
-            "min_tokens", f"min_tokens = {given['min_tokens']} is more than max_tokens = {most}"
+            "min_tokens", f"min_tokens = {given['min_tokens']} must be at most max_tokens = {most}"
         )
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-        raise wrong("best_of", f"best_of = {given['best_of']} is not supported, only that of n")
+        raise wrong("best_of", f"best_of = {given['best_of']} must equal n")
     if given.get("suffix"):
-        raise wrong("suffix", "suffix is not supported: no model here fills in the middle")
+        raise wrong("suffix", "suffix is not supported: the model cannot fill in the middle")
 
 
 class _Completion:
@@ -259,7 +267,7 @@ class _Completion:
         yield DONE
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """One choice of a whole answer, or of a chunk: a delta that has all, or what is new."""
+        """Return a choice of a whole answer or of a chunk, made from `delta`."""
         output, given = self._answer.outputs[index], self._given
         prompt_index = index // self._num_choices
         prompt = self._prompts[prompt_index]
@@ -291,7 +299,7 @@ class _Completion:
 
 
 class _Joined:
-    """Deltas of one output, put together."""
+    """Joins the deltas of one output."""
 
     def __init__(self) -> None:
         self._deltas: list[Delta] = []

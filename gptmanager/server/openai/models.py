@@ -1,4 +1,4 @@
-"""The model and its adapters: what there is, and what is loaded and unloaded."""
+"""Endpoints that list the model and its adapters, and that load and unload adapters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gptmanager.server.http.responses import json_response
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.settings import ServerSettings
 
-_NAME = Field("lora_name", Text(1, 256), "what clients call the adapter", required=True)
+_NAME = Field("lora_name", Text(1, 256), "the name of the adapter for clients", required=True)
 LOAD = by_name(
     [_NAME, Field("lora_path", Text(1, 4096), "its folder, as PEFT saves it", required=True)]
 )
@@ -76,7 +76,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 
 
 def check_model(engine: Engine, name: str | None) -> None:
-    """ApiError 404 for a name that is neither the model's nor an adapter's."""
+    """Raise ApiError 404 for a name that is neither the model's nor an adapter's."""
     if name is not None and name != engine.card.name and name not in engine.adapters:
         raise unknown_model(name)
 
@@ -109,17 +109,15 @@ def _entry(name: str, created: int, engine: Engine) -> dict[str, Any]:
 
 
 def _check_caller(request: Request, settings: ServerSettings) -> None:
-    """With a key, who comes so far has it; without one, adapters are for this machine."""
+    """Raise ApiError 403 for a remote caller of a server without a key."""
     host = request.client.host if request.client is not None else ""
     origin = request.headers.get("origin", "")
     if not settings.has_key and (not _is_loopback(host) or _is_foreign(origin)):
-        raise ApiError(
-            403, "adapters are loaded for callers of this machine, or with a key (--api-key)"
-        )
+        raise ApiError(403, "without --api-key adapters can be loaded from this machine only")
 
 
 def _is_foreign(origin: str) -> bool:
-    """Whether a browser asks for a web page of somebody else."""
+    """Whether a browser sends the request for a web page from another host."""
     return bool(origin) and not is_loopback(origin.partition("://")[2])
 
 

@@ -1,4 +1,4 @@
-"""Texts as tokens and back: /tokenize and /detokenize."""
+"""/tokenize and /detokenize: from text to tokens and back."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ TOKENIZE = by_name(
     [
         _MODEL,
         Field("prompt", Text(), "a text"),
-        Field("messages", MESSAGES, "instead of it: a chat, as the model is given it"),
-        Field("add_special_tokens", Flag(), "the tokenizer's own; absent: around a prompt alone"),
-        Field("return_token_strs", Flag(), "the tokens' names, too"),
-        Field("tools", OBJECTS, "functions that the template shows"),
+        Field("messages", MESSAGES, "a chat, as its template writes it; instead of prompt"),
+        Field("add_special_tokens", Flag(), "absent: true for a prompt, false for messages"),
+        Field("return_token_strs", Flag(), "also return the tokens as strings"),
+        Field("tools", OBJECTS, "functions for the template"),
         *TEMPLATE_FIELDS,
     ]
 )
@@ -84,7 +84,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
             raise ApiError(400, "the model folder has no tokenizer.json", param="tokens")
         limit = engine.card.max_model_len
         if len(ids) > limit:
-            raise wrong("tokens", f"tokens has {len(ids)} items, the model's texts have {limit}")
+            raise wrong("tokens", f"tokens has {len(ids)} items, at most {limit} are allowed")
         check_token_ids("tokens", ids, engine.card.vocab_size)
         text = await run_in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return json_response({"prompt": text}, headers=warnings.headers())
@@ -101,13 +101,13 @@ def _names(engine: Engine, ids: list[int]) -> list[str | None]:
 
 
 def _check_one(given: dict[str, Any]) -> None:
-    """A prompt, or messages with what belongs to them."""
+    """Raise ApiError 400 unless there is either a prompt, or messages with their fields."""
     if "messages" in given:
         if "prompt" in given:
-            raise wrong("prompt", "prompt stands beside messages: one is possible")
+            raise wrong("prompt", "pass either prompt or messages, not both")
         return
     if "prompt" not in given:
-        raise wrong("prompt", "prompt or messages is needed")
+        raise wrong("prompt", "pass either prompt or messages")
     for name in _ONLY_CHAT:
         if name in given:
             raise wrong(name, f"{name} needs messages")
