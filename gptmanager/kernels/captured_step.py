@@ -1,9 +1,9 @@
-"""`StepCapture`: generation steps whose tasks are recorded, and run again without their ops.
+"""`StepCapture`: generation steps captured as lists of tasks, and replayed without their ops.
 
-A step of so many rows gives its threads the same tasks each time: only what its input tensors hold
-differs. So the ops run once for a number of rows, and from then on the list of tasks does, which
-saves the Python of every op: that is a third to half of a small model's step. Memory is as in the
-pool of CUDA graphs: what an op has no more use for a later one has, at the same address.
+Steps with the same number of rows run the same tasks on threads: only the contents of the input
+tensors differ. The ops run once for each number of rows; later steps replay the list of tasks. That
+saves the Python of every op, a third to half of a small model's step. Memory is managed as in the
+pool of CUDA graphs: later ops reuse the memory of tensors that are no longer needed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _NEW = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.def
 
 
 class _Memory:
-    """Tensors and scratch of recordings, of which one runs at a time: all of them share it.
+    """Tensors and scratch that all captured steps share, since one runs at a time.
 
-    Bytes of a tensor that is gone are the next one's which is about as large.
+    The bytes of a freed tensor are reused by the next tensor of about the same size.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _Memory:
         self._scratch: Tensor | None = None
 
     def _bytes(self, size: int) -> Tensor:
-        """They stay where they are: recordings know their address."""
+        """Return new bytes that are never moved: captured steps hold their address."""
         self._kept.append(torch.empty(size, dtype=torch.uint8))
         self.nbytes += size
         return self._kept[-1]
@@ -52,19 +52,19 @@ class _Memory:
         return self._scratch.data_ptr()
 
     def tensor(self, like: Tensor) -> Tensor:
-        """Return an uninitialized tensor of the shape and dtype of `like`, which is contiguous."""
+        """Return an uninitialized tensor of the shape and dtype of `like`, a contiguous tensor."""
         size = max(1 << 6, 1 << (like.nbytes - 1).bit_length())
         free = self._free.setdefault(size, [])
         own = free.pop() if free else self._bytes(size)
         array = own.numpy()
-        # the tensor's storage has the array, and nobody else
+        # only the tensor's storage holds the array
         weakref.finalize(array, free.append, own).atexit = False
         tensor = torch.from_numpy(array)[: like.nbytes]
         return tensor.view(like.dtype).view(like.shape)
 
 
 class _Capture(TorchOperations):  # type: ignore[no-untyped-call]
-    """Records what runs inside it. `is_whole`: torch itself has computed nothing."""
+    """Captures the tasks that run inside it. `is_whole`: torch itself has computed nothing."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Capture(TorchOperations):  # type: ignore[no-untyped-call]
 class _CapturedStep:
     """Tasks in one piece of memory, with the tensors that they read and write.
 
-    The last one writes the step's result, each time to another tensor.
+    The last task writes the step's result, to a new tensor each time.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class _CapturedStep:
 
 
 class StepCapture:
-    """Steps recorded by their number of rows, the second time that a step has so many.
+    """Captured steps by number of rows. A step is captured at the second use of its number.
 
-    A step in which torch itself computes something is never one. Recordings are of one model's
-    steps over one KV cache, of which no two run at once; the least used one makes room.
+    A step in which torch itself computes something is never captured. All steps are of one model
+    over one KV cache, and one runs at a time. The least recently used one is evicted.
     """
 
     def __init__(self, team: Team) -> None:
@@ -138,10 +138,10 @@ class StepCapture:
         self._memory = _Memory()
 
     def run(self, inputs: Sequence[Tensor], constant: Tensor | None, compute: Compute) -> Tensor:
-        """`compute(inputs)`, or the same by a capture.
+        """Return `compute(inputs)`, by a captured step where there is one.
 
-        `inputs`: all that differs from step to step, of shapes that depend on the first one's
-        length alone. `constant`: a tensor that recordings may read; another makes them stale.
+        `inputs`: all tensors that differ between steps; their shapes depend on the length of the
+        first one alone. `constant`: a tensor that captured steps may read; a new one drops them.
         """
         if constant is not self._constant:
             self._known.clear()
@@ -171,4 +171,4 @@ class StepCapture:
         if len(self._known) > MAX_CAPTURED_STEPS:
             old, _ = self._known.popitem(last=False)
             self._seen.discard(old)
-        return result.clone()  # where it lies an earlier op may write when the step runs again
+        return result.clone()  # an earlier op may write to its memory when the step is replayed

@@ -1,7 +1,7 @@
 """Bodies compiled on all cores: the first start on a machine needs a dozen of them.
 
-Numba compiles one body at a time in a process, whatever its threads do. So other processes fill
-the cache on disk while this one compiles, too. It knows nothing of what a body computes.
+Numba compiles one body at a time in a process, even with several threads. So other processes fill
+the cache on disk while this one also compiles.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gptmanager.lifecycle.log import logger
 
 Progress = Callable[[str, int, int], None]
 
-WORK = "kernels"  # what progress is reported of
+WORK = "kernels"  # the name under which progress is reported
 _MOST_PROCESSES = 4  # the longest body takes a third of the time of all
 _BYTES_OF_PROCESS = 600 << 20
-# how long this process waits for the others without news: as long as its own longest body took, a
-# few times, since the longest come first
+# how long this process waits for the others without a report: a multiple of the time of its own
+# longest body, since the longest are compiled first
 _PATIENCE_S, _PATIENCE = 10.0, 3
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.readline());"
@@ -38,11 +38,11 @@ _DONE = "compiled\n"
 
 
 def compile_all(bodies: Sequence[Body], on_progress: Progress | None = None) -> None:
-    """Compile or load `bodies`, those that take longest first.
+    """Compile or load `bodies`, given in descending order of compile time.
 
     `on_progress` is called on this thread with "kernels", the number of bodies compiled, and the
-    number of those that are not kept yet. Other processes help; this one compiles what they have
-    not compiled in time.
+    number of bodies that were not on disk. Other processes help; this one compiles the bodies that
+    they do not finish in time.
     """
     missing = [body for body in dict.fromkeys(bodies) if not is_kept(body)]
     tell = on_progress or (lambda *_: None)
@@ -79,7 +79,7 @@ def _compile(missing: Sequence[Body], tell: Progress) -> None:
 
 
 def _give_up(processes: Sequence[subprocess.Popen[str]], seconds: float) -> None:
-    """End processes that are stopped, say; what they had counts as ended, and is compiled here."""
+    """End processes that do not answer; their bodies count as ended and are compiled here."""
     logger.warning(
         "processes that compile kernels have not answered for %.0f s: this process compiles the "
         "rest alone",
@@ -100,7 +100,7 @@ def _next(waiting: deque[Body]) -> Body | None:
 def _num_processes(missing: Sequence[Body]) -> int:
     """Return how many processes compile, this one included.
 
-    Others could hand over nothing without a folder that keeps it.
+    Without a cache folder other processes could not hand over their results.
     """
     if not sys.executable or getattr(sys, "frozen", False) or not has_folder(missing[0]):
         return 1
@@ -110,7 +110,7 @@ def _num_processes(missing: Sequence[Body]) -> int:
 
 @contextmanager
 def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start processes that compile what they are sent; they end with the block."""
+    """Start processes that compile the bodies they receive; they end with the block."""
     found: list[subprocess.Popen[str]] = []
     pipes: dict[str, Any] = {
         "stdin": subprocess.PIPE,
@@ -118,10 +118,10 @@ def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
         "stderr": subprocess.DEVNULL,
     }
     try:
-        with suppress(OSError):  # no more processes, say: then there are fewer
+        with suppress(OSError):  # such as a limit on processes: fewer are used
             for _ in range(count):
                 command = [sys.executable, "-c", _PROGRAM]
-                # a Ctrl-C is this process's to handle
+                # this process handles Ctrl-C
                 found.append(subprocess.Popen(command, text=True, start_new_session=True, **pipes))
         yield found
     finally:
@@ -132,7 +132,7 @@ def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def _feed(process: subprocess.Popen[str], waiting: deque[Body], ended: threading.Semaphore) -> None:
-    """Send bodies to `process`; one that it cannot compile counts, and is compiled here later."""
+    """Send bodies to `process`; one that fails counts as ended and is compiled here later."""
     assert process.stdin is not None and process.stdout is not None
     with suppress(OSError, ValueError), process.stdin, process.stdout:
         process.stdin.write(json.dumps(sys.path) + "\n")
@@ -148,8 +148,9 @@ def _feed(process: subprocess.Popen[str], waiting: deque[Body], ended: threading
 
 
 def compile_for_another() -> None:
-    """Compile each MODULE:NAME of the standard input, until that ends; a line says when it begins,
-    and one when each is done.
+    """Compile each MODULE:NAME line of standard input until it ends.
+
+    One line is printed at the start and after each body.
     """
     sys.stdout.write(_DONE)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Which bodies a model needs on the CPU."""
+"""The compiled bodies that a model needs on the CPU."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gptmanager.kernels.simd.machine_code import Body
 def bodies_of_model(
     dtype: torch.dtype | None, quantized: bool, deterministic: bool
 ) -> Sequence[Body]:
-    """Return the bodies, those that take longest to compile first. `dtype` None: no matrices.
+    """Return the bodies in descending order of compile time. `dtype` None: no matrices.
 
-    What is float64 is computed by torch.
+    float64 is computed by torch.
     """
     if dtype is torch.float64:
         return []
-    products: Sequence[Body] = ()
+    matmuls: Sequence[Body] = ()
     if dtype is not None and can_be_packed(dtype, quantized):
-        products = matmul_bodies(torch.int8 if quantized else dtype, deterministic)
+        matmuls = matmul_bodies(torch.int8 if quantized else dtype, deterministic)
     return [
         paged_attention.attention,
         add_adapters,
-        *products,
+        *matmuls,
         token_loops.rope_and_write,
         plan_runs,
         token_loops.normalize,

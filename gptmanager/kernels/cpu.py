@@ -1,10 +1,9 @@
-"""`CpuKernels`: the ops that pay, by Numba, in torch's own threads; the rest is the reference's.
+"""`CpuKernels`: ops compiled by Numba that run in torch's own threads; other ops use the reference.
 
-It decides which op is overridden and hands addresses to the compiled bodies, which widen what they
-read to float32 and round a result once; what is float64 is the reference's, too. Only tensors of
-several dtypes are converted before. Every op but a product is bitwise independent of the other
-tokens in the call, in both modes, and all are of the number of threads. float64 is so if
-deterministic.
+This class passes addresses to the compiled bodies, which widen inputs to float32 and round a result
+once. float64 uses the reference. Only tensors of mixed dtypes are converted first. Every op except
+a matmul is bitwise independent of the other tokens in the call, in both modes; float64 is if
+deterministic. All ops are bitwise independent of the number of threads.
 """
 
 from __future__ import annotations
@@ -52,17 +51,17 @@ from gptmanager.kernels.token_loops import (
 
 # Waking a second thread costs about as much as this many elements.
 SMALL = 1 << 15
-SMALL_MATMUL = 1 << 18  # the same in products of two numbers
-SCATTERED = 8  # times as much as an element costs one that is written far from its neighbors
+SMALL_MATMUL = 1 << 18  # the same in multiplications
+SCATTERED = 8  # relative cost of an element that is written far from its neighbors
 PARTS_PER_THREAD = 8
-STREAMS_PER_THREAD = 4  # pieces of a matrix that is read as fast as memory gives it
+STREAMS_PER_THREAD = 4  # pieces of a matrix that is read at memory bandwidth
 
 
 class CpuKernels(Kernels):
-    """The ops on the CPU, for pages of any dtype of `DTYPES`; others are the reference's.
+    """The ops on the CPU, for pages of any dtype of `DTYPES`; others use the reference.
 
     The first call of an op compiles it (seconds) or loads it from Numba's cache; `warm_up` does
-    so for all of them. Two managers may use one object, or one each, from two threads.
+    that for all ops. Two managers may use one object, or one each, from two threads.
     """
 
     def __init__(self, deterministic: bool = False) -> None:
@@ -76,12 +75,12 @@ class CpuKernels(Kernels):
         others: Sequence[Callable[[int], None]] = (),
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        """Compile what is not kept on disk, on all cores: 16 s of CPU time once on a machine."""
+        """Compile bodies that are not on disk, on all cores: 16 s of CPU time once on a machine."""
         bodies = bodies_of_model(dtype, quantized, self.deterministic)
         compile_all([*bodies[:1], *others, *bodies[1:]], on_progress)
 
     def new_step_capture(self) -> StepCapture | None:
-        """None for a subclass: who knows what its ops do besides."""
+        """Return None for a subclass: its ops may do more than run tasks."""
         return StepCapture(self._team) if type(self) is CpuKernels else None
 
     def new_matrix(
@@ -90,7 +89,7 @@ class CpuKernels(Kernels):
         if not can_be_packed(dtype, quantized):
             return None
         matrix = PackedMatrix(rows, columns, dtype, quantized)
-        self._plan(matrix)  # compiles what is not yet
+        self._plan(matrix)  # compiles missing bodies
         return matrix
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -109,7 +108,7 @@ class CpuKernels(Kernels):
         return None if self._adapter_plan(adapters).is_empty else adapters
 
     def _adapter_plan(self, adapters: StepAdapters) -> AdapterPlan:
-        """Made once, however many steps these are of."""
+        """Return the plan of these adapters, which is created once for any number of steps."""
         if adapters.plan is None:
             adapters.plan = AdapterPlan(adapters, self._team)
         return cast(AdapterPlan, adapters.plan)
@@ -150,11 +149,11 @@ class CpuKernels(Kernels):
         if len(own) == len(x):
             return super().linear_silu_mul_adapted(x, weight, bias, adapters, layer, matrix)
         others = sorted({*range(len(x))}.difference(own))
-        product = torch.empty(len(x), weight.shape[0], dtype=weight.dtype)
-        product[own] = self.linear(x[own], weight, bias)
-        self.add_adapters(product, x, adapters, layer, matrix)
+        full = torch.empty(len(x), weight.shape[0], dtype=weight.dtype)
+        full[own] = self.linear(x[own], weight, bias)
+        self.add_adapters(full, x, adapters, layer, matrix)
         result = torch.empty(len(x), weight.shape[0] // 2, dtype=weight.dtype)
-        result[own] = self.silu_mul(product[own])
+        result[own] = self.silu_mul(full[own])
         result[others] = self.linear_silu_mul(x[others], weight, bias)
         return result
 
@@ -233,8 +232,9 @@ class CpuKernels(Kernels):
         return result
 
     def _converted(self, x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """Contiguous `[T, width]` of that dtype, with zeros behind what x has; as int8 rounded
-        rows, which are longer.
+        """Return x as contiguous `[T, width]` of that dtype, padded with zeros.
+
+        int8: as quantized rows, which are longer.
         """
         (x,) = alike(x)
         is_quantized = dtype is torch.int8
@@ -320,7 +320,7 @@ class CpuKernels(Kernels):
         return self._activate(x, x.shape[-1], kind)
 
     def _activate(self, x: Tensor, width: int, kind: int) -> Tensor:
-        """`width`: of the result; what x has beyond it are factors."""
+        """Activate x; `width` is that of the result, and further columns of x are factors."""
         (own,) = alike(x)
         result: Tensor = own.new_empty(*x.shape[:-1], width)
         task = ActivationTask(
@@ -391,7 +391,7 @@ class CpuKernels(Kernels):
         return result if result.dtype is q.dtype else result.to(q.dtype)
 
     def _run(self, body: Callable[[int], None], task: ctypes.Structure, work: int) -> None:
-        """`work`: elements. Little of it stays on the caller's thread."""
+        """Run `body`, on the caller's thread alone if `work` (elements) is small."""
         size = self._team.max_size if work >= SMALL else 1
         task.num_parts = PARTS_PER_THREAD * size if size > 1 else 1
         self._team.run(compiled(body), task, size)

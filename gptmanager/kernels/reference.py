@@ -1,12 +1,12 @@
-"""`Kernels`: every op of the network in plain torch, the specification that overrides are held to.
+"""`Kernels`: every op of the network in plain torch, the specification of all overrides.
 
-It decides the formulas, the dtypes at each border, and the layout of a page. It knows nothing of
-batches, pools or models: ops take tensors.
+It defines the formulas, the dtypes of inputs and results, and the layout of a page. Ops take
+tensors; batches, pools and models are unknown here.
 
 Letters: T packed tokens, R rows (sequences), H query heads, K KV heads (H is a multiple of K),
 D head dimension, P blocks of the pool, B tokens per block. Rows are packed without padding: row r
 owns the tokens `row_starts[r]:row_starts[r + 1]`, which are the last ones of its `kv_lengths[r]`
-positions. Arithmetic is float32 inside an op, float64 for what is float64, rounded once to the
+positions. Arithmetic is float32 inside an op (float64 for float64 inputs), rounded once to the
 result's dtype.
 """
 
@@ -35,7 +35,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class Kernels:
-    """The ops in torch. A subclass overrides what it does faster and inherits the rest.
+    """The ops in torch. A subclass overrides the ops that it computes faster.
 
     `deterministic`: what an op computes for a token is bitwise independent of the other tokens
     in the call. Without it the same formulas may round differently from batch to batch.
@@ -54,14 +54,14 @@ class Kernels:
         others: Sequence[Callable[[int], None]] = (),
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        """Compile or load now whatever the first calls would otherwise wait for.
+        """Compile or load now what the first calls would otherwise wait for.
 
         `dtype`: of matrices, `quantized` or not. `others`: more bodies for this processor.
         `on_progress`: as of `compile_all`.
         """
 
     def new_step_capture(self) -> StepCapture | None:
-        """None: each step runs op by op, as far as these kernels know."""
+        """Return an object that captures steps, or None: each step runs op by op."""
         return None
 
     def plan(
@@ -72,13 +72,13 @@ class Kernels:
         num_context_rows: int,
         fixed: bool = False,
     ) -> tuple[Ints, ...]:
-        """Return what else the ops need to know of a step's rows: int32 arrays, for `begin`.
+        """Return further int32 arrays that the ops need about a step's rows, for `begin`.
 
         `shapes`: the attention shapes of all layers, each distinct one once. `row_starts` and
         `kv_lengths` are those of the batch, in NumPy, before anything runs. The first
         `num_context_rows` rows may have several tokens. With `fixed`, the number of arrays and
         their sizes depend on the number of rows alone, if each row has at most one token: what
-        was recorded for one batch can then run for another.
+        was captured for one batch can then run for another.
         """
         return ()
 
@@ -90,18 +90,18 @@ class Kernels:
         num_tokens: int,
         tokens_per_block: int,
     ) -> RowSpans:
-        """Once a step, before the first layer, with the arrays of `plan` on the device.
+        """Return the rows as `rope_and_write` and `attention` of each layer take them.
 
-        Returns the rows as `rope_and_write` and `attention` of each layer take them.
+        Called once a step, before the first layer, with the arrays of `plan` on the device.
         """
         return rows
 
     def new_matrix(
         self, rows: int, columns: int, dtype: torch.dtype, quantized: bool = False
     ) -> PackedMatrix | None:
-        """Room for a weight of `linear`, as these kernels read it best; None: a tensor.
+        """Return storage for a weight of `linear` in these kernels' layout; None: use a tensor.
 
-        `quantized`: kept in 8 bits, which None refuses.
+        `quantized`: stored in 8 bits; None then means that it is not supported.
         """
         return None
 
@@ -111,7 +111,7 @@ class Kernels:
         if not self.deterministic:
             return F.linear(x, matrix, bias)
         # A BLAS picks its blocking, and with it the order of summation, by the number of rows and
-        # by how rows are aligned: every product has the same number of aligned rows here.
+        # by how rows are aligned: every matmul has the same number of aligned rows here.
         num_tokens, width = x.shape
         padded = F.pad(x, (0, -width % ALIGNMENT, 0, -num_tokens % LINEAR_TILE))
         if width % ALIGNMENT:
@@ -127,9 +127,9 @@ class Kernels:
         return self.silu_mul(self.linear(x, weight, bias))
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
-        """Once a step, before the first layer: its adapters as the ops of each layer take them.
+        """Return a step's adapters as the ops of each layer take them; None if no token has one.
 
-        None where the step is as one without any. Ops also take what did not begin.
+        Called once a step, before the first layer. Ops also accept adapters without this call.
         """
         return adapters
 
@@ -143,18 +143,18 @@ class Kernels:
         matrix: str,
     ) -> Tensor:
         """`linear_silu_mul` with what `add_adapters` adds before the activation."""
-        product = self.linear(x, weight, bias)
-        self.add_adapters(product, x, adapters, layer, matrix)
-        return self.silu_mul(product)
+        full = self.linear(x, weight, bias)
+        self.add_adapters(full, x, adapters, layer, matrix)
+        return self.silu_mul(full)
 
     def add_adapters(
         self, result: Tensor, x: Tensor, adapters: StepAdapters, layer: int, matrix: str
     ) -> None:
         """`result[t, columns] += B @ (A @ x[t])` for each module of `matrix` that t's adapter has.
 
-        In place; `result [T, O]` is what the matrix made of `x [T, I]`. LoRA (Hu et al., 2021),
-        its scale folded into B. Both products and the sums are float32, or the pool's float64;
-        each element is rounded once, whatever number of modules adds to it.
+        In place; `result [T, O]` is the matrix's output for `x [T, I]`. LoRA (Hu et al., 2021),
+        its scale folded into B. Both matmuls and the sums are float32, or the pool's float64;
+        each element is rounded once for any number of modules.
         """
         modules, slots = adapters.layout.get(matrix, ()), adapters.rows.tolist()
         for slot in sorted({*slots} - {-1}):
@@ -187,7 +187,7 @@ class Kernels:
         return (wide * torch.rsqrt(mean + eps) * _wide(weight)).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds `x [T, C]` to `residual [T, C]` in place; returns the residual's `rms_norm`."""
+        """Add `x [T, C]` to `residual [T, C]` in place; return the residual's `rms_norm`."""
         residual += x
         return self.rms_norm(residual, weight, eps).to(x.dtype)
 
@@ -200,7 +200,7 @@ class Kernels:
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """Adds `x [T, C]` to `residual [T, C]` in place; returns the residual's `layer_norm`."""
+        """Add `x [T, C]` to `residual [T, C]` in place; return the residual's `layer_norm`."""
         residual += x
         return self.layer_norm(residual, weight, bias, eps).to(x.dtype)
 
@@ -225,11 +225,11 @@ class Kernels:
         pages: Pages,
         rows: RowSpans,
     ) -> Tensor:
-        """Rotates queries and keys, writes keys and values to their pages, returns the queries.
+        """Rotate queries and keys, write keys and values to their pages, return the queries.
 
         `qkv [T, (H + 2K) * D]`: all query heads, then key heads, then value heads.
         `cos_sin [max_pos, N]` float32, N <= D and even: cosines of the N / 2 frequencies, then
-        their sines. Dimension i < N / 2 of a head turns with i + N / 2 (the "NeoX" form of HF's
+        their sines. Dimension i < N / 2 of a head rotates with i + N / 2 (the "NeoX" form of HF's
         Llama); dimensions from N on stay. None: no rotation. `positions [T]` int64 index it.
         `q_norm [D]`, `k_norm [D]`: weights of an `rms_norm` of each head before rotation (Qwen3).
         Returns `[T, H, D]` in the pages' dtype, for float8 pages in qkv's (on the CPU: float32).
@@ -238,13 +238,13 @@ class Kernels:
         num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]
         heads = _wide(qkv).reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
         q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
-        if q_norm is not None:  # a subclass's may be for rows alone
+        if q_norm is not None:  # a subclass may accept rows only
             q = Kernels.rms_norm(self, q, q_norm, eps)
         if k_norm is not None:
             k = Kernels.rms_norm(self, k, k_norm, eps)
         if cos_sin is not None:
-            turns = cos_sin[positions].unsqueeze(1)
-            q, k = _rotate(q, turns), _rotate(k, turns)
+            angles = cos_sin[positions].unsqueeze(1)
+            q, k = _rotate(q, angles), _rotate(k, angles)
         block, offset = _cells(rows, qkv.shape[0], tokens_per_block)
         if cache_scales is not None:
             k, v = (_to_fp8(it, own) for it, own in zip((k, v), cache_scales, strict=True))
@@ -256,7 +256,7 @@ class Kernels:
     def attention(self, q: Tensor, pages: Pages, rows: RowSpans, shape: AttentionShape) -> Tensor:
         """Causal attention of `q [T, H, D]` over the pages -> `[T, H * D]`, in q's dtype.
 
-        Pages in which no token of their row sees anything may be gone: their ids are not read.
+        Pages of which no token of the row sees a position may be freed: their ids are not read.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         for start, stop, length, slot in self._pieces(rows):
@@ -273,8 +273,9 @@ class Kernels:
         return result
 
     def _pieces(self, rows: RowSpans) -> Iterator[tuple[int, int, int, int]]:
-        """Tokens from `start` to `stop` that attend together, the length of their row up to there,
-        and its slot. A product of several tokens may round as no other number of them does.
+        """Yield start and stop of tokens that attend together, the length up to there, the slot.
+
+        A matmul may round differently for each number of tokens.
         """
         starts, lengths, slots = (it.tolist() for it in rows[:3])
         for (first, end), length, slot in zip(pairwise(starts), lengths, slots, strict=True):
@@ -283,14 +284,14 @@ class Kernels:
                 yield start, start + size, length - end + start + size, slot
 
     def _each(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`op(x [T, ...])`; if deterministic token by token, as torch may round by the place."""
+        """Return `op(x [T, ...])`; token by token if deterministic."""
         if not self.deterministic or len(x) < 2:
             return op(x)
         return torch.cat([op(own) for own in torch.split(x, 1)])
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Widen to the dtype that arithmetic uses: float64 stays, all else becomes float32."""
+    """Widen to the dtype of arithmetic: float64 stays, all others become float32."""
     return x if x.dtype is torch.float64 else x.float()
 
 

@@ -1,7 +1,7 @@
-"""The ops that take tokens one by one: rotation and KV write, norms, activations.
+"""The ops that work token by token: rotation and KV write, norms, activations, embeddings.
 
-What one thread does of each. It knows addresses and sizes only; a token's arithmetic depends on
-nothing but the token. Parts of a task are equal ranges of its tokens.
+Each body is the share of one thread. Bodies know addresses and sizes only; a token's arithmetic
+depends on the token alone. Parts of a task are equal ranges of its tokens.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ HALF_ROOT = np.float32(0.7071067811865476)
 class RopeTask(ctypes.Structure):
     """Addresses (0: none), sizes, and dtypes: of `qkv` and the norms; of the pages and `q`.
 
-    `rotated`: float32 `[num_tokens, head_dim]`, for one head of a token. `token_major`: the keys of
-    a page lie as its values do.
+    `rotated`: float32 `[num_tokens, head_dim]`, for one head of a token. `token_major`: keys have
+    the layout of values in a page.
     """
 
     _fields_ = task_fields(
@@ -77,11 +77,11 @@ class ConversionTask(ctypes.Structure):
 
 
 class EmbeddingTask(ctypes.Structure):
-    """Addresses (`scales` 0: none), and where element k of row i lies in `table`: it is number
+    """Addresses (`scales` 0: none), and the index of element k of row i in `table`:
     `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`.
 
     `wide`: float32 `[width]` for each thread; `dtype`: of `result`, and of a table without scales.
-    `adds`: to what is in `result`, rows that lie in one piece.
+    `adds`: add to the values in `result`; rows are contiguous.
     """
 
     _fields_ = task_fields(
@@ -102,8 +102,9 @@ def share_of(t: Any, part: int) -> range:
 
 @loop
 def _rotate_head(t: Any, start: int, rotated: int, weight: int, cos_sin: int) -> None:
-    """The head of `qkv` from element `start` on, normalized if there is a weight, rotated if there
-    are angles; float32.
+    """Write the head of `qkv` from element `start` on to `rotated`, as float32.
+
+    It is normalized if there is a weight, and rotated if there are angles.
     """
     source, dtype, dim = t.qkv, t.dtype, t.head_dim
     if weight:
@@ -159,7 +160,7 @@ def _write_token(t: Any, token: int, block: int, offset: int) -> None:
 
 
 def rope_and_write(address: int) -> None:
-    """Queries rotated, keys rotated and written to their pages, values written."""
+    """Rotate queries and keys, and write keys and values to their pages."""
     t = task_at(address, ROPE_TASK)
     part = claim(address, NEXT_PART)
     row = 0
@@ -200,7 +201,7 @@ def _normalize_token(t: Any, x: int, start: int) -> None:
 
 
 def normalize(address: int) -> None:
-    """RMS norm, or layer norm if `centered`, of `x` or of `residual`, to which x is added."""
+    """Compute an RMS norm, or a layer norm if `centered`, of `x`, or of `residual` + x in place."""
     t = task_at(address, NORM_TASK)
     width = t.width
     part = claim(address, NEXT_PART)
@@ -224,7 +225,7 @@ def logistic(x: Any) -> Any:
 
 @loop
 def _erfc(z: Any) -> Any:
-    """For z >= 0."""
+    """Return erfc(z) for z >= 0."""
     step = splat(ONE) / fma(z, splat(ERFC_STEP), splat(ONE))
     total = splat(np.float32(ERFC_TERMS[0]))
     for term in ERFC_TERMS[1:]:
@@ -234,13 +235,13 @@ def _erfc(z: Any) -> Any:
 
 @loop
 def _gelu_erf(x: Any) -> Any:
-    """`x * Phi(x)` as `max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2))`."""
+    """Return `x * Phi(x)` as `max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2))`."""
     size = larger(x, splat(ZERO) - x)
     return larger(x, splat(ZERO)) - size * splat(np.float32(0.5)) * _erfc(size * splat(HALF_ROOT))
 
 
 def convert(address: int) -> None:
-    """Tokens in another dtype, and zeros behind them."""
+    """Convert tokens to another dtype and pad them with zeros."""
     t = task_at(address, CONVERSION_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
@@ -256,7 +257,7 @@ def convert(address: int) -> None:
 @loop
 def _embed_token(t: Any, token: int, wide: int) -> None:
     row, to, width, positions = get_long(t.ids, token), token * t.width, t.width, t.positions
-    if row < 0 or row >= t.num_rows:  # no row: nothing else is read, and it cannot pass unseen
+    if row < 0 or row >= t.num_rows:  # NaN makes an invalid id visible; no other memory is read
         for i in range(0, width, LANES):
             store_as(t.dtype, t.result, to + i, splat(NAN), width - i)
         return
@@ -280,7 +281,7 @@ def _embed_token(t: Any, token: int, wide: int) -> None:
 
 
 def embed(address: int) -> None:
-    """Rows of an embedding table, by the ids of tokens; NaN for an id that it has not."""
+    """Look up rows of an embedding table by token id; NaN for an id out of range."""
     t = task_at(address, EMBEDDING_TASK)
     wide = t.wide + claim(address, NEXT_THREAD) * 4 * t.width
     part = claim(address, NEXT_PART)
@@ -291,7 +292,7 @@ def embed(address: int) -> None:
 
 
 def activate(address: int) -> None:
-    """SiLU of `x` times `factor`, or a GELU of `x`."""
+    """Compute the SiLU of `x` times `factor`, or a GELU of `x`."""
     t = task_at(address, ACTIVATION_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:

@@ -1,7 +1,7 @@
-"""Which tokens may come, written into logits: one operation over any rows.
+"""Token masks applied to logits: one operation over any rows.
 
-A mask holds a bit for each token, the lowest of the first word for token 0, as llguidance makes
-it. Decides nothing but how that is done on which device.
+A mask holds a bit for each allowed token, the lowest bit of the first word for token 0, as in
+llguidance.
 """
 
 # mypy: allow-untyped-calls
@@ -35,11 +35,11 @@ TASK = np.dtype(MaskTask)
 
 
 def mask_logits(logits: Tensor, rows: Ints, masks: Words) -> int:
-    """-inf for each token that has no bit; how many masks have none at all.
+    """Set logits of tokens without a bit to -inf; return the number of masks without any bit.
 
     `logits` float32 `[S, vocab]`, changed in the rows `rows` `[n]`; `masks` int32 `[n, words]`.
-    Tokens beyond the last word have no bit. On the CPU it is compiled by its first call, or loaded
-    from Numba's cache.
+    Tokens beyond the last word have no bit. On the CPU the first call compiles it or loads it from
+    Numba's cache.
     """
     if logits.device.type != "cpu" or not logits.is_contiguous():
         return mask_logits_reference(logits, rows, masks)
@@ -58,7 +58,7 @@ def mask_logits(logits: Tensor, rows: Ints, masks: Words) -> int:
 
 
 def mask_logits_reference(logits: Tensor, rows: Ints, masks: Words) -> int:
-    """The same in torch, on any device."""
+    """Do the same as `mask_logits` in torch, on any device."""
     words = torch.from_numpy(masks).to(logits.device)
     tokens = torch.arange(logits.shape[1], device=logits.device)
     bits = words[:, (tokens // 32).clamp(max=words.shape[1] - 1)] >> (tokens % 32)
@@ -69,7 +69,7 @@ def mask_logits_reference(logits: Tensor, rows: Ints, masks: Words) -> int:
 
 
 def mask_rows(address: int) -> None:
-    """The mask `i` on the row `rows[i]`; masks without any bit are counted."""
+    """Apply mask `i` to the row `rows[i]`; count masks without any bit."""
     t = task_at(address, TASK)
     vocab_size, num_words = t.vocab_size, t.num_words
     logits = carray(pointer_to(t.logits), (t.num_rows, vocab_size), np.float32)

@@ -1,4 +1,4 @@
-"""`TorchOperations`: told of each operation of torch that the calling thread runs meanwhile."""
+"""`TorchOperations`: sees each operation of torch that the calling thread runs inside it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class TorchOperations(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
-    """Enter it; a subclass says in `see` what it makes of an operation."""
+    """A context manager; a subclass handles each operation in `see`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def see(self, function: Any, result: Any) -> Any:
-        """`function`, an overload, gave `result`. The caller gets what this returns."""
+        """Handle the `result` of `function`, an overload; the return value replaces the result."""
 
 
 def _run(
@@ -30,5 +30,5 @@ def _run(
     return self.see(function, function(*args, **(kwargs or {})))
 
 
-# In a class's body torch would wrap it, and import its compiler (a second) at the first call.
+# Defined in the class, torch would wrap it and import its compiler (1 s) at the first call.
 TorchOperations.__torch_dispatch__ = _run  # type: ignore[assignment]

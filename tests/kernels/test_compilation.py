@@ -181,7 +181,7 @@ def test_how_many_processes_compile(monkeypatch, cores, free, executable, count)
 
 
 def test_without_a_folder_this_process_compiles_alone(monkeypatch, caplog, compiled_here):
-    machine_code._tell_that_nothing_is_kept.cache_clear()
+    machine_code._log_no_cache.cache_clear()
     monkeypatch.setattr(machine_code._CacheImpl, "_locator_classes", ())
     assert compilation._num_processes(BODIES) == 1
     compile_all(BODIES)

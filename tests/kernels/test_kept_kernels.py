@@ -29,7 +29,7 @@ def answer() -> int:
 def new_process(monkeypatch, tmp_path, caplog):
     """Nothing is compiled or reported yet, and the cache is in a folder of its own."""
     caplog.set_level(logging.WARNING)
-    for told in (machine_code._tell_of_damage, machine_code._tell_that_nothing_is_kept):
+    for told in (machine_code._log_damage, machine_code._log_no_cache):
         told.cache_clear()
     monkeypatch.setenv(
         "NUMBA_CACHE_DIR", str(tmp_path / "cache")

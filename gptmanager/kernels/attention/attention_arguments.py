@@ -1,6 +1,6 @@
 """The arguments of attention besides queries: `Pages`, `RowSpans` and `AttentionShape`.
 
-Letters as in `reference`. Knows nothing of how anything is computed from them.
+Letters as in `reference`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Pages(NamedTuple):
     """One layer's part of the KV cache: `keys [P, K, D, B]`, `values [P, K, B, D]`.
 
     They may be float8_e4m3fn, with `cache_scales [2, K]` float32 (of keys, then of values): a value
-    is element * scale. Written is value / scale to the nearest, beyond 448 as 448.
+    is element * scale. A written element is value / scale, rounded to nearest and clamped to 448.
     """
 
     keys: Tensor
@@ -23,7 +23,7 @@ class Pages(NamedTuple):
 
 
 class RowSpans(NamedTuple):
-    """Which tokens are a row's, and which pages: int32 tensors, the same for all layers.
+    """The tokens and pages of each row: int32 tensors, the same for all layers.
 
     Row r owns the packed tokens `row_starts[r]:row_starts[r + 1]` of `row_starts [R + 1]`. They are
     the last of its `kv_lengths[r]` positions (`[R]`). Its blocks are line `slots[r]` (`[R]`) of

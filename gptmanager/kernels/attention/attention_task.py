@@ -55,7 +55,7 @@ def tile_tokens(group: int) -> int:
 
 
 def page_of(tokens_per_block: int, token_major: bool, blocks_per_sequence: int) -> int:
-    """Positions that are read as one page: a block, or a part of one whose keys may be cut."""
+    """Return the positions that are read as one page: a block, or a part where keys may be cut."""
     fits = blocks_per_sequence == 1 or tokens_per_block % SPAN == 0
     return min(SPAN, tokens_per_block) if token_major and fits else tokens_per_block
 
@@ -75,8 +75,9 @@ def scratch_floats(group: int, head_dim: int, page_tokens: int, token_major: boo
 
 @register_jitable(error_model="numpy")
 def areas_at(t: Any, scratch: int) -> tuple[int, ...]:
-    """Addresses of queries, outputs and lane sums by row; three numbers for each row; scores; keys
-    that are transposed.
+    """Return the addresses of a thread's scratch areas.
+
+    Queries, outputs and lane sums by row; three numbers for each row; scores; transposed keys.
     """
     group = t.num_heads // t.num_kv_heads
     room, wide = padded(tile_tokens(group) * group), padded(t.head_dim)
@@ -93,7 +94,7 @@ Task = TypeVar("Task", RopeTask, AttentionTask)
 
 
 def on_pages(kind: type[Task], pages: Pages) -> Task:
-    """A task that knows its pages. They are looked at once: layers have the same in each step."""
+    """Return a task with the fields of its pages, cached: a layer's pages never change."""
     keys, values, _ = pages
     layout = keys.shape, keys.stride(), values.stride(), keys.dtype, values.dtype
     known = _page_fields(kind, keys.data_ptr(), values.data_ptr(), *layout)
@@ -111,7 +112,7 @@ def _page_fields(
     key_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> Task:
-    """Return a task with the fields that describe pages. TypeError for a layout it cannot read.
+    """Return a task with the fields that describe pages. TypeError for an unsupported layout.
 
     The contents of one block must be contiguous; keys may be `[K, B, D]`. Blocks may be apart from
     each other, with the same stride for keys and values.
@@ -122,7 +123,7 @@ def _page_fields(
     value_block = torch.empty_strided(values_of, value_strides, dtype=dtype, device="meta")
     if num_blocks > 1 and key_strides[0] != value_strides[0]:
         strides = key_strides[0], value_strides[0]
-        raise TypeError(f"keys and values of equal strides expected, got {strides}")
+        raise TypeError(f"keys and values must have equal block strides, got {strides}")
     token_major = not block.is_contiguous()
     for tensor in (block.mT if token_major else block, value_block):
         check_layout(tensor, dtype)
@@ -139,6 +140,7 @@ def _page_fields(
 
 
 def give_rows(task: RopeTask | AttentionTask, rows: RowSpans) -> None:
+    """Set the fields of `task` that describe rows."""
     task.row_starts = address_of(rows.row_starts, torch.int32)
     task.kv_lengths = address_of(rows.kv_lengths, torch.int32)
     task.slots = address_of(rows.slots, torch.int32)
@@ -150,6 +152,6 @@ def give_rows(task: RopeTask | AttentionTask, rows: RowSpans) -> None:
 def page_sizes(
     group: int, head_dim: int, tokens_per_block: int, token_major: bool, blocks_per_sequence: int
 ) -> tuple[int, int]:
-    """Positions that are read as one page, and bytes that a thread works in."""
+    """Return the positions that are read as one page, and the bytes of a thread's scratch."""
     page_tokens = page_of(tokens_per_block, token_major, blocks_per_sequence)
     return page_tokens, 4 * scratch_floats(group, head_dim, page_tokens, token_major)

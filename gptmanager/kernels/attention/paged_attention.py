@@ -1,10 +1,10 @@
-"""Attention straight on the pages of the KV cache: what one thread does of it.
+"""Paged attention on the CPU: the share of one thread.
 
-One code for context, chunk and generation: a tile of up to `TILE_ROWS` (token, query head) rows of
-one sequence that share a KV head goes over that head's pages, so each page is read once. It knows
+Context, chunks and generation use the same code: a tile of up to `TILE_ROWS` (token, query head)
+rows of one sequence that share a KV head reads each of that head's pages once. The code knows
 addresses and sizes only. Every query takes the positions from 0 in spans of at least `SPAN`, each
-span with its own maximum (online softmax), and what it does not see weighs exactly zero: its
-arithmetic is the same whatever stands beside it in the tile, the chunk or the batch.
+span with its own maximum (online softmax), and masked positions have a weight of exactly zero: the
+arithmetic of a query does not depend on the rest of the tile, the chunk or the batch.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 @loop
 def _seen(t: Any, position: int, at: int, until: int) -> tuple[int, int]:
-    """Which columns of the span from position `at` a query sees: low <= column < high.
+    """Return the columns of the span from position `at` that a query sees: low <= column < high.
 
-    `until`: where the sink ends if the span is taken for it, 0 if it is taken for what follows.
+    `until`: the end of the sink if the span is read for the sink, 0 if for later positions.
     """
     high = min(span_of(t.page_tokens), position + 1 - at)
     if until:
@@ -69,7 +69,7 @@ def _maximum(scores: int, low: int, high: int) -> Any:
 
 @loop
 def _weigh(scores: int, columns: int, low: int, high: int, maximum: float) -> Any:
-    """Turns scores into weights, zero where unseen; returns their sum, lane by lane."""
+    """Turn scores into weights, zero where masked; return their sum, lane by lane."""
     total = splat(ZERO)
     for column in range(0, columns, LANES):
         weight = splat(ZERO)
@@ -86,7 +86,7 @@ def _weigh(scores: int, columns: int, low: int, high: int, maximum: float) -> An
 def _softmax(
     t: Any, areas: tuple[int, ...], rows: int, position: int, at: int, columns: int, until: int
 ) -> None:
-    """Scores of a span to weights; sums and outputs so far shrink to the new maxima."""
+    """Turn the scores of a span into weights; rescale sums and outputs so far to the new maxima."""
     compact()
     _, mixed, sums, highest, risen, shrink, scores, _ = areas
     group, wide = t.num_heads // t.num_kv_heads, padded(t.head_dim)
@@ -111,7 +111,7 @@ def _softmax(
 
 @loop
 def _page(t: Any, table: int, position: int, kv_head: int) -> int:
-    """Index of the first element of the page from `position` on, the same for keys and values."""
+    """Return the index of the first element of the page at `position`, for keys and values."""
     size = t.tokens_per_block
     place = get_int(table, position // size) * t.block_stride
     return int(place + (kv_head * size + position % size) * t.head_dim)
@@ -119,7 +119,7 @@ def _page(t: Any, table: int, position: int, kv_head: int) -> int:
 
 @loop
 def _transpose_keys(t: Any, transposed: int, keys: int, num_tokens: int) -> None:
-    """Keys `[num_tokens, head_dim]` to `[padded head_dim, padded page_tokens]`, by squares."""
+    """Transpose keys `[num_tokens, head_dim]` to `[padded head_dim, padded page_tokens]`."""
     compact()
     dim, stride = t.head_dim, padded(t.page_tokens)
     square = transposed + 4 * padded(dim) * stride
@@ -136,7 +136,7 @@ def _transpose_keys(t: Any, transposed: int, keys: int, num_tokens: int) -> None
 
 @loop
 def _prefetch(t: Any, address: int, index: int, count: int) -> None:
-    """The lines of `count` elements from `index` on."""
+    """Prefetch the cache lines of `count` elements from `index` on."""
     for byte in range(0, count * t.item_bytes, LINE_BYTES):
         prefetch(address + index * t.item_bytes + byte, 0)
 
@@ -204,9 +204,9 @@ def _mix(
     kv_head: int,
     until: int,
 ) -> None:
-    """Add what rows from `position` on see of the positions `seen_from` to `end`.
+    """Add the attention of rows from `position` on to the positions `seen_from` to `end`.
 
-    `until` is the number of positions that `_seen` returned.
+    `until`: as of `_seen`.
     """
     compact()
     queries, mixed, scores, transposed = areas[0], areas[1], areas[6], areas[7]
@@ -216,7 +216,7 @@ def _mix(
     first = seen_from // size * size
     for at in range(seen_from // span * span, end, span):
         start, stop = max(at, first), min(at + span, end)
-        # Pages are fetched one product ahead of their use: the values while the scores are
+        # Pages are fetched one matmul ahead of their use: the values while the scores are
         # computed, the next keys (or the next head's first) while the values are mixed.
         _prefetch_values(t, table, start, stop, kv_head)
         for here in range(start, stop, size):
@@ -248,7 +248,7 @@ def _mix(
 def _attend(
     t: Any, areas: tuple[int, ...], token: int, position: int, end: int, table: int, kv_head: int
 ) -> None:
-    """Tokens at `position` to `end`, packed from `token` on, against one KV head's pages."""
+    """Compute a KV head's attention for the tokens at `position` to `end`, packed from `token`."""
     compact()
     rows = (end - position) * (t.num_heads // t.num_kv_heads)
     seen_from = max(0, position + 1 - t.window) if t.window else 0
@@ -285,7 +285,7 @@ def _total_cost(t: Any, tokens: int) -> int:
 
 
 def attention(address: int) -> None:
-    """Parts are equal shares of the cost of all (tile of tokens, KV head) pairs, in order."""
+    """Compute attention; parts are equal shares of the cost of all (tile, KV head) pairs."""
     t = task_at(address, TASK)
     tokens = tile_tokens(t.num_heads // t.num_kv_heads)
     total = _total_cost(t, tokens)

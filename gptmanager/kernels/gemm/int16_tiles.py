@@ -1,7 +1,7 @@
-"""Products of a packed int8 matrix with few rows, by whole numbers.
+"""Matmuls of a packed int8 matrix with few rows, in int16 arithmetic.
 
-The rows are rounded to 16 bits, see `quantized_rows`, and sums over a stretch of them are exact. It
-decides what an element comes to; how many rows there are is not seen in it.
+The rows are quantized to int16, see `quantized_rows`, and sums over a stretch of them are exact. An
+element does not depend on the number of rows.
 """
 
 # mypy: allow-untyped-calls
@@ -33,14 +33,14 @@ from gptmanager.kernels.simd.lanes import (
     spread,
 )
 
-FEW_ROWS = 4  # up to here a matrix of int8 is read as fast as memory gives it
+FEW_ROWS = 4  # up to here an int8 matmul is limited by memory bandwidth
 INT16_DEPTH = 4  # positions of a step
 _TWO_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _TWO_BYTES = ir.VectorType(ir.IntType(8), 2 * LANES)
 
 
 def has_int16_dots() -> bool:
-    """Whether there is an instruction that adds products of 16 bits in pairs, for 512 bits."""
+    """Whether the processor has 512-bit dot products of int16 pairs."""
     return bool(binding.get_host_cpu_features().get("avx512bw"))
 
 
@@ -49,17 +49,17 @@ def _rows(builder: Any, start: Any, stride: Any, count: int) -> list[Any]:
 
 
 def _add_dots(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """Both products of each lane, to its sum."""
+    """Add the dot product of each lane's int16 pair to its total."""
     pairs = (builder.bitcast(it, _TWO_SHORTS) for it in (left, right))
     return builder.add(call(builder, "llvm.x86.avx512.pmaddw.d.512", INDICES, *pairs), total)
 
 
 def int16_tile(rows: int) -> Any:
-    """An intrinsic that adds to `rows` x 64 elements of a product, or begins with them.
+    """Return an intrinsic that computes `rows` x 64 elements of a matmul, or adds to them.
 
-    Its arguments: `(c, a, a_stride, factors, factors_stride, b0, b1, b2, b3, steps, add)`. `c`
-    float32 of stride 64; `a` int16, strides in bytes; `b0` to `b3` the addresses of four panels of
-    int8. A row's sums are whole numbers, exact for up to `MAX_POSITIONS`, times its factor.
+    Its arguments: `(c, a, a_stride, factors, factors_stride, b0, b1, b2, b3, steps, add)`. `c` is
+    float32 with stride 64; `a` is int16, with strides in bytes; `b0` to `b3` are the addresses of
+    four int8 panels. Sums are int32, exact for up to `MAX_POSITIONS`, times the row's factor.
     """
 
     @intrinsic(nothing, *[long] * 10, types.boolean)
@@ -106,5 +106,5 @@ def int16_tile(rows: int) -> Any:
 
 
 def int16_scratch_bytes(depth: int) -> int:
-    """Return the bytes of a thread's scratch behind the sums: a few int16 rows and their scales."""
+    """Return the bytes of a thread's scratch after the sums: a few int16 rows and their scales."""
     return FEW_ROWS * (2 * depth + 4 * -(-depth // MAX_POSITIONS))

@@ -1,9 +1,8 @@
-"""Products of a packed int8 matrix with many rows, by whole numbers of 8 bits.
+"""Matmuls of a packed int8 matrix with many rows, in int8 arithmetic.
 
-The rows are rounded before, see `quantized_rows`, and sums over a stretch of them are exact. The
-instruction wants factors of one side without a sign: the matrix gets 128 added to each, and its
-sums begin with what that is too much. It decides what an element comes to; how many rows there are
-is not seen in it.
+The rows are already quantized, see `quantized_rows`, and sums over a stretch of them are exact. The
+instruction needs unsigned factors on one side: 128 is added to each element of the matrix, and sums
+begin with the value that compensates for it. An element does not depend on the number of rows.
 """
 
 # mypy: allow-untyped-calls
@@ -36,19 +35,19 @@ from gptmanager.kernels.simd.lanes import (
     spread,
 )
 
-SPAN = 256  # positions of four panels that stay in the first cache while rows pass
+SPAN = 256  # positions of four panels that stay in the L1 cache for all rows
 SPAN_BYTES = PANELS * LANES * SPAN
 FOUR = 4  # positions of a step
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def has_int8_dots() -> bool:
-    """Whether there is an instruction that adds products of 8 bits by fours, for 512 bits."""
+    """Whether the processor has 512-bit dot products of four int8 (VNNI)."""
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
 
 
 def _add_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
-    """The four products of each lane, to its sum."""
+    """Add the dot product of each lane's four int8 to its total."""
     return call(builder, "llvm.x86.avx512.vpdpbusd.512", INDICES, total, unsigned, signed)
 
 
@@ -66,7 +65,7 @@ class _Stretch(NamedTuple):
     def added(
         self, builder: Any, rows: Sequence[Any], field: int, totals: Sequence[Any]
     ) -> Sequence[Any]:
-        """To the totals, products with the bytes at `rows`, whose marks begin at `field`."""
+        """Add dot products with the rows at `rows` to the totals; marks begin at `field`."""
 
         def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
             place = builder.add(self.first, index)
@@ -87,7 +86,7 @@ class _Stretch(NamedTuple):
         ]
 
     def with_left(self, builder: Any, left: Sequence[Any], totals: Sequence[Any]) -> Sequence[Any]:
-        """The same of what is left, if any of the rows has something."""
+        """Add dot products with the remainders, if any of the rows has one."""
         some = functools.reduce(builder.or_, self.mark(builder, 2, INT))
         before = builder.block
         with builder.if_then(builder.icmp_signed("!=", some, ir.Constant(INT, 0)), likely=False):
@@ -100,11 +99,11 @@ class _Stretch(NamedTuple):
 
 
 def int8_tile(rows: int) -> Any:
-    """An intrinsic that adds to `rows` x 64 elements of a product, or begins with them.
+    """Return an intrinsic that computes `rows` x 64 elements of a matmul, or adds to them.
 
-    Its arguments: `(c, a, left, marks, a_stride, b, fours, add)`. `c` float32 of stride 64; `a`,
-    `left` and `marks`: of rounded rows, from a stretch on; `b`: four panels as `lay_out` writes
-    them, `SPAN` positions apart; `fours` of positions, up to as many.
+    Its arguments: `(c, a, left, marks, a_stride, b, fours, add)`. `c` is float32 with stride 64;
+    `a`, `left` and `marks` are the values, remainders and marks of quantized rows from a stretch
+    on; `b`: four panels as `lay_out` writes them, `SPAN` positions apart; `fours`: positions / 4.
     """
     per_stretch = ir.Constant(LONG, STRETCH // FOUR)
 
@@ -142,9 +141,7 @@ def int8_tile(rows: int) -> Any:
 
 @intrinsic(nothing, long, long, long)
 def lay_out(builder: Any, target: Any, source: Any, fours: Any) -> None:
-    """A panel's positions by fours, 128 more each: `[fours, 16, 4]` of uint8. Asks for the next
-    ones of that panel meanwhile.
-    """
+    """Write a panel's positions by fours plus 128 as uint8 `[fours, 16, 4]`; prefetch the next."""
     kind = ir.VectorType(ir.IntType(8), 4 * LANES)
     order = [n // 2 + n % 2 * LANES for n in range(2 * LANES)]
     mask = ir.Constant(ir.VectorType(INT, 2 * LANES), order)

@@ -1,9 +1,9 @@
-"""The product of tokens with a packed matrix, and what follows on its result at once.
+"""The matmul of tokens with a packed matrix, with scales, bias and activation: one thread's share.
 
-What one thread does of it. Parts are groups of four panels, for a chunk of rows each. The panels of
-a group lie a quarter of the matrix apart, so that a thread with several groups in a row reads four
-long pieces of memory. A chunk's elements stay in scratch until their sums are whole; then they are
-scaled, biased, activated and rounded on their way out.
+A part is a group of four panels for a chunk of rows. The panels of a group are a quarter of the
+matrix apart, so that a thread with several groups in a row reads four long pieces of memory. A
+chunk's elements stay in scratch until their sums are complete; then they are scaled, biased,
+activated and rounded on their way to the result.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 from gptmanager.kernels.token_loops import logistic
 
-CHUNK_ROWS = 192  # their elements of a group, float32, fit beside panels into the second cache
-BLOCK = 256  # positions of four panels that stay in its first cache while rows pass
+CHUNK_ROWS = 192  # their float32 elements of a group fit into the L2 cache together with panels
+BLOCK = 256  # positions of four panels that stay in the L1 cache for all rows
 SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
-WIDE_BYTES = 4 * BLOCK * LANES  # of a panel's positions that are widened at a time
+WIDE_BYTES = 4 * BLOCK * LANES  # of the panel positions that are widened at a time
 STREAMED_ROWS = 6  # up to here the matrix is read once, in long pieces
-WIDEN_FROM = 32  # rows: for fewer it takes longer than it saves
+WIDEN_FROM = 32  # rows: for fewer, widening takes longer than it saves
 
 
 class MatmulTask(ctypes.Structure):
-    """Addresses (0: none), sizes (scratch in bytes), and how a group of panels is made.
+    """Addresses (0: none), sizes (scratch in bytes), and the layout of a group of panels.
 
-    What is of one call comes first, up to `tail`. `x` has `depth` elements a row, float32, or
-    bfloat16 for pairs and the matrix unit; for whole numbers of 16 bits it is of `dtype`, which is
-    that of `result`, and for those of 8 bits it is rounded rows. `part_groups`: how many groups a
-    part has. `num_groups`: of all, and how far the second panel of a group lies behind the first,
-    and the fourth behind the third; `second`: how far the third lies behind the first. `silu`: the
-    third and fourth are factors of the SiLU of the first and second. `full`, `tail`: the matrix
-    unit's configurations, for sixteen rows and for those that are left.
+    Fields up to `tail` are those of one call. `x` has `depth` elements per row: float32, or
+    bfloat16 for pairs and the matrix unit; for int16 it has `dtype`, that of `result`; for int8 it
+    holds quantized rows. `part_groups`: groups per part. `num_groups`: all groups, also the
+    distance in panels from the first to the second panel of a group, and from the third to the
+    fourth; `second`: the distance from the first to the third. `silu`: the third and fourth panels
+    are factors of the SiLU of the first and second. `full`, `tail`: the matrix unit's
+    configurations for sixteen rows and for the remaining rows.
     """
 
     _fields_ = task_fields(
@@ -94,8 +94,8 @@ def _finished(
 
 @loop
 def _finish(t: Any, c: int, group: int, first_row: int, rows: int) -> None:
-    """A chunk of a group on its way out of scratch."""
-    # read once: for all that the compiler knows, a store may change the task
+    """Scale, bias, activate and store a chunk of a group."""
+    # read once: the compiler must assume that a store changes the task
     scales, bias, silu, columns = t.scales, t.bias, t.silu, t.columns
     result, dtype, bias_dtype = t.result, t.dtype, t.bias_dtype
     num_panels, apart = 2 if silu else PANELS, t.num_groups
@@ -115,28 +115,28 @@ def _finish(t: Any, c: int, group: int, first_row: int, rows: int) -> None:
 
 @loop
 def _panel(t: Any, panel: int) -> int:
-    """Its address; of the last one, which is computed for nothing, where there are no more."""
+    """Return the address of a panel; beyond the last one, its address (the result is unused)."""
     address = t.matrix + min(panel, t.num_panels - 1) * t.depth * t.position_bytes
     return int(address)
 
 
 @loop
 def _widen(t: Any, target: int, source: int) -> None:
-    """A panel of int8 as one of bfloat16, at `target`."""
+    """Widen an int8 panel to bfloat16 at `target`."""
     for k in range(0, t.depth, 2):
         widen_bytes(target + 2 * LANES * k, source + LANES * k)
 
 
 @loop
 def _panels(t: Any, group: int) -> Any:
-    """Addresses of the four of a group."""
+    """Return the addresses of a group's four panels."""
     second, third = group + t.num_groups, group + t.second
     return _panel(t, group), _panel(t, second), _panel(t, third), _panel(t, third + t.num_groups)
 
 
 @loop
 def _part(t: Any, part: int) -> Any:
-    """Its groups, and its rows."""
+    """Return the groups, the first row and the number of rows of a part."""
     first = part // t.num_chunks * t.part_groups
     groups = range(first, min(first + t.part_groups, t.num_groups))
     first_row = part % t.num_chunks * CHUNK_ROWS
@@ -145,7 +145,7 @@ def _part(t: Any, part: int) -> Any:
 
 @loop
 def _widened(t: Any, scratch: int, group: int, held: int) -> Any:
-    """The same of int8 as bfloat16, which they become behind the sums; `held`: they are already."""
+    """Return a group's int8 panels as bfloat16, widened in scratch unless `held` is this group."""
     first, size = scratch + SCRATCH_BYTES, 2 * LANES * t.depth
     wide = first, first + size, first + 2 * size, first + 3 * size
     if held != group:
@@ -155,8 +155,9 @@ def _widened(t: Any, scratch: int, group: int, held: int) -> Any:
 
 
 def _share_by_lanes(dtype: str) -> Any:
-    """A thread's share. For many rows panels become float32 before where they are not: exactly.
-    Pairs stay pairs, on either side.
+    """Return a thread's share by SIMD lanes.
+
+    For many rows, panels are first widened to float32, which is exact. Pairs stay pairs.
     """
     is_pairs, name = dtype == "bfloat16 pairs", dtype.replace(" ", "_")
     widens, item = not is_pairs and dtype != "float32", 2 if is_pairs else 4
@@ -195,7 +196,7 @@ def _share_by_lanes(dtype: str) -> Any:
 
 
 def _share_by_int8() -> Any:
-    """A thread's share, by whole numbers of 8 bits; x are rounded rows."""
+    """Return a thread's share in int8 arithmetic; x holds quantized rows."""
     three, two, one = (int8_tile(rows) for rows in (3, 2, 1))
 
     @loop_named("share_int8_by_int8")
@@ -232,7 +233,7 @@ def _share_by_int8() -> Any:
 
 
 def _share_by_int16() -> Any:
-    """A thread's share, of few rows: they become whole numbers, each stretch by its largest."""
+    """Return a thread's share for few rows, which each thread quantizes to int16."""
     four, three, two, one = (int16_tile(rows) for rows in (4, 3, 2, 1))
 
     @loop_named("share_int8_by_int16")
@@ -241,7 +242,7 @@ def _share_by_int16() -> Any:
         depth, stride = t.depth, 2 * t.depth
         x, factors_stride = scratch + SCRATCH_BYTES, 4 * ((depth - 1) // MAX_POSITIONS + 1)
         factors = x + FEW_ROWS * stride
-        for row in range(t.rows):  # by each thread, which takes less time than to wait for one
+        for row in range(t.rows):  # by each thread, which is faster than waiting for one of them
             to = factors + row * factors_stride
             quantize_to_int16(t.dtype, t.x, row, depth, x + row * stride, to)
         part = claim(address, NEXT_PART)
@@ -276,7 +277,7 @@ _int8_by_int8 = _share_by_int8() if has_int8_dots() else _int8
 
 
 def multiply_float32(address: int) -> None:
-    """`result = x @ matrix.T`, of float32; the others as their names say."""
+    """Compute `result = x @ matrix.T` for a float32 matrix; the others as their names say."""
     _float32(task_at(address, MATMUL_TASK), address)
 
 
@@ -293,25 +294,25 @@ def multiply_int8(address: int) -> None:
 
 
 def multiply_int8_by_int16(address: int) -> None:
-    """The same of int8 with few rows, by whole numbers."""
+    """Multiply few rows with an int8 matrix in int16 arithmetic."""
     _int8_by_int16(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_pairs(address: int) -> None:
-    """The same of bfloat16, by dot products of pairs."""
+    """Multiply with a bfloat16 matrix by dot products of pairs."""
     _pairs(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_int8_by_int8(address: int) -> None:
-    """The same of int8, by whole numbers of 8 bits."""
+    """Multiply with an int8 matrix in int8 arithmetic."""
     _int8_by_int8(task_at(address, MATMUL_TASK), address)
 
 
 @loop
 def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
-    """A thread's share, by the matrix unit. What is quantized is widened to scratch before."""
+    """Compute a thread's share by the matrix unit; quantized panels are first widened."""
     scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
-    held = -1  # the group whose panels are widened
+    held = -1  # the group of the widened panels
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         groups, first, rows = _part(t, part)
@@ -339,10 +340,10 @@ def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
 
 
 def multiply_by_unit(address: int) -> None:
-    """The same of bfloat16, by the matrix unit."""
+    """Multiply with a bfloat16 matrix by the matrix unit."""
     _share_by_unit(task_at(address, MATMUL_TASK), address, False)
 
 
 def multiply_int8_by_unit(address: int) -> None:
-    """The same of int8, by the matrix unit."""
+    """Multiply with an int8 matrix by the matrix unit."""
     _share_by_unit(task_at(address, MATMUL_TASK), address, True)

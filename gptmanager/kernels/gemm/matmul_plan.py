@@ -1,6 +1,6 @@
-"""`MatmulPlan`: what of a product depends on its matrix alone, decided once.
+"""`MatmulPlan`: the part of a matmul that depends on its matrix alone, decided once.
 
-It decides which instructions multiply, and whether packing pays on this machine.
+It selects the instructions, and decides whether packing pays on this machine.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _BY_LANES: dict[torch.dtype, Callable[[int], None]] = {
     torch.float16: bodies.multiply_float16,
     torch.int8: bodies.multiply_int8,
 }
-_kept: list[Any] = []  # what addresses lead to
+_kept: list[Any] = []  # memory behind addresses
 
 
 class Instructions(NamedTuple):
     body: int  # address of the machine code
-    dtype: torch.dtype  # in which it takes the rows; int8: see `quantize_rows`
-    scratch_bytes: int  # of a thread
+    dtype: torch.dtype  # of the rows it reads; int8: see `quantize_rows`
+    scratch_bytes: int  # per thread
 
 
 class MatmulPlan(NamedTuple):
-    """For products with one matrix; with `silu`, of its halves: see `Kernels.linear_silu_mul`."""
+    """A plan for matmuls with one matrix; with `silu`, see `Kernels.linear_silu_mul`."""
 
-    task: MatmulTask  # but for the rows
+    task: MatmulTask  # without the fields of rows
     columns: int  # of the result
-    depth: int  # of the rows, with what fills them up
+    depth: int  # of the rows, with padding
     num_groups: int
-    work: int  # products of two numbers for each row
+    work: int  # multiplications per row
     for_few: Instructions  # up to `FEW_ROWS` rows
     for_many: Instructions
 
 
 def plan_matmul(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> MatmulPlan:
-    """`deterministic`: the same instructions for any number of rows."""
+    """Return the plan; `deterministic`: the same instructions for any number of rows."""
     num_rows, num_panels = len(matrix), len(matrix.values)
     columns = num_rows // 2 if silu else num_rows
     num_groups = -(-columns // (PANEL_ROWS * (PANELS // 2 if silu else PANELS)))
@@ -76,7 +76,7 @@ def plan_matmul(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> Mat
 
 
 def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructions, Instructions]:
-    """For few rows and for many."""
+    """Return the instructions for few rows and for many."""
     stored, num_bytes = matrix.values.dtype, bodies.SCRATCH_BYTES
     if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
         body = bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs
@@ -93,14 +93,14 @@ def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructio
             num_bytes += PANELS * PANEL_ROWS * matrix.depth * torch.bfloat16.itemsize
             many = Instructions(compiled(bodies.multiply_int8_by_unit), torch.bfloat16, num_bytes)
         elif has_int8_dots():
-            compiled(quantize_rows)  # not in somebody's first request
+            compiled(quantize_rows)  # now, not during the first request
             num_bytes += SPAN_BYTES
             many = Instructions(compiled(bodies.multiply_int8_by_int8), torch.int8, num_bytes)
     return few, many
 
 
 def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[int], None]]:
-    """Return the bodies that multiply with matrices of that dtype, as `_instructions` chooses."""
+    """Return the bodies that multiply with matrices of that dtype, as `_instructions` selects."""
     if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
         return [bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs]
     found = [_BY_LANES[stored]]
@@ -114,13 +114,13 @@ def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[in
 
 
 def can_be_packed(dtype: torch.dtype, quantized: bool) -> bool:
-    """Whether matrices of that dtype are to be packed. Those in 8 bits have no other form."""
+    """Whether matrices of that dtype are packed. Those in 8 bits always are."""
     return dtype in DTYPES and (quantized or packing_pays())
 
 
 @functools.cache
 def registers(rows: int) -> int:
-    """Address of the matrix unit's sizes: `rows` rows for sums and for x, 16 for a matrix."""
+    """Return the address of a tile configuration: `rows` rows for sums and x, 16 for a matrix."""
     palette, line, lines = b"\1", (64).to_bytes(2, "little"), bytes([rows] * 5 + [16] * 3)
     table = palette.ljust(16, b"\0") + (8 * line).ljust(32, b"\0") + lines.ljust(16, b"\0")
     _kept.append(ctypes.create_string_buffer(table, 64))
@@ -129,10 +129,10 @@ def registers(rows: int) -> int:
 
 @functools.cache
 def packing_pays() -> bool:
-    """Whether packed products beat torch's: where there are fused multiply-adds of eight lanes.
+    """Whether packed matmuls beat torch's: where there are fused multiply-adds of eight lanes.
 
-    This is no measurement, since one on a busy machine is wrong at times, and the same machine
-    would then give other bits from run to run.
+    This is not measured: a measurement on a busy machine is sometimes wrong, and results would
+    then differ in bits from run to run on the same machine.
     """
     features = binding.get_host_cpu_features()
     pays = bool(features.get("avx2") and features.get("fma"))

@@ -1,8 +1,7 @@
-"""Register tiles of a product with a packed matrix, by the dtype that the matrix is kept in.
+"""Register tiles of a matmul with a packed matrix, by the stored dtype of the matrix.
 
-It decides which instructions an element passes; how a product is cut into tiles is not seen in its
-bits: each element is one chain along the depth. A panel of a packed matrix has sixteen rows, side
-by side: see `PackedMatrix`.
+The bits of an element do not depend on how a matmul is cut into tiles: each element is one chain
+along the depth. A panel of a packed matrix has sixteen interleaved rows: see `PackedMatrix`.
 """
 
 # mypy: allow-untyped-calls
@@ -37,21 +36,23 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.pairs import add_pairs, is_amd
 
-PANELS = 4  # that a tile spans: enough sums to hide the latency of an addition from one row on
-# Bytes of a panel: the processor itself looks less far ahead. AMD's have room for few lines on
-# their way to the first cache, but more to the second; Intel's were faster the other way.
+PANELS = 4  # of a tile: enough sums to hide the latency of an addition even with one row
+# Prefetch distance in bytes of a panel: the processor's own is shorter. AMD's processors can have
+# few lines in flight to the L1 cache, but more to L2; on Intel's, L1 was faster.
 AHEAD, _NEAR = (1024, 2) if is_amd() else (2048, 3)
-# By the rows of a tile, of how many panels the sums fit into registers: into 32 of 512 bits, or 16
-# of 256, of which a vector takes two.
+# By the rows of a tile, the number of panels with sums that fit into registers: 32 of 512 bits, or
+# 16 of 256, of which a vector takes two.
 _ACROSS = dict.fromkeys((1, 2, 4, 6), PANELS) if WIDE > 1 else {1: 4, 2: 2, 4: 1, 6: 1}
 _BYTE, _SHORT = ir.IntType(8), ir.IntType(16)
 _HALVES, _SHORTS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_SHORT, LANES)
 
 
 class Format(NamedTuple):
-    """`kind`: what is read of a panel at a time. `widen` makes factors of it, of one position of
-    the depth after another, or of one pair. `left`: the same of a row. `add`: `(left, right,
-    total)` -> total, a vector each.
+    """How a stored dtype is read and multiplied.
+
+    `kind`: the type of one load from a panel. `widen` converts it to factors, one for each position
+    of the depth or for each pair. `left`: the type of one load from a row. `add`: `(left, right,
+    total)` -> total, each a vector.
     """
 
     kind: Any
@@ -65,7 +66,7 @@ class Format(NamedTuple):
 
 
 def fetch_line(builder: Any, address: Any) -> None:
-    """Ask for the line of memory there."""
+    """Prefetch the cache line at `address`."""
     to_read, to_stay, data = (ir.Constant(INT, n) for n in (0, _NEAR, 1))
     kind, pointer = ir.VoidType(), builder.inttoptr(address, FLOAT.as_pointer())
     call(builder, "llvm.prefetch.p0", kind, pointer, to_read, to_stay, data)
@@ -76,7 +77,7 @@ def _all(value: int) -> Any:
 
 
 def _pairs(builder: Any, value: Any) -> tuple[Any, ...]:
-    """A bfloat16 is the upper half of a float32; the even position lies in the lower one."""
+    """Widen the bfloat16 values of two positions; the even one is in the lower half of a lane."""
     even = builder.shl(value, _all(16))
     odd = builder.and_(value, _all(0xFFFF0000))
     return builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)
@@ -182,7 +183,7 @@ def widen_panel(dtype: str) -> Any:
 
 @functools.cache  # one function for each name
 def over_rows(dtype: str) -> Any:
-    """The same for any number of rows, by tiles of six and fewer."""
+    """Return a `tile` for any number of rows, made of tiles of six rows and fewer."""
     six, four, two, one = (tile(rows, dtype, _ACROSS[rows]) for rows in (6, 4, 2, 1))
     name = dtype.replace(" ", "_")
 
@@ -215,7 +216,7 @@ def over_rows(dtype: str) -> Any:
 
 @functools.cache
 def has_matrix_unit() -> bool:
-    """Whether this process may use it; Linux wants to be asked once, for all threads."""
+    """Whether this process may use AMX; Linux requires one request, for all threads."""
     if sys.platform != "linux" or not binding.get_host_cpu_features().get("amx-bf16"):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
@@ -236,13 +237,13 @@ def _byte(builder: Any, address: Any) -> Any:
 
 @intrinsic(nothing, long)
 def configure(builder: Any, address: Any) -> None:
-    """Rows and bytes of each register, as the 64 bytes at `address` say."""
+    """Load the tile configuration, the 64 bytes at `address`."""
     _unit(builder, "ldtilecfg", _byte(builder, address))
 
 
 @intrinsic(nothing)
 def release(builder: Any) -> None:
-    """Not to be forgotten: what the registers hold is saved at each switch of threads."""
+    """Release the tile registers, which are otherwise saved at each context switch."""
     _unit(builder, "tilerelease")
 
 
@@ -270,7 +271,7 @@ def unit_tile(down: int) -> Any:
                     _unit(builder, "tileloadd64", left, _byte(builder, start), row_bytes)
                 for n, panel in enumerate(panels):
                     right, start = rights[n % len(rights)], builder.add(panel, block)
-                    if down == 1:  # with more rows the unit is what takes the time
+                    if down == 1:  # with more rows the unit is the bottleneck
                         for offset in range(0, 1024, 64):
                             fetch_line(
                                 builder, builder.add(start, ir.Constant(LONG, offset + AHEAD))
@@ -309,7 +310,7 @@ def unit_tile(down: int) -> Any:
 
 @intrinsic(nothing, long, long)
 def widen_bytes(builder: Any, target: Any, source: Any) -> None:
-    """Sixteen lanes of two positions of int8, as the matrix unit wants them in bfloat16: exact."""
+    """Widen sixteen lanes of two int8 positions to bfloat16 pairs, which is exact."""
 
     read = builder.load(builder.inttoptr(source, _SHORTS.as_pointer()), align=1)
     even, odd = (builder.bitcast(it, INDICES) for it in _bytes(builder, read))

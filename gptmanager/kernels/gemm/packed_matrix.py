@@ -1,8 +1,8 @@
-"""`PackedMatrix`: a weight of the network in the order in which products read it.
+"""`PackedMatrix`: a weight of the network in the order in which matmuls read it.
 
-Decides that order, and what is read back and written of it. Sixteen rows make a panel: `values`
-is `[panels, depth, 16]`, for bfloat16 `[panels, depth / 2, 16, 2]`, so that a product streams
-through each panel. Rows and positions that fill up the last panel and the depth are zero.
+Sixteen rows make a panel: `values` is `[panels, depth, 16]`, for bfloat16 and int8
+`[panels, depth / 2, 16, 2]`, so that a matmul streams through each panel. Rows and positions that
+pad the last panel and the depth are zero.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _ALL = slice(None)
 class PackedMatrix:
     """`[rows, columns]` of float32, bfloat16 or float16; not a tensor, but read and written as one.
 
-    `quantized`: kept as int8 with a scale for each row, which is written whole then: the greatest
-    magnitude of the row is 127. `shape` and `dtype` are those of the values; `len` counts rows.
+    `quantized`: stored as int8 with a scale per row; the greatest magnitude of a row is 127, so
+    rows must be written whole. `shape` and `dtype` are those of the values; `len` counts rows.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PackedMatrix:
             self.depth = -(-columns // UNIT_DEPTH) * UNIT_DEPTH
         panels = -(-rows // PANEL_ROWS)
         self.values = torch.zeros(panels, self.depth // pair, PANEL_ROWS, pair, dtype=stored)
-        self.plans: dict[bool, Any] = {}  # what `CpuKernels` work out of its shape and place
+        self.plans: dict[bool, Any] = {}  # what `CpuKernels` derive from its shape and address
         self.scales = torch.zeros(panels * PANEL_ROWS, dtype=torch.float32) if quantized else None
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class PackedMatrix:
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def unpacked(self, rows: slice = _ALL) -> Tensor:
-        """A copy of these rows, `[n, columns]`."""
+        """Return a copy of these rows, `[n, columns]`."""
         start, stop, _ = rows.indices(len(self))
         first, end = start // PANEL_ROWS, -(-stop // PANEL_ROWS)
         whole = self.values[first:end].transpose(1, 2).flatten(0, 1).flatten(1)
@@ -62,9 +62,9 @@ class PackedMatrix:
         first_column: int = 0,
         columns: slice = _ALL,
     ) -> None:
-        """Write these columns of `values [n, m]`, converted, from that row and column on.
+        """Convert `columns` of `values [n, m]` and write them from that row and column on.
 
-        A scale is that of all columns: parts of a row which are quantized apart fit together.
+        Scales are those of all columns of `values`, so that parts of a row match.
         """
         if self.scales is not None:
             values, scales = _quantized(values)
@@ -85,7 +85,7 @@ class PackedMatrix:
         first_column: int = 0,
         columns: slice = _ALL,
     ) -> bool:
-        """Whether `copy_` of them would change nothing."""
+        """Whether `copy_` with the same arguments would change nothing."""
         own = self.unpacked(slice(first_row, first_row + len(values)))
         if self.scales is not None:
             ints, scales = _quantized(values)
@@ -104,14 +104,14 @@ def plain(matrix: Matrix) -> Tensor:
 
 
 def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers from -127 to 127, and the scale of each row; of a row of zeros it is 0."""
+    """Return the rows as integers from -127 to 127, and their scales (0 for a row of zeros)."""
     wide = rows.float()
     scales = wide.abs().amax(dim=1) / 127
     return (wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).round(), scales
 
 
 def _copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:
-    """`rows [n, m]` into `panels [P, 16, m]`, from row `first` of them on; whole panels at once."""
+    """Copy `rows [n, m]` to `panels [P, 16, m]` from row `first` on; whole panels at once."""
     head = min(-first % PANEL_ROWS, len(rows))
     whole = (len(rows) - head) // PANEL_ROWS
     panel, lane = divmod(first, PANEL_ROWS)

@@ -1,9 +1,9 @@
-"""Rows of activations as whole numbers, for products with matrices of int8.
+"""Quantized rows of activations, for matmuls with int8 matrices.
 
-Each stretch of a row is rounded by its largest number: to 16 bits where rows are few, to 8 bits
-where they are many. Of 8 bits, what rounding left is kept, too, where the largest is far larger
-than the others, which would be lost beside it: activations of language models have such outliers,
-in the same few channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
+Each stretch of a row is quantized by its largest magnitude: to int16 where rows are few, to int8
+where they are many. With int8, the rounding remainders are also stored where the largest is far
+larger than the others, which would otherwise be lost: activations of language models have such
+outliers, in the same few channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
 """
 
 # mypy: allow-untyped-calls
@@ -42,15 +42,15 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.threads import NEXT_PART
 from gptmanager.kernels.token_loops import CONVERSION_TASK, ZERO, share_of
 
-MAX_POSITIONS = 256  # of a sum of 16 bits: what 127 times 32,767 may add up to is twice that
-STRETCH = (
-    64  # positions of 8 bits with one factor: a sum in their midst takes an eighth of the time
+MAX_POSITIONS = 256  # of an int16 sum: int32 holds twice as many times 127 and 32,767
+STRETCH = 64  # int8 positions with one factor
+MARK_BYTES = (
+    16  # of a stretch: its factor and the start of its sums; the same two of its remainders
 )
-MARK_BYTES = 16  # of a stretch: its factor, what its sums begin with; the same of what is left
-OUTLIER = 16.0  # times the mean magnitude of a stretch: what is left is looked at from here on
+OUTLIER = 16.0  # times the mean magnitude of a stretch: from here on remainders are stored
 MAX_INT16, MAX_INT8 = np.float32(32767.0), np.float32(127.0)
-FINER = np.float32(254.0)  # half a unit of what is rounded is 127 of what is left
-LEAST = 1e-30  # of a stretch's largest number: below it there is nothing to tell apart
+FINER = np.float32(254.0)  # half a quantization step is 127 steps of the remainder
+LEAST = 1e-30  # of a stretch's largest magnitude: smaller stretches are zero
 
 
 def row_bytes(depth: int) -> int:
@@ -62,7 +62,7 @@ row_size = loop(row_bytes)  # for compiled callers
 
 
 def _rounded(builder: Any, value: Any, bits: int) -> Any:
-    """Sixteen numbers as integers, to the nearest, ties to even."""
+    """Round sixteen numbers to integers, to the nearest, ties to even."""
     shifted = builder.fadd(value, ir.Constant(VECTOR, [ROUND] * LANES))
     return builder.trunc(builder.bitcast(shifted, INDICES), ir.VectorType(ir.IntType(bits), LANES))
 
@@ -75,15 +75,13 @@ def _store(builder: Any, address: Any, index: Any, value: Any) -> None:
 
 @intrinsic(nothing, long, long, vector)
 def _store_int16(builder: Any, address: Any, index: Any, value: Any) -> None:
-    """Sixteen numbers of at most 2^15 as int16."""
+    """Store sixteen numbers of at most 2^15 as int16."""
     _store(builder, address, index, _rounded(builder, value, 16))
 
 
 @intrinsic(vector, long, long, vector, vector)
 def _store_int8(builder: Any, address: Any, index: Any, value: Any, total: Any) -> Any:
-    """Sixteen numbers of at most 127 as int8; returns the int32 that lie in `total`, and those
-    added.
-    """
+    """Store sixteen numbers of at most 127 as int8; return their sum with the int32 in `total`."""
     lower = _rounded(builder, value, 8)
     _store(builder, address, index, lower)
     added = builder.add(builder.bitcast(total, INDICES), builder.sext(lower, INDICES))
@@ -122,7 +120,7 @@ def _inverse(most: Any, largest: Any) -> Any:
 
 @loop
 def quantize_to_int16(dtype: int, x: int, row: int, depth: int, to: int, factors: int) -> None:
-    """A row of x as int16, and what its stretches are to be multiplied with; NaN stays NaN."""
+    """Quantize a row of x to int16 at `to`, with the factors of its stretches; NaN stays NaN."""
     for number, first in enumerate(range(0, depth, MAX_POSITIONS)):
         positions, start = min(MAX_POSITIONS, depth - first), row * depth + first
         largest, _, nan = _measured(dtype, x, start, positions, depth - first)
@@ -135,7 +133,7 @@ def quantize_to_int16(dtype: int, x: int, row: int, depth: int, to: int, factors
 
 @loop
 def _quantize_to_int8(dtype: int, x: int, row: int, given: int, depth: int, to: int) -> None:
-    """A row of x, `given` elements and zeros up to `depth`; NaN stays NaN."""
+    """Quantize a row of x: `given` elements and zeros up to `depth`; NaN stays NaN."""
     for number, first in enumerate(range(0, depth, STRETCH)):
         positions, start = min(STRETCH, depth - first), row * given + first
         count, marks = given - first, to + 2 * depth + MARK_BYTES * number
@@ -160,7 +158,7 @@ def _quantize_to_int8(dtype: int, x: int, row: int, given: int, depth: int, to: 
 
 
 def quantize_rows(address: int) -> None:
-    """Tokens as rows of 8 bits; the task's own dtype is not looked at."""
+    """Quantize tokens to int8 rows; the task's own dtype is ignored."""
     t = task_at(address, CONVERSION_TASK)
     size = row_size(t.width)
     part = claim(address, NEXT_PART)

@@ -1,6 +1,6 @@
-"""Small matrix products for compiled code: register tiles, and a loop over them.
+"""Small matmuls for compiled code: register tiles, and a loop over them.
 
-It decides how a product is cut; what an element comes to does not depend on that.
+The bits of an element do not depend on how a matmul is cut into tiles.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Step = Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 
 def repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequence[Any]:
-    """The values after `count` >= 1 times `values = step(index, values)`, kept in registers."""
+    """Return the values after `count` >= 1 times `values = step(index, values)`, in registers."""
     before, body = builder.block, builder.append_basic_block("step")
     builder.branch(body)
     builder.position_at_end(body)
@@ -51,10 +51,10 @@ def repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequ
 
 
 def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
-    """An intrinsic that computes `rows` x (16 * `vectors`) elements of a product in registers.
+    """Return an intrinsic that computes `rows` x (16 * `vectors`) elements of a matmul.
 
     Its arguments: `(c, c_stride, a, a_stride, b, b_stride, depth, add, columns)`, see `multiply`.
-    Each element is one chain of fused multiply-adds along `depth`, whatever the tile's shape.
+    Each element is one chain of fused multiply-adds along `depth` in any shape of tile.
     `dtype`: of b. `partial`: only the first `columns` of b are read.
     """
 
@@ -144,7 +144,7 @@ def _multiply_by(dtype: str) -> Any:
 
 
 _by_float32, _by_bfloat16 = _multiply_by("float32"), _multiply_by("bfloat16")
-_by_float16 = _multiply_by("float16") if HAS_FLOAT16 else _by_bfloat16  # no tensor of it comes
+_by_float16 = _multiply_by("float16") if HAS_FLOAT16 else _by_bfloat16  # never called with float16
 
 
 @loop
@@ -152,7 +152,7 @@ def multiply(
     dtype: int, c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int,
     rows: int, columns: int, depth: int, add: bool,
 ) -> None:  # fmt: skip
-    """`c = a @ b`, or `c += a @ b` if `add`; row-major, strides in elements, depth >= 1.
+    """Compute `c = a @ b`, or `c += a @ b` if `add`; row-major, strides in elements, depth >= 1.
 
     `dtype`: of b; the others are float32. a and c have room for an even number of rows, c for
     whole sixteens of columns.
@@ -169,7 +169,7 @@ def multiply(
 def transpose(
     builder: Any, target: Any, target_stride: Any, source: Any, source_stride: Any
 ) -> None:
-    """16 x 16 floats; strides in elements."""
+    """Transpose 16 x 16 floats; strides in elements."""
 
     def row(start: Any, index: int, stride: Any) -> Any:
         return at(builder, start, builder.mul(ir.Constant(LONG, index), stride), VECTOR)

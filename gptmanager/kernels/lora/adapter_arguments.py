@@ -1,7 +1,4 @@
-"""`StepAdapters`: what `Kernels.add_adapters` takes in addition to its tensors.
-
-Knows nothing of how anything is computed from them.
-"""
+"""`StepAdapters`: the arguments of `Kernels.add_adapters` in addition to its tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +10,9 @@ from torch import Tensor
 
 
 class AdapterModule(NamedTuple):
-    """Where a module of an adapter adds: `num_columns` of a fused matrix's output, one after the
-    other. `number`: of the module in the table. `width`: elements of the matrix's input.
+    """The columns of a fused matrix's output to which a module of an adapter adds.
+
+    `number`: the index of the module in the table. `width`: elements of the matrix's input.
     """
 
     number: int
@@ -33,9 +31,9 @@ class StepAdapters:
     begins, and the rank; rank 0: the adapter has no such module. `rows [T]` int32: each token's
     slot in the table, -1 for none; several tokens of one slot are fast where they are neighbors.
     `layout`: the modules that add to a matrix, by its name; their columns may overlap. `max_rank`:
-    at least every rank of the table. Nothing else depends on what the tensors hold, so that a
-    recorded step may find other adapters there; but `plan` does, which `Kernels.begin_adapters`
-    makes of the others where it makes one, and finds again in a later step of the same tokens.
+    at least every rank of the table. Only `plan` depends on the contents of the tensors: a
+    captured step may be replayed with other adapters. Kernels may set `plan` in
+    `Kernels.begin_adapters`, and reuse it in a later step of the same tokens.
     """
 
     pool: Tensor

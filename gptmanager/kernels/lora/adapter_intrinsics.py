@@ -35,7 +35,7 @@ from gptmanager.kernels.simd.pairs import add_pairs
 
 ROWS, RANKS = 2 * WIDE, 4  # of a tile of A x: as many sums as there are registers for
 RANKS_OF_ONE = 4 * WIDE  # of a tile with one token
-DEPTH = 8  # of the slabs of B that stay in registers, beside as many sums
+DEPTH = 8  # of the slabs of B that stay in registers, next to as many sums
 LINE = 64  # bytes of memory that are read together
 NAMES = "float32", "bfloat16", *(("float16",) if HAS_FLOAT16 else ())
 
@@ -45,7 +45,7 @@ def _number(value: int) -> Any:
 
 
 def fetch(builder: Any, address: Any, num_bytes: int) -> None:
-    """Asks for lines of memory, for the second cache: the first is too small for what is ahead."""
+    """Prefetch lines of memory to the L2 cache: L1 is too small for the data that is ahead."""
     to_read, second_level, data = (ir.Constant(INT, n) for n in (0, 2, 1))
     for offset in range(0, num_bytes, LINE):
         pointer = builder.inttoptr(builder.add(address, _number(offset)), FLOAT.as_pointer())
@@ -53,14 +53,15 @@ def fetch(builder: Any, address: Any, num_bytes: int) -> None:
 
 
 def _lanes(builder: Any, first: Any, second: Any, lanes: Sequence[int]) -> Any:
-    """These lanes of two vectors, side by side."""
+    """Return these lanes of two vectors as one vector."""
     chosen = ir.Constant(ir.VectorType(INT, len(lanes)), list(lanes))
     return builder.shuffle_vector(first, second, chosen)
 
 
 def _sums(builder: Any, values: Sequence[Any]) -> Any:
-    """The sum of each vector's lanes, in the order of the vectors: halves of what is left of a
-    vector are added until one lane is left.
+    """Return the sum of each vector's lanes, in the order of the vectors.
+
+    Halves of a vector are added until one lane is left.
     """
     width = LANES
     while width > 1:
@@ -136,14 +137,14 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
 
 
 def _starts(builder: Any, address: Any, num_bytes: Any, last: Any, count: int) -> list[Any]:
-    """Addresses of rows of so many bytes; behind the last one that one again."""
+    """Return the addresses of rows of `num_bytes`; after the last row it is repeated."""
     rows = [_number(row) for row in range(count)]
     there = [builder.select(builder.icmp_signed("<", row, last), row, last) for row in rows]
     return [builder.add(address, builder.mul(row, num_bytes)) for row in there]
 
 
 def _pairs_at(builder: Any, dtype: str, address: Any, index: Any, count: Any) -> Any:
-    """Sixteen pairs of bfloat16, as they are; all of them."""
+    """Load sixteen bfloat16 pairs without widening them."""
     assert dtype == "bfloat16" and count is None
     start = builder.add(address, builder.mul(index, _number(2)))
     return builder.load(builder.inttoptr(start, INDICES.as_pointer()), align=2)
@@ -166,7 +167,7 @@ _WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {
 
 
 def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
-    """Vector k: what sixteen rows of B hold at k. Four bytes of a row are a lane."""
+    """Return vectors of element k of sixteen rows of B. Four bytes of a row are a lane."""
     size = itemsize(dtype)
     units = DEPTH * size // 4  # of four bytes, in a row
     part = ir.VectorType(INT, units)

@@ -1,8 +1,8 @@
-"""`AdapterPlan`: what `CpuKernels` work out of a step's adapters once, for all its layers.
+"""`AdapterPlan`: what `CpuKernels` derive from a step's adapters once, for all layers.
 
-It decides which tokens are computed together, and which matrices of which layers need nothing. By
-compiled code, because between steps the caches forget torch and NumPy: a first call of either in a
-step takes ten times as long as the ones behind it.
+It decides which tokens are computed together, and which matrices of which layers are skipped. The
+plan is made by compiled code, because torch and NumPy leave the CPU caches between steps: a first
+call of either in a step takes ten times as long as later ones.
 """
 
 # mypy: allow-untyped-calls
@@ -27,8 +27,8 @@ from gptmanager.kernels.simd.pairs import has_fast_pairs
 from gptmanager.kernels.simd.threads import Team, address_of, check_layout, task_fields, with_first
 
 RUNS_PER_THREAD = 2
-FEW_RANKS = 8  # an adapter has: what its work is guessed by
-NUM_TOKENS, NUM_RUNS, LAYERS = 0, 1, 2  # where they lie in what is found
+FEW_RANKS = 8  # assumed of an adapter, to estimate its work
+NUM_TOKENS, NUM_RUNS, LAYERS = 0, 1, 2  # indices into `found`
 MOST_BITS = 62
 
 
@@ -46,7 +46,7 @@ PLAN_TASK = np.dtype(PlanTask)
 
 
 def plan_runs(address: int) -> None:
-    """Tokens of a slot side by side, slots ascending, in runs of at most `num_parts` threads."""
+    """Group tokens by slot, in ascending order, and cut them into runs for `num_parts` threads."""
     t = task_at(address, PLAN_TASK)
     num_tokens, num_slots, num_modules = t.num_tokens, t.num_slots, t.num_modules
     found = carray(pointer_to(t.found), t.size, np.int64)
@@ -102,7 +102,7 @@ class MatrixPlan(NamedTuple):
     work: int
 
     def begin(self, *values: int) -> AdapterTask:
-        """The task with what is of one layer, from `result` to `columns`."""
+        """Return the task with the fields of one layer, from `result` to `columns`."""
         return with_first(self.task, self.num_parts, *values)
 
 
@@ -110,7 +110,7 @@ class AdapterPlan:
     """The plan of one step. Its tensors must not change until the step is over."""
 
     def __init__(self, adapters: StepAdapters, team: Team) -> None:
-        """TypeError for another layout of memory, KeyError for a dtype that has no name."""
+        """TypeError for an unsupported layout, KeyError for an unsupported dtype."""
         pool, rows, table = adapters.pool, adapters.rows, adapters.table
         check_layout(pool, pool.dtype)
         self._adapters = adapters
@@ -134,7 +134,7 @@ class AdapterPlan:
         self.is_empty = not any(self._found[LAYERS : LAYERS + num_layers])
 
     def of(self, matrix: str, layer: int) -> MatrixPlan | None:
-        """None where no token has a module of it in that layer."""
+        """Return the plan of a matrix; None where no token has a module of it in that layer."""
         if matrix not in self._matrices:
             self._matrices[matrix] = self._plan(matrix)
         own = self._matrices[matrix]
@@ -168,7 +168,7 @@ class AdapterPlan:
         return MatrixPlan(task, num_runs, scratch_bytes, bits, work * num_tokens)
 
     def tokens_of(self, matrix: str, layer: int) -> list[int]:
-        """Those that have a module there, in ascending order."""
+        """Return the tokens that have a module there, in ascending order."""
         modules, num_layers = self._adapters.layout[matrix], self._adapters.table.shape[1]
         bits = _fields(modules)[1] & ((1 << MOST_BITS) - 1)  # those of one module each
         if bits & self._found[LAYERS + num_layers + layer]:
@@ -179,13 +179,13 @@ class AdapterPlan:
 
     @functools.cached_property
     def _tokens(self) -> list[int]:
-        """Those that have an adapter."""
+        """The tokens that have an adapter."""
         return [token for token, slot in enumerate(self._adapters.rows.tolist()) if slot >= 0]
 
 
 @functools.lru_cache(maxsize=256)
 def _fields(modules: tuple[AdapterModule, ...]) -> tuple[ctypes.Array[ctypes.c_int64], int, int]:
-    """The modules for compiled code, and as bits, and the work that a token is guessed to be."""
+    """Return the modules for compiled code, their bits, and the estimated work per token."""
     fields = (ctypes.c_int64 * (4 * len(modules)))(*(it for own in modules for it in own))
     bits, work = 0, 0
     for it in modules:

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a step's tokens: what one thread does of `Kernels.add_adapters`.
+"""Low-rank adapters on a step's tokens: one thread's share of `Kernels.add_adapters`.
 
 A part is a run: tokens of one adapter, adjacent or not. First h = A x is computed for all modules,
 then B h is added to one span of columns after another; B is transposed once for all tokens of the
@@ -40,7 +40,7 @@ from gptmanager.kernels.simd.pairs import has_pairs
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 BLOCK = 32  # tokens of a run
-AHEAD = 8192  # bytes of the pool: how far ahead memory is asked for
+AHEAD = 8192  # prefetch distance in bytes of the pool
 SPAN = 256  # columns that are computed at a time
 STRIDE = SPAN + LANES  # of a token's sums, which are computed in whole sixteens
 # Floats of a thread's scratch: a square of lanes to transpose, a transposed span of B, and the sums
@@ -71,9 +71,12 @@ _several = {name: dots(ROWS, RANKS, name) for name in NAMES}
 _one = {name: dots(1, RANKS_OF_ONE, name) for name in NAMES}
 _several_float32, _one_float32 = _several["float32"], _one["float32"]
 _several_bfloat16, _one_bfloat16 = _several["bfloat16"], _one["bfloat16"]
-_several_float16 = _several.get("float16", _several_bfloat16)  # no tensor of it comes
+_several_float16 = _several.get("float16", _several_bfloat16)  # never called with float16
 _one_float16 = _one.get("float16", _one_bfloat16)
-_several_pairs, _one_pairs = _several_bfloat16, _one_bfloat16  # no task says `pairs`
+_several_pairs, _one_pairs = (
+    _several_bfloat16,
+    _one_bfloat16,
+)  # never called: no task has `pairs` set
 if has_pairs():
     _several_pairs = dots(ROWS, RANKS, "bfloat16 pairs")
     _one_pairs = dots(1, RANKS_OF_ONE, "bfloat16 pairs")
@@ -88,7 +91,7 @@ def scratch_floats(width: int, num_modules: int, h_stride: int) -> int:
 
 @loop
 def _module(t: Any, slot: int, module: int) -> Any:
-    """The element of the pool at which its A begins, and its rank."""
+    """Return the pool element at which A of a module begins, and the rank."""
     number = get_long(t.modules, 4 * module)
     entry = slot * t.slot_stride + t.layer * t.layer_stride + 2 * number
     return get_long(t.table, entry), get_long(t.table, entry + 1)
@@ -96,7 +99,7 @@ def _module(t: Any, slot: int, module: int) -> Any:
 
 @loop
 def _following(t: Any, slot: int, module: int) -> int:
-    """Address of what is read after A of a module: the next A, or the first B."""
+    """Return the address that is read after A of a module: the next A, or the first B."""
     size = 4 if t.pool_dtype == FLOAT32 else 2
     if module + 1 < t.num_modules:
         return int(t.pool + size * _module(t, slot, module + 1)[0])
@@ -106,7 +109,7 @@ def _following(t: Any, slot: int, module: int) -> int:
 
 @loop
 def _rows_of(t: Any, to: int, place: int, rows: int, dtype: int) -> int:
-    """Address of x of these tokens, in `dtype`, one behind the other: where it is, or `to`."""
+    """Return the address of x of these tokens, contiguous and in `dtype`: in place, or at `to`."""
     first, width, size = get_long(t.order, place), t.width, 4 if dtype == FLOAT32 else 2
     if t.x_dtype == dtype and get_long(t.order, place + rows - 1) - first == rows - 1:
         return int(t.x + size * first * width)
@@ -120,7 +123,7 @@ def _rows_of(t: Any, to: int, place: int, rows: int, dtype: int) -> int:
 
 @loop
 def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
-    """`h = A x` of a run, by module."""
+    """Compute `h = A x` of a run, by module."""
     xs = scratch + 4 * FIXED
     hs, width, stride = xs + 4 * ROWS * (t.width + LANES), t.width, t.h_stride
     dtype, size, token = t.pool_dtype, 4 if t.pool_dtype == FLOAT32 else 2, first
@@ -128,7 +131,7 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
     while token < stop:
         rows = min(ROWS, stop - token)
         if rows == 2 and ROWS > 2:
-            rows = 1  # so few would be computed with copies of themselves
+            rows = 1  # a tile would compute copies of so small a number of rows
         x = _rows_of(t, xs, token, rows, BFLOAT16 if pairs else FLOAT32)
         for module in range(t.num_modules):
             offset, rank = _module(t, slot, module)
@@ -159,7 +162,7 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
 
 @loop
 def _transpose(dtype: int, scratch: int, b: int, count: int, rank: int, depth: int) -> None:
-    """`count` rows of B from `b` on, at most SPAN: their first `depth` elements, at most LANES."""
+    """Transpose `depth` (<= LANES) elements of `count` (<= SPAN) rows of B from `b` on."""
     to, size = scratch + 4 * SQUARE, 4 if dtype == FLOAT32 else 2
     for row in range(0, count, LANES):
         for lane in range(LANES):
@@ -172,8 +175,9 @@ def _transpose(dtype: int, scratch: int, b: int, count: int, rank: int, depth: i
 def _add_columns(
     t: Any, scratch: int, to: int, b: int, h: int, rows: int, count: int, rank: int
 ) -> None:
-    """Adds B h to `count` columns of the sums; their rows of B begin at `b`. What fills registers
-    is transposed there.
+    """Add B h to `count` columns of the sums; their rows of B begin at `b`.
+
+    Whole register tiles of B are transposed in registers.
     """
     dtype, stride = t.pool_dtype, t.h_stride
     size = 4 if dtype == FLOAT32 else 2
@@ -209,7 +213,7 @@ def _add_columns(
 
 @loop
 def _expand(t: Any, scratch: int, first: int, stop: int, slot: int, low: int, high: int) -> None:
-    """Adds all that the adapter adds to these columns of a run."""
+    """Add B h of all modules to these columns of a run."""
     sums = scratch + 4 * (SQUARE + TRANSPOSED)
     hs = scratch + 4 * (FIXED + ROWS * (t.width + LANES))
     size, rows, is_read = 4 if t.pool_dtype == FLOAT32 else 2, stop - first, False
@@ -238,7 +242,7 @@ def _expand(t: Any, scratch: int, first: int, stop: int, slot: int, low: int, hi
 
 
 def add(address: int) -> None:
-    """`result += B A x` for each run of tokens."""
+    """Compute `result += B A x` for each run of tokens."""
     t = task_at(address, ADAPTER_TASK)
     scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
     part = claim(address, NEXT_PART)

@@ -1,1 +1,1 @@
-"""Code for Numba and LLVM that no operation owns: lanes, dtypes, threads, kept machine code."""
+"""Shared code for Numba and LLVM: lanes, dtypes, threads, cached machine code."""

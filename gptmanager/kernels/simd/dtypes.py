@@ -1,6 +1,6 @@
 """Lanes of any dtype: widened to float32 as they are read, rounded once as they are written.
 
-It decides what compiled code calls a dtype. bfloat16 is the upper half of a float32.
+Compiled code knows a dtype by number. bfloat16 is the upper half of a float32.
 """
 
 # mypy: allow-untyped-calls
@@ -57,7 +57,7 @@ def itemsize(dtype: str) -> int:
 
 
 def load_at(builder: Any, dtype: str, address: Any, index: Any, count: Any = None) -> Any:
-    """Sixteen lanes, widened; with `count` only so many are read, and the others are zero."""
+    """Load sixteen widened lanes; with `count` the first ones only, and the others are zero."""
     kind, size = _VECTORS[dtype], itemsize(dtype)
     pointer = _pointer(builder, address, index, kind, size)
     if count is None:
@@ -115,7 +115,7 @@ def _load_float16(builder: Any, address: Any, index: Any, count: Any) -> Any:
 
 @intrinsic(nothing, long, long, vector, long)
 def _store_bfloat16(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
-    """To the nearest, ties to even; NaN stays NaN."""
+    """Store lanes rounded to nearest, ties to even; NaN stays NaN."""
     bits = builder.bitcast(value, INDICES)
     odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
     rounded = builder.add(bits, builder.add(odd, _all(0x7FFF)))
@@ -127,7 +127,7 @@ def _store_bfloat16(builder: Any, address: Any, index: Any, value: Any, count: A
 
 @intrinsic(nothing, long, long, vector, long)
 def _store_float16(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
-    """To the nearest, ties to even."""
+    """Store lanes rounded to nearest, ties to even."""
     _write(builder, address, index, builder.fptrunc(value, _HALVES), count)
 
 
@@ -143,20 +143,20 @@ def _put_short(builder: Any, address: Any, index: Any, value: Any) -> None:
 
 @intrinsic(real, long, long)
 def get_byte(builder: Any, address: Any, index: Any) -> Any:
-    """An int8."""
+    """Return an int8 as a float."""
     byte = builder.load(_pointer(builder, address, index, _BYTE, 1))
     return builder.sitofp(byte, ir.FloatType())
 
 
 if HAS_FLOAT16:
     _load_half, _store_half = _load_float16, _store_float16
-else:  # no tensor of it comes here
+else:  # never called with float16
     _load_half, _store_half = _load_bfloat16, _store_bfloat16
 
 
 @loop
 def load_as(dtype: int, address: int, index: int, count: int) -> Any:
-    """The first `count` lanes; the rest are zero and their memory is not touched."""
+    """Load the first `count` lanes; the rest are zero and their memory is not touched."""
     if dtype == FLOAT32:
         return load_part(address, index, count)
     if dtype == BFLOAT16:
@@ -166,7 +166,7 @@ def load_as(dtype: int, address: int, index: int, count: int) -> Any:
 
 @loop
 def store_as(dtype: int, address: int, index: int, value: Any, count: int) -> None:
-    """The first `count` lanes; the memory of the others is not touched."""
+    """Store the first `count` lanes; the memory of the others is not touched."""
     if dtype == FLOAT32:
         store_part(address, index, value, count)
     elif dtype == BFLOAT16:
@@ -177,7 +177,7 @@ def store_as(dtype: int, address: int, index: int, value: Any, count: int) -> No
 
 @loop
 def move_item(dtype: int, target: int, to: int, source: int, index: int) -> None:
-    """One element, as it is."""
+    """Copy one element without conversion."""
     if dtype == FLOAT32:
         put_int(target, to, get_int(source, index))
     else:

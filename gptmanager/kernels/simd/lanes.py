@@ -1,9 +1,9 @@
 """SIMD intrinsics for Numba: sixteen float32 lanes at a time, at raw addresses.
 
-It decides how a word becomes LLVM instructions, and no more. Numba's own loops over arrays are
-vectorized when LLVM sees fit, with sums in an order of its choosing; here every lane's
-arithmetic, fused multiply-adds included, is written out, so that a result is the same bits
-wherever its element lies. An address is an int64, an index counts elements, and nothing is checked.
+Numba's own loops over arrays are vectorized when LLVM sees fit, with sums in an order of its
+choosing. Here every lane's arithmetic, fused multiply-adds included, is written out, so that the
+bits of a result do not depend on the place of its element. An address is an int64, an index counts
+elements, and nothing is checked.
 """
 
 # mypy: allow-untyped-calls
@@ -56,7 +56,7 @@ long, real, nothing = types.int64, types.float32, types.void
 
 
 def intrinsic(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes `emit(builder, *values) -> value` a function of those Numba types for Numba code."""
+    """Make `emit(builder, *values) -> value` an intrinsic of those Numba types for Numba code."""
 
     def make(emit: Callable[..., Any]) -> Any:
         def type_it(*_: Any) -> Any:
@@ -74,15 +74,15 @@ def intrinsic(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], An
 
 
 def loop(function: Function) -> Function:
-    """Compiles a function for compiled callers; divisions go unchecked."""
+    """Compile a function for compiled callers; divisions are unchecked."""
     return cast("Function", njit(function, error_model="numpy"))
 
 
 def loop_named(name: str) -> Callable[[Function], Function]:
-    """The same for a function that is made several times.
+    """Return a decorator like `loop` for a function that is defined several times.
 
-    Machine code from the disk is linked by names alone: two functions of one name that different
-    processes compiled would become one.
+    Machine code from disk is linked by name alone: two functions with one name, compiled by
+    different processes, would become one.
     """
 
     def compile_it(function: Function) -> Function:
@@ -93,7 +93,7 @@ def loop_named(name: str) -> Callable[[Function], Function]:
 
 
 def at(builder: Any, address: Any, index: Any, kind: Any) -> Any:
-    """Pointer to a `kind` at `index` elements of 4 bytes (8 for LONG) after `address`."""
+    """Return a pointer to a `kind`, `index` elements of 4 bytes (8 for LONG) after `address`."""
     size = ir.Constant(LONG, 8 if kind is LONG else 4)
     return builder.inttoptr(builder.add(address, builder.mul(index, size)), kind.as_pointer())
 
@@ -122,7 +122,7 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
 
 
 def lanes_from(builder: Any, comparison: str, bound: Any) -> Any:
-    """Which lanes stand in that relation to the int64 `bound`."""
+    """Return a mask of the lane numbers that compare so with the int64 `bound`."""
     lanes = ir.Constant(INDICES, list(range(LANES)))
     return builder.icmp_signed(comparison, lanes, spread(builder, builder.trunc(bound, INT)))
 
@@ -159,7 +159,7 @@ def load(builder: Any, address: Any, index: Any) -> Any:
 
 @intrinsic(vector, long, long, long)
 def load_part(builder: Any, address: Any, index: Any, count: Any) -> Any:
-    """The first `count` lanes; the rest are zero and their memory is not touched."""
+    """Load the first `count` lanes; the rest are zero and their memory is not touched."""
     pointer = at(builder, address, index, VECTOR)
     with builder.if_else(_is_full(builder, count)) as (full, part):
         with full:
@@ -179,7 +179,7 @@ def store(builder: Any, address: Any, index: Any, value: Any) -> None:
 
 @intrinsic(nothing, long, long, vector, long)
 def store_part(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
-    """The first `count` lanes; the memory of the others is not touched."""
+    """Store the first `count` lanes; the memory of the others is not touched."""
     pointer, align = at(builder, address, index, VECTOR), ir.Constant(INT, 4)
     with builder.if_else(_is_full(builder, count)) as (full, part):
         with full:
@@ -216,7 +216,7 @@ def get_long(builder: Any, address: Any, index: Any) -> Any:
 
 @intrinsic(long, long, long)
 def claim(builder: Any, address: Any, index: Any) -> Any:
-    """Atomically adds one to an int64; returns what it was."""
+    """Atomically add one to an int64; return its old value."""
     pointer = at(builder, address, index, LONG)
     return builder.atomic_rmw("add", pointer, ir.Constant(LONG, 1), "monotonic")
 
@@ -235,7 +235,7 @@ def prefetch(builder: Any, address: Any, index: Any) -> None:
 
 @loop
 def task_at(address: int, kind: Any) -> Any:
-    """The record of NumPy type `kind` at `address`."""
+    """Return the record of NumPy type `kind` at `address`."""
     return carray(pointer_to(address), 1, kind)[0]
 
 
@@ -283,7 +283,7 @@ def keep_lanes(builder: Any, value: Any, low: Any, high: Any, other: Any) -> Any
 
 @intrinsic(vector, vector)
 def exp2(builder: Any, x: Any) -> Any:
-    """2^x to 7e-8 relative; x is brought into -126..127, NaN stays NaN."""
+    """2^x to 7e-8 relative; x is clamped to -126..127, NaN stays NaN."""
     x = builder.select(builder.fcmp_ordered("<", x, _floats(-126.0)), _floats(-126.0), x)
     x = builder.select(builder.fcmp_ordered(">", x, _floats(127.0)), _floats(127.0), x)
     shifted = builder.fadd(x, _floats(ROUND))
@@ -299,7 +299,7 @@ def exp2(builder: Any, x: Any) -> Any:
 
 
 def _across(builder: Any, value: Any, combine: Callable[..., Any]) -> Any:
-    """One float32 of all lanes, halves first: the order never varies."""
+    """Reduce all lanes to one float32, halves first: the order never varies."""
     width = LANES
     while width > 1:
         width //= 2
@@ -327,9 +327,9 @@ def max_lanes(builder: Any, value: Any) -> Any:
 
 @intrinsic(nothing)
 def compact(builder: Any) -> None:
-    """Compiles the calling function once and small, neither unrolled nor inlined.
+    """Compile the calling function for size, neither unrolled nor inlined.
 
-    The loops that matter are unrolled by hand, and compile time falls by a third.
+    Hot loops are unrolled by hand. This cuts compile time by a third.
     """
     builder.function.attributes.add("optsize")
     builder.function.attributes.add("noinline")

@@ -1,8 +1,8 @@
-"""Bodies, which run in `Team`'s threads, as machine code that is kept on disk.
+"""Machine code of the bodies that run in `Team`'s threads, cached on disk.
 
-The one place where Numba's cache is used. Its folder is Numba's choice: `NUMBA_CACHE_DIR`, else
-`__pycache__` beside the sources, else the user's cache. A kept file may be damaged, and there may
-be no folder at all: then the body is compiled, and the log says so once.
+Only this module uses Numba's cache. Numba chooses the folder: `NUMBA_CACHE_DIR`, else `__pycache__`
+next to the sources, else the user's cache. If a cached file is damaged, or no folder can be used,
+the body is compiled, and this is logged once.
 """
 
 # mypy: allow-untyped-calls
@@ -43,7 +43,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 @functools.cache
 def compiled(body: Body) -> int:
-    """Return the address of the machine code, from the disk where it is kept there."""
+    """Return the address of the machine code, loaded from disk if it is cached."""
     stamped = _stamped(body)
     function: Any = CFunc(stamped, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {})
     function._cache = _cache_of(stamped) or function._cache
@@ -52,21 +52,21 @@ def compiled(body: Body) -> int:
 
 
 def is_kept(body: Body) -> bool:
-    """Whether the disk has the machine code for this processor, as far as names tell."""
+    """Whether machine code for this processor is on disk, judged by file names."""
     cache = _cache_of(_stamped(body))
     return cache is not None and cache.has(_SIGNATURE)
 
 
 def has_folder(body: Body) -> bool:
-    """Whether what is compiled can be kept."""
+    """Whether compiled code can be cached on disk."""
     return _cache_of(_stamped(body)) is not None
 
 
 def _stamped(body: Body) -> FunctionType:
-    """The same function under a name that changes with any source of `kernels/` or of its own
-    folder, and with the layout of records that it reads.
+    """Return the function under a name that changes with the sources and record layouts it uses.
 
-    Numba's cache looks at the file of the body alone, not at those of the words it is made of.
+    The sources are those of `kernels/` and of the function's own folder. Numba's cache checks the
+    file of the body alone, not the files of the intrinsics it calls.
     """
     digest = hashlib.sha256()
     folders = {Path(__file__).parents[1], Path(body.__code__.co_filename).parent}
@@ -83,7 +83,7 @@ def _stamped(body: Body) -> FunctionType:
 class _UserCacheLocator(UserWideCacheLocator):
     @classmethod
     def from_function(cls, function: Any, file: str) -> Any:
-        """None where nobody knows the home: Numba would make a folder named `~` right here."""
+        """Return None if the home is unknown: Numba would create a folder named `~` here."""
         if "XDG_CACHE_HOME" not in os.environ and not Path("~").expanduser().is_absolute():
             return None
         return super().from_function(function, file)
@@ -110,12 +110,12 @@ class _SealedFile(IndexDataCacheFile):
 
 
 class _Cache(FunctionCache):
-    """Numba's cache of one function, whose faults are reported in the log and not raised."""
+    """Numba's cache of one function, with errors logged instead of raised."""
 
     _impl_class = _CacheImpl
 
     def __init__(self, function: FunctionType) -> None:
-        """RuntimeError or OSError: no folder can hold the cache."""
+        """Open the cache. RuntimeError or OSError: no folder can hold it."""
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = _SealedFile(self._cache_path, self._impl.filename_base, stamp)
@@ -126,7 +126,7 @@ class _Cache(FunctionCache):
             key = self._index_key(signature, registry.cpu_target.target_context.codegen())
             name = self._cache_file._load_index().get(key)
             return name is not None and Path(self._cache_file._data_path(name)).exists()
-        except Exception:  # a damaged index: `load_overload` tells
+        except Exception:  # a damaged index: `load_overload` reports it
             return False
 
     def load_overload(self, signature: Any, context: Any) -> Any:
@@ -134,7 +134,7 @@ class _Cache(FunctionCache):
             return super().load_overload(signature, context)
         except Exception as error:  # unpickling garbage raises anything
             logger.debug("%s: %s: %s", self._name, type(error).__name__, error)
-            _tell_of_damage(self.cache_path)
+            _log_damage(self.cache_path)
             with suppress(OSError):
                 self.flush()
             return None
@@ -143,7 +143,7 @@ class _Cache(FunctionCache):
         try:
             super().save_overload(signature, data)
         except Exception as error:  # the disk is full, or the index is damaged and must stay so
-            _tell_that_nothing_is_kept(f"{type(error).__name__}: {error}")
+            _log_no_cache(f"{type(error).__name__}: {error}")
 
 
 def _cache_of(function: FunctionType) -> _Cache | None:
@@ -151,17 +151,17 @@ def _cache_of(function: FunctionType) -> _Cache | None:
         return _Cache(function)
     except (RuntimeError, OSError) as error:
         logger.debug("%s: %s", function.__name__, error)
-        _tell_that_nothing_is_kept("no folder can be written to")
+        _log_no_cache("no folder can be written to")
         return None
 
 
 @functools.cache
-def _tell_of_damage(folder: str) -> None:
+def _log_damage(folder: str) -> None:
     logger.warning("kernels kept in %s are damaged: they are compiled anew", folder)
 
 
 @functools.cache
-def _tell_that_nothing_is_kept(reason: str) -> None:
+def _log_no_cache(reason: str) -> None:
     logger.warning(
         "compiled kernels cannot be kept, so that every start compiles them anew (%s); name a "
         "folder that can be written to in the environment variable NUMBA_CACHE_DIR",

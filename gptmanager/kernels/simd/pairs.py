@@ -1,6 +1,6 @@
-"""Dot products of bfloat16 pairs: an instruction of some processors, and on which it is fast.
+"""The bfloat16 pair instruction (AVX512_BF16) of some processors, and where it is fast.
 
-It adds both products of a pair to the sum of its lane, and takes what is below 2^-126 for zero.
+It adds the dot product of two pairs to the sum of each lane. Values below 2^-126 count as zero.
 """
 
 # mypy: allow-untyped-calls
@@ -24,7 +24,7 @@ _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """`total` and both products of each lane; `left` and `right` of any type of 64 bytes."""
+    """Add the dot product of each lane's pairs to `total`; `left` and `right`: any 64-byte type."""
     pairs = (builder.bitcast(value, _PAIRS) for value in (left, right))
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, total, *pairs)
 
@@ -41,7 +41,8 @@ def is_amd() -> bool:
 
 @functools.cache
 def has_fast_pairs() -> bool:
-    """Whether dot products of bfloat16 pairs are twice as fast as multiply-adds of what is widened:
-    on AMD's processors. On Intel's, which have a matrix unit, they are slower.
+    """Whether the pair instruction is faster than multiply-adds of widened values.
+
+    On AMD's processors it is twice as fast; on Intel's, which have a matrix unit, it is slower.
     """
     return has_pairs() and is_amd()

@@ -1,11 +1,11 @@
-"""`Team`: runs a compiled body in torch's own OpenMP threads; and what its task is made of.
+"""`Team`: runs a compiled body in torch's own OpenMP threads; and the fields of its tasks.
 
-A second pool of threads (Numba's prange brings one) would fight torch's for the cores: each spins
-while it waits for the other. Numba's default layer where there is no OpenMP, workqueue, also
-aborts the process when two managers use it from two threads. So the bodies are handed to the
-OpenMP runtime that torch has loaded: no pool of ours, no library that could be missing, and any
-number of managers. The interpreter lock is kept meanwhile, as bodies never need it: handing it
-over costs up to 5 ms beside a busy thread of the host. It decides nothing about the work itself.
+A second pool of threads, such as that of Numba's prange, would compete with torch's for the cores:
+each spins while it waits for the other. Without OpenMP, Numba's default layer (workqueue) also
+aborts the process when two managers use it from two threads. So bodies run in the OpenMP runtime
+that torch has loaded: without another pool or library, and for any number of managers. The
+interpreter lock is held meanwhile: bodies never need it, and handing it over costs up to 5 ms if
+another thread of the host is busy.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ Task = TypeVar("Task", bound=ctypes.Structure)
 
 NEXT_PART, NEXT_THREAD = 0, 1
 COUNTER_BYTES = 16
-DEFAULT_SIZE = torch.get_num_threads()  # before anybody has set another number
+DEFAULT_SIZE = torch.get_num_threads()  # before the host sets another number
 
 
 def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
-    """Fields of a task: its two counters, then int64 and float64 values by name."""
+    """Return the fields of a task: its two counters, then int64 and float64 values by name."""
     names = ["next_part", "next_thread", "num_parts", *longs.split()]
     return [(n, ctypes.c_int64) for n in names] + [(n, ctypes.c_double) for n in reals.split()]
 
 
 def with_first(task: Task, *values: int) -> Task:
-    """A copy of a task whose first fields behind its counters are these: at once, because a field
-    by its name takes as long.
+    """Return a copy of a task with these values in the first fields after its counters.
+
+    They are written at once, because setting a single field by name takes as long.
     """
     made = type(task).from_buffer_copy(task)
     struct.pack_into(f"{2 + len(values)}q", made, 0, 0, 0, *values)
@@ -68,7 +69,7 @@ def check_layout(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Contiguous and of one dtype that compiled code reads: widened to float32 if need be."""
+    """Return contiguous tensors of one supported dtype, widened to float32 if necessary."""
     dtype = x.dtype
     for other in others:
         if other is not None and other.dtype is not dtype:
@@ -97,7 +98,7 @@ def end_threads_of_caller() -> None:
 
 
 def compute_alone() -> None:
-    """From now on the calling thread computes on one core; other threads as before."""
+    """Limit the calling thread to one core; other threads are unaffected."""
     set_number = getattr(ctypes.PyDLL(torch._C.__file__), "omp_set_num_threads", None)
     if set_number is not None:
         set_number(1)
@@ -120,7 +121,7 @@ def keep_within_quota() -> None:
 
 
 class Capture(Protocol):
-    """Is told what a team runs, and where it works meanwhile."""
+    """Receives the tasks that a team runs, and provides its scratch meanwhile."""
 
     def add(self, body: int, task: ctypes.Structure, size: int) -> None: ...
 
@@ -157,7 +158,7 @@ class Team:
         return 1 if self._parallel is None else torch.get_num_threads()
 
     def scratch(self, num_bytes: int) -> int:
-        """Address of memory for one `run` of the calling thread, which stays its own."""
+        """Return the address of memory for one `run`, private to the calling thread."""
         own = self._own
         if own.capture is not None:
             return own.capture.scratch(num_bytes)
@@ -167,7 +168,7 @@ class Team:
         return cast(int, own.address)
 
     def run(self, body: int, task: ctypes.Structure, size: int) -> None:
-        """Calls `body(address of task)` in up to `size` threads; returns when all have."""
+        """Call `body(address of task)` in up to `size` threads; return when all have finished."""
         if self._own.capture is not None:
             self._own.capture.add(body, task, size)
         function, arguments = self.call(body, ctypes.addressof(task), size)
@@ -181,7 +182,7 @@ class Team:
 
     @contextmanager
     def capturing(self, capture: Capture) -> Iterator[None]:
-        """Report to `capture` all that the calling thread runs in the `with` block."""
+        """Report to `capture` all tasks that the calling thread runs in the `with` block."""
         self._own.capture = capture
         try:
             yield
