@@ -116,6 +116,6 @@ def test_without_a_process_requests_get_an_error_and_later_ones_work(monkeypatch
             ]
         for refused in refusals:
             assert refused.status_code == 503, refused.text
-            assert "the process cannot be started" in refused.json()["error"]["message"]
+            assert "no process can be started" in refused.json()["error"]["message"]
         assert post(server, {"guided_regex": "abc"}).status_code == 200
         assert httpx.post(f"{server.url}/v1/chat/completions", json=chat).status_code == 200

@@ -123,7 +123,7 @@ class TemplateProcess:
         try:
             filling = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, given)
         except RuntimeError as error:  # the thread cannot be started
-            raise NotStartedError(f"the process cannot be started: {error}") from None
+            raise NotStartedError(f"no process can be started: {error}") from None
         return await filling
 
     def close(self) -> None:
