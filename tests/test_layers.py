@@ -277,13 +277,15 @@ recorder/                     writes down the inputs and decisions of a loop; th
     taps                      a host and an executor that pass everything on
     recorder                  what passes between a loop and its world, written down
 host/                         the host's four callbacks, called safely
+    turns                     what a loop does next, and its host as a worker sees it
+    timers                    how long each call of the host's code takes
     receiver                  what Get has returned, read once, on its way to the next intake
     retries                   how long Get is left alone after it has failed
     preparation               logits post-processors on their way to being ready
     background_jobs           long work in pieces, beside the steps of a loop or between them
     adapter_loader            adapters read, written and copied, on threads
-    callback_host             the four callbacks, called safely
     broadcast                 a callback whose answers all ranks get
+    callback_host             the four callbacks, called safely
     packed_requests           requests as bytes
     rank_messages             an intake of rank 0 as a message to the other ranks
     rank_answers              what one rank's host has answered, to be compared with another's

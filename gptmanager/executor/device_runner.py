@@ -51,6 +51,7 @@ class DeviceRunner(Runner):
 
     stream: Stream
     tables: DeviceTables
+    tokens_on_device = True
 
     def __init__(
         self,

@@ -17,20 +17,19 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.decoding.lines import Lines
 from gptmanager.errors import RankError
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.result_message import pack, unpack
 from gptmanager.executor.runner import Runner
-from gptmanager.executor.sequence_tables import DeviceTables, SequenceTables
-from gptmanager.executor.staged_executor import StagedExecutor, StagedStep
+from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import SamplingRows, StepInFlight
-from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.ranks.layout import RankLayout
 from gptmanager.statistics import Memory
 from gptmanager.step import Schedule, StepResult
@@ -48,6 +47,78 @@ class ResultLink(Protocol):
         """The others. RankError when a rank has failed."""
 
 
+class LaunchedStep(Protocol):
+    """A step of an `InnerExecutor`."""
+
+    def computed(self) -> StepInFlight:
+        """Wait for the forward where another thread runs it."""
+
+
+class InnerExecutor(Protocol):
+    """The executor that a rank's executor runs its schedules on.
+
+    `settles_in_sample`: tokens are known on the CPU when `sample` returns. `writes_tokens`:
+    `sample` makes them the next inputs of their sequences.
+    """
+
+    settles_in_sample: bool
+    writes_tokens: bool
+
+    @property
+    def lines(self) -> Lines: ...
+
+    @property
+    def runner(self) -> Runner: ...
+
+    @property
+    def memory(self) -> Memory: ...
+
+    def take_gil_wait_us(self) -> int: ...
+
+    def forward(self, schedule: Schedule) -> LaunchedStep: ...
+
+    def sample(self, step: Any) -> None: ...
+
+    def result(self, step: Any) -> StepResult: ...
+
+    def close(self, timeout_s: float) -> bool: ...
+
+    def mark(self) -> threading.Event | None: ...
+
+
+class SharedChoice:
+    """The tokens that part 0 of a stage has chosen, copied to its other parts on their devices.
+
+    The next forward may then be enqueued before the tokens are known on the CPU.
+    """
+
+    def __init__(self, runner: DeviceRunner, share: Share, num_slots: int) -> None:
+        self._runner, self._share = runner, share
+        self._has_beams = runner.tables.tokens.shape[0] > num_slots
+
+    def exchange(self, step: StepInFlight, *, writes: bool) -> None:
+        """Send the tokens of a step that the next forward may read, or write those received."""
+        with self._runner.stream, torch.inference_mode():
+            cells = self._cells(step)
+            if cells is None:
+                return
+            token_cells = self._runner.tables.token_cells
+            if writes:
+                tokens = torch.empty(len(cells), dtype=torch.int32, device=cells.device)
+                self._share(tokens)
+                token_cells.index_copy_(0, cells, tokens)
+            else:
+                self._share(token_cells.index_select(0, cells))
+
+    def _cells(self, step: StepInFlight) -> Tensor | None:
+        rows = step.rows
+        cells = self._runner.tables.cells(rows.lines, rows.positions)
+        if self._has_beams:
+            widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
+            cells = cells[widths.repeat(np.diff(rows.firsts)) == 1]
+        return self._runner.upload((cells,))[0] if cells.size else None
+
+
 @dataclass(slots=True, eq=False)
 class RankStep:
     """`inner`: the step of the executor that runs it. `num_starts`: by sampling row, how often its
@@ -55,13 +126,9 @@ class RankStep:
     """
 
     schedule: Schedule
-    inner: StepInFlight | StagedStep
+    inner: LaunchedStep
     num_starts: np.ndarray
     result: StepResult | None = None
-
-    def computed(self) -> StepInFlight:
-        """Waits for the forward where another thread runs it."""
-        return self.inner if isinstance(self.inner, StepInFlight) else self.inner.computed()
 
 
 class RankExecutor(ABC):
@@ -72,22 +139,14 @@ class RankExecutor(ABC):
     """
 
     def __init__(
-        self,
-        executor: TorchExecutor | StagedExecutor,
-        link: ResultLink,
-        *,
-        share: Share | None = None,
+        self, executor: InnerExecutor, link: ResultLink, *, shared: SharedChoice | None = None
     ) -> None:
         self._executor = executor
         self._link = link
-        self._share = share
-        tables = executor.runner.tables
-        self._tables: SequenceTables = tables
-        self._is_staged = isinstance(executor, StagedExecutor)
-        self._on_device = isinstance(executor.runner, DeviceRunner)
-        lines = (executor.executor if isinstance(executor, StagedExecutor) else executor).lines
+        self._shared = shared
+        self._tables: SequenceTables = executor.runner.tables
         self.on_decision: Callable[[Schedule], None] = lambda schedule: None
-        self._starts = np.zeros(lines.num_slots, dtype=np.int64)  # by slot, ever
+        self._starts = np.zeros(executor.lines.num_slots, dtype=np.int64)  # by slot, ever
 
     @property
     def runner(self) -> Runner:
@@ -102,14 +161,13 @@ class RankExecutor(ABC):
 
     def close(self, timeout_s: float) -> bool:
         """End what runs beside the loop; False: it has not ended in time."""
-        own = self._executor
-        return own.close(timeout_s) if isinstance(own, StagedExecutor) else True
+        return self._executor.close(timeout_s)
 
     def mark(self) -> threading.Event | None:
         """Is set when the forwards that were begun have run; None: they have, or a stream orders
         what touches the same memory.
         """
-        return self._executor.mark() if isinstance(self._executor, StagedExecutor) else None
+        return self._executor.mark()
 
     def forward(self, schedule: Schedule) -> RankStep:
         self.on_decision(schedule)  # before ranks whose rows differ compute together
@@ -131,7 +189,7 @@ class RankExecutor(ABC):
         one has taken: that one's tokens stand there. Those of several beams come with the forks of
         the next schedule. What is written behind a wrong draft is overwritten before it is read.
         """
-        rows = step.computed().rows
+        rows = step.inner.computed().rows
         wanted = step.num_starts == self._starts[rows.slots]
         if self._tables.tokens.shape[0] > len(self._starts):
             wanted &= np.array([row.beam_width == 1 for row in rows.rows], dtype=np.bool_)
@@ -139,22 +197,10 @@ class RankExecutor(ABC):
         width = result.tokens.shape[1]
         fits = wanted.repeat(width) & (positions < self._tables.tokens.shape[1])
         written = lines[fits], positions[fits], np.maximum(tokens[fits], 0)
-        if self._share is None:
+        if self._shared is None:
             self._tables.write_cells(*written)
         else:  # the device has them
             SequenceTables.write_cells(self._tables, *written)
-
-    def _shared_cells(self, step: StepInFlight) -> Tensor | None:
-        """Where on the device the tokens are chosen that the next forward may read."""
-        rows, tables = step.rows, self._tables
-        assert isinstance(tables, DeviceTables) and isinstance(self.runner, DeviceRunner)
-        cells = tables.cells(rows.lines, rows.positions)
-        if tables.tokens.shape[0] > len(self._starts):
-            widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
-            cells = cells[widths.repeat(np.diff(rows.firsts)) == 1]
-        if not cells.size:
-            return None
-        return self.runner.upload((cells,))[0]
 
 
 def _cells(rows: SamplingRows, result: StepResult) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -171,43 +217,32 @@ class LeadingExecutor(RankExecutor):
 
     def __init__(
         self,
-        executor: TorchExecutor | StagedExecutor,
+        executor: InnerExecutor,
         link: ResultLink,
         *,
-        share: Share | None = None,
+        shared: SharedChoice | None = None,
         sends_extras: bool = False,
     ) -> None:
-        super().__init__(executor, link, share=share)
+        super().__init__(executor, link, shared=shared)
         self._sends_extras = sends_extras
 
     def sample(self, step: RankStep) -> None:
-        executor = self._executor
-        if isinstance(executor, StagedExecutor):
-            return
-        inner = step.computed()
-        executor.sample(inner)
-        if self._share is not None:
-            self._share_choice(inner, self._share)
-        if not self._on_device:
+        self._executor.sample(step.inner)
+        if self._shared is not None:
+            self._shared.exchange(step.inner.computed(), writes=False)
+        if self._executor.settles_in_sample:
             self._settle(step)
 
     def result(self, step: RankStep) -> StepResult:
         return step.result or self._settle(step)
 
     def _settle(self, step: RankStep) -> StepResult:
-        result = self._executor.result(step.inner)  # type: ignore[arg-type]
+        result = self._executor.result(step.inner)
         self._link.send(pack(step.schedule.iteration, result, with_extras=self._sends_extras))
-        if self._is_staged:
+        if not self._executor.writes_tokens:
             self._write(step, result)
         step.result = result
         return result
-
-    def _share_choice(self, step: StepInFlight, share: Share) -> None:
-        assert isinstance(self._tables, DeviceTables)
-        with self.runner.stream, torch.inference_mode():
-            cells = self._shared_cells(step)
-            if cells is not None:
-                share(self._tables.token_cells.index_select(0, cells))
 
 
 class FollowingExecutor(RankExecutor):
@@ -218,29 +253,29 @@ class FollowingExecutor(RankExecutor):
 
     def __init__(
         self,
-        executor: TorchExecutor | StagedExecutor,
+        executor: InnerExecutor,
         link: ResultLink,
         *,
-        share: Share | None = None,
+        shared: SharedChoice | None = None,
         chooses: bool = False,
     ) -> None:
-        super().__init__(executor, link, share=share)
+        super().__init__(executor, link, shared=shared)
         self._chooses = chooses
 
     def sample(self, step: RankStep) -> None:
-        if self._chooses and isinstance(self._executor, TorchExecutor):
-            self._executor.sample(step.computed())
-        if self._share is not None:
-            self._take_choice(step.computed(), self._share)
-        if not (self._is_staged or self._on_device):
+        if self._chooses:
+            self._executor.sample(step.inner)
+        if self._shared is not None:
+            self._shared.exchange(step.inner.computed(), writes=True)
+        if self._executor.settles_in_sample:
             self._settle(step)
 
     def result(self, step: RankStep) -> StepResult:
         return step.result or self._settle(step)
 
     def _settle(self, step: RankStep) -> StepResult:
-        num_rows = len(step.computed().rows.rows)
-        own = self._executor.result(step.inner) if self._chooses else None  # type: ignore[arg-type]
+        num_rows = len(step.inner.computed().rows.rows)
+        own = self._executor.result(step.inner) if self._chooses else None
         result = unpack(self._link.receive(), step.schedule.iteration, num_rows)
         if own is not None:
             _check_alike(step, own, result)
@@ -248,19 +283,10 @@ class FollowingExecutor(RankExecutor):
         step.result = result
         return result
 
-    def _take_choice(self, step: StepInFlight, share: Share) -> None:
-        assert isinstance(self._tables, DeviceTables)
-        with self.runner.stream, torch.inference_mode():
-            cells = self._shared_cells(step)
-            if cells is not None:
-                tokens = torch.empty(len(cells), dtype=torch.int32, device=cells.device)
-                share(tokens)
-                self._tables.token_cells.index_copy_(0, cells, tokens)
-
 
 def _check_alike(step: RankStep, own: StepResult, leading: StepResult) -> None:
     """RankError unless this rank and rank 0 chose the same, in rows that have not ended since."""
-    rows = step.computed().rows.rows
+    rows = step.inner.computed().rows.rows
     for row, here, there in zip(rows, _chosen(own), _chosen(leading), strict=True):
         if here != there and row.beam_width == 1:
             raise RankError(
@@ -295,11 +321,14 @@ class RankPlace:
     def chooses(self) -> bool:
         return self.layout.rank == 0 or (self.replicates and self.layout.is_last_stage)
 
-    def executor(self, executor: TorchExecutor | StagedExecutor) -> RankExecutor:
-        """`executor` chooses if this rank does."""
-        one_stage = self.layout.pipeline_parallel_size == 1
-        is_device = isinstance(executor.runner, DeviceRunner)
-        share = self.share if one_stage and is_device and not self.replicates else None
+    def executor(self, executor: InnerExecutor) -> RankExecutor:
+        """Return the executor of this rank; `executor` chooses tokens if `chooses` is true."""
+        one_stage, runner = self.layout.pipeline_parallel_size == 1, executor.runner
+        shared: SharedChoice | None = None
+        if self.share is not None and one_stage and not self.replicates:
+            if isinstance(runner, DeviceRunner):
+                shared = SharedChoice(runner, self.share, executor.lines.num_slots)
         if self.layout.rank == 0:
-            return LeadingExecutor(executor, self.link, share=share, sends_extras=self.sends_extras)
-        return FollowingExecutor(executor, self.link, share=share, chooses=self.chooses)
+            sends = self.sends_extras
+            return LeadingExecutor(executor, self.link, shared=shared, sends_extras=sends)
+        return FollowingExecutor(executor, self.link, shared=shared, chooses=self.chooses)

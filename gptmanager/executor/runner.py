@@ -44,6 +44,7 @@ class Runner:
     """
 
     stream: AbstractContextManager[Any] = nullcontext()
+    tokens_on_device = False  # True: chosen tokens are on the device first, `result` waits for them
 
     def __init__(
         self,

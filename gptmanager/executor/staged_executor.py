@@ -52,6 +52,8 @@ class StagedExecutor:
     Chosen tokens are not written to the tables of `executor`: see `rank_executor`.
     """
 
+    settles_in_sample = writes_tokens = False
+
     def __init__(
         self,
         executor: TorchExecutor,
@@ -84,6 +86,10 @@ class StagedExecutor:
     def mark(self) -> threading.Event:
         """Return an event that is set when all submitted forwards have run."""
         return self._forwards.mark()
+
+    @property
+    def lines(self) -> Lines:
+        return self.executor.lines
 
     @property
     def runner(self) -> Runner:

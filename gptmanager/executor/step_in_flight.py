@@ -96,6 +96,10 @@ class StepInFlight:
     prompt_log_probs: tuple[PromptLogProbs, ...] = ()
     pending: PendingTokens | None = None  # once the step is sampled
 
+    def computed(self) -> StepInFlight:
+        """Return this step: its forward has run, or is enqueued."""
+        return self
+
 
 def accepted(
     rows: SamplingRows, tokens: np.ndarray, log_probs: np.ndarray | None

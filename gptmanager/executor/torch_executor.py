@@ -47,6 +47,8 @@ class TorchExecutor:
     the chooser says so.
     """
 
+    writes_tokens = True
+
     def __init__(
         self,
         runner: Runner,
@@ -59,6 +61,7 @@ class TorchExecutor:
         self.runner = runner
         self.fused = fused
         self.lines = chooser.lines
+        self.settles_in_sample = not runner.tokens_on_device
         self._tables = runner.tables
         self._chooser = chooser
         self._gathered = chooser.gathered
@@ -115,6 +118,13 @@ class TorchExecutor:
             stale=bool(step.out_of_memory),
             extras=extras,
         )
+
+    def close(self, timeout_s: float) -> bool:
+        """Return True: no thread runs next to the loop."""
+        return True
+
+    def mark(self) -> None:
+        """Return None: forwards have run, or a stream orders them. See `RankExecutor.mark`."""
 
     def take_gil_wait_us(self) -> int:
         """Microseconds since the last call in which the loop thread was off the CPU in a step.

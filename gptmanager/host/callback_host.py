@@ -7,7 +7,6 @@ intake. Only a Get that fails too often ends the loop.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,19 +15,22 @@ from typing import Any, NamedTuple, TypeVar
 from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import ModelType
 from gptmanager.errors import CallbackError, ConfigError, InvalidRequestError, response_text
-from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.host.adapter_loader import AdapterLoader
+from gptmanager.host.broadcast import Broadcast
 from gptmanager.host.preparation import Preparation
-from gptmanager.host.receiver import Receiver, not_iterable
+from gptmanager.host.receiver import Receiver, collect_ids, not_iterable
 from gptmanager.host.retries import GetFailures
+from gptmanager.host.timers import HostTimers
+from gptmanager.host.turns import Turn
 from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer, ordinary
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
-from gptmanager.lifecycle.state import Deposed, Lifecycle
+from gptmanager.lifecycle.state import Lifecycle, LoopAbandoned
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.request.inference_request import (
     GetInferenceRequestsCallback,
+    InferenceRequest,
     NamedTensor,
     PollStopSignalCallback,
     ReturnBatchManagerStatsCallback,
@@ -41,6 +43,7 @@ _T = TypeVar("_T")
 
 _READY = frozenset({list, tuple, set, frozenset})  # what most callbacks answer
 _POLL_S = 0.002  # how often a SendResponse that should return is looked at
+_STALL_S = 0.01  # no active request was scheduled: how soon to ask again
 
 
 class Fetched(NamedTuple):
@@ -51,30 +54,12 @@ class Fetched(NamedTuple):
     failed: bool
 
 
-class HostTimers:
-    """The timers of all calls into a host's code.
-
-    `all`: in the order of the statistics; the loop's scheduler is last.
-    """
-
-    def __init__(self) -> None:
-        self.get = CallbackTimer("GetInferenceRequests")
-        self.send = CallbackTimer("SendResponse")
-        self.poll = CallbackTimer("PollStopSignal")
-        self.stats = CallbackTimer("ReturnBatchManagerStats")
-        self.processor = CallbackTimer("LogitsPostProcessor")
-        self.prepare = CallbackTimer("LogitsPostProcessor.prepare")
-        self.all = [self.get, self.send, self.poll, self.stats, self.processor, self.prepare]
-
-
 class CallbackHost:
     """Calls the host's callbacks on the loop thread, outside any lock.
 
     `max_get_failures`: calls of Get in a row that may fail, with growing pauses between. One more
     sets `get_failures.fatal`. `wake` ends the pause of an idle loop, from any thread.
     """
-
-    rests_in_orders = False  # an idle loop
 
     def __init__(
         self,
@@ -89,7 +74,7 @@ class CallbackHost:
         self.lifecycle = Lifecycle()
         self.timers = HostTimers()
         self.statistics = StatisticsReport(self.timers.all)
-        self.preparation = Preparation(self.fail, wake, self.timers.prepare)
+        self.preparation = Preparation(wake, self.timers.prepare)
         self.prepare = self.preparation.begin
         self.adapter_loader = AdapterLoader(wake)
         self.load = self.adapter_loader.begin
@@ -97,12 +82,12 @@ class CallbackHost:
         self.is_accepting = True  # False: Get is not called any more
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
         self._get = _required(get_inference_requests, "get_inference_requests_cb", may_yield=True)
-        self._send = _required(send_response, "send_response_cb")
+        self._send: Any = _required(send_response, "send_response_cb")
         self._poll = _optional(poll_stop_signal, "poll_stop_signal_cb", may_yield=True)
         self._return_stats = _optional(return_stats, "return_batch_manager_stats_cb")
-        self._receiver = Receiver(self.lifecycle)
+        self.receiver = Receiver(self.lifecycle)
+        self.failures: list[Failure] = []  # for the next intake
         self._stops: set[int] = set()
-        self._failures: list[Failure] = []
         self._clears: deque[None] = deque()  # any thread's
         self._weights_version: Callable[[], int] = int
         self._last_weights_version = 0
@@ -114,32 +99,38 @@ class CallbackHost:
         self.statistics.attach(executor.memory, is_lock_step, executor.take_gil_wait_us)
         self.preparation.device = assembly.device
         peft_config = assembly.blueprint.params.peft_cache_manager_config
-        loader, pool = self.adapter_loader, executor.runner.adapter_pool
-        if isinstance(executor, RankExecutor):  # steps may run beside the loop
-            loader.attach(pool, peft_config, executor.mark)
-        else:
-            loader.attach(pool, peft_config, loop_helps=True)
+        pool, loop_helps = executor.runner.adapter_pool, assembly.ranks is None
+        self.adapter_loader.attach(pool, peft_config, executor.mark, loop_helps=loop_helps)
         self.follow_weights(assembly.weights_version)
 
-    def orders(self, *, ends: bool, aborts: bool, is_active: bool) -> tuple[bool, bool]:
-        """Before a turn: whether the loop ends when all is answered, and whether it ends at once.
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether GetInferenceRequests is a `Broadcast`."""
+        return isinstance(self._get, Broadcast)
 
-        `ends` and `aborts`: what this manager was asked to do.
-        """
-        return ends, aborts
+    def mute(self) -> None:
+        """Stop calling SendResponse and ReturnBatchManagerStats: another rank answers the host."""
+        self._send = self._return_stats = None
 
-    def end(self, *, aborts: bool) -> None:
-        """The loop ends, as `orders` said."""
+    def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
+        """Return what the loop does next; see `LoopHost.await_turn`."""
+        if ends or aborts:
+            self.is_accepting = False
+        if aborts:
+            return Turn.ABORT
+        if not ends:
+            return Turn.ITERATE
+        return Turn.DRAIN if is_active or self.holds_requests else Turn.END
 
-    def tell_failure(self, error: BaseException) -> None:
-        """The loop has failed."""
+    def pause_s(self, idle_poll_s: float | None, *, is_active: bool) -> float | None:
+        """Return how long a loop without work sleeps unless it is woken; None: until it is."""
+        if is_active:
+            return _STALL_S
+        return self.get_failures.pause_s if self.last_fetch.failed else idle_poll_s
 
-    def rest(self) -> None:
-        """Note that the loop had no step to run."""
-        self.adapter_loader.jobs.rest_loop()
-
-    def ring(self) -> None:
-        """There may be something to do. From any thread."""
+    def stop(self, error: BaseException) -> None:
+        """Stop calling Get: the loop has failed with `error`."""
+        self.is_accepting = False
 
     def release(self) -> None:
         """Let go of the loop and its executor: the loop iterates no more."""
@@ -153,13 +144,13 @@ class CallbackHost:
 
         If so the caller must fetch: then it enters the loop.
         """
-        self._ask(room)
+        self.ask(room)
         return self.holds_requests
 
     @property
     def holds_requests(self) -> bool:
         """Whether requests that Get has returned wait for the next fetch."""
-        return bool(self._receiver.received or self._receiver.returned)
+        return bool(self.receiver.received or self.receiver.returned)
 
     # Final responses that the loop does not send ---------------------------------------------
 
@@ -168,8 +159,8 @@ class CallbackHost:
 
         `known`: the ids that the loop will answer.
         """
-        waiting = [request.request_id for request in self._receiver.received]
-        for request_id in self._receiver.owed.beyond(itertools.chain(known, waiting)):
+        waiting = [request.request_id for request in self.receiver.received]
+        for request_id in self.receiver.owed.beyond(itertools.chain(known, waiting)):
             self.respond(request_id, [], True, response_text(error))
 
     def answer_all(self, error: BaseException) -> None:
@@ -177,10 +168,10 @@ class CallbackHost:
         try:
             self._receive()
         finally:
-            self._receiver.received = []
+            self.receiver.received = []
             self.answer_lost((), error)
 
-    def answer_deposed(self, error: BaseException, timeout: float | None = None) -> bool:
+    def answer_abandoned(self, error: BaseException, timeout: float | None = None) -> bool:
         """Answer all requests like `answer_all`, on another thread, after the loop was abandoned.
 
         With a `timeout` of the host's code only SendResponse is called. False: a call of it that
@@ -192,10 +183,10 @@ class CallbackHost:
                 return False
             Latch().wait(_POLL_S)
             waited_s += _POLL_S
-        self._receiver.owe_returned(only_plain=timeout is not None)
-        owed = self._receiver.owed
+        self.receiver.owe_returned(only_plain=timeout is not None)
+        owed = self.receiver.owed
         for request_id in owed.beyond(()):
-            if owed.settle(request_id):
+            if owed.settle(request_id) and self._send is not None:
                 with self._guarded(CallbackTimer("SendResponse")):  # the other is the loop's
                     answer = self._send(request_id, [], True, response_text(error))
                     check_answer("SendResponse", answer)
@@ -222,16 +213,26 @@ class CallbackHost:
     # What the loop calls -------------------------------------------------------------------
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
-        receiver, failures = self._receiver, self.get_failures
-        if receiver.returned:
+        if self.begin_fetch(room, num_active):
+            self.ask(room)
+        return self.take_intake()
+
+    def begin_fetch(self, room: int | None, num_active: int) -> bool:
+        """Receive what Get has returned already; return whether it is to be called now."""
+        failures = self.get_failures
+        if self.receiver.returned:
             self._receive()
-        elif not receiver.received:
-            self.last_fetch = Fetched(0, is_empty=not self.is_accepting, failed=False)
-            # an idle manager keeps the pause itself, and is woken from it
-            rests = num_active and failures.in_a_row and failures.rests
-            if self.is_accepting and room != 0 and not rests:
-                self._ask(room)
-        preparation = self.preparation
+            return False
+        if self.receiver.received:
+            return False
+        self.last_fetch = Fetched(0, is_empty=not self.is_accepting, failed=False)
+        # an idle manager keeps the pause itself, and is woken from it
+        rests = num_active and failures.in_a_row and failures.rests
+        return self.is_accepting and room != 0 and not rests
+
+    def take_intake(self) -> Intake:
+        """Return the next intake, of everything that has arrived."""
+        receiver, preparation = self.receiver, self.preparation
         if receiver.received or preparation.prepared:
             preparation.collect(receiver.received)
         intake = Intake(
@@ -239,24 +240,35 @@ class CallbackHost:
             tuple(receiver.received),
             frozenset(self._stops),
             tuple(preparation.ready),
-            tuple(self._failures),
+            (*self.failures, *preparation.failures),
             clears_cache=self._take_clears(),
             adapters=_taken(self.adapter_loader.done),
             forgotten_adapters=_taken(self.adapter_loader.forgotten),
         )
         # only now: what raises before must lose nothing
-        receiver.received, self._stops, preparation.ready, self._failures = [], set(), [], []
+        receiver.received, self._stops, self.failures = [], set(), []
+        preparation.ready, preparation.failures = [], []
         return intake
+
+    def take_answers(self) -> tuple[tuple[InferenceRequest, ...], frozenset[int]]:
+        """Return the requests and the stop signals of this host, which no intake has had."""
+        answers = tuple(self.receiver.received), frozenset(self._stops)
+        self.receiver.received, self._stops = [], set()
+        return answers
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
+        if self._send is None:
+            if is_final:
+                self.receiver.owed.settle(request_id)
+            return
         timer = self.timers.send
         timer.start()  # first, so that who deposes the loop knows: either it waits, or this raises
         try:
-            if self.lifecycle.is_deposed:
-                raise Deposed
-            if is_final and not self._receiver.owed.settle(request_id):
+            if self.lifecycle.is_abandoned:
+                raise LoopAbandoned
+            if is_final and not self.receiver.owed.settle(request_id):
                 return  # it has had its final response
             try:
                 answer = self._send(request_id, tensors, is_final, error)
@@ -278,7 +290,7 @@ class CallbackHost:
             timer.stop()
 
     def fail(self, failure: Failure) -> None:
-        self._failures.append(failure)
+        self.failures.append(failure)
 
     def poll(self) -> None:
         self._check()
@@ -289,7 +301,7 @@ class CallbackHost:
             if type(stops) not in _READY:
                 check_answer("PollStopSignal", stops, may_yield=True)
             if stops is not None:
-                _collect_ids(stops, self._stops)
+                collect_ids(stops, self._stops)
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self._check()
@@ -306,13 +318,13 @@ class CallbackHost:
     # How it calls them ---------------------------------------------------------------------
 
     def _check(self) -> None:
-        if self.lifecycle.is_deposed:
-            raise Deposed
+        if self.lifecycle.is_abandoned:
+            raise LoopAbandoned
 
-    def _ask(self, room: int | None) -> None:
+    def ask(self, room: int | None) -> None:
         """Receive what Get returns, also what it yielded before it raised."""
         self._check()
-        receiver, failures = self._receiver, self.get_failures
+        receiver, failures = self.receiver, self.get_failures
         before = len(receiver.received)
         with self._guarded(self.timers.get) as raised:
             answer = self._get(-1 if room is None else room)
@@ -337,7 +349,7 @@ class CallbackHost:
 
     def _receive(self) -> CallbackError | None:
         """Look at what Get has returned; the error if they were not all requests."""
-        foreign = self._receiver.receive(self._refuse)
+        foreign = self.receiver.receive(self._refuse)
         if foreign is not None:
             self.timers.get.errors += 1
             logger.error("%s", foreign)
@@ -374,18 +386,3 @@ def _optional(callback: Any, name: str, *, may_yield: bool = False) -> Any:
 def _taken(queue: deque[_T]) -> tuple[_T, ...]:
     """Take all items out of a queue that other threads fill."""
     return tuple(queue.popleft() for _ in range(len(queue)))
-
-
-def _collect_ids(stops: Any, into: set[int]) -> None:
-    """Take every id there is; raises CallbackError for the rest."""
-    foreign = []
-    try:
-        for stop in stops:
-            try:
-                into.add(operator.index(stop))
-            except TypeError:
-                foreign.append(stop)
-    except TypeError:
-        foreign.append(stops)
-    if foreign:
-        raise CallbackError(f"PollStopSignal returned {foreign[0]!r}, expected request ids")

@@ -25,20 +25,19 @@ _MOST_KEPT = 64  # before those that have ended are looked for
 
 
 class Preparation:
-    """`fail` takes what cannot be prepared. `wake` ends the pause of an idle loop, from any thread.
+    """`wake` ends the pause of an idle loop, from any thread.
 
-    `prepared`: what `collect` has not looked at yet. `ready`: requests that need not wait any more.
+    `prepared`: results that `collect` has not read yet. For the next intake: `ready`, requests
+    whose processor is ready, and `failures`, of those that cannot be prepared.
     """
 
-    def __init__(
-        self, fail: Callable[[Failure], None], wake: Callable[[], None], timer: CallbackTimer
-    ) -> None:
-        self._fail = fail
+    def __init__(self, wake: Callable[[], None], timer: CallbackTimer) -> None:
         self._wake = wake
         self._preparing: dict[int, RequestProcessor] = {}  # those that have ended among them
         self._most_kept = _MOST_KEPT
         self.prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
         self.ready: list[int] = []
+        self.failures: list[Failure] = []
         self.device = "cpu"  # on which logits post-processors run
         self._timer = timer
 
@@ -60,9 +59,8 @@ class Preparation:
         self._preparing, self._most_kept = waiting, max(_MOST_KEPT, 2 * len(waiting))
 
     def release(self) -> None:
-        """Let go of the loop and of who takes failures: no request waits any more."""
+        """Let go of the loop: no request waits any more."""
         self._wake = lambda: None
-        self._fail = lambda failure: None
 
     def _wake_with(self, request_id: int, processor: RequestProcessor, done: Future[Any]) -> None:
         self.prepared.append((request_id, processor, done))
@@ -96,11 +94,11 @@ class Preparation:
         self, request_id: int, processor: RequestProcessor, error: BaseException
     ) -> None:
         if isinstance(error, RequestError):
-            self._fail(Failure(request_id, error))
+            self.failures.append(Failure(request_id, error))
             return
         name = processor.name
         text = f"logits_post_processor {name} cannot be prepared: {response_text(error)}"
-        self._fail(Failure(request_id, CallbackError(text)))
+        self.failures.append(Failure(request_id, CallbackError(text)))
         text = "logits_post_processor %s of request %d cannot be prepared"
         logger.error(text, name, request_id, exc_info=error)
 

@@ -22,11 +22,11 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.step import Failure, Intake, Schedule
 
 _LENGTH = struct.Struct("<I")
-# bytes of JSON, the time, the rest of a turn, whether caches are stale
+# bytes of JSON, the time, the digests and `is_empty`, whether caches are stale
 _HEAD = struct.Struct("<IdII??2x")
 
 
-class Turn(NamedTuple):
+class IntakeMessage(NamedTuple):
     """The message of rank 0 to the others at the start of an iteration.
 
     `requests`, `stops`: digests, where each rank's own host gives them; then the intake has none.
@@ -39,39 +39,39 @@ class Turn(NamedTuple):
     is_empty: bool
 
 
-def pack(turn: Turn) -> bytes:
-    """Pack a turn into one message: numbers, JSON (the first number is its length), arrays.
+def pack(message: IntakeMessage) -> bytes:
+    """Pack a message: numbers, JSON (the first number is its length), arrays.
 
     An intake has JSON if it has requests; its other fields are in there, if there are any.
     """
-    intake = turn.intake
+    intake = message.intake
     is_bare = intake == Intake(intake.now, intake.requests, clears_cache=intake.clears_cache)
     head, arrays = b"", []
     if intake.requests or not is_bare:
         packed = PackedRequests(intake.requests)
         others = None if is_bare else replace(intake, requests=())
         head, arrays = _aligned(_HEAD.size, to_json((packed.entries, others))), packed.arrays
-    numbers = _HEAD.pack(len(head), intake.now, *turn[1:], intake.clears_cache)
+    numbers = _HEAD.pack(len(head), intake.now, *message[1:], intake.clears_cache)
     return b"".join((numbers, head, *arrays))
 
 
 class Unpacker:
-    """Makes a `Turn` of a message. RankError for what is none."""
+    """Makes an `IntakeMessage` from bytes. RankError for what is none."""
 
     def __init__(self) -> None:
         self._decoder = Decoder(field_names(Intake))
 
-    def __call__(self, data: bytes) -> Turn:
+    def __call__(self, data: bytes) -> IntakeMessage:
         try:
             size, now, *rest, clears_cache = _HEAD.unpack_from(data)
             arrays = memoryview(data)[_HEAD.size + size :]
             if not size and not arrays:
-                return Turn(Intake(now, clears_cache=clears_cache), *rest)
+                return IntakeMessage(Intake(now, clears_cache=clears_cache), *rest)
             entries, others = orjson.loads(memoryview(data)[_HEAD.size : _HEAD.size + size])
             requests = tuple(read_requests(entries, arrays))
             if others is None:
-                return Turn(Intake(now, requests, clears_cache=clears_cache), *rest)
-            return Turn(replace(self._others(others), requests=requests), *rest)
+                return IntakeMessage(Intake(now, requests, clears_cache=clears_cache), *rest)
+            return IntakeMessage(replace(self._others(others), requests=requests), *rest)
         except Exception as error:  # whatever it is, it is none of rank 0's
             text = response_text(error)
             raise RankError(f"a message of rank 0 cannot be read: {text}") from error

@@ -7,6 +7,7 @@ is known.
 
 from __future__ import annotations
 
+import operator
 import reprlib
 import threading
 from collections import Counter, deque
@@ -153,3 +154,18 @@ def not_iterable(answer: Any) -> CallbackError:
         f"GetInferenceRequests returned {reprlib.repr(answer)}{hint}; expected an iterable of "
         "InferenceRequest"
     )
+
+
+def collect_ids(stops: Any, into: set[int]) -> None:
+    """Add every id that PollStopSignal returned; raise CallbackError for other values."""
+    foreign = []
+    try:
+        for stop in stops:
+            try:
+                into.add(operator.index(stop))
+            except TypeError:
+                foreign.append(stop)
+    except TypeError:
+        foreign.append(stops)
+    if foreign:
+        raise CallbackError(f"PollStopSignal returned {foreign[0]!r}, expected request ids")

@@ -31,7 +31,7 @@ NEXT_MANAGER_STATES: dict[ManagerState, frozenset[ManagerState]] = {
 }
 
 
-class Deposed(BaseException):
+class LoopAbandoned(BaseException):
     """Raised in the loop's thread: the watchdog has ended the manager meanwhile."""
 
 
@@ -45,15 +45,15 @@ class Lifecycle:
         self.state = ManagerState.STARTING
         self.exception: BaseException | None = None
         self.ended = Latch()
-        self.is_deposed = False
+        self.is_abandoned = False
         self._is_left = False
         self._lock = threading.Lock()
 
-    # On the loop's thread: each raises Deposed if another speaks for the manager now ----------
+    # On the loop's thread: each raises LoopAbandoned if the watchdog has ended the manager ----
 
     def check(self) -> None:
-        if self.is_deposed:
-            raise Deposed
+        if self.is_abandoned:
+            raise LoopAbandoned
 
     def move_to(self, state: ManagerState) -> None:
         with self._lock:
@@ -75,12 +75,12 @@ class Lifecycle:
 
     # On the watchdog's thread -----------------------------------------------------------------
 
-    def depose(self, error: BaseException) -> bool:
+    def abandon(self, error: BaseException) -> bool:
         """Speak for the manager from now on; False: the loop's thread has said all."""
         with self._lock:
-            if self._is_left or self.is_deposed:
+            if self._is_left or self.is_abandoned:
                 return False
-            self.is_deposed = True
+            self.is_abandoned = True
             if self.state is not ManagerState.FAILED:
                 self.exception = error
                 self._move_to(ManagerState.FAILED)

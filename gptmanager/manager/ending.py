@@ -13,6 +13,7 @@ from gptmanager.config import OptionalParams
 from gptmanager.environment.memory import give_back
 from gptmanager.errors import GptManagerError, ManagerDeadError, RankError, response_text
 from gptmanager.host.callback_host import CallbackHost
+from gptmanager.host.turns import LoopHost
 from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.watchdog import CallbackTimer, Hang, Watchdog
 from gptmanager.loop.token_loop import TokenLoop
@@ -25,7 +26,7 @@ _SEND_S = 0.3  # a SendResponse that runs so long when the loop is given up hang
 class Ending:
     """`turn` times the turns of the loop. `on_end` is called once, by `close`.
 
-    `deputy`: the thread that answers for the loop's now, if one does.
+    `stand_in`: the thread that answers for the loop's now, if one does.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Ending:
         turn: CallbackTimer,
         on_end: Callable[[], None],
     ) -> None:
-        self.deputy: threading.Thread | None = None
+        self.stand_in: threading.Thread | None = None
         self._params = params
         self._host = host
+        self.loop_host: LoopHost = host  # a rank's, once the ranks are connected
         self._inbox = inbox
         self._recorder = recorder
         self._turn = turn
@@ -67,7 +69,8 @@ class Ending:
 
     def release(self, loop: TokenLoop | None) -> None:
         """Weights and pages go now, not when the host forgets the manager."""
-        self._host.release()
+        loop_host, self.loop_host = self.loop_host, self._host
+        loop_host.release()
         if loop is not None:
             loop.release()
         give_back()
@@ -115,20 +118,19 @@ class Ending:
         self, hang: Hang, statistics: str, loop: TokenLoop, watched: threading.Thread
     ) -> None:
         host, error = self._host, ManagerDeadError(hang.text)
-        if not host.lifecycle.depose(error):
+        if not host.lifecycle.abandon(error):
             return  # it ends at this moment
-        self.deputy = threading.current_thread()
-        host.is_accepting = False
-        host.tell_failure(error)
-        is_sent = host.answer_deposed(error, _SEND_S)
+        self.stand_in = threading.current_thread()
+        self.loop_host.stop(error)
+        is_sent = host.answer_abandoned(error, _SEND_S)
         self.close()
         self._inbox.refuse(error)
         hang.tell(f"; on_hang = 'fail': the manager has ended; statistics: {statistics}")
         if not is_sent:
             logger.error("SendResponse hangs itself: no final response can be sent before it ends")
         self.tell_failure(error)
-        host.answer_deposed(error)
+        host.answer_abandoned(error)
         watched.join()  # what a Get that hung returns at last is answered, too
-        host.answer_deposed(error)
+        host.answer_abandoned(error)
         self.release(loop)
-        self.deputy = None
+        self.stand_in = None

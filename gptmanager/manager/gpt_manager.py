@@ -23,7 +23,8 @@ from gptmanager.assembly.options import (
 from gptmanager.assembly.ranks import connect, tell_ranks
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ManagerDeadError, response_text
-from gptmanager.host.ranked_host import alike, new_host
+from gptmanager.host.callback_host import CallbackHost
+from gptmanager.host.ranked_host import alike
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.state import Health, ManagerState
 from gptmanager.loop.token_loop import TokenLoop
@@ -99,8 +100,9 @@ class GptManager:
             )
             # nothing that the thread holds leads back here: who forgets the manager ends it
             self._inbox, self._watchers = Inbox(), Watchers()
-            self._host = new_host(world.layout, params, callbacks, self._inbox.wake)
-            self._inbox.also_ring = self._host.ring
+            self._host = CallbackHost(
+                *callbacks, max_get_failures=params.max_get_failures, wake=self._inbox.wake
+            )
             self._params, self._lifecycle = params, self._host.lifecycle
             self._process = os.getpid()
             self._recorder = Recorder(
@@ -129,7 +131,7 @@ class GptManager:
             booted.result()
         except BaseException as error:
             if isinstance(error, Exception) and self._thread.ident is None:  # to end on
-                self._worker.end_unborn(error)
+                self._worker.fail_startup(error)
             self.shutdown(drain=False)
             raise
 
@@ -178,7 +180,7 @@ class GptManager:
             return True
         if self._is_elsewhere or not self._lifecycle.ended.wait(_bounded(timeout)):
             return False
-        if self._lifecycle.is_deposed or self._thread.ident is None:
+        if self._lifecycle.is_abandoned or self._thread.ident is None:
             return True  # it hangs, or there is none
         self._thread.join(_HANG_S)  # it is on its last line; not the way to wait: an interrupted
         return True  # join leaves a thread that runs on marked as ended
@@ -338,7 +340,7 @@ class GptManager:
     def _asked(self, name: str) -> TokenLoop:
         """The loop, for a question of that name which its thread does not answer."""
         loop = self._worker.loop
-        if loop is None or self._lifecycle.is_deposed:
+        if loop is None or self._lifecycle.is_abandoned:
             raise ManagerDeadError(
                 f"{name}: there is no loop to ask between two iterations"
             ) from self._lifecycle.exception

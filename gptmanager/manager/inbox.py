@@ -50,14 +50,14 @@ class Question(Generic[_T]):
 
 class Inbox:
     """`turn` counts the turns of the loop begun, `idle_turn` is the last that found nothing.
-    `also_ring` is called whenever the loop is to wake.
+    `bells`: other functions to be called when the loop is to wake.
 
     `is_to_end`: the loop finishes what has come in, and ends. `is_to_abort`: it ends now. Neither
     is taken back.
     """
 
     def __init__(self) -> None:
-        self.also_ring: Callable[[], None] = lambda: None
+        self.bells: list[Callable[[], None]] = []
         self.is_to_end = False
         self.is_to_abort = False
         self.turn = 0
@@ -73,7 +73,8 @@ class Inbox:
         """A turn begins after this call."""
         if self._bell.empty():  # what has rung is still to be heard
             self._bell.put(None)
-        self.also_ring()
+        for ring in tuple(self.bells):
+            ring()
 
     def ask_to_end(self, *, aborts: bool) -> None:
         if aborts:

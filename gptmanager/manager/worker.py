@@ -13,10 +13,12 @@ from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import OptionalParams
 from gptmanager.errors import ManagerDeadError
 from gptmanager.host.callback_host import CallbackHost
+from gptmanager.host.ranked_host import loop_host
+from gptmanager.host.turns import Turn
 from gptmanager.kernels.simd.threads import end_threads_of_caller
 from gptmanager.lifecycle.clock import perf_counter_ns
 from gptmanager.lifecycle.log import logger
-from gptmanager.lifecycle.state import Deposed, ManagerState, as_final
+from gptmanager.lifecycle.state import LoopAbandoned, ManagerState, as_final
 from gptmanager.lifecycle.watchdog import CallbackTimer, whereabouts
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.ending import Ending
@@ -25,8 +27,6 @@ from gptmanager.manager.recovery import Recovery
 from gptmanager.manager.stall_watch import Progress
 from gptmanager.recorder import Recorder, build_recorded_loop
 from gptmanager.statistics import PhaseTimes
-
-_STALL_S = 0.01  # nobody was scheduled: how soon to ask again
 
 
 class Worker:
@@ -48,8 +48,8 @@ class Worker:
         # a rank that has lost an iteration is no longer where the others are
         most = params.max_step_failures if params.parallel_config is None else 1
         self._recovery = Recovery(host, recorder, most)
-        self._turn = CallbackTimer("turn")  # of the loop; none while it rests
-        self._ending = Ending(params, host, inbox, recorder, self._turn, on_end)
+        self._timer = CallbackTimer("turn")  # of the loop; none while it rests
+        self._ending = Ending(params, host, inbox, recorder, self._timer, on_end)
         self._thread: threading.Thread | None = None
         self.progress = Progress()
         self.loop: TokenLoop | None = None
@@ -58,7 +58,7 @@ class Worker:
     @property
     def is_here(self) -> bool:
         """The calling thread is one that calls the host's callbacks."""
-        return threading.current_thread() in (self._thread, self._ending.deputy)
+        return threading.current_thread() in (self._thread, self._ending.stand_in)
 
     def whereabouts(self) -> str:
         """Return what the thread does now. Safe from any thread."""
@@ -73,15 +73,14 @@ class Worker:
             self._host.timers.all.append(loop.scheduler_timer)
             watchdog = self._ending.watch(loop)
         except BaseException as error:  # noqa: B036 - raised in the constructor's line
-            self._host.tell_failure(error)
-            self.end_unborn(error)
+            self.fail_startup(error)
             booted.set_exception(error)
             return
         self._lifecycle.move_to(ManagerState.RUNNING)
         booted.set_result(None)
         try:
             self._serve_to_the_end(loop)
-        except Deposed:
+        except LoopAbandoned:
             return  # the watchdog's thread does the rest
         if watchdog is not None:
             watchdog.stop()
@@ -91,16 +90,18 @@ class Worker:
 
     def _build(self, assembly: Assembly) -> TokenLoop:
         self._host.attach(assembly)
+        host = loop_host(self._host, assembly, self._inbox.bells, self._timer)
+        self._ending.loop_host = host
         return build_recorded_loop(
             assembly.blueprint,
-            *(self._host, assembly.executor, self._recorder),
+            *(host, assembly.executor, self._recorder),
             phase_times=PhaseTimes(perf_counter_ns),
         )
 
-    def end_unborn(self, error: BaseException) -> None:
+    def fail_startup(self, error: BaseException) -> None:
         """The loop could not be built, or had no thread to be built on."""
-        self._host.is_accepting = False
         self._lifecycle.fail(error)
+        self._ending.loop_host.stop(error)
         self._ending.release(self.loop)
         self._ending.close()
 
@@ -108,16 +109,15 @@ class Worker:
         try:
             self._serve(loop)
             self._lifecycle.leave(ManagerState.STOPPED)
-        except Deposed:
+        except LoopAbandoned:
             raise
         except BaseException as error:  # noqa: B036 - kept as `exception`
             # nothing that may raise stands between the failure and the final responses
-            self._host.is_accepting = False
             self._lifecycle.fail(error)
-            self._host.tell_failure(error)
+            self._ending.loop_host.stop(error)
             try:
                 self._ending.end_requests(loop, as_final(error))
-            except Deposed:
+            except LoopAbandoned:
                 raise
             except BaseException:  # noqa: B036 - the end must come
                 logger.exception("the last responses could not be made")
@@ -125,68 +125,65 @@ class Worker:
             self._lifecycle.leave(ManagerState.FAILED)
 
     def _serve(self, loop: TokenLoop) -> None:
-        while True:
-            self._turn.start()
-            self._inbox.begin_turn()
-            self._lifecycle.check()
-            asked_to_end, aborts = self._inbox.is_to_end, self._inbox.is_to_abort
-            self._inbox.answer(loop)
-            if self._host.rests_in_orders:
-                self._turn.stop()
-            ends, aborts = self._host.orders(
-                ends=asked_to_end, aborts=aborts, is_active=loop.holds_requests
-            )
-            self._turn.start()
-            if aborts or ends:
-                self._host.is_accepting = False
-                if aborts:
-                    self._recorder.close("aborted")
-                    self._host.end(aborts=True)
-                    self._ending.end_requests(loop, ManagerDeadError("the manager was shut down"))
-                if not (loop.holds_requests or self._host.holds_requests):
-                    self._recorder.close()
-                    if not aborts:
-                        self._host.end(aborts=False)
-                    return
+        """Iterate until the end. What may interrupt the iterations, in this order:
+
+        | interruption | where it is found | then |
+        | --- | --- | --- |
+        | the watchdog has abandoned the loop | `Lifecycle.check` | LoopAbandoned |
+        | questions of other threads | `Inbox.answer` | answered between two iterations |
+        | shutdown, here or on rank 0 | `await_turn` | DRAIN, END or ABORT |
+        | a rank has failed | `await_turn` | RankError |
+        | an iteration raised | `Recovery` | goes on without its requests, or raises |
+        | Get failed too often | `GetFailures.fatal` | raised |
+        | nothing to do | `_iterate` | sleeps until it is woken |
+        """
+        while (turn := self._next_turn(loop)) not in (Turn.ABORT, Turn.END):
+            if turn is Turn.DRAIN:
                 self._lifecycle.move_to(ManagerState.DRAINING)
-            had_active, pending = bool(loop.active), loop.pending
             try:
-                worked = self._turn_once(loop)
+                is_idle = not self._iterate(loop)
             except Exception as error:
                 self._recovery.recover(loop, error)
                 continue
-            self.progress.note(worked=worked, is_active=bool(loop.active))
-            if not worked:
-                self._host.rest()
-            if worked and (pending[0] not in loop.pending if pending else not loop.pending):
-                self._recovery.note_step()  # of one that is only launched the result may still fail
             if self._host.get_failures.fatal is not None:
                 raise self._host.get_failures.fatal
-            # a final response may have made the host submit: then Get knows more than it said
-            ended_some = had_active and not loop.active
-            if not (worked or ended_some or self._host.last_fetch.num_requests):
+            if is_idle:
                 self.progress.warn_of_stall(loop)
                 self._rest(loop)
+        self._recorder.close("aborted" if turn is Turn.ABORT else "drained")
+        if turn is Turn.ABORT:
+            self._ending.end_requests(loop, ManagerDeadError("the manager was shut down"))
 
-    def _turn_once(self, loop: TokenLoop) -> bool:
-        """An iteration; did it have a step?"""
+    def _next_turn(self, loop: TokenLoop) -> Turn:
+        self._timer.start()
+        self._inbox.begin_turn()
+        self._lifecycle.check()
+        ends, aborts = self._inbox.is_to_end, self._inbox.is_to_abort
+        self._inbox.answer(loop)
+        is_active = loop.holds_requests
+        return self._ending.loop_host.await_turn(ends=ends, aborts=aborts, is_active=is_active)
+
+    def _iterate(self, loop: TokenLoop) -> bool:
+        """Run an iteration; False: there was nothing to do, and Get had nothing."""
+        had_active, pending = bool(loop.active), loop.pending
         is_idle = not (loop.holds_requests or loop.pending) and self._host.is_accepting
-        # an idle turn asks Get and no more: it comes a hundred times a second
-        if is_idle and not self._host.peek(loop.max_active):
-            return False
-        return loop.iterate()
+        # an idle iteration only calls Get, a hundred times a second
+        has_work = not is_idle or self._ending.loop_host.peek(loop.max_active)
+        worked = has_work and loop.iterate()
+        self.progress.note(worked=worked, is_active=bool(loop.active))
+        if not worked:
+            self._host.adapter_loader.jobs.rest_loop()
+        elif pending[0] not in loop.pending if pending else not loop.pending:
+            self._recovery.note_step()  # the result of a step that is only launched may still fail
+        # a final response may have made the host submit another request
+        ended_some = had_active and not loop.active
+        return worked or ended_some or self._host.last_fetch.num_requests > 0
 
     def _rest(self, loop: TokenLoop) -> None:
-        """Sleep until somebody wakes the loop or it is time to ask Get again."""
-        fetched = self._host.last_fetch
-        seconds = self._params.idle_poll_s
-        if not loop.active and fetched.is_empty:
+        """Sleep until another thread wakes the loop or it is time to call Get again."""
+        is_active = bool(loop.active)
+        if not is_active and self._host.last_fetch.is_empty:
             self._inbox.tell_idle()
-        if loop.active:
-            seconds = _STALL_S
-        elif fetched.failed:
-            seconds = self._host.get_failures.pause_s
-        self._turn.stop()
-        if self._host.rests_in_orders:
-            return
-        self._inbox.rest(seconds)  # woken for nothing, the loop only asks Get once more
+        self._timer.stop()
+        idle_poll_s = self._params.idle_poll_s
+        self._inbox.rest(self._ending.loop_host.pause_s(idle_poll_s, is_active=is_active))

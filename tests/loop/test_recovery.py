@@ -675,7 +675,7 @@ def test_stops_behind_the_one_that_fails_are_not_lost(monkeypatch):
 
 
 def test_processors_that_are_never_ready_are_forgotten_with_their_requests():
-    preparation = Preparation(lambda failure: None, lambda: None, CallbackTimer("prepare"))
+    preparation = Preparation(lambda: None, CallbackTimer("prepare"))
     never = processor_class(prepare=lambda self, device: Future())
     for request_id in range(1000):
         waiting = RequestProcessor(never)

@@ -107,7 +107,8 @@ def test_an_idle_rank_answers_its_host(monkeypatch):
 def test_a_rank_that_is_rung_in_the_middle_of_an_iteration_hears_it(monkeypatch):
     """While it waits for rank 0, and for nothing else."""
     with serving(monkeypatch, 2) as it:
-        first, second = (manager._host._executor for manager in it.managers)
+        hosts = [manager._worker._ending.loop_host for manager in it.managers]
+        first, second = (host._executor for host in hosts)
         decide, goes_on, waits = first.on_decision, threading.Event(), threading.Event()
         first.on_decision = lambda schedule: goes_on.wait(10) and decide(schedule)
         check = second.on_decision
@@ -117,7 +118,7 @@ def test_a_rank_that_is_rung_in_the_middle_of_an_iteration_hears_it(monkeypatch)
         found = []
         asking = threading.Thread(target=lambda: found.append(it.managers[1].wait_idle(10)))
         asking.start()
-        bell = it.managers[1]._host.links._wakener.fileno()
+        bell = hosts[1]._links._wakener.fileno()
         while not it.managers[1]._inbox._idle_waits or select.select([bell], [], [], 0)[0]:
             time.sleep(0.001)
         goes_on.set()

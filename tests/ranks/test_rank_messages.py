@@ -22,7 +22,7 @@ from rank_links import at_once, linked
 from gptmanager import InferenceRequest, errors
 from gptmanager.errors import RankError
 from gptmanager.host.rank_messages import (
-    Turn,
+    IntakeMessage,
     Unpacker,
     pack,
     requests_digest,
@@ -109,7 +109,7 @@ def turns(draw):
         draw(ids),
     )
     crc = st.integers(0, 2**32 - 1)
-    return Turn(intake, draw(crc), draw(crc), draw(st.booleans()))
+    return IntakeMessage(intake, draw(crc), draw(crc), draw(st.booleans()))
 
 
 def told(value):
@@ -151,7 +151,7 @@ def test_a_turn_comes_as_it_was(turn):
 
 def test_what_has_nothing_to_say_is_short():
     for clears, is_empty in [(False, False), (True, False), (False, True)]:
-        turn = Turn(Intake(1.25, clears_cache=clears), 1, 2, is_empty)
+        turn = IntakeMessage(Intake(1.25, clears_cache=clears), 1, 2, is_empty)
         data = pack(turn)
         assert len(data) < 40
         assert Unpacker()(data) == turn
@@ -163,13 +163,13 @@ def test_what_has_nothing_to_say_is_short():
 def test_tensors_of_unusual_dtypes_come_as_they_were(dtype):
     weights = torch.arange(12).reshape(3, 4).to(getattr(torch, dtype))
     request = InferenceRequest(1, {"lora_weights": weights})
-    turn = Turn(Intake(0.0, (request,)), 0, 0, False)
+    turn = IntakeMessage(Intake(0.0, (request,)), 0, 0, False)
     assert told(Unpacker()(pack(turn))) == told(turn)
 
 
 def test_weights_in_lists_come_as_an_array():
     request = InferenceRequest(1, {"lora_weights": [[0.5, 1.5], [2.5, 3.5]]})
-    (again,) = Unpacker()(pack(Turn(Intake(0.0, (request,)), 0, 0, False))).intake.requests
+    (again,) = Unpacker()(pack(IntakeMessage(Intake(0.0, (request,)), 0, 0, False))).intake.requests
     assert again.lora_weights.tolist() == request.lora_weights
 
 
@@ -179,7 +179,7 @@ def test_weights_of_an_adapter_come_whole(value):
     weights[1] = 2.5
     request = InferenceRequest(1, {"lora_weights": weights, "lora_config": value((0, 3))})
     request.tensors["draft_logits"] = value((0, 4))
-    turn = Turn(Intake(0.0, (request,)), 0, 0, False)
+    turn = IntakeMessage(Intake(0.0, (request,)), 0, 0, False)
     assert told(Unpacker()(pack(turn))) == told(turn)
 
 
@@ -187,7 +187,7 @@ def test_an_adapter_of_200_megabytes_comes_in_an_intake():
     """And nobody is taken for dead meanwhile."""
     weights = np.arange(25_000_000, dtype=np.float64).reshape(5, -1)
     request = InferenceRequest.from_tokens(1, [1, 2], 5, lora_weights=weights)
-    data = pack(Turn(Intake(1.0, (request,)), 0, 0, False))
+    data = pack(IntakeMessage(Intake(1.0, (request,)), 0, 0, False))
 
     def exchanged(links):
         if links.rank == 0:
@@ -217,7 +217,7 @@ def test_what_no_host_should_give_harms_no_other_request():
         keyword = chance.choice(KEYWORDS)
         is_processor = keyword == "logits_post_processor"
         bad.__dict__[keyword] = (processor if is_processor else hostile_values)(chance)
-        turn = Turn(Intake(0.0, (bad, good)), 0, 0, False)
+        turn = IntakeMessage(Intake(0.0, (bad, good)), 0, 0, False)
         first, second = unpack(pack(turn)).intake.requests
         assert first.request_id == number
         assert told(second) == told(good)
@@ -228,13 +228,13 @@ def test_masked_and_matrix_are_arrays():
     values = [np.ma.masked_array([1, 2, 3], [0, 1, 0]), np.matrix([1, 2])]
     for value in values:
         request = InferenceRequest(1, {"input_ids": value})
-        turn = Turn(Intake(0.0, (request,)), 0, 0, False)
+        turn = IntakeMessage(Intake(0.0, (request,)), 0, 0, False)
         (again,) = Unpacker()(pack(turn)).intake.requests
         assert told(again.input_ids) == told(np.asarray(value))
 
 
 SAMPLE = pack(
-    Turn(
+    IntakeMessage(
         Intake(
             1.5,
             (
@@ -263,7 +263,7 @@ SAMPLE = pack(
 def read(data):
     """A message is a turn, or a RankError."""
     try:
-        assert isinstance(Unpacker()(bytes(data)), Turn)
+        assert isinstance(Unpacker()(bytes(data)), IntakeMessage)
         return True
     except RankError as error:
         assert str(error).startswith("a message of rank 0 cannot be read: ")
@@ -273,7 +273,7 @@ def read(data):
 def test_a_message_that_is_cut_off_is_a_rank_error():
     assert read(SAMPLE)
     assert not any(read(SAMPLE[:end]) for end in range(len(SAMPLE)))
-    bare = pack(Turn(Intake(0.0), 0, 0, False))
+    bare = pack(IntakeMessage(Intake(0.0), 0, 0, False))
     assert not any(read(bare[:end]) for end in range(len(bare)))
     assert not read(bare + b"x")
 

@@ -1,0 +1,40 @@
+"""`LoopHost`: a host as the worker of a manager sees it, and what a loop does next."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+from gptmanager.step import Host
+
+
+class Turn(Enum):
+    """What the loop does next."""
+
+    ITERATE = "iterate"
+    DRAIN = "drain"  # iterate without new requests
+    END = "end"  # every request has had its final response
+    ABORT = "abort"  # end all requests with an error
+
+
+class LoopHost(Host, Protocol):
+    """The host of a loop: the callbacks themselves, or the callbacks of one rank of several."""
+
+    def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
+        """Return what the loop does next; on ranks other than 0, wait for rank 0 first.
+
+        `ends`, `aborts`: what this manager was asked to do. `is_active`: the loop has requests.
+        Raises RankError when a rank has failed.
+        """
+
+    def pause_s(self, idle_poll_s: float | None, *, is_active: bool) -> float | None:
+        """Return how long a loop without work sleeps before it calls `await_turn` again."""
+
+    def peek(self, room: int | None) -> bool:
+        """Return whether an idle loop has something to fetch."""
+
+    def stop(self, error: BaseException) -> None:
+        """Accept no more requests: the loop has failed with `error`. Other ranks fail as well."""
+
+    def release(self) -> None:
+        """Drop the loop, its executor and the connections to other ranks."""
