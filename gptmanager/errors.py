@@ -1,9 +1,9 @@
 """Every error the library raises or sends, in one tree.
 
-The class tells who is to blame: the configuration, one request, a scheduler, a callback, or a
-manager that is no longer there. An error response begins with the class's name, so that a host
-can tell them apart without parsing the text. At the end: how a message quotes values, paths and
-the errors of other libraries.
+The class names the cause: the configuration, one request, a scheduler, a callback, or a manager
+that has ended. An error response begins with the class's name, so that a host can distinguish
+causes without parsing the text. The functions at the end quote values, paths and errors of other
+libraries in messages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class GptManagerError(Exception):
 
 
 class ConfigError(GptManagerError, ValueError):
-    """A checkpoint or an option that cannot work: raised where the manager is constructed."""
+    """A checkpoint or an option cannot work: raised by the constructor of the manager."""
 
 
 class RequestError(GptManagerError):
-    """Something is wrong with one request; every other request goes on."""
+    """Something is wrong with one request; all other requests continue."""
 
 
 class InvalidRequestError(RequestError):
@@ -59,15 +59,15 @@ class CallbackError(GptManagerError):
 
 
 class StepError(GptManagerError):
-    """An iteration of the loop failed and ended the requests that ran in it; the others go on."""
+    """An iteration failed and ended the requests that ran in it; the others continue."""
 
 
 class ManagerDeadError(GptManagerError):
-    """The manager's loop has ended; `__cause__` holds what ended it."""
+    """The manager's loop has ended; `__cause__` is the error that ended it."""
 
 
 class RankError(GptManagerError):
-    """A rank has died, hangs, differs from the others, or went another way than they."""
+    """A rank has died, hangs, or has other options or decisions than rank 0."""
 
 
 class RecordingError(GptManagerError, ValueError):
@@ -75,16 +75,16 @@ class RecordingError(GptManagerError, ValueError):
 
 
 def response_text(error: BaseException) -> str:
-    """The text of an error response: the class's name, then what is wrong."""
+    """Return the text of an error response: the class's name, then the error's text."""
     name = type(error).__name__
     try:
         return f"{name}: {error}"
-    except BaseException:  # noqa: B036 - an error whose own text fails must still be told
+    except BaseException:  # noqa: B036 - its own `__str__` may fail
         return f"{name}: (its text cannot be read)"
 
 
 class _Short(reprlib.Repr):
-    """Write out the first items of what is long."""
+    """Write only the first items of a long value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,8 +102,8 @@ _SHORT = _Short()
 def quoted(value: Any) -> str:
     """Return a value as an error message quotes it, at most about 200 characters.
 
-    A long value is cut before it is written out: the cost of an error must not grow with what a
-    client has sent.
+    A long value is cut before it is written out: the cost of an error must not grow with the size
+    of the value that a client has sent.
     """
     if isinstance(value, str) and len(value) > _MAX_WRITTEN:
         start = _written(value[:_MAX_QUOTED])[:_MAX_QUOTED]

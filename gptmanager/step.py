@@ -1,7 +1,7 @@
-"""The values between the loop, its executor and its host, and the protocols of these two.
+"""The values that loop, executor and host exchange, and the protocols `Executor` and `Host`.
 
-All values are frozen. `Intake` is the one door through which anything that is not deterministic
-enters: a recording of the intakes replays a run.
+All values are frozen. Everything that is not deterministic enters through `Intake`: a recording of
+the intakes replays a run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.statistics import Counts, PhaseTimes
 
-# what stands for the token of a row from which none can be chosen
+# in place of the token of a row from which none can be chosen
 NO_TOKEN = -1  # every logit is -inf
 NOT_FINITE = -2  # one is NaN or +inf
 
 
 class Failure(NamedTuple):
-    """An effect of an earlier iteration that failed; ends the request that it names."""
+    """A failed effect of an earlier iteration; it ends the request `request_id`."""
 
     request_id: int
     error: BaseException
@@ -37,9 +37,9 @@ class Failure(NamedTuple):
 class Intake:
     """All input of one iteration. `now` is in seconds of a monotonic clock.
 
-    `ready`: requests whose logits post-processor has become ready. `clears_cache`: the content of
-    the KV cache was computed with other weights. `adapters`: work on adapters that has ended.
-    `forgotten_adapters`: ids of tasks whose adapter was replaced.
+    `ready`: requests that have a logits post-processor, which is now ready. `clears_cache`: the
+    content of the KV cache was computed with other weights. `adapters`: work on adapters that has
+    ended. `forgotten_adapters`: ids of tasks with replaced adapters.
     """
 
     now: float
@@ -55,8 +55,8 @@ class Intake:
 class Row(NamedTuple):
     """One sequence in one step: `num_tokens` positions from `position` on are computed.
 
-    `samples` False: an unfinished context chunk, which yields no token. `epoch` tells the starts
-    of one request apart, so that a result never reaches a later start of the same id. In the
+    `samples` False: an unfinished context chunk, which yields no token. `epoch`
+    distinguishes the starts of one request, so that a result never reaches a later start. In the
     context phase the beams of a request are one sequence, in generation `beam_width` of them run.
     The last `num_drafts` of the tokens are drafts: such a row yields up to `num_drafts` + 1.
     """
@@ -72,13 +72,13 @@ class Row(NamedTuple):
 
 
 class SequenceStart(NamedTuple):
-    """A sequence takes a slot: everything the executor must know of it from now on.
+    """A sequence that takes a slot, with everything that the executor needs to run it.
 
-    `tokens` is the history to compute from (prompt, and what was generated before a pause);
-    the first `orig_prompt_len` of them came from the host. `processor`: the request's own logits
-    post-processor. `sampled`: its beams are not searched. `num_candidates`: continuations that
-    each of several beams brings; fewer if the vocabulary is smaller. `adapter_slot`: where its
-    adapter stands in the kernels' table; -1: it has none.
+    `tokens` is the history to compute from (the prompt, and tokens generated before a pause); the
+    first `orig_prompt_len` of them are the host's prompt. `processor`: the request's own logits
+    post-processor. `sampled`: beams are sampled in parallel, not searched. `num_candidates`:
+    candidates per beam; fewer if the vocabulary is smaller. `adapter_slot`: index of its adapter
+    in the kernels' table; -1: it has none.
     """
 
     slot: int
@@ -106,9 +106,9 @@ class BlockAppend(NamedTuple):
 
 
 class BeamFork(NamedTuple):
-    """Beam i of the sequence in `slot` goes on from beam `parents[i]`, with token `tokens[i]`.
+    """Beam i of the sequence in `slot` continues beam `parents[i]`, with token `tokens[i]`.
 
-    `position`: where that token stands.
+    `position`: the position of that token.
     """
 
     slot: int
@@ -142,7 +142,7 @@ class BeamCandidates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One decided iteration, memory included; context rows stand before generation rows.
+    """One decided iteration, memory included; context rows precede generation rows.
 
     `block_copies` come first, in order, before the rows write to any block. A sequence that starts
     may have its first row at a position above 0: its blocks hold what comes before.
@@ -241,7 +241,7 @@ class StepResult:
 
 
 class Host(Protocol):
-    """The world around the loop. No method raises because a callback did."""
+    """The host of the loop. A callback that raises does not make a method raise."""
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
         """Return the input of an iteration. Get may return `room` requests, None: any number."""
@@ -252,13 +252,13 @@ class Host(Protocol):
         """Deliver a response; a failure to do so enters with the next intake."""
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        """See to it that `processor` gets ready; that it is, or fails, enters with an intake."""
+        """Begin to prepare `processor`; that it is ready, or its failure, enters with an intake."""
 
     def load(self, work: AdapterWork) -> None:
-        """Begin it, beside the loop; that it is done, or failed, enters with an intake."""
+        """Begin the work on another thread; its end or failure enters with an intake."""
 
     def fail(self, failure: Failure) -> None:
-        """An effect has failed; it enters with the next intake."""
+        """Note a failed effect; it enters with the next intake."""
 
     def poll(self) -> None:
         """Ask for stop signals; they enter with the next intake."""
@@ -268,7 +268,7 @@ class Host(Protocol):
 
 
 class Step(Protocol):
-    """A step under way: opaque to the loop but for the schedule that it runs."""
+    """A step under way: the loop only reads its schedule."""
 
     @property
     def schedule(self) -> Schedule: ...
@@ -278,7 +278,7 @@ class Executor(Protocol):
     """Runs schedules: torch, scripted, replayed, or a cost model.
 
     `forward` enqueues the network over the rows, `sample` chooses the tokens, `result` waits for
-    them. `forward` of the next step may come before `result` of this one (run-ahead): a sampled
+    them. `forward` of the next step may precede `result` of this one (run-ahead): a sampled
     token is the input of its sequence's next row without passing through the host.
     """
 

@@ -1,7 +1,7 @@
 """Callables of a host: ordinary functions, which have done their work when they return.
 
-A coroutine function only returns a coroutine. Nobody awaits it, so nothing would happen, and nobody
-would notice. Such functions are refused, and such answers are errors.
+A coroutine function only returns a coroutine. The loop does not await it, so nothing would happen,
+without an error. Such functions are refused, and such answers are errors.
 """
 
 from __future__ import annotations

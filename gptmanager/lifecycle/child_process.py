@@ -1,7 +1,7 @@
 """`ChildProcess`: a module of this package in a process of its own, bounded in time and memory.
 
-What takes too long, too much memory, or the process with it, does so there and not in the server.
-Every wait has an end: also for a process that is stopped, reads nothing, or cannot be started.
+Code that takes too much time or memory, or crashes, does so there and not in the server. Every wait
+is bounded, also for a process that is stopped, reads nothing, or cannot be started.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import orjson
 
 from gptmanager.lifecycle import child_loop
 
-_START_S = 30.0  # the interpreter and libraries are read
-_LOOK_S = 0.1  # how often it is asked whether anybody still wants an answer
+_START_S = 30.0  # for the interpreter to start and import libraries
+_LOOK_S = 0.1  # how often `is_wanted` is called
 _MOST_KEPT_BYTES = 32 << 20  # that a process may hold between two questions, beyond its start
 _ROOT = Path(__file__).parents[1]
 
 
 class NoAnswerError(Exception):
-    """The process has given no answer; says why, as a sentence that begins with "it"."""
+    """The process has given no answer; the text gives the reason and begins with "it"."""
 
 
 class TooSlowError(NoAnswerError):
@@ -36,11 +36,11 @@ class TooSlowError(NoAnswerError):
 
 
 class NotStartedError(NoAnswerError):
-    """No process could be started, which is no fault of the question."""
+    """No process could be started; the question is not the cause."""
 
 
 class RefusedError(Exception):
-    """The module has raised an error; its text."""
+    """The module has raised an error, which has this text."""
 
 
 class ChildProcess:
@@ -69,11 +69,11 @@ class ChildProcess:
     def ask(
         self, question: bytes, max_seconds: float, is_wanted: Callable[[], bool] = lambda: True
     ) -> Any:
-        """The answer to a question, which is a line of JSON.
+        """Return the answer to a question, which is a line of JSON.
 
-        `is_wanted` is asked now and then. Raises RefusedError for what the module refuses,
-        NotStartedError, and NoAnswerError where it takes too much or nobody wants the answer; the
-        process is ended then.
+        `is_wanted` is called about ten times a second. Raises RefusedError if the module raised an
+        error, NotStartedError, and NoAnswerError if the answer takes too much or is not wanted
+        any more; the process is ended then.
         """
         try:
             answer = self._exchange(self._running(), question, max_seconds, is_wanted)
@@ -121,7 +121,7 @@ class ChildProcess:
         max_seconds: float,
         is_wanted: Callable[[], bool],
     ) -> dict[str, Any]:
-        """One line out, one line in, within `max_seconds`."""
+        """Write one line and read one line, within `max_seconds`."""
         assert process.stdin is not None and process.stdout is not None
         give_up = time.monotonic() + max_seconds
         writing, reading, found = process.stdin.fileno(), process.stdout.fileno(), [b""]
@@ -150,7 +150,7 @@ class ChildProcess:
 
 
 def _write(file: int, data: memoryview) -> int:
-    """How many bytes are written; all of them if nobody reads any more, which the answer tells."""
+    """Return the number of bytes written; all if the pipe is closed, which the read will show."""
     try:
         return os.write(file, data)
     except BlockingIOError:

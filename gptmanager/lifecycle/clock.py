@@ -1,6 +1,6 @@
 """The system's clocks, whatever a host does to the module `time`.
 
-It may freeze `time.monotonic`, turn it back or break it. A private instance of the built-in module
+It may freeze `time.monotonic`, set it back or break it. A private instance of the built-in module
 keeps deadlines, waits and statistics right.
 """
 

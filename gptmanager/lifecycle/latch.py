@@ -22,7 +22,7 @@ class Latch:
         """Idempotent."""
         self.is_set = True
         for gate in list(self._gates):
-            if self._gates.pop(gate, gate) is None:  # nobody else has released it
+            if self._gates.pop(gate, gate) is None:  # no other thread has released it
                 gate.release()
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -15,7 +15,7 @@ _RARELY_S = 10.0
 
 
 class SteadyLogger:
-    """A `logging.Logger` whose failures are swallowed; records name the caller's line."""
+    """A `logging.Logger` that swallows its own failures; records name the caller's line."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -1,4 +1,4 @@
-"""The states of a manager, its health, and the error that it ends with."""
+"""The states of a manager, its health, and the error that its requests get at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gptmanager.lifecycle.watchdog import CallbackLatency
 
 
 class ManagerState(Enum):
-    """Life of a manager."""
+    """The states of a manager, in order."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -32,13 +32,13 @@ NEXT_MANAGER_STATES: dict[ManagerState, frozenset[ManagerState]] = {
 
 
 class LoopAbandoned(BaseException):
-    """Raised in the loop's thread: the watchdog has ended the manager meanwhile."""
+    """Raised in the loop's thread after the watchdog has ended the manager."""
 
 
 class Lifecycle:
-    """The state of a manager. The loop's thread moves it, until that leaves or is deposed.
+    """The state of a manager. The loop's thread changes it until it leaves or is abandoned.
 
-    The lock is never held by a thread of the host's, so a signal handler may read at any time.
+    Threads of the host never hold the lock, so a signal handler may read at any time.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Lifecycle:
             self._move_to(ManagerState.FAILED)
 
     def leave(self, state: ManagerState) -> None:
-        """All is said: nobody deposes the loop's thread any more."""
+        """Set the last state: from now on the loop cannot be abandoned."""
         with self._lock:
             self.check()
             self._move_to(state)
@@ -76,7 +76,7 @@ class Lifecycle:
     # On the watchdog's thread -----------------------------------------------------------------
 
     def abandon(self, error: BaseException) -> bool:
-        """Speak for the manager from now on; False: the loop's thread has said all."""
+        """Take over from the loop's thread; False: it has already left."""
         with self._lock:
             if self._is_left or self.is_abandoned:
                 return False
@@ -96,9 +96,9 @@ class Lifecycle:
 @dataclass(frozen=True, slots=True)
 class Health:
     """`alive`: the loop thread runs. `progressing`: nothing is active, or the last step is less
-    than ten seconds old. `last_step_age_s`: seconds since the last step ended, None: none yet.
-    `accepting`: Get is being called. `callbacks`: latency by callback name. `total_blocks` and
-    `free_blocks`: of the KV cache, now.
+        than ten seconds old. `last_step_age_s`: seconds since the last step ended, None: none yet.
+    `accepting`: Get is called. `callbacks`: latency by callback name. `total_blocks` and
+        `free_blocks`: of the KV cache, now.
     """
 
     alive: bool
@@ -112,7 +112,7 @@ class Health:
 
 
 def as_final(error: BaseException) -> GptManagerError:
-    """The error that every active request gets when the loop has failed."""
+    """Return the error that every active request gets when the loop has failed."""
     if isinstance(error, GptManagerError):
         return error
     return ManagerDeadError(

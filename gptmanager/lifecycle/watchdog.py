@@ -1,4 +1,4 @@
-"""Watching callbacks: how long each took, and which one is overstaying its budget right now."""
+"""Latencies of callbacks, and a watchdog that reports a callback or an iteration over budget."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CallbackLatency:
 
 
 class CallbackTimer:
-    """Times the calls of one callback. Written by the loop thread, read by any."""
+    """Times the calls of one callback. Written by the loop thread, read by any thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -61,12 +61,12 @@ class CallbackTimer:
         self.histogram[bucket if bucket < NUM_BUCKETS else -1] += 1
 
     def abandon(self) -> None:
-        """Nobody waits for the end of the call any more."""
+        """Stop timing the call under way."""
         self.started_ns = 0
 
     @property
     def running_s(self) -> float:
-        """Seconds that the call under way has taken so far; 0: none."""
+        """Seconds that the call under way has taken so far; 0: there is none."""
         started = self.started_ns
         return (perf_counter_ns() - started) / 1e9 if started else 0.0
 
@@ -82,7 +82,7 @@ class CallbackTimer:
 
 
 class Hang(NamedTuple):
-    """A turn of the loop that takes too long, and what all threads do meanwhile."""
+    """An iteration that takes too long, and the stacks of all threads."""
 
     text: str
     stacks: str
@@ -92,11 +92,11 @@ class Hang(NamedTuple):
 
 
 class Watchdog:
-    """A thread that names, with its stack, a callback that overstays `budget_s`; once a call.
+    """A thread that reports a callback that exceeds `budget_s`, with its stack, once per call.
 
-    A turn of the loop that takes more than `step_budget_s` is a hang; `on_hang` is called with it
-    on this thread, once a turn, and says whether to watch on. `turn` times them, `watched` is the
-    loop thread's ident. A budget of None: no such watch.
+    An iteration that takes more than `step_budget_s` is a hang; `on_hang` is called with it on
+    this thread, once per iteration, and returns whether to continue watching. `turn` times the
+    iterations, `watched` is the ident of the loop's thread. A budget of None disables its check.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        # half a budget, so that a report comes within 1.5 budgets; 50 ms keeps a small one cheap
+        # half a budget: a report follows within 1.5 budgets; at least 50 ms keep the cost small
         periods = [0.25]
         if self._budget_s is not None:
             periods.append(max(self._budget_s / 2, 0.05))
@@ -145,11 +145,11 @@ class Watchdog:
                 return
 
     def _overstay(self, timer: CallbackTimer, budget_s: float | None) -> float:
-        """Seconds that the call under way has taken, if that is too long and not reported yet."""
+        """Return the seconds of the current call if it is over budget and not reported, else 0."""
         started = timer.started_ns
         taken_s = (perf_counter_ns() - started) / 1e9
-        is_told = self._reported.get(timer.name) == started
-        if budget_s is None or not started or is_told or taken_s <= budget_s:
+        is_reported = self._reported.get(timer.name) == started
+        if budget_s is None or not started or is_reported or taken_s <= budget_s:
             return 0.0
         self._reported[timer.name] = started
         return taken_s
@@ -157,7 +157,7 @@ class Watchdog:
     def _report(self, name: str, taken_s: float) -> None:
         logger.warning(
             "callback %s has run for %.2f s, its budget is %.2f s (callback_budget_s); no token "
-            "is generated meanwhile. It stands at:\n%s",
+            "is generated meanwhile. Its stack:\n%s",
             *(name, taken_s, self._budget_s, _stack(sys._current_frames().get(self._watched))),
         )
 
@@ -169,14 +169,14 @@ class Watchdog:
             for thread, frame in sys._current_frames().items()
         )
         return Hang(
-            f"the loop hangs: one turn of it has taken {taken_s:.3g} s, step_budget_s = "
+            f"the loop hangs: one iteration has taken {taken_s:.3g} s, step_budget_s = "
             f"{self._step_budget_s:g}; {where}",
             stacks,
         )
 
 
 def whereabouts(timers: Sequence[CallbackTimer], thread: int | None) -> str:
-    """Which call into the host's code is under way, and the line at which `thread` is."""
+    """Return which callback is running, and the line that `thread` is executing."""
     running = [(timer.running_s, timer.name) for timer in timers]
     seconds, name = min((pair for pair in running if pair[0]), default=(0.0, ""))
     frame = None if thread is None else sys._current_frames().get(thread)
@@ -185,8 +185,8 @@ def whereabouts(timers: Sequence[CallbackTimer], thread: int | None) -> str:
         code = frame.f_code
         line = f" at {code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
     if name:
-        return f"the loop stands in callback {name}, for {seconds:.1f} s,{line}"
-    return f"the loop stands in no callback,{line}"
+        return f"the loop is inside callback {name}, for {seconds:.1f} s,{line}"
+    return f"the loop is not inside a callback,{line}"
 
 
 def _stack(frame: FrameType | None) -> str:
@@ -194,5 +194,5 @@ def _stack(frame: FrameType | None) -> str:
         return "(no stack)"
     try:
         return "".join(traceback.format_stack(frame))
-    except Exception as error:  # it reads files; the hang must be told at any rate
+    except Exception as error:  # it reads files; the hang must be reported in any case
         return f"(no stack: {type(error).__name__})"

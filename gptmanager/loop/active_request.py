@@ -13,19 +13,20 @@ from gptmanager.request.output_options import OutputConfig, OutputOptions
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams
 
-# what a request in PREPARING waits for, as bits
+# bits: what a request in PREPARING waits for
 FOR_PROCESSOR, FOR_ADAPTER = 1, 2
 
 
 class ActiveRequest(LlmRequest):
-    """A request as schedulers see it, with what its responses need.
+    """A request as schedulers see it, with the values that its responses need.
 
-    `num_sent`: tokens of its history that have been sent; it survives pauses. `stop_state`: that
-    of `end_rule` for its text. `cached_tokens`: tokens of the prompt that its first start found in
-    the KV cache. `search` holds the beams if there are several; `tokens` then only counts what is
-    generated. `is_serial`: what it runs next depends on the values of its last tokens.
-    `adapter_digest`: of its adapter's content, once that is known. `adapter_slot`: where kernels
-    find it, while it is on the device; -1: nowhere. `adapter_tensors`: until they are read.
+    `num_sent`: tokens of its history that have been sent; it survives pauses. `stop_state`: the
+    state of `end_rule` after its text. `cached_tokens`: tokens of the prompt that its first start
+    found in the KV cache. `search` holds the beams if there are several; `tokens` then only counts
+    the generated tokens. `is_serial`: its next step depends on the values of its last tokens.
+    `adapter_digest`: the digest of its adapter's content, "" until it is known. `adapter_slot`: the
+    adapter's slot in the tables of the kernels; -1: it is not on the device. `adapter_tensors`: its
+    weights until they are read.
     """
 
     __slots__ = (
@@ -78,7 +79,7 @@ class ActiveRequest(LlmRequest):
             priority=priority,
             lora_task_id=None if lora is None else lora.task_id,
             arrival_time=times.arrival,
-            # cached blocks of equal ids hold something else with another table
+            # the same ids have other cached blocks with another prompt table
             cache_salt=(cache_salt, prompt_table.digest) if prompt_table else cache_salt,
             retention_priority=retention_priority,
             state=LlmRequestState.PREPARING if awaited else LlmRequestState.CONTEXT_INIT,
@@ -106,24 +107,24 @@ class ActiveRequest(LlmRequest):
         self.cached_tokens = 0
 
     def wait_for(self, what: int) -> None:
-        """It has not started, and must not before that has come."""
+        """Keep the request from starting until `clear_wait(what)`."""
         self.awaited |= what
         if self.state is LlmRequestState.CONTEXT_INIT:
             self.move_to(LlmRequestState.PREPARING)
 
-    def has_come(self, what: int) -> None:
-        """It waits for that no longer, if it did."""
+    def clear_wait(self, what: int) -> None:
+        """Stop waiting for `what`."""
         self.awaited &= ~what
         if not self.awaited and self.state is LlmRequestState.PREPARING:
             self.move_to(LlmRequestState.CONTEXT_INIT)
 
     @property
     def adapter_key(self) -> str | None:
-        """The content counts, whatever its id: that may get another one."""
+        """The adapter as the KV cache sees it: its content, since an id may be reused."""
         return self.adapter_digest or None
 
     def propose_drafts(self) -> None:
-        """Draft what follows; the last permitted token needs no draft behind it."""
+        """Draft the next tokens; the last permitted token needs no draft after it."""
         drafts = self.drafts
         if drafts.drafter is not None:
             limit = self.max_new_tokens - self.num_generated - 1
@@ -131,13 +132,13 @@ class ActiveRequest(LlmRequest):
             self.num_draft_tokens = len(drafts.tokens)
 
     def take_drafts(self) -> tuple[int, ...]:
-        """The drafts to run now, as many as the scheduler has left; they are used up."""
+        """Take the drafts to run now, limited to the number that the scheduler permits."""
         taken = self.drafts.tokens[: self.num_draft_tokens]
         self.drafts.tokens, self.num_draft_tokens = (), 0
         return taken
 
     def settle_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """`num_accepted` of the `num_drafts` that ran were right."""
+        """Note that `num_accepted` of `num_drafts` drafts were right."""
         self.launch_drafts(num_accepted)
         if self.drafts.drafter is not None:
             self.drafts.drafter.learn_result(num_drafts, num_accepted)
@@ -152,17 +153,17 @@ class ActiveRequest(LlmRequest):
 
     @property
     def num_output(self) -> int:
-        """Confirmed tokens beyond the prompt that the host sent."""
+        """Number of confirmed tokens after the host's prompt."""
         return len(self.tokens) - self.orig_prompt_len
 
     @property
     def length_limit(self) -> int:
-        """Prompt + new tokens at which it ends."""
+        """Number of prompt and new tokens at which the request ends."""
         return self.orig_prompt_len + self.end_rule.max_new_tokens
 
     @property
     def streamable_end(self) -> int:
-        """History position up to which tokens may be sent: what may yet be cut off is held."""
+        """History position up to which tokens may be sent; those that may still be cut are held."""
         if self.search is not None:
             return self.orig_prompt_len + self.search.stable_length()
         if self.end_rule.stop_words is None:
@@ -171,7 +172,7 @@ class ActiveRequest(LlmRequest):
 
     @property
     def wanted_from_start(self) -> OutputConfig:
-        """The outputs that a start must produce now; those of the prompt only if not known yet."""
+        """The outputs that a start must compute; outputs of the prompt only if not known yet."""
         config = self.output.config
         return config if self.times.first_token is None else config.without_prompt
 

@@ -1,4 +1,4 @@
-"""An active request as data, and the request again: how it was made, and how far it has come."""
+"""The state of an active request as data, and its restoration."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def request_state(request: ActiveRequest) -> RequestState:
 
 
 def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
-    """Raises RequestError or ValueError for one that `limits` do not permit."""
+    """Restore a request; RequestError or ValueError for a state that `limits` do not permit."""
     _check(state, limits)
     drafter = None
     if state.drafts.drafter is not None and limits.lookup is not None:
@@ -124,7 +124,7 @@ def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
 
 
 def _check(state: RequestState, limits: Limits) -> None:
-    """Check what later steps rely on, and what memory is sized by."""
+    """Check the values that later steps rely on or that size memory."""
     length, width = len(state.tokens), 1 if state.beams is None else state.beams.width
     longest, progress, ends = limits.max_seq_len, state.progress, state.end_rule
     ordered = (

@@ -1,4 +1,4 @@
-"""The adapters of active requests as data, `Adapters` brought to them, and a copy to try things."""
+"""The state of `Adapters` as data, its restoration, and a copy for trial decisions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def adapters_state(adapters: Adapters) -> AdaptersState:
 def restore_adapters(
     adapters: Adapters, state: AdaptersState, requests: Mapping[int, ActiveRequest]
 ) -> None:
-    """Bring an empty one to `state`; LedgerError where it contradicts itself or `requests`."""
+    """Restore `state` into empty `adapters`; LedgerError if it contradicts itself or `requests`."""
     restore_peft_cache(adapters.cache, state.cache)
     cached = adapters.cache.adapters
     for it in state.reads:
@@ -87,7 +87,7 @@ def restore_adapters(
 
 
 def copied_adapters(adapters: Adapters, requests: Mapping[int, ActiveRequest]) -> Adapters:
-    """Return a copy in which nothing is loaded. `requests`: what it has in place of its own."""
+    """Return a copy that loads nothing. `requests`: copies of requests that it has instead."""
     cache, copies = copied_peft_cache(adapters.cache)
     found = Adapters(cache, lambda work: None, adapters._patience)
     found.waiting = {*adapters.waiting}

@@ -1,7 +1,7 @@
 """`Adapters`: the LoRA adapters of the active requests, from their arrival to the device.
 
-Decides who waits for an adapter, and whose adapters have the pages of the device. What takes long
-is done elsewhere, as `AdapterWork`. Pages are counted in `peft_cache`.
+Decides which requests wait for an adapter, and which adapters get the pages of the device. Slow
+work is done elsewhere, as `AdapterWork`. Pages are counted in `peft_cache`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gptmanager.step import Failure
 
 
 def no_adapters() -> Adapters:
-    """For a loop whose requests have none."""
+    """Return `Adapters` for a loop without LoRA."""
     return Adapters(PeftCacheManager(CacheSizes(0, 0, 0, 0, 0)), lambda work: None, patience=0)
 
 
@@ -54,9 +54,9 @@ class Adapters:
 
     `load` starts work on an adapter; `take_in` takes its results.
 
-    The pages of the device go to requests that have started, then to the others in the order of the
-    active requests; an adapter for which they do not suffice is passed over. Those behind it may
-    overtake the first one that is passed over `patience` times. Then they wait, too.
+    Started requests get pages of the device first, then the others in the order of the active
+    requests. A request is passed over if too few pages are free for its adapter. Later requests
+    may overtake the first one that was passed over `patience` times; after that they wait as well.
 
     `waiting`: requests that must not start yet. They are in PREPARING.
     """
@@ -70,21 +70,21 @@ class Adapters:
         self.reads: dict[int, Read] = {}  # by job, in the order of their arrival
         self.moves: dict[int, CachedAdapter] = {}  # to the host or to the device, by job
         self.counts = cache.counts()  # when `count` was called
-        self.unknown: list[int] = []  # requests of ids that no one has brought so far
+        self.unknown: list[int] = []  # requests with ids of unknown adapters
         self.num_jobs = 0  # ever
-        self.has_changed = False  # since pages were given out
-        self._forgotten: deque[int] = deque()  # noted, as are those
+        self.has_changed = False  # since pages were last assigned
+        self._forgotten: deque[int] = deque()  # noted, not taken in yet, like `_done`
         self._done: deque[AdapterDone] = deque()
-        self._failures: list[Failure] = []  # found, and not told yet
-        self.passed_over = -1  # the first request for which pages do not suffice
+        self._failures: list[Failure] = []  # found, not returned yet
+        self.passed_over = -1  # the first request for which too few pages are free
         self.num_overtaken = 0  # how often
         self._load = load
         self._patience = patience
 
-    # What comes in -------------------------------------------------------------------------
+    # Input ---------------------------------------------------------------------------------
 
     def note(self, forgotten: Iterable[int], done: Iterable[AdapterDone]) -> None:
-        """An intake says so: ids of tasks, and work that has ended."""
+        """Note the ids of forgotten tasks, and the work that has ended, of an intake."""
         self._forgotten.extend(forgotten)
         self._done.extend(done)
         self.has_changed = True
@@ -101,7 +101,7 @@ class Adapters:
         return self._take_failures()
 
     def add(self, request: ActiveRequest) -> None:
-        """A request has been admitted. One without an adapter is no error."""
+        """Add an admitted request; it may have no adapter."""
         task_id, tensors = request.lora_task_id, request.adapter_tensors
         if task_id is None:
             return
@@ -111,7 +111,7 @@ class Adapters:
         self.has_changed = True
         if tensors is None:
             if not self._follow(request_id, task_id):
-                self.unknown.append(request_id)  # perhaps another one brings it, just behind
+                self.unknown.append(request_id)  # the next request may pass its weights
             return
         request.adapter_tensors = None
         rows = tuple(AdapterRow(*row) for row in tensors.row_sizes())
@@ -120,7 +120,7 @@ class Adapters:
         self._load(ReadAdapter(job, task_id, tensors))
 
     def settle(self, active: Iterable[ActiveRequest]) -> list[Failure]:
-        """After requests were added: who may start has its adapter. Gives those that must end."""
+        """Assign pages after requests were added; return the requests that must end."""
         while self.unknown:
             self._follow_or_fail(self.unknown.pop(0))
         for job in self._next_reads():
@@ -139,20 +139,20 @@ class Adapters:
         return failures
 
     def count(self) -> None:
-        """For the statistics: this takes a while."""
+        """Update `counts` for the statistics: this takes a while."""
         self.counts = self.cache.counts()
 
-    # What requests do ----------------------------------------------------------------------
+    # Changes of requests -------------------------------------------------------------------
 
     def pause(self, request: LlmRequest) -> None:
-        """It was running, and must have its adapter again before it goes on."""
+        """Pause a running request: it needs its adapter again before it continues."""
         active = self.requests.get(request.request_id)
         if active is not None:
             self._take_pages(active)
             self.has_changed = True
 
     def release(self, request_id: int) -> None:
-        """It has ended. One without an adapter is no error."""
+        """Remove a request that has ended; it may have no adapter."""
         if self.requests.pop(request_id, None) is None:
             return
         self.has_changed = True
@@ -164,14 +164,14 @@ class Adapters:
                 if not read.wanted_by:
                     self._drop(job)
 
-    # Until it is on the host ---------------------------------------------------------------
+    # From the request to the host ----------------------------------------------------------
 
     def _next_job(self) -> int:
         self.num_jobs += 1
         return self.num_jobs
 
     def _follow(self, request_id: int, task_id: int) -> bool:
-        """The request gets what others bring or have brought; False: there is nothing."""
+        """Give the request an adapter that another one passed; False: there is none."""
         if task_id in self.cache:
             self.cache.use(request_id, task_id)
             self._attach(request_id)
@@ -197,7 +197,7 @@ class Adapters:
         self.requests[request_id].adapter_digest = self.cache.adapter_of(request_id).digest
 
     def _drop(self, job: int) -> Read:
-        """Drop a job whose result is not needed."""
+        """Drop a job: its result is not needed."""
         self._load(DropAdapter(job))
         return self.reads.pop(job)
 
@@ -211,7 +211,7 @@ class Adapters:
             self._end_move(done, self.moves.pop(done.job))
 
     def _fail(self, job: int, error: BaseException) -> None:
-        """End the requests that wanted an adapter which could not be read."""
+        """End the requests that need the adapter of a job that failed."""
         read = self._drop(job)
         if read.brought_by in read.wanted_by:
             read.wanted_by.remove(read.brought_by)
@@ -219,7 +219,7 @@ class Adapters:
         if not read.is_forgotten:
             self._follow_or_fail(*read.wanted_by)
             return
-        # what came under this id later is not what they asked for
+        # a later adapter with this id is not the one that they asked for
         text = f"lora_task_id {read.task_id} was forgotten, and had not been cached: "
         gone = AdapterError(text + response_text(error))
         self._failures += [Failure(request_id, gone) for request_id in read.wanted_by]
@@ -237,7 +237,7 @@ class Adapters:
             self.cache.copied(adapter)
 
     def _next_reads(self) -> Iterator[int]:
-        """Those that have been read: of one task in the order in which they came."""
+        """Yield the jobs that have been read; those of one task in the order of arrival."""
         unread: set[int] = set()
         for job, read in list(self.reads.items()):
             if read.task_id not in unread and read.digest:
@@ -246,7 +246,7 @@ class Adapters:
                 unread.add(read.task_id)
 
     def _put(self, job: int) -> None:
-        """Into host pages, if there are any."""
+        """Write an adapter to host pages, if enough are free."""
         read = self.reads[job]
         first, *others = read.wanted_by
         try:
@@ -274,7 +274,7 @@ class Adapters:
             self._load(FreeHostPages(freed))
         self._load(WriteAdapter(write, job, pages, adapter.rows, adapter.packing))
 
-    # From there to the device --------------------------------------------------------------
+    # From the host to the device -----------------------------------------------------------
 
     def _give_pages(self, active: Iterable[ActiveRequest]) -> None:
         with_adapter = [(r, a) for r in active if (a := self.cache.find(r.request_id)) is not None]
@@ -309,7 +309,7 @@ class Adapters:
         return request_id == self.passed_over and self.num_overtaken >= self._patience
 
     def _take_pages(self, request: ActiveRequest) -> None:
-        """It has not started, and waits."""
+        """Take the device pages of a request that has not started, and let it wait."""
         request_id = request.request_id
         self.cache.pause(request_id)
         self.waiting.add(request_id)
@@ -317,14 +317,14 @@ class Adapters:
         request.wait_for(FOR_ADAPTER)
 
     def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
-        """The adapter is on the device, or on its way there; is that new?"""
+        """Get the adapter onto the device; return whether that was begun now."""
         request_id = request.request_id
         is_new = request_id not in adapter.running
         copies = self.cache.ensure(request_id)
         if copies is None:
-            return False  # what is being copied for others must be there first
+            return False  # a copy for another request must end first
         pages = self.cache.device_pages(adapter)
-        assert pages is not None  # `ensure` has seen to it
+        assert pages is not None  # `ensure` has assigned them
         if copies:
             job = self._next_job()
             self.moves[job] = adapter
@@ -333,13 +333,13 @@ class Adapters:
         if not adapter.is_copying and request_id in self.waiting:
             self.waiting.discard(request_id)
             request.adapter_slot = pages[0]
-            request.has_come(FOR_ADAPTER)
+            request.clear_wait(FOR_ADAPTER)
         return is_new
 
     # Questions -----------------------------------------------------------------------------
 
     def require_known(self, request: ActiveRequest) -> None:
-        """AdapterError for one, not yet added, that brings only an id of which nothing is known."""
+        """Raise AdapterError for a new request that passes only an id, of an unknown adapter."""
         task_id = request.lora_task_id
         if task_id is None or request.adapter_tensors is not None:
             return
@@ -347,13 +347,13 @@ class Adapters:
             self.cache.determine_num_pages(task_id)
 
     def why_waiting(self, request: ActiveRequest) -> str:
-        """Goes on behind "request 7 waits"; of one of `waiting`."""
+        """Return why a request of `waiting` waits; the text continues "request 7 waits"."""
         name, cache = f"its adapter {request.lora_task_id}", self.cache
         adapter = cache.find(request.request_id)
         if adapter is None:
             wanted = [r for r in self.reads.values() if request.request_id in r.wanted_by]
             if wanted and wanted[0].digest:
-                return f"for host pages of {name}: those that have them are needed"
+                return f"for host pages of {name}: all are used by adapters that are needed"
             return f"until {name} is read"
         if adapter.is_loading or adapter.is_copying:
             return f"until {name} is {'on the host' if adapter.is_loading else 'on the device'}"
@@ -361,31 +361,31 @@ class Adapters:
         return (
             f"for {adapter.num_pages} adapter pages of {name}: {counts.device_free_pages} of "
             f"{counts.device_total_pages} are free, and the others belong to requests that run or "
-            "stand before it"
+            "are ahead of it"
         )
 
     def lacks_pages(self, request_id: int) -> bool:
-        """The device has none for its adapter, which is on the host."""
+        """Whether a request waits for device pages while its adapter is on the host."""
         adapter = self.cache.find(request_id)
         is_there = adapter is not None and not (adapter.is_loading or adapter.is_copying)
         return request_id in self.waiting and is_there
 
     def problem(self) -> str | None:
-        """Counts everything anew: the first contradiction."""
+        """Check all counts; return the first contradiction, None: there is none."""
         for request_id, request in self.requests.items():
             adapter, where = self.cache.find(request_id), f"request {request_id}"
             waits = request_id in self.waiting
             if waits != bool(request.awaited & FOR_ADAPTER):
-                return f"{where} is one that waits for its adapter, and is not"
+                return f"{where}: `waiting` and `awaited` disagree on its adapter"
             if waits and (request.slot >= 0 or request.adapter_slot >= 0):
-                return f"{where} waits for its adapter, and has started or finds one"
+                return f"{where} waits for its adapter, but has started or has a slot of one"
             if waits:
                 continue
             pages = None if adapter is None else self.cache.device_pages(adapter)
             if adapter is None or pages is None or request_id not in adapter.running:
-                return f"{where} may run, and its adapter is not on the device"
+                return f"{where} may run, but its adapter is not on the device"
             if request.adapter_slot != pages[0] or request.adapter_digest != adapter.digest:
-                return f"{where} finds another adapter than its own"
+                return f"{where} has the slot or digest of another adapter"
         for adapter in self.cache.adapters:
             for request_id in adapter.requests:
                 if request_id not in self.requests:

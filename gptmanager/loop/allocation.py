@@ -51,9 +51,10 @@ class Allocator:
     def allocate(
         self, output: SchedulerOutput, now: float, max_input_len: int, micro_batch_id: int = 0
     ) -> Schedule | None:
-        """Carry a checked decision out; None when it lets nobody run.
+        """Carry out a checked decision; None if no request runs.
 
-        Raises SchedulerError when memory does not suffice: what was done, by whom stands before.
+        Raises SchedulerError when too little memory is free; the text continues the scheduler's
+        name.
         """
         for request in output.paused_requests:
             self.release(request)
@@ -93,7 +94,7 @@ class Allocator:
         )
 
     def restore(self, state: AllocatorState, requests: Mapping[int, ActiveRequest]) -> None:
-        """Bring empty accounts to `state`; raises LedgerError where it contradicts itself."""
+        """Restore `state` into an empty allocator; LedgerError if it contradicts itself."""
         started = {id_: request for id_, request in requests.items() if request.slot >= 0}
         restore_kv_cache(self.kv_cache, state.kv_cache, started)
         self._free_slots = list(state.free_slots)
@@ -104,7 +105,7 @@ class Allocator:
         self._paused = list(state.paused)
 
     def settle_drafts(self, request: ActiveRequest, num_drafts: int, num_accepted: int) -> None:
-        """Give back the positions of drafts that were wrong."""
+        """Free the positions of wrong drafts."""
         request.settle_drafts(num_drafts, num_accepted)
         if num_accepted < num_drafts:
             self.kv_cache.rewind(request.request_id, num_drafts - num_accepted)
@@ -119,7 +120,7 @@ class Allocator:
         self.kv_cache.forget_waiting(request.request_id)
 
     def reset(self) -> None:
-        """Begin anew: all slots and blocks are free, whoever held them, and nothing is cached."""
+        """Start over: all slots and blocks are free, and nothing is cached."""
         self.kv_cache.reset()
         self._free_slots = self._all_slots()
         self._paused = []
@@ -128,7 +129,7 @@ class Allocator:
         return list(range(self.num_slots))[::-1]
 
     def check(self) -> None:
-        """Raises GptManagerError unless every block and slot has the owners it should have."""
+        """Raise GptManagerError unless every block and slot has the right owners."""
         self.kv_cache.check()
         if len(set(self._free_slots)) != len(self._free_slots):
             raise GptManagerError(f"a slot is free twice: {sorted(self._free_slots)}")
@@ -147,7 +148,7 @@ class Allocator:
                 row = self._launch_drafts(cast(ActiveRequest, request), row, parts)
             rows.append(row)
             if request.state is not _CONTEXT_INIT:
-                # what starts with the next launch may read what this one writes
+                # requests of the next launch may read the blocks that this one writes
                 self.kv_cache.store_context(request)
         return rows
 
@@ -199,7 +200,7 @@ class Allocator:
     def _append(
         self, request: LlmRequest, position: int, new_blocks: tuple[int, ...], parts: _Parts
     ) -> None:
-        """Write down the blocks that the beams of a request take from `position` on."""
+        """Record the blocks that the beams of a request take from `position` on."""
         first = position // self.kv_cache.tokens_per_block
         if request.beam_width == 1:
             parts.appends.append(BlockAppend(request.slot, first, new_blocks))
@@ -211,7 +212,7 @@ class Allocator:
             )
 
     def _launch_drafts(self, request: ActiveRequest, row: Row, parts: _Parts) -> Row:
-        """The row with the drafts behind its tokens, for which blocks are taken as well."""
+        """Return the row with drafts after its tokens; their blocks are allocated as well."""
         tokens = request.take_drafts()
         first = row.position + row.num_tokens
         for position in range(first, first + len(tokens)):
@@ -226,7 +227,7 @@ class Allocator:
         return row._replace(num_tokens=num_tokens, num_drafts=len(tokens))
 
     def _close_ring(self, request: LlmRequest, num_blocks: int, parts: _Parts) -> None:
-        """With its last block a sequence goes round: later positions lie where the oldest lay."""
+        """Close the ring of blocks with the last one: later positions overwrite the oldest."""
         tokens_per_block = self.kv_cache.tokens_per_block
         total = -(-(request.prompt_len + request.max_new_tokens) // tokens_per_block)
         if self.window is not None and num_blocks == self.window.num_blocks < total:

@@ -1,6 +1,6 @@
-"""`Confirmation`: what the result of a step does to the requests that ran in it.
+"""`Confirmation`: applies the result of a step to the requests that ran in it.
 
-Confirms tokens and finds ends. Ends no request itself: who has finished, or failed, is handed on.
+Confirms tokens and finds ends. It ends no request: finished and failed requests are returned.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gptmanager.loop.request_table import RequestTable
 from gptmanager.statistics import DraftCounts
 from gptmanager.step import NOT_FINITE, BeamCandidates, Failure, Row, Schedule, StepResult
 
-Finished = tuple[ActiveRequest, FinishReason, int]  # who ends, why, where its output does
+Finished = tuple[ActiveRequest, FinishReason, int]  # request, reason, end of its output
 
 
 class Confirmation:
     """The results of a loop's steps, applied to its requests.
 
     `failing`: requests that failed in a result; they end with the next intake. `drafts`,
-    `num_logits_errors`: since the start.
+    `num_logits_errors`: counts since the start.
     """
 
     def __init__(self, table: RequestTable, allocator: Allocator) -> None:
@@ -37,9 +37,9 @@ class Confirmation:
     def apply(
         self, schedule: Schedule, result: StepResult
     ) -> tuple[list[ActiveRequest], list[Finished]]:
-        """Confirm tokens and find ends; gives who streams on and who has finished.
+        """Confirm tokens and find ends; return the requests to stream and those that finished.
 
-        A row whose request has ended or restarted since the launch is dropped by its epoch.
+        A row is dropped, by its epoch, if its request has ended or restarted since the launch.
         """
         streaming: list[ActiveRequest] = []
         finished: list[Finished] = []
@@ -86,7 +86,7 @@ class Confirmation:
     def _confirm_several(
         self, request: ActiveRequest, row: Row, tokens: Sequence[int]
     ) -> tuple[int, End | None]:
-        """Drafts that were right, and the token behind them: a fault or an end, if any."""
+        """Confirm the right drafts and the token after them; return a fault or an end, if any."""
         if row.num_drafts:
             self._allocator.settle_drafts(request, row.num_drafts, len(tokens) - 1)
             self.drafts = self.drafts.plus(row.num_drafts, len(tokens) - 1)
@@ -111,8 +111,8 @@ class Confirmation:
                 self._fail(failure)
 
     def _end_by_fault(self, request: ActiveRequest, fault: int, schedule: Schedule) -> None:
-        """A row of `schedule` has no token, and its request ends with the next intake."""
-        if fault == NOT_FINITE:  # what was computed for it may be as wrong
+        """End a request, with the next intake, for which a row of `schedule` yielded no token."""
+        if fault == NOT_FINITE:  # its cached blocks may be wrong as well
             self._allocator.kv_cache.withdraw(request.request_id)
         self._fail(Failure(request.request_id, _fault_error(request, fault, schedule.iteration)))
 
@@ -125,7 +125,7 @@ class Confirmation:
 def _advance_beams(
     request: ActiveRequest, token: int, candidates: BeamCandidates
 ) -> tuple[int, End | None]:
-    """One more token for every beam. The text of such a request counts its tokens only."""
+    """Add one token to every beam; `tokens` of such a request only counts them."""
     if request.search is None:
         raise TypeError(f"request {request.request_id} has rows of beams but no search")
     request.confirm_token(token)
@@ -137,7 +137,7 @@ def _advance_beams(
 
 
 def _fault_error(request: ActiveRequest, fault: int, iteration: int) -> LogitsError:
-    """Return the error of a request whose next token is `fault`: NO_TOKEN or NOT_FINITE."""
+    """Return the error of a request with the fault NO_TOKEN or NOT_FINITE as next token."""
     number = request.num_output + (request.search is None)
     where = f"generated token {number} (iteration {iteration})"
     inputs = ", ".join(_changes(request)) or "none"

@@ -1,6 +1,6 @@
-"""The decision which requests run next: a scheduler is asked, and its answer checked.
+"""Decides which requests run next: asks the scheduler and checks its answer.
 
-Knows what a scheduler must not return; nothing of memory, which `allocation` gives out.
+Memory is not checked here: `allocation` assigns it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def decide(
     max_batch_size: int,
     max_num_tokens: int,
 ) -> SchedulerOutput:
-    """The checked answer of `scheduler`, which `timer` watches. `by_id`: who may be returned.
+    """Return the checked answer of `scheduler`. `timer` times the call; `by_id`: the requests that
+    it may return.
 
-    Raises SchedulerError, and MemoryError as it comes: that there is no memory is not its doing.
+    Raises SchedulerError. A MemoryError passes unchanged: the scheduler is not its cause.
     """
     timer.start()
     try:
@@ -57,7 +58,7 @@ def decide(
 
 
 def blamed(scheduler: RequestScheduler, what: object) -> SchedulerError:
-    """`what` it did, a text that begins with a verb, behind the name of its class."""
+    """Return an error that names the scheduler's class, followed by `what`: verb and object."""
     return SchedulerError(f"{type(scheduler).__name__} {what}")
 
 
@@ -69,7 +70,7 @@ def check_output(
     max_batch_size: int,
     max_num_tokens: int,
 ) -> None:
-    """Raise SchedulerError: what was returned, and which request must not have been."""
+    """Raise SchedulerError if a request is returned that must not be."""
     context, generation, paused = output
     chosen = [*context, *generation, *paused]
     find = by_id.get
@@ -110,5 +111,5 @@ def check_output(
     if num_tokens > max_num_tokens:
         raise SchedulerError(
             f"returned {num_tokens} tokens, max_num_tokens = {max_num_tokens}; "
-            f"request {chosen[0].request_id} stands first"
+            f"request {chosen[0].request_id} comes first"
         )

@@ -1,7 +1,7 @@
-"""`RequestTable`: the active requests; who comes in, and who ends.
+"""`RequestTable`: the active requests, from their admission to their end.
 
-Admits what an intake brings and ends requests by stops, time limits and failures. Decides nothing
-about who runs: `TokenLoop` does, which has a request table.
+Admits the requests of an intake and ends requests by stops, time limits and failures. Which of them
+run is decided by `TokenLoop`, which has a request table.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 
 class RequestTableState(NamedTuple):
-    """`active` in their order; `timed` and `preparing`: ids of some of them; `arriving`: not
-    admitted yet."""
+    """`active`: in order; `timed` and `preparing`: ids of some of them; `arriving`: requests not
+    admitted yet.
+    """
 
     active: tuple[RequestState, ...]
     arriving: tuple[InferenceRequest, ...]
@@ -53,9 +54,9 @@ class RequestTable:
     """The requests between their admission and their final response.
 
     `active`: by priority, then arrival; `by_id`: the same. `preparing`: those that wait for their
-    logits post-processor; `adapters` knows those that wait for an adapter. `num_serial`: those
-    whose next step depends on the last result. `final` makes the tensors of final responses;
-    `extras` are kept for them.
+    logits post-processor; `adapters` has those that wait for an adapter. `num_serial`: the number
+    of requests with a next step that depends on the last result. `final` makes the tensors of
+    final responses; `extras` are kept for them.
     """
 
     def __init__(
@@ -79,15 +80,15 @@ class RequestTable:
         self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
         self._intake: Intake | None = None  # being taken in
-        self._stopping: deque[int] = deque()  # stops of it that are still to be done
-        self._ending: ActiveRequest | None = None  # it has had no final response yet
+        self._stopping: deque[int] = deque()  # its stops that are not applied yet
+        self._ending: ActiveRequest | None = None  # has had no final response yet
 
-    # Taking in -----------------------------------------------------------------------------
+    # Intake --------------------------------------------------------------------------------
 
     def take_in(self, intake: Intake) -> None:
-        """Failures, stops and time limits end requests; then the new ones come in.
+        """End requests by failures, stops and time limits; then admit the new ones.
 
-        An id was free for a new request only if its final response had been sent when Get ran.
+        An id is free for a new request only if its final response had been sent when Get ran.
         """
         self._arriving.extend(intake.requests)
         self._intake = intake
@@ -110,7 +111,7 @@ class RequestTable:
             self._end_failed(self.adapters.take_in())
         most = self.most_active() if self._arriving else math.inf
         while self._arriving:
-            # whom something happens to in between the host finds unanswered
+            # removed only now: a request lost to an error here is still known as unanswered
             newcomer = self._arriving.popleft()
             self._admit(newcomer, intake, taken, most)
             taken.add(newcomer.request_id)
@@ -138,22 +139,22 @@ class RequestTable:
 
     def _end_preparing(self, request: ActiveRequest) -> None:
         self.preparing.discard(request.request_id)
-        request.has_come(FOR_PROCESSOR)
+        request.clear_wait(FOR_PROCESSOR)
 
     @property
     def must_wait(self) -> bool:
-        """Some request is in PREPARING."""
+        """Whether a request is in PREPARING."""
         return bool(self.preparing or self.adapters.waiting)
 
     def most_active(self) -> float:
-        """How many may be active: those that started, or fit the batch, and those that wait."""
+        """Return how many requests may be active: a full batch, and those that may wait."""
         if self.limits.max_waiting is None:
             return math.inf
         started = sum(request.times.first_scheduled is not None for request in self.active)
         return max(started, self.limits.max_num_requests) + self.limits.max_waiting
 
     def require_room(self, most_active: float) -> None:
-        """Raises CapacityError if `most_active` are active already."""
+        """Raise CapacityError if `most_active` requests are active already."""
         if len(self.active) >= most_active:
             waiting = len(self.active) - (most_active - (self.limits.max_waiting or 0))
             raise CapacityError(
@@ -179,7 +180,7 @@ class RequestTable:
         except RequestError as error:
             self._reject(request_id, error)
             return
-        except BaseException as error:  # noqa: B036 - a host's tensor must not cost the others
+        except BaseException as error:  # noqa: B036 - a host's tensor must not end other requests
             self._reject(request_id, InvalidRequestError(response_text(error)))
             return
         self.by_id[request_id] = request
@@ -200,7 +201,7 @@ class RequestTable:
         logger.warning("Cannot process new request: request %d: %s", request_id, error)
 
     def stream(self, requests: Iterable[ActiveRequest]) -> None:
-        """Send what of their output is new and may be sent."""
+        """Send the part of their output that is new and may be sent."""
         send = self.host.respond
         one_token = []
         for request in requests:
@@ -213,10 +214,10 @@ class RequestTable:
             for request, tensors in zip(one_token, stream_one_token(one_token), strict=True):
                 send(request.request_id, tensors, False, "")
 
-    # Ends: what a request holds is free before its final response is sent ------------------
+    # Ends: memory of a request is freed before its final response is sent -------------------
 
     def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
-        """The final response: output up to history position `end`."""
+        """Send the final response: output up to history position `end`."""
         try:
             tensors = self._final(request, reason, end, self.extras)
         except Exception as error:
@@ -227,7 +228,7 @@ class RequestTable:
         self._respond_final(request, tensors)
 
     def fail_request(self, request: ActiveRequest, error: BaseException) -> None:
-        """An error response; every other request goes on."""
+        """End a request with an error response; all other requests continue."""
         self._drop(request)
         self._respond_final(request, [], response_text(error))
 
@@ -239,7 +240,7 @@ class RequestTable:
         for request in self.active[:]:
             try:
                 self._drop(request)
-            except Exception:  # accounting that broke the loop must not cost the final response
+            except Exception:  # a broken ledger must not prevent the final response
                 logger.exception("request %d could not be freed", request.request_id)
                 self._forget(request)
             self._respond_final(request, [], text)
@@ -270,12 +271,12 @@ class RequestTable:
 
     @property
     def holds_requests(self) -> bool:
-        """Requests that have had no final response, admitted or not."""
+        """Whether requests have had no final response, admitted or not."""
         return bool(self.active or self._arriving)
 
     @property
     def unanswered(self) -> Iterator[int]:
-        """The ids of all requests that it will answer."""
+        """The ids of all requests that will get a final response."""
         yield from self.by_id
         for request in self._arriving:
             yield request.request_id
@@ -287,7 +288,7 @@ class RequestTable:
         self._ending = None
 
     def _drop(self, request: ActiveRequest) -> None:
-        # if its memory cannot be freed it must be known still, to be answered
+        # known as `_ending`: if freeing its memory fails, it must still be answered
         self._ending = request
         self._allocator.release(request)
         self.num_serial -= request.is_serial
@@ -309,7 +310,7 @@ class RequestTable:
     # As data -------------------------------------------------------------------------------
 
     def state(self) -> RequestTableState:
-        """Between two iterations; some may be arriving still when the last one failed."""
+        """Return the state between two iterations; after a failed one, requests may be arriving."""
         return RequestTableState(
             tuple(map(request_state, self.active)),
             tuple(self._arriving),
@@ -320,7 +321,7 @@ class RequestTable:
         )
 
     def restore(self, state: RequestTableState) -> None:
-        """Bring an empty table to `state`; raises an error where it contradicts itself."""
+        """Restore `state` into an empty table; raises an error if it contradicts itself."""
         self.active = [restored_request(request, self.limits) for request in state.active]
         self.by_id = {request.request_id: request for request in self.active}
         if len(self.by_id) != len(self.active):

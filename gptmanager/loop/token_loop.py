@@ -106,7 +106,7 @@ class TokenLoop:
     # The loop, in the words and the order of docs/loop.md ----------------------------------
 
     def iterate(self) -> bool:
-        """One iteration; False when there was nothing to do."""
+        """Run one iteration; return False if there was nothing to do."""
         self.phase_times.restart()
         pending = self.pending
         intake = self.fetch()
@@ -146,19 +146,19 @@ class TokenLoop:
         self.table.take_in(intake)
 
     def finish_awaited(self) -> None:
-        """Beams and drafts: what they run next depends on the result that is pending."""
+        """Wait for pending results before a step with beams or drafts, which depends on them."""
         if self.table.num_serial and self.num_micro_batches == 1:
-            self.finish_pending()  # run-ahead: there is one at most
+            self.finish_pending()  # with run-ahead at most one is pending
 
     @timed_phase
     def schedule(self) -> SchedulerOutput | None:
-        """Decide who runs, checked; None: there is nobody to ask about."""
+        """Return the checked decision of the scheduler; None: no request is active."""
         table, in_flight = self.table, self.in_flight()
         if table.num_serial:
             for request in table.active:
                 if request.state is _IN_PROGRESS and request.request_id not in in_flight:
                     request.propose_drafts()
-        # a copy: a scheduler may do with its list what it likes
+        # a copy: a scheduler may change its list
         active: list[LlmRequest] = list(table.active)
         if table.must_wait:
             active = [request for request in active if request.state is not _PREPARING]
@@ -175,10 +175,10 @@ class TokenLoop:
         )
 
     def in_flight(self) -> frozenset[int]:
-        """The active requests that hold memory, but must not run now."""
-        if not self.pending:  # a token that failed is launched, but will never be confirmed
+        """Return the active requests that hold memory but must not run now."""
+        if not self.pending:  # a failed token is launched but is never confirmed
             return frozenset(self.confirmation.failing)
-        if self.num_micro_batches == 1:  # what is launched may be launched again, but at its end
+        if self.num_micro_batches == 1:  # launched requests may be launched again, unless they end
             return frozenset(r.request_id for r in self.table.active if r.state is _TO_COMPLETE)
         find = self.table.by_id.get
         return frozenset(
@@ -200,7 +200,7 @@ class TokenLoop:
     def allocate(
         self, decision: SchedulerOutput | None, now: float, pending: tuple[Any, ...]
     ) -> Schedule | None:
-        """Give out memory; None: nobody runs. `pending`: the steps in flight at the decision."""
+        """Assign memory; None: no request runs. `pending`: the steps in flight at the decision."""
         if decision is None:
             return None
         micro_batch_id = 0
@@ -208,7 +208,7 @@ class TokenLoop:
             if pending:
                 newest: Schedule = pending[-1].schedule
                 micro_batch_id = (newest.micro_batch_id + 1) % self.num_micro_batches
-            # not those whose micro batch has returned with their end
+            # not requests that ended when their micro batch returned
             paused = [r for r in decision.paused_requests if r.request_id in self.table.by_id]
             decision = decision._replace(paused_requests=paused)
         try:
@@ -229,7 +229,7 @@ class TokenLoop:
         self.executor.sample(step)
 
     def finish_pending(self) -> None:
-        """The oldest, if there is one."""
+        """Finish the oldest pending step, if there is one."""
         if self.pending:
             oldest, *others = self.pending
             self.pending = tuple(others)
@@ -244,12 +244,12 @@ class TokenLoop:
 
     @timed_phase
     def apply(self, step: Any, result: StepResult) -> tuple[list[ActiveRequest], list[Finished]]:
-        """Confirm tokens and find ends; gives who streams on and who has finished."""
+        """Confirm tokens and find ends; return the requests to stream and those that finished."""
         return self.confirmation.apply(step.schedule, result)
 
     @timed_phase
     def respond(self, streaming: list[ActiveRequest], finished: list[Finished]) -> None:
-        """Send new tokens, then finals."""
+        """Send new tokens, then final responses."""
         if streaming:
             self.table.stream(streaming)
         for request, reason, output_end in finished:
@@ -287,14 +287,14 @@ class TokenLoop:
     # As data -------------------------------------------------------------------------------
 
     def state(self) -> LoopState:
-        """Between two iterations. Its lists may be copied when it is written only."""
+        """Return the state between two iterations. Lists are shared; copy them to keep it."""
         pending = tuple(step.schedule for step in self.pending)
         confirmed = self.confirmation
         failing, errors = tuple(confirmed.failing), confirmed.num_logits_errors
         return LoopState(self.table.state(), pending, failing, confirmed.drafts, errors)
 
     def restore(self, state: LoopState, pending: Iterable[Any]) -> None:
-        """Bring a new loop to `state`; `pending`: the steps of its pending schedules."""
+        """Restore `state` into a new loop; `pending`: the steps of its pending schedules."""
         self.pending = tuple(pending)
         if len(self.pending) > self.max_pending:
             text = f"{len(self.pending)} steps are pending, {self.max_pending} may be"
@@ -304,7 +304,7 @@ class TokenLoop:
         self.confirmation.drafts = state.drafts
         self.confirmation.num_logits_errors = state.num_logits_errors
 
-    # The end of all ------------------------------------------------------------------------
+    # Failure and end -----------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> None:
         """End all requests with an error response: the loop will not iterate again."""
@@ -312,21 +312,21 @@ class TokenLoop:
         self.table.abort(error)
 
     def recover(self, error: BaseException) -> None:
-        """After an iteration that raised: end what it may have left half done, go on with the rest.
+        """Recover after an iteration that raised: end every request that holds memory.
 
-        That is every request that holds memory. What they held is free, and nothing is cached.
+        All memory is free then, and nothing is cached. The other requests continue.
         """
         self.pending = ()
         self.confirmation.failing.clear()
         self.table.recover(error)
 
     def release(self) -> None:
-        """Let go of the executor, its weights and pages: the loop will not iterate again."""
+        """Drop the executor with its weights and pages: the loop will not iterate again."""
         self.pending = ()
         del self.executor
 
 
 def _num_recomputed(schedule: Schedule, by_id: Mapping[int, ActiveRequest]) -> int:
-    """Context tokens of requests that had been paused."""
+    """Return the number of context tokens of requests that had been paused."""
     rows = schedule.context_rows
     return sum(row.num_tokens for row in rows if by_id[row.request_id].pause_count)

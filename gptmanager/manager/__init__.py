@@ -1,1 +1,1 @@
-"""A thread, and a life around the loop."""
+"""The thread that runs a token loop, its life cycle and the questions about it."""

@@ -1,7 +1,7 @@
-"""`Ending`: what has to happen when a loop ends, by itself or because it hangs.
+"""`Ending`: the actions when a loop ends, by itself or because it hangs.
 
-A watchdog's thread answers for a loop's thread that hangs. This then does nothing any more, should
-it come back.
+If the loop's thread hangs, the watchdog's thread sends the last responses. The loop's thread then
+does nothing more, even if its call returns.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.inbox import Inbox
 from gptmanager.recorder import Recorder
 
-_SEND_S = 0.3  # a SendResponse that runs so long when the loop is given up hangs, too
+_SEND_S = 0.3  # how long an abandoned loop's SendResponse may take to return
 
 
 class Ending:
-    """`turn` times the turns of the loop. `on_end` is called once, by `close`.
+    """`turn` times the iterations of the loop. `on_end` is called once, by `close`.
 
-    `stand_in`: the thread that answers for the loop's now, if one does.
+    `stand_in`: the thread that sends responses in place of the loop's thread; None: there is none.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class Ending:
         self._turn = turn
         self._on_end = on_end
 
-    # On the thread that speaks for the loop ----------------------------------------------------
+    # On the loop's thread or its stand-in ------------------------------------------------------
 
     def end_requests(self, loop: TokenLoop, error: GptManagerError) -> None:
-        """A final error for each request, also for those that the loop has lost."""
+        """Send a final error for each request, including those that the loop has lost."""
         try:
             loop.abort(error)
         finally:
             self._host.answer_all(error)
 
     def tell_failure(self, error: BaseException) -> None:
-        """To the log and to the recorder."""
-        if isinstance(error, RankError):  # of which rank, and why, its text says
+        """Write the error to the log and to the recording."""
+        if isinstance(error, RankError):  # its text names the rank and the reason
             logger.error("the token loop has failed: %s", error)
         else:
             logger.error("the token loop has failed", exc_info=error)
@@ -68,7 +68,7 @@ class Ending:
             self._recorder.close("failed")
 
     def release(self, loop: TokenLoop | None) -> None:
-        """Weights and pages go now, not when the host forgets the manager."""
+        """Free weights and pages now, not when the host drops the manager."""
         loop_host, self.loop_host = self.loop_host, self._host
         loop_host.release()
         if loop is not None:
@@ -76,18 +76,18 @@ class Ending:
         give_back()
 
     def close(self) -> None:
-        """Every thread that waits for the end learns of it."""
+        """Wake every thread that waits for the end."""
         self._host.is_accepting = False
         self._turn.abandon()
         self._host.lifecycle.ended.set()
         self._inbox.close()
-        on_end, self._on_end = self._on_end, lambda: None  # its owner is free to go
+        on_end, self._on_end = self._on_end, lambda: None  # do not keep its owner alive
         on_end()
 
     # A hang ------------------------------------------------------------------------------------
 
     def watch(self, loop: TokenLoop) -> Watchdog | None:
-        """Begin to watch the calling thread, which turns `loop`; None: there are no budgets."""
+        """Start to watch the calling thread, which runs `loop`; None: no budget is set."""
         params, watched = self._params, threading.current_thread()
         if params.callback_budget_s is None and params.step_budget_s is None:
             return None
@@ -95,7 +95,7 @@ class Ending:
         def on_hang(hang: Hang) -> bool:
             try:
                 statistics = self._host.statistics.so_far()
-            except Exception as error:  # the hang must end at any rate
+            except Exception as error:  # the hang must be handled in any case
                 statistics = f"none: {response_text(error)}"
             if params.on_hang == "log":
                 hang.tell(f"; statistics: {statistics}")
@@ -119,7 +119,7 @@ class Ending:
     ) -> None:
         host, error = self._host, ManagerDeadError(hang.text)
         if not host.lifecycle.abandon(error):
-            return  # it ends at this moment
+            return  # the loop's thread is ending by itself
         self.stand_in = threading.current_thread()
         self.loop_host.stop(error)
         is_sent = host.answer_abandoned(error, _SEND_S)
@@ -127,10 +127,10 @@ class Ending:
         self._inbox.refuse(error)
         hang.tell(f"; on_hang = 'fail': the manager has ended; statistics: {statistics}")
         if not is_sent:
-            logger.error("SendResponse hangs itself: no final response can be sent before it ends")
+            logger.error("SendResponse itself hangs: no final response is sent until it returns")
         self.tell_failure(error)
         host.answer_abandoned(error)
-        watched.join()  # what a Get that hung returns at last is answered, too
+        watched.join()  # requests that a hanging Get returned late get their response as well
         host.answer_abandoned(error)
         self.release(loop)
         self.stand_in = None

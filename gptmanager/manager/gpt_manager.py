@@ -1,4 +1,4 @@
-"""`GptManager`: a thread and a life around the token loop."""
+"""`GptManager`: runs the token loop on a thread of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gptmanager.assembly.options import (
 )
 from gptmanager.assembly.ranks import connect, tell_ranks
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
-from gptmanager.errors import ManagerDeadError, response_text
+from gptmanager.errors import ManagerDeadError, quoted, response_text
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.host.ranked_host import alike
 from gptmanager.lifecycle.clock import monotonic
@@ -52,25 +52,25 @@ from gptmanager.request.inference_request import (
 
 _T = TypeVar("_T")
 
-_HANG_S = 0.3  # a callback that runs so long after an abort is not waited for
+_HANG_S = 0.3  # after an abort, `shutdown` does not wait for a callback that runs longer than this
 _STEP_GRACE_S = 5.0  # longer than a step takes
-_ANSWER_S = 30.0  # how long a question waits for the end of an iteration
+_ANSWER_S = 30.0  # how long a question waits for an iteration to end
 
 
 class GptManager:
     """Serves requests through four callbacks, from a worker thread that runs the token loop.
 
     `model_path`: a Hugging Face checkpoint folder, an object implementing `Model`, or a pair
-    (config dict, state dict). Construction returns when the model is loaded and the loop runs;
-    what is wrong with checkpoint or options raises ConfigError here.
+    (config dict, state dict). The constructor returns when the model is loaded and the loop runs;
+    it raises ConfigError for a checkpoint or an option that cannot work.
 
-    The callbacks run on the worker thread only (the watchdog's sends the last responses of a loop
-    that hangs), outside any lock that a call takes, possibly before the constructor has returned.
+    The callbacks run on the worker thread only (the watchdog's thread sends the last responses of
+    a loop that hangs), outside any lock, possibly before the constructor has returned.
     `get_inference_requests_cb(max_num_requests)` must not block.
 
-    Leaving a `with` block normally drains, leaving it on an exception aborts. A manager needs one
-    or the other: `with`, or `shutdown`. One that is forgotten aborts with a ResourceWarning; one
-    that its own callbacks refer to is never forgotten.
+    Use a `with` block or call `shutdown`. Leaving the block normally drains, leaving it by an
+    exception aborts. A manager that is garbage-collected without either aborts with a
+    ResourceWarning; one that its own callbacks refer to is never collected.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class GptManager:
                 *(get_inference_requests_cb, send_response_cb),
                 *(poll_stop_signal_cb, return_batch_manager_stats_cb),
             )
-            # nothing that the thread holds leads back here: who forgets the manager ends it
+            # the thread holds no reference to this object: dropping the manager ends the loop
             self._inbox, self._watchers = Inbox(), Watchers()
             self._host = CallbackHost(
                 *callbacks, max_get_failures=params.max_get_failures, wake=self._inbox.wake
@@ -135,11 +135,11 @@ class GptManager:
             self.shutdown(drain=False)
             raise
 
-    # Life, from any thread -----------------------------------------------------------------
+    # Life cycle, from any thread -----------------------------------------------------------
 
     @property
     def state(self) -> ManagerState:
-        """In a forked process STOPPED, or FAILED: the loop does not run there."""
+        """The state; STOPPED or FAILED in a forked process, where the loop does not run."""
         if self._is_forked and self._lifecycle.state is not ManagerState.FAILED:
             return ManagerState.STOPPED
         return self._lifecycle.state
@@ -151,16 +151,16 @@ class GptManager:
 
     @property
     def recording_error(self) -> str:
-        """Why the file of `recording_path` was cut off, for example a full disk; "": it was not."""
+        """Why the file of `recording_path` is incomplete, e.g. a full disk; "": it is complete."""
         return self._recorder.error
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         """End the loop; Get is not called any more. Idempotent.
 
-        `drain` runs the accepted requests to their end. Without it, or when `timeout` seconds have
-        passed, each one gets one final error. Returns when the loop has ended. With a timeout it
+        `drain` runs the accepted requests to their end. Without it, or after `timeout` seconds,
+        each request gets one final error. Returns when the loop has ended. With a timeout it
         does not wait for a callback that hangs, and waits five more seconds for a step. Called
-        from a callback it only asks; in a forked process it does nothing.
+        from a callback it returns at once; in a forked process it does nothing.
         """
         self._inbox.ask_to_end(aborts=not drain)
         if self._is_elsewhere or self.wait(timeout):
@@ -172,24 +172,26 @@ class GptManager:
                 return
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the loop has ended; False: it has not within `timeout` seconds.
+        """Wait until the loop has ended; return False if `timeout` seconds pass before.
 
-        At once False in a callback, and True in a forked process.
+        Returns False at once in a callback, and True at once in a forked process.
         """
         if self._is_forked:
             return True
         if self._is_elsewhere or not self._lifecycle.ended.wait(_bounded(timeout)):
             return False
         if self._lifecycle.is_abandoned or self._thread.ident is None:
-            return True  # it hangs, or there is none
-        self._thread.join(_HANG_S)  # it is on its last line; not the way to wait: an interrupted
-        return True  # join leaves a thread that runs on marked as ended
+            return True  # the thread hangs, or was never started
+        # The thread is on its last line. `join` alone would not do: an interrupted join marks a
+        # thread that still runs as ended.
+        self._thread.join(_HANG_S)
+        return True
 
     def wait_idle(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is active and a Get made after this call has returned nothing.
+        """Wait until no request is active and a Get made after this call has returned nothing.
 
-        False: not within `timeout` seconds, or called from a callback. Raises ManagerDeadError
-        when the loop fails.
+        Returns False after `timeout` seconds, or when called from a callback. Raises
+        ManagerDeadError when the loop fails.
         """
         self._raise_if_forked()
         if self._is_elsewhere:
@@ -200,41 +202,41 @@ class GptManager:
         return self._lifecycle.ended.is_set
 
     def notify(self) -> None:
-        """Wake an idle loop: there may be something to get. Raises ManagerDeadError when dead."""
+        """Wake an idle loop, so that it calls Get. Raises ManagerDeadError after the end."""
         self._raise_if_forked()
         self._raise_if_failed()
         self._inbox.wake()
 
     def clear_cached(self) -> None:
-        """Forget what block reuse could find. Requests that Get returns from now on find nothing
-        that was computed before, and nothing of the requests that run now.
+        """Clear the blocks that block reuse could find. Requests that Get returns from now on do
+        not reuse anything computed before, or by the requests that run now.
 
-        For weights that were replaced in place; a load into the model's own `weights` is noticed
-        without it. Takes effect before the next step. Raises ManagerDeadError when dead.
+        Call it after weights were replaced in place; a load into the model's own `weights` is
+        noticed without it. Takes effect before the next step. Raises ManagerDeadError after the
+        end.
         """
         self._raise_if_forked()
         self._host.clear_cached()
         self.notify()
 
     def forget_adapter(self, task_id: int) -> None:
-        """From now on the LoRA adapter of `lora_task_id` = `task_id` must be brought anew; its
-        content may be another one. Requests that have it go on with it. Of an id that is not cached
-        nothing happens.
+        """Forget the LoRA adapter of `lora_task_id` = `task_id`, for example to replace it.
 
-        Requests that Get returns from now on need the new weights. Raises ValueError for what is no
-        id, and ManagerDeadError when dead.
+        Requests that Get returns from now on must pass its weights again, and their content may
+        differ. Requests that use the adapter continue with it. An id that is not cached is
+        ignored. Raises ValueError for an invalid id, and ManagerDeadError after the end.
         """
         if isinstance(task_id, bool) or not isinstance(task_id, int) or not 0 <= task_id < 2**64:
-            raise ValueError(f"task_id = {task_id!r} is no integer in 0..2**64-1")
+            raise ValueError(f"task_id = {quoted(task_id)} must be an integer in 0..2**64-1")
         self._raise_if_forked()
         self._host.adapter_loader.forget(task_id)
         self.notify()
 
     def __reduce__(self) -> Any:
-        raise TypeError("a GptManager cannot be pickled or copied: it is a thread of this process")
+        raise TypeError("a GptManager cannot be pickled or copied: it has a thread of this process")
 
     def __del__(self) -> None:
-        """Nobody can ask for anything any more: the loop ends, with an error for each request."""
+        """End the loop, with an error for each request: the manager can no longer be used."""
         is_made = hasattr(self, "_thread")  # else the constructor has raised
         if not is_made or self._is_forked or self._lifecycle.ended.is_set:
             return
@@ -271,15 +273,15 @@ class GptManager:
         )
 
     def audit(self, timeout: float | None = _ANSWER_S) -> AuditReport:
-        """The KV cache's ledger, proven; also after the end.
+        """Check the KV cache's ledger and return it; also after the end.
 
-        Answered by the loop, between two iterations: raises TimeoutError, which says what the loop
-        does meanwhile, when that takes more than `timeout` seconds. None: however long.
+        The loop answers between two iterations. Raises TimeoutError, which says what the loop is
+        doing, after `timeout` seconds; None: no limit.
         """
         return self._ask("audit", audit, timeout)
 
     def explain(self, request_id: int, timeout: float | None = _ANSWER_S) -> Explanation:
-        """Why a request waits, in numbers; answered as `audit` is.
+        """Return why a request waits, in numbers; answered like `audit`.
 
         Raises ManagerDeadError when the loop has failed.
         """
@@ -289,35 +291,35 @@ class GptManager:
     def explain_waiting(
         self, most: int = 256, timeout: float | None = _ANSWER_S
     ) -> tuple[Explanation, ...]:
-        """The same of the first `most` requests that wait, in the order in which they would start:
-        one question to the scheduler for all of them.
+        """Return the same for the first `most` waiting requests, in the order in which they would
+        start. The scheduler is asked once for all of them.
         """
         self._raise_if_failed()
         return self._ask("explain_waiting", lambda loop: explain_waiting(loop, most), timeout)
 
     def watch(self, see: See, timeout: float | None = _ANSWER_S) -> None:
-        """From now on tell `see` which requests come, run and end, while it happens.
+        """Call `see` with each event from now on: requests that arrive, run and end.
 
-        It is called on the loop's thread with a `Beginning`, an `Arrival` of each request that is
-        active, and then each `Event` of `gptmanager.manager.watching`: the `append` of a bounded
-        deque is a good one. If it raises, that is logged, and it is called no more. Nothing is told
-        of a loop that nobody watches. Raises as `explain` does.
+        It is called on the loop's thread with a `Beginning`, an `Arrival` for each active request,
+        and then each `Event` of `gptmanager.manager.watching`. The `append` of a bounded deque is
+        a good choice. If it raises, the error is logged and it is not called again. Without a
+        watcher no events are made. Raises like `explain`.
         """
         self._raise_if_failed()
         self._ask("watch", lambda loop: self._watchers.add(loop, see), timeout)
 
     def unwatch(self, see: See, timeout: float | None = _ANSWER_S) -> None:
-        """Tell it nothing any more; nothing happens where nothing was told, or the loop has ended.
+        """Stop calling `see`; does nothing if it is not watching or the loop has ended.
 
-        Raises TimeoutError as `audit` does.
+        Raises TimeoutError like `audit`.
         """
         with contextlib.suppress(ManagerDeadError):
             self._ask("unwatch", lambda loop: self._watchers.remove(loop, see), timeout)
 
     def would_fit(self, request: InferenceRequest, timeout: float | None = _ANSWER_S) -> Fit:
-        """Return how admission would answer a request, and the blocks that its whole life needs.
+        """Return how admission would answer a request, and the blocks that it needs in all.
 
-        Answered as `audit` is.
+        Answered like `audit`.
         """
         return self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
 
@@ -338,7 +340,7 @@ class GptManager:
     # Inside -------------------------------------------------------------------------------
 
     def _asked(self, name: str) -> TokenLoop:
-        """The loop, for a question of that name which its thread does not answer."""
+        """Return the loop, for the question `name`, which the loop's thread does not answer."""
         loop = self._worker.loop
         if loop is None or self._lifecycle.is_abandoned:
             raise ManagerDeadError(
@@ -348,12 +350,12 @@ class GptManager:
 
     @property
     def _is_forked(self) -> bool:
-        """This is a copy of the process, which has a copy of the manager, but no loop."""
+        """Whether this is a forked process: it has a copy of the manager, but no loop."""
         return os.getpid() != self._process
 
     @property
     def _is_elsewhere(self) -> bool:
-        """This is a callback, or a forked process: there is nothing to wait for."""
+        """Whether this is a callback or a forked process: it must not wait for the loop."""
         return self._worker.is_here or self._is_forked
 
     def _raise_if_failed(self) -> None:
@@ -375,7 +377,7 @@ def _end_at_exit(manager: weakref.ref[GptManager]) -> None:
 
 @contextmanager
 def _telling_ranks(params: OptionalParams | None) -> Iterator[None]:
-    """Where other ranks would wait for this one: what is raised ends them, too."""
+    """Report an error raised inside to the other ranks, which would wait for this one."""
     try:
         yield
     except Exception as error:

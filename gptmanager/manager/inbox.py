@@ -1,7 +1,7 @@
-"""`Inbox`: what other threads want of the loop: a turn, an answer, word of an idle turn.
+"""`Inbox`: requests of other threads to the loop: iterate, answer a question, report idleness.
 
-Any thread may call at any time, and a signal handler in the middle of another call. So nothing is
-locked between two lines of Python: every step is one operation of a built-in container.
+Any thread may call at any time, and a signal handler in the middle of another call. So no lock is
+held between two lines of Python: every step is one operation of a built-in container.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Question(Generic[_T]):
         self._error: BaseException | None = None
 
     def settle(self, loop: Any) -> None:
-        """Find the answer; for the thread that took the question out of the inbox."""
+        """Compute the answer; called by the thread that took the question out of the inbox."""
         try:
             self._answer = self._function(loop)
         except BaseException as error:  # noqa: B036 - raised in the asker's line
@@ -35,7 +35,7 @@ class Question(Generic[_T]):
         self._answered.set()
 
     def refuse(self, error: BaseException) -> None:
-        """No answer will be found; as `settle`."""
+        """Answer with an error; called by the thread that took the question out."""
         self._error = error
         self._answered.set()
 
@@ -49,29 +49,29 @@ class Question(Generic[_T]):
 
 
 class Inbox:
-    """`turn` counts the turns of the loop begun, `idle_turn` is the last that found nothing.
+    """`iteration` counts the iterations begun; `idle_iteration` is the last one without work.
     `bells`: other functions to be called when the loop is to wake.
 
-    `is_to_end`: the loop finishes what has come in, and ends. `is_to_abort`: it ends now. Neither
-    is taken back.
+    `is_to_end`: the loop finishes the requests that it has, and ends. `is_to_abort`: it ends now.
+    Neither is reset.
     """
 
     def __init__(self) -> None:
         self.bells: list[Callable[[], None]] = []
         self.is_to_end = False
         self.is_to_abort = False
-        self.turn = 0
-        self.idle_turn = 0
+        self.iteration = 0
+        self.idle_iteration = 0
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._questions: deque[Question[Any]] = deque()
-        self._idle_waits: dict[Latch, int] = {}  # with the first turn that counts for it
+        self._idle_waits: dict[Latch, int] = {}  # with the first iteration that counts for it
         self._is_closed = False
 
     # From any thread -------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """A turn begins after this call."""
-        if self._bell.empty():  # what has rung is still to be heard
+        """Make an iteration begin after this call."""
+        if self._bell.empty():  # else the loop will see the earlier ring
             self._bell.put(None)
         for ring in tuple(self.bells):
             ring()
@@ -83,14 +83,14 @@ class Inbox:
         self.wake()
 
     def wait_idle(self, timeout: float | None) -> bool:
-        """Has a turn that began after this call found nothing? Returns also when none follows."""
-        idle, wanted = Latch(), self.turn + 1
+        """Wait for an iteration without work that begins after this call; False: there was none."""
+        idle, wanted = Latch(), self.iteration + 1
         self._idle_waits[idle] = wanted
         self.wake()
         if not self._is_closed:
             idle.wait(timeout)
         self._idle_waits.pop(idle, None)
-        return self.idle_turn >= wanted
+        return self.idle_iteration >= wanted
 
     def ask(self, function: Callable[[Any], _T]) -> Question[_T]:
         question = Question(function)
@@ -99,7 +99,7 @@ class Inbox:
         return question
 
     def take_back(self, question: Question[Any]) -> bool:
-        """Was it still here? Then nobody else answers it."""
+        """Remove a question; True: it was still here, and no other thread answers it."""
         try:
             self._questions.remove(question)
         except ValueError:
@@ -108,11 +108,12 @@ class Inbox:
 
     # On the loop's thread --------------------------------------------------------------------
 
-    def begin_turn(self) -> None:
+    def begin_iteration(self) -> None:
         while not self._bell.empty():
             with suppress(Empty):
                 self._bell.get_nowait()
-        self.turn += 1  # only now: who has seen it rings a bell that is heard by the next
+        # only now: a thread that reads the new count rings a bell that the next iteration sees
+        self.iteration += 1
 
     def answer(self, loop: Any) -> None:
         for question in self._take_questions():
@@ -124,23 +125,23 @@ class Inbox:
 
     def _take_questions(self) -> Iterator[Question[Any]]:
         while self._questions:
-            with suppress(IndexError):  # it was taken back meanwhile
+            with suppress(IndexError):  # another thread has taken it back
                 yield self._questions.popleft()
 
     def rest(self, seconds: float | None) -> None:
-        """Sleep until somebody wakes the loop, at most for `seconds`."""
+        """Sleep until `wake` is called, at most for `seconds`."""
         with suppress(Empty):
             self._bell.get(timeout=seconds)
 
     def tell_idle(self) -> None:
-        """This turn has found nothing to do."""
-        self.idle_turn = self.turn
+        """Note that this iteration has found nothing to do."""
+        self.idle_iteration = self.iteration
         for idle, wanted in list(self._idle_waits.items()):
-            if wanted <= self.idle_turn:
+            if wanted <= self.idle_iteration:
                 idle.set()
 
     def close(self) -> None:
-        """No turn follows: nobody waits for one any more."""
+        """End all waits for an idle iteration: no iteration follows."""
         self._is_closed = True
         for idle in list(self._idle_waits):
             idle.set()

@@ -1,6 +1,6 @@
-"""Answers about a loop between two iterations: who owns which block, and why a request waits.
+"""Answers about a loop between two iterations: the owners of blocks, and why a request waits.
 
-Reads only; every number comes from the objects that decide.
+Only reads; every number comes from the objects that make the decisions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gptmanager.scheduler.waiting import Wait, WaitReason, untold
 class AuditReport:
     """The KV cache's ledger. `owners` maps a used block to the requests that hold it.
 
-    Blocks of the host tier are used by what is cached in them. `adapters`: the pages of the LoRA
-    cache, and the task that each used one belongs to.
+    Blocks of the host tier are used by cached content. `adapters`: the pages of the LoRA cache,
+    and the task that each used page belongs to.
     """
 
     ok: bool
@@ -50,15 +50,15 @@ class AuditReport:
 class Explanation:
     """Why a request runs or waits. Counts in requests, blocks and tokens.
 
-    `reason`, besides those of `scheduler.waiting.WaitReason`, which the scheduler tells of the
-    decision that it would make now: "unknown", "preparing", "running", "starting" (with the next
-    iteration), or "not_chosen" (by a scheduler that does not tell why). docs/scheduling.md lists
-    them all. `ahead`: waiting requests that stand before it. `needed_blocks`: what the policy asks
-    for, beyond what the request holds: until its end, or under MAX_UTILIZATION for its next step.
-    `reserved_blocks`: of the `free_blocks`, what must stay for `num_running` requests that
-    hold memory and `num_starting` others that come before it. With "token_budget" `needed_tokens`
-    and `free_tokens` say so of a step. Of a request "behind" another, which is `behind`, all of
-    them are the other's.
+    `reason` is a `scheduler.waiting.WaitReason`, for the decision that the scheduler would make
+    now, or "unknown", "preparing", "running", "starting" (with the next iteration), or
+    "not_chosen" (by a scheduler that gives no reasons). docs/scheduling.md lists them all.
+    `ahead`: waiting requests before it. `needed_blocks`: the blocks that the policy requires
+    beyond those that the request holds: until its end, or under MAX_UTILIZATION for its next step.
+    `reserved_blocks`: those of the `free_blocks` that are reserved for `num_running` requests that
+    hold memory and `num_starting` others before it. With "token_budget", `needed_tokens` and
+    `free_tokens` are the same for the tokens of a step. If the request is "behind" another one,
+    all numbers are those of that request, whose id is `behind`.
     """
 
     request_id: int
@@ -81,10 +81,10 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Would a request be accepted, and could it start now? `text` is the rejection, if any.
+    """Whether a request would be accepted and could start now. `text` is the rejection, if any.
 
-    `starts_now`: with the next iteration, behind all that are there. If not, `wait` says why, as of
-    a request that waits; `text` of `explain` reads alike. `needed_blocks`: of its whole life.
+    `starts_now`: it would start with the next iteration, after all requests that are active. If
+    not, `wait` gives the reason, in the words of `explain`. `needed_blocks`: until its end.
     """
 
     accepted: bool
@@ -97,7 +97,7 @@ class Fit:
 
 
 def audit(loop: TokenLoop) -> AuditReport:
-    """Prove that every block has the owners it should have, and no other."""
+    """Check that every block has the owners it should have, and no others."""
     kv_cache = loop.allocator.kv_cache
     problems = []
     try:
@@ -137,7 +137,7 @@ def explain(loop: TokenLoop, request_id: int) -> Explanation:
 
 
 def explain_waiting(loop: TokenLoop, most: int) -> tuple[Explanation, ...]:
-    """The same of the first `most` requests that wait, for one question to the scheduler."""
+    """Explain the first `most` waiting requests; the scheduler is asked once."""
     active = list(loop.active)
     waiting, decision = [other for other in active if other.slot < 0], NextDecision(loop)
     running = len(active) - len(waiting)
@@ -152,7 +152,7 @@ def _explain(
 ) -> Explanation:
     reason, wait, text = _reason(loop, request, decision)
     if request.slot < 0:
-        text += f"; {ahead} waiting requests stand before it, it was paused "
+        text += f"; {ahead} waiting requests are ahead of it, it was paused "
         text += f"{request.pause_count} times"
     cause = wait.cause or wait.reason
     is_of_blocks, is_of_tokens = cause is WaitReason.KV_BLOCKS, cause is WaitReason.TOKEN_BUDGET
@@ -177,9 +177,9 @@ def _explain(
 
 
 def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
-    """Return how admission answers a request, and how the scheduler would, behind all others.
+    """Return how admission and the scheduler would answer a request that follows all others.
 
-    Nothing is admitted.
+    The request is not admitted.
     """
     kv_cache = loop.allocator.kv_cache
     request_id = inference_request.request_id
@@ -214,9 +214,9 @@ _NO_WAIT = Wait(WaitReason.BEHIND)
 def _reason(
     loop: TokenLoop, request: ActiveRequest, decision: NextDecision
 ) -> tuple[str, Wait, str]:
-    """The reason, the scheduler's numbers if it is one of its own, and how a sentence goes on."""
+    """Return the reason, the scheduler's numbers if it gave one, and the end of a sentence."""
     stand_in, adapters = decision.find(request.request_id), decision.adapters
-    if stand_in is None:  # the iteration ends it: what it waits for now
+    if stand_in is None:  # the next iteration ends it: use its present state
         stand_in, adapters = request, loop.table.adapters
     if stand_in.awaited & FOR_PROCESSOR:
         processor = "" if request.processor is None else request.processor.name

@@ -1,7 +1,7 @@
-"""`Recovery`: whether a loop goes on after an iteration that raised.
+"""`Recovery`: whether a loop continues after an iteration that raised.
 
-The requests that ran end with an error. Then the accounts of memory are proven. The loop ends only
-if they do not hold, or if it happens too often in a row.
+The requests that ran end with an error. Then the ledgers of memory are checked. The loop ends only
+if they contain a contradiction, or if too many iterations fail in a row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gptmanager.recorder import Recorder
 
 
 class Recovery:
-    """`max_failures`: iterations in a row that may not raise; the last of them ends the loop."""
+    """`max_failures`: the loop ends when this number of iterations in a row has raised."""
 
     def __init__(self, host: CallbackHost, recorder: Recorder, max_failures: int) -> None:
         self._host = host
@@ -24,13 +24,14 @@ class Recovery:
         self._failures = 0  # in a row
 
     def note_step(self) -> None:
-        """An iteration has run a step to its end."""
+        """Note that an iteration has completed a step."""
         self._failures = 0
 
     def recover(self, loop: TokenLoop, error: Exception) -> None:
-        """To be called where `error` is handled; raises it again where the loop must end.
+        """End the requests that ran; raise `error` again if the loop must end.
 
-        A scheduler that breaks its contract would do so again: its errors end the loop at once.
+        To be called in the handler of `error`. A scheduler that breaks its contract would do so
+        again: its errors end the loop at once.
         """
         self._failures += 1
         if isinstance(error, SchedulerError) or self._failures >= self._max_failures:
@@ -41,11 +42,11 @@ class Recovery:
         report = audit(loop)
         if not report.ok:
             raise ManagerDeadError(
-                f"after {response_text(error)} the accounts of memory do not hold: "
+                f"after {response_text(error)} the ledgers of memory do not agree: "
                 f"{'; '.join(report.problems)}"
             ) from error
         logger.error(
-            "an iteration failed, %d in a row (max_step_failures = %d); the loop goes on without "
+            "an iteration failed, %d in a row (max_step_failures = %d); the loop continues without "
             "the requests that ran in it",
             *(self._failures, self._max_failures),
             exc_info=error,

@@ -1,6 +1,6 @@
-"""`Progress`: when a step last ended, and whether requests wait although none runs.
+"""`Progress`: when a step last ended, and whether active requests wait although none runs.
 
-Written by the loop thread, read from any. Decides only when a manager counts as stuck.
+Written by the loop thread, read by any thread. Decides only when a manager counts as stuck.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.inspection import explain
 
 _STALL_WARNING_S = 1.0
-_STUCK_S = 10.0  # requests are active and no step ends for so long: not progressing
+_STUCK_S = 10.0  # without a step for this time, a loop with active requests is not progressing
 
 
 class Progress:
-    """Seconds of the monotonic clock. `last_step` None: none has ended yet."""
+    """Times in seconds of the monotonic clock. `last_step` None: no step has ended yet."""
 
     __slots__ = ("last_step", "_last", "_stall_told")
 
     def __init__(self) -> None:
         self.last_step: float | None = None
-        self._last = monotonic()  # a step has ended, or there was nothing to do
+        self._last = monotonic()  # when a step last ended or there was nothing to do
         self._stall_told = False
 
     def note(self, *, worked: bool, is_active: bool) -> None:
-        """A turn of the loop has ended. `worked`: with a step."""
+        """Note that an iteration has ended. `worked`: it ran a step."""
         if worked:
             self.last_step = self._last = monotonic()
         elif not is_active:
@@ -39,7 +39,7 @@ class Progress:
         return None if last_step is None else monotonic() - last_step
 
     def warn_of_stall(self, loop: TokenLoop) -> None:
-        """Say once why nobody runs although requests are there."""
+        """Log once why no request runs although some are active."""
         stalled_s = monotonic() - self._last
         if not loop.active or stalled_s < _STALL_WARNING_S:
             self._stall_told = False
@@ -47,6 +47,6 @@ class Progress:
             self._stall_told = True
             text = explain(loop, loop.active[0].request_id).text
             logger.warning(
-                "nobody has been scheduled for %.1f s, %d requests are active: %s",
+                "no request has been scheduled for %.1f s, %d requests are active: %s",
                 *(stalled_s, len(loop.active), text),
             )

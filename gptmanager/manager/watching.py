@@ -1,7 +1,7 @@
 """Events of a running loop: which requests arrived, ran and ended.
 
-A loop that nobody watches has none of this: the taps are put in front of its host and executor
-between two iterations, and taken away again. They change nothing that passes through.
+Without a watcher a loop has no taps: they are put in front of its host and executor between two
+iterations, and removed again. They change nothing that passes through.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gptmanager.step import Executor, Host, Intake, Row, Schedule, Step
 
 
 class Beginning(NamedTuple):
-    """Somebody watches from now on: the limits of the loop, and the `iteration` to come. An
-    `Arrival` of each active request follows. Lengths in tokens, `time_s` in seconds of a monotonic
-    clock, here and below.
+    """The first event of a watch: the limits of the loop, and the next `iteration`. An `Arrival`
+    of each active request follows. Lengths in tokens, `time_s` in seconds of a monotonic clock,
+    here and below.
     """
 
     time_s: float
@@ -37,8 +37,8 @@ class Beginning(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A request was accepted. Of one that was active when the watch began, `num_generated` and
-    `pause_count` tell how far it was; `holds_memory`: it has started, and is not paused.
+    """A request was accepted. If it was active when the watch began, `num_generated` and
+    `pause_count` give its progress; `holds_memory`: it has started and is not paused.
     """
 
     time_s: float
@@ -53,7 +53,7 @@ class Arrival(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """One iteration, decided at `time_s`: rows as those of a `Schedule`, ids of those paused."""
+    """One iteration, decided at `time_s`: rows as in a `Schedule`, and ids of paused requests."""
 
     time_s: float
     iteration: int
@@ -80,14 +80,16 @@ See = Callable[[Event], object]
 
 
 class Watchers:
-    """The watchers of one loop. All methods are called on the loop's thread, or while it rests."""
+    """The watchers of one loop. All methods are called on the loop's thread, or between its
+    iterations.
+    """
 
     def __init__(self) -> None:
         self._sees: tuple[See, ...] = ()
 
     def add(self, loop: TokenLoop, see: See) -> None:
-        """`see` gets a `Beginning`, then events as they happen. Raises ManagerDeadError if the loop
-        has ended.
+        """Call `see` with a `Beginning`, then with events as they happen. Raises ManagerDeadError
+        if the loop has ended.
         """
         if not hasattr(loop, "executor"):
             raise ManagerDeadError("watch: the loop has ended")
@@ -120,13 +122,13 @@ class Watchers:
             try:
                 check_answer("it", see(event))
             except Exception:
-                # the taps stay where they are: this may be a call that they pass on
-                logger.exception("%r raised, and sees no more of the loop", see)
+                # the taps remain: this may be inside a call that they pass on
+                logger.exception("%r raised, and gets no more events of the loop", see)
                 self._sees = tuple(other for other in self._sees if other != see)
 
 
 class _WatchedHost(HostTap):
-    """`behind`: the host that it stands in front of."""
+    """`behind`: the host that calls are passed to."""
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
@@ -134,7 +136,7 @@ class _WatchedHost(HostTap):
 
 
 class _WatchedExecutor(ExecutorTap):
-    """`behind`: the executor that it stands in front of."""
+    """`behind`: the executor that calls are passed to."""
 
     def __init__(self, executor: Executor) -> None:
         super().__init__(executor)
@@ -147,7 +149,7 @@ def _put_taps(loop: TokenLoop, tell: See) -> None:
     now, arrived = 0.0, list[int]()
 
     def tell_arrivals() -> None:
-        """Report arrivals that the loop has accepted; the others have had their final response."""
+        """Report arrivals that the loop has accepted; other requests have had their response."""
         for request_id in arrived:
             request = table.by_id.get(request_id)
             if request is not None:
@@ -156,7 +158,7 @@ def _put_taps(loop: TokenLoop, tell: See) -> None:
 
     def fetch(room: int | None, num_active: int) -> Intake:
         nonlocal now
-        if arrived:  # nobody ran in the turn before
+        if arrived:  # no request ran in the iteration before
             tell_arrivals()
         intake = host_fetch(room, num_active)
         now = intake.now

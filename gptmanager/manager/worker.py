@@ -1,6 +1,6 @@
-"""`Worker`: what a manager's thread does: build the loop, turn it, answer for it at the end.
+"""`Worker`: the thread of a manager: builds the loop, runs it, and answers its requests at the end.
 
-Asks nobody but the inbox whether to go on. Should the thread hang, a watchdog's answers for it.
+If the thread hangs, the watchdog's thread sends the last responses in its place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gptmanager.statistics import PhaseTimes
 
 
 class Worker:
-    """`on_end` is called once, when the thread of `run` has nothing left to say."""
+    """`on_end` is called once, when the thread of `run` has sent its last response."""
 
     def __init__(
         self,
@@ -45,34 +45,34 @@ class Worker:
         self._lifecycle = host.lifecycle
         self._inbox = inbox
         self._recorder = recorder
-        # a rank that has lost an iteration is no longer where the others are
+        # after a failed iteration a rank is no longer in step with the others
         most = params.max_step_failures if params.parallel_config is None else 1
         self._recovery = Recovery(host, recorder, most)
-        self._timer = CallbackTimer("turn")  # of the loop; none while it rests
+        self._timer = CallbackTimer("turn")  # of iterations; stopped while the loop sleeps
         self._ending = Ending(params, host, inbox, recorder, self._timer, on_end)
         self._thread: threading.Thread | None = None
         self.progress = Progress()
         self.loop: TokenLoop | None = None
-        end_threads_of_caller()  # then those of the loop's thread wait actively between operations
+        end_threads_of_caller()  # then the threads of the loop's thread spin between operations
 
     @property
     def is_here(self) -> bool:
-        """The calling thread is one that calls the host's callbacks."""
+        """Whether the calling thread is one that calls the host's callbacks."""
         return threading.current_thread() in (self._thread, self._ending.stand_in)
 
     def whereabouts(self) -> str:
-        """Return what the thread does now. Safe from any thread."""
+        """Return what the thread is doing. Safe from any thread."""
         thread = None if self._thread is None else self._thread.ident
         return whereabouts(self._host.timers.all, thread)
 
     def run(self, assemble: Callable[[], Assembly], booted: Future[None]) -> None:
-        """From the start of the thread to its end; what `assemble` raises is raised by `booted`."""
+        """Run the thread, from its start to its end; `booted` raises what `assemble` raises."""
         self._thread = threading.current_thread()
         try:
             self.loop = loop = self._build(assemble())
             self._host.timers.all.append(loop.scheduler_timer)
             watchdog = self._ending.watch(loop)
-        except BaseException as error:  # noqa: B036 - raised in the constructor's line
+        except BaseException as error:  # noqa: B036 - the constructor raises it
             self.fail_startup(error)
             booted.set_exception(error)
             return
@@ -99,7 +99,7 @@ class Worker:
         )
 
     def fail_startup(self, error: BaseException) -> None:
-        """The loop could not be built, or had no thread to be built on."""
+        """End: the loop could not be built, or its thread could not start."""
         self._lifecycle.fail(error)
         self._ending.loop_host.stop(error)
         self._ending.release(self.loop)
@@ -112,7 +112,7 @@ class Worker:
         except LoopAbandoned:
             raise
         except BaseException as error:  # noqa: B036 - kept as `exception`
-            # nothing that may raise stands between the failure and the final responses
+            # nothing between the failure and the final responses may raise
             self._lifecycle.fail(error)
             self._ending.loop_host.stop(error)
             try:
@@ -133,7 +133,7 @@ class Worker:
         | questions of other threads | `Inbox.answer` | answered between two iterations |
         | shutdown, here or on rank 0 | `await_turn` | DRAIN, END or ABORT |
         | a rank has failed | `await_turn` | RankError |
-        | an iteration raised | `Recovery` | goes on without its requests, or raises |
+        | an iteration raised | `Recovery` | continue without its requests, or raise |
         | Get failed too often | `GetFailures.fatal` | raised |
         | nothing to do | `_iterate` | sleeps until it is woken |
         """
@@ -156,7 +156,7 @@ class Worker:
 
     def _next_turn(self, loop: TokenLoop) -> Turn:
         self._timer.start()
-        self._inbox.begin_turn()
+        self._inbox.begin_iteration()
         self._lifecycle.check()
         ends, aborts = self._inbox.is_to_end, self._inbox.is_to_abort
         self._inbox.answer(loop)

@@ -131,7 +131,7 @@ def test_a_step_that_hangs_is_told_with_all_stacks_and_goes_on(gate, caplog):
         gate.open()
         assert host.final(2).error == ""
     told = next(r.message for r in caplog.records if "the loop hangs" in r.message)
-    assert "step_budget_s = 0.02; the loop stands in no callback, at wait" in told
+    assert "step_budget_s = 0.02; the loop is not inside a callback, at wait" in told
     assert "hanging_network" in told and "gptmanager-loop" in told and "MainThread" in told
     record = json.loads(told.split("statistics: ")[1].split("\nAll threads")[0])
     assert record["Iteration Counter"] == 3
@@ -183,7 +183,7 @@ def test_a_step_that_hangs_ends_the_manager_and_nothing_follows(gate, caplog):
     assert manager.wait(10)
     assert manager.state is ManagerState.FAILED and isinstance(manager.exception, ManagerDeadError)
     text = str(manager.exception)
-    assert "the loop hangs: one turn of it has taken" in text and "step_budget_s = 0.05" in text
+    assert "the loop hangs: one iteration has taken" in text and "step_budget_s = 0.05" in text
     answered = finals(host)
     assert {1, 2, 3, 4} <= set(answered) and not host.final(0).error
     assert all(answered[i].error == f"ManagerDeadError: {text}" for i in answered if i)
@@ -209,7 +209,7 @@ def test_a_callback_that_hangs_ends_the_manager_and_is_named(gate, name):
     gate.is_armed = True
     host.submit(request(1, [1], 9, is_streaming=True), request(2, [1], 9))
     assert manager.wait(10)
-    assert f"the loop stands in callback {name}, for" in str(manager.exception)
+    assert f"the loop is inside callback {name}, for" in str(manager.exception)
     each_has_one_final(host, {1, 2})
     calls = Counter(host.num_calls)
     gate.open()
@@ -296,7 +296,7 @@ def test_a_processor_that_hangs_is_named(gate, hangs_in, name, caplog):
     processor = Processor(gate, hangs_in)
     host.submit(request(1, [1], 9, logits_post_processor=processor), request(2, [1], 9))
     assert manager.wait(10)
-    assert f"the loop stands in callback {name}, for" in str(manager.exception)
+    assert f"the loop is inside callback {name}, for" in str(manager.exception)
     assert manager.health().callbacks[name].overstays == 1
     each_has_one_final(host, {1, 2})
 
@@ -312,7 +312,7 @@ def test_a_scheduler_that_hangs_is_named(gate, caplog):
     manager = start(host, config=config, callback_budget_s=0.01, **BUDGET)
     host.submit(request(1, [1], 9))
     assert manager.wait(10)
-    assert "the loop stands in callback Scheduler, for" in str(manager.exception)
+    assert "the loop is inside callback Scheduler, for" in str(manager.exception)
     assert "callback Scheduler has run for" in caplog.text
     each_has_one_final(host, {1})
 

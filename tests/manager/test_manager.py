@@ -108,7 +108,7 @@ def test_whoever_waits_while_the_bell_is_silenced_is_told_by_the_turn_that_begin
 
     inbox._bell = Bell()
     inbox._bell.put(None)
-    inbox.begin_turn()
+    inbox.begin_iteration()
     inbox.tell_idle()
     waiter.join()
     assert told == [True]
@@ -635,7 +635,7 @@ def test_a_stalled_request_can_be_cancelled_and_the_stall_is_told_once(host, cap
         host.stop(1)
         final = host.final(1)
     assert FinishReason(int(final.tensors["finish_reasons"])) is FinishReason.CANCELLED
-    assert caplog.text.count("nobody has been scheduled for") == 1
+    assert caplog.text.count("no request has been scheduled for") == 1
 
 
 @pytest.mark.parametrize("weights_dtype", [None, "int8"])
