@@ -1,7 +1,6 @@
-"""`AdapterLoader`: does what a loop wants done with adapters, on threads of its own.
+"""`AdapterLoader`: reads, writes and copies adapters for a loop, on threads of its own.
 
-Decides nothing. Reading what a host gave, and moving it, must not keep the loop from its steps:
-`BackgroundJobs` sees to that.
+Makes no decisions. Its work must not delay the steps of the loop: see `BackgroundJobs`.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from gptmanager.peft_cache.work import (
 )
 
 _NICE = 10
-_LOOK_UP_S = 0.05  # how often a wait asks whether it is still wanted
+_LOOK_UP_S = 0.05  # how often a wait checks whether the manager has ended
 
 
 def _step_back() -> None:
-    """The calling thread takes one core only, and lets others go first."""
+    """Limit the calling thread to one core, with low priority."""
     torch.set_num_threads(1)
     with suppress(OSError, AttributeError):  # where threads have no priorities
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class AdapterLoader:
-    """`wake` ends the pause of an idle loop. For the next intake, of any thread: `done`, jobs that
-    have ended, and `forgotten`, ids of tasks.
+    """`wake` ends the pause of an idle loop. Filled by any thread for the next intake: `done`, jobs
+    that have ended, and `forgotten`, ids of tasks.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -55,11 +54,11 @@ class AdapterLoader:
         self._mark: Callable[[], threading.Event | None] = lambda: None
         self._pool: AdapterPool | None = None
         self._config = PeftCacheManagerConfig()
-        self._putting: ThreadPoolExecutor | None = None  # once the first adapter comes
+        self._putting: ThreadPoolExecutor | None = None  # started with the first adapter
         self._ensuring: ThreadPoolExecutor | None = None
-        self._streams: deque[Any] = deque()  # those that nobody copies on
+        self._streams: deque[Any] = deque()  # streams that no thread copies on
         self._streams_left = threading.Semaphore(0)
-        self._read: dict[int, list[Tensor] | None] = {}  # what is kept, by job; None: not yet
+        self._read: dict[int, list[Tensor] | None] = {}  # weights, by job; None: not read yet
         self._lock = threading.Lock()  # of `_read`
 
     def attach(
@@ -70,19 +69,20 @@ class AdapterLoader:
         *,
         loop_helps: bool = False,
     ) -> None:
-        """Called once, before the loop iterates. `mark()`: what is set when all steps that were
-        begun have run; None: they have. `loop_helps`: between steps its thread may do pieces.
+        """Called once, before the loop iterates. `mark()` returns an event that is set when all
+        steps begun have run; None: they have. `loop_helps`: the loop's thread may do pieces of
+        jobs between steps.
         """
         self._pool, self._config, self._mark = pool, config, mark
         is_cpu = pool is not None and pool.pages.device.type == "cpu"  # which copies at once
         self.jobs.loop_helps = loop_helps and is_cpu
 
     def forget(self, task_id: int) -> None:
-        """The next intake says that this task's adapter was replaced. From any thread."""
+        """Report in the next intake that this task's adapter was replaced. From any thread."""
         self.forgotten.append(task_id)
 
     def release(self) -> None:
-        """The loop iterates no more: what has not begun is not done, and the rest ends soon."""
+        """Drop work that has not begun and end the rest soon: the loop iterates no more."""
         self.jobs.is_released = True
         self._wake, self._mark = lambda: None, lambda: None
         for threads in (self._putting, self._ensuring):
@@ -99,9 +99,9 @@ class AdapterLoader:
             return
         try:
             self._begin(work, pool)
-        except Exception as error:  # no more threads, say
+        except Exception as error:  # no thread could be started, for example
             if not isinstance(work, (DropAdapter, FreeHostPages)):
-                self.done.append(AdapterDone(work.job, "", _told(work, error)))
+                self.done.append(AdapterDone(work.job, "", _request_error(work, error)))
 
     def _begin(self, work: AdapterWork, pool: AdapterPool) -> None:
         if self._putting is None or self._ensuring is None:
@@ -139,8 +139,8 @@ class AdapterLoader:
         digest, failure = "", None
         try:
             digest = function(work, *arguments)
-        except BaseException as error:  # noqa: B036 - what a host's tensor raises, or no memory
-            failure = _told(work, error)
+        except BaseException as error:  # noqa: B036 - a host's tensor may raise, or memory end
+            failure = _request_error(work, error)
         self.done.append(AdapterDone(work.job, digest, failure))
         with suppress(ManagerDeadError):
             self._wake()
@@ -150,21 +150,21 @@ class AdapterLoader:
         adapter = self.jobs.finish(tensors.read_in_pieces(), by_loop=tensors.is_plain)
         weights = pool.kept(adapter)
         with self._lock:
-            if work.job in self._read:  # else nobody wants it any more
+            if work.job in self._read:  # else it was dropped meanwhile
                 self._read[work.job] = weights
         return adapter.digest
 
     def _write_adapter(self, work: WriteAdapter, pool: AdapterPool) -> str:
         with self._lock:
             weights = self._read.pop(work.source)
-        assert weights is not None  # the loop was told its digest
+        assert weights is not None  # the loop has its digest
         self.jobs.finish(pool.put_in_pieces(work.host_pages, work.rows, work.packing, weights))
         return ""
 
     def _copy_adapter(
         self, work: CopyAdapter, pool: AdapterPool, begun: threading.Event | None
     ) -> str:
-        """`begun`: steps of requests that have ended, whose adapters had the pages, may be left."""
+        """`begun` is set after steps that may still read the pages for the adapters before."""
         while begun is not None and not begun.wait(_LOOK_UP_S):
             self.jobs.check()
         self._streams_left.acquire()
@@ -174,15 +174,15 @@ class AdapterLoader:
                 self.jobs.finish(pool.copy_in_pieces(work.copies))
                 pool.place(work.slot, work.rows, work.packing, work.device_pages)
             if stream is not None:
-                stream.synchronize()  # then every step that comes finds it
+                stream.synchronize()  # then every later step finds it
         finally:
             self._streams.append(stream)
             self._streams_left.release()
         return ""
 
 
-def _told(work: AdapterWork, error: BaseException) -> BaseException:
-    """Return the error of work on an adapter as its request gets it."""
+def _request_error(work: AdapterWork, error: BaseException) -> BaseException:
+    """Return the error that the request of an adapter gets when work on it failed."""
     if not isinstance(work, ReadAdapter) or isinstance(error, RequestError):
         return error
     return AdapterError(f"lora_task_id {work.task_id} could not be read: {response_text(error)}")

@@ -1,9 +1,9 @@
-"""`BackgroundJobs`: long work in pieces, done beside the steps of a loop, or between them.
+"""`BackgroundJobs`: long work in pieces, done in parallel with the steps of a loop or between them.
 
-Decides who does the next piece, and when. On a thread of its own the work keeps no step from a
-core, where there is one to spare. Where steps want all cores, a thread that wakes up takes one from
-a step, which waits for it in each of its operations. There the loop's thread does the work, a
-little after each step.
+Decides which thread does the next piece, and when. With a spare core, a thread of its own does the
+work without delaying steps. If steps use all cores, a thread that wakes up takes a core from a
+step, and each operation of the step waits for it. Then the loop's thread does the work, a little
+after each step.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from gptmanager.environment.cores import num_cores
 from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_ns
 from gptmanager.request.pieces import Pieces, Result
 
-_LOOK_UP_S = 0.05  # how often a thread asks whether its job is left to the loop, if nobody wakes it
-_SOON_S = 0.001  # the same, until a step has ended that knows
-# Steps run until none has ended for so many times as long as the last one took, within these.
+_LOOK_UP_S = 0.05  # how often a thread that is not woken checks its job
+_SOON_S = 0.001  # the same, until the first step has shown whether cores are short
+# The loop is busy until _BUSY_STEPS times the last step's time has passed, within these limits.
 _BUSY_STEPS, _LEAST_BUSY_S, _MOST_BUSY_S = 4, 0.05, 1.0
-# While they do, a thread works for so long without a rest, and rests so many times as long.
+# While it is busy, a thread works for _PIECE_NS at a time and rests _RESTS times as long.
 _PIECE_NS, _RESTS, _LONGEST_REST_S = 200_000, 5, 0.01
-# The share of an iteration that the loop's thread works after it, and its longest turn.
-_SHARE, _LONGEST_TURN_S = 0.03, 0.05
-# None behind a step that took longer than usual, which is the median of so many: what waits longest
-# for a token is not to wait for this, too.
+# The share of an iteration's time that the loop's thread works after it, and the maximum.
+_SHARE, _LONGEST_WORK_S = 0.03, 0.05
+# No work after a step slower than the median of the last _USUAL_STEPS: the tokens that take longest
+# must not wait for it as well.
 _SLOW, _USUAL_STEPS = 1.05, 31
-_LONGEST_WAIT_NS = 10_000_000  # in a piece, for a disk perhaps: the next one is left to a thread
+_LONGEST_WAIT_NS = 10_000_000  # of a piece, for a disk perhaps: then a thread does the next one
 
 
 class Job(Generic[Result]):
-    """Each piece may be done on another thread than the one before; `by_loop`: on the loop's.
+    """A job in pieces; any thread may do a piece, the loop's thread only with `by_loop`.
 
     `woken` is set when the job has ended and when the loop has no step to run.
     """
@@ -51,7 +51,7 @@ class Job(Generic[Result]):
         self._lock = threading.Lock()
 
     def advance(self, *, waits: bool) -> bool:
-        """One piece more. False: there is none, or another thread is at one and nobody `waits`."""
+        """Do one piece. False: there is none, or another thread is doing one and not `waits`."""
         if not self._lock.acquire(blocking=waits):
             return False
         try:
@@ -61,7 +61,7 @@ class Job(Generic[Result]):
         except StopIteration as end:
             self.result = end.value
             self._end()
-        except BaseException as error:  # noqa: B036 - what a host's tensor raises, or no memory
+        except BaseException as error:  # noqa: B036 - a host's tensor may raise, or memory end
             self.error = error
             self._end()
         finally:
@@ -73,7 +73,7 @@ class Job(Generic[Result]):
         self.woken.set()
 
     def advance_for(self, seconds: float) -> float:
-        """Piece after piece, for about so long. Gives how long it was."""
+        """Do pieces for about `seconds`; return the time taken."""
         began = now = perf_counter_ns()
         is_left = True
         while is_left and self.by_loop and now - began < 1e9 * seconds:
@@ -88,7 +88,7 @@ class BackgroundJobs:
     """`loop_helps`: whether the loop's thread may take pieces. `pending`: jobs that have begun.
 
     `last_step`: when the last step ended, on the monotonic clock; -inf before the first step and
-    once the loop has had no step to run. What passes until the next step is no step's time.
+    once the loop has had no step to run. The time until the next step is not counted as a step.
     """
 
     def __init__(self) -> None:
@@ -103,19 +103,19 @@ class BackgroundJobs:
 
     @property
     def is_busy(self) -> bool:
-        """Steps run."""
+        """Whether steps are running."""
         return monotonic() - self.last_step < self._busy_s
 
     def finish(self, pieces: Pieces[Result], *, by_loop: bool = True) -> Result:
-        """All of a job, by the calling thread as far as the loop does not do it.
+        """Do a whole job on the calling thread, except for the pieces that the loop does.
 
-        `by_loop`: it may, since no piece waits for anything. RuntimeError once nobody wants it.
+        `by_loop`: the loop may do pieces, since none of them waits. RuntimeError after `release`.
         """
         job, since_ns = Job(pieces, by_loop=by_loop), thread_time_ns()
         self.pending.append(job)
         try:
             while True:
-                job.woken.clear()  # before it is asked what may set it
+                job.woken.clear()  # before the conditions that may set it are read
                 if job.ended.is_set():
                     break
                 self.check()
@@ -131,19 +131,19 @@ class BackgroundJobs:
         return cast("Result", job.result)
 
     def _is_left_to_loop(self, job: Job[Any]) -> bool:
-        """Also where the next step is the first to know."""
+        """Whether the loop does the job; also until the first step has shown if cores are short."""
         may_be = self.loop_helps and self._is_crowded is not False
         return may_be and job.by_loop and self.is_busy
 
     def check(self) -> None:
-        """RuntimeError once nobody wants any job."""
+        """Raise RuntimeError if the manager has ended."""
         if self.is_released:
             raise RuntimeError("the manager has ended")
 
     def rest(self, since_ns: int) -> int:
-        """A thread has done a piece. While steps run it works a part of the time only.
+        """Rest after a piece: while steps run, a thread works only a part of the time.
 
-        `since_ns`: its own time when it had rested. Gives the same for the next call.
+        `since_ns`: the thread's CPU time after its last rest; returns the value for the next call.
         """
         worked_ns = thread_time_ns() - since_ns
         if worked_ns < _PIECE_NS:
@@ -159,7 +159,7 @@ class BackgroundJobs:
             job.woken.set()
 
     def end_step(self) -> None:
-        """A step has ended. On the loop's thread, which may have a turn now."""
+        """Note that a step has ended, and maybe do pieces. On the loop's thread."""
         now = monotonic()
         step_s = now - self.last_step
         if step_s < math.inf:
@@ -168,16 +168,16 @@ class BackgroundJobs:
             if self._is_crowded is None:
                 self._is_crowded = torch.get_num_threads() >= num_cores()
             if self._is_crowded and step_s < math.inf:
-                self._take_turn(step_s)
+                self._work_after_step(step_s)
                 now = monotonic()
         self.last_step = now
 
-    def _take_turn(self, step_s: float) -> None:
-        """The last piece may take longer than there is time: then the next turn is shorter."""
+    def _work_after_step(self, step_s: float) -> None:
+        """Do pieces for a share of the step's time; excess of the last piece shortens the next."""
         self._steps_s.append(step_s)
         if step_s > _SLOW * statistics.median(self._steps_s):
             return
-        self._credit_s = min(self._credit_s, 0.0) + min(_SHARE * step_s, _LONGEST_TURN_S)
+        self._credit_s = min(self._credit_s, 0.0) + min(_SHARE * step_s, _LONGEST_WORK_S)
         for job in tuple(self.pending):
             if self._credit_s > 0:
                 self._credit_s -= job.advance_for(self._credit_s)

@@ -1,6 +1,6 @@
-"""`Broadcast`: a callback whose answers rank 0's manager sends to the other ranks.
+"""`Broadcast`: marks a callback: rank 0's manager sends its answers to the other ranks.
 
-It is only a mark: what is sent, and when, the host of a rank decides.
+It is only a mark: `ranked_host` decides what is sent, and when.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Broadcast:
-    """`callback`: of rank 0; None: of the others, which take what rank 0 was answered."""
+    """`callback`: rank 0's callback; None on the other ranks, which get the answers of rank 0."""
 
     def __init__(self, callback: Callable[..., Any] | None = None) -> None:
         self.callback = callback

@@ -1,6 +1,6 @@
 """`CallbackHost`: the four callbacks of a host application, as the `Host` of a loop.
 
-All that a callback does wrong becomes a value here: a log line, a count, or a failure in the next
+Every error of a callback becomes a value here: a log line, a count, or a failure in the next
 intake. Only a Get that fails too often ends the loop.
 """
 
@@ -41,13 +41,13 @@ from gptmanager.step import Failure, Intake
 
 _T = TypeVar("_T")
 
-_READY = frozenset({list, tuple, set, frozenset})  # what most callbacks answer
-_POLL_S = 0.002  # how often a SendResponse that should return is looked at
+_READY = frozenset({list, tuple, set, frozenset})  # types that most callbacks return
+_POLL_S = 0.002  # how often to check whether a SendResponse has returned
 _STALL_S = 0.01  # no active request was scheduled: how soon to ask again
 
 
 class Fetched(NamedTuple):
-    """How the last fetch went. `is_empty`: the host holds nothing for now."""
+    """The result of the last fetch. `is_empty`: the host has no requests for now."""
 
     num_requests: int
     is_empty: bool
@@ -93,7 +93,7 @@ class CallbackHost:
         self._last_weights_version = 0
 
     def attach(self, assembly: Assembly) -> None:
-        """The loop stands on `assembly`; called once, before the loop iterates."""
+        """Connect to the parts of a loop; called once, before the loop iterates."""
         executor = assembly.executor
         is_lock_step = assembly.blueprint.model_type is ModelType.V1
         self.statistics.attach(executor.memory, is_lock_step, executor.take_gil_wait_us)
@@ -133,29 +133,29 @@ class CallbackHost:
         self.is_accepting = False
 
     def release(self) -> None:
-        """Let go of the loop and its executor: the loop iterates no more."""
+        """Drop the loop and its executor: the loop iterates no more."""
         self.preparation.release()
         self.adapter_loader.release()
         self.statistics.release()
         self._weights_version = int
 
     def peek(self, room: int | None) -> bool:
-        """Ask Get outside an iteration, for an idle manager: does it return anything?
+        """Call Get outside an iteration, for an idle manager; return whether it gave a request.
 
-        If so the caller must fetch: then it enters the loop.
+        If so the caller must call `fetch`, which passes the requests to the loop.
         """
         self.ask(room)
         return self.holds_requests
 
     @property
     def holds_requests(self) -> bool:
-        """Whether requests that Get has returned wait for the next fetch."""
+        """Whether requests that Get has returned are waiting for the next fetch."""
         return bool(self.receiver.received or self.receiver.returned)
 
     # Final responses that the loop does not send ---------------------------------------------
 
     def answer_lost(self, known: Iterable[int], error: BaseException) -> None:
-        """An error response to each request that Get has returned and the loop does not know.
+        """Send an error response to each request that Get has returned and the loop does not know.
 
         `known`: the ids that the loop will answer.
         """
@@ -164,7 +164,7 @@ class CallbackHost:
             self.respond(request_id, [], True, response_text(error))
 
     def answer_all(self, error: BaseException) -> None:
-        """An error response to each request that Get has returned and that has had no final one."""
+        """Send an error response to each request that has had no final response."""
         try:
             self._receive()
         finally:
@@ -174,8 +174,8 @@ class CallbackHost:
     def answer_abandoned(self, error: BaseException, timeout: float | None = None) -> bool:
         """Answer all requests like `answer_all`, on another thread, after the loop was abandoned.
 
-        With a `timeout` of the host's code only SendResponse is called. False: a call of it that
-        is under way does not return within `timeout` seconds.
+        With a `timeout`, SendResponse is the only code of the host that is called. False: a call
+        of it that is under way does not return within `timeout` seconds.
         """
         waited_s = 0.0
         while self.timers.send.started_ns:
@@ -187,19 +187,19 @@ class CallbackHost:
         owed = self.receiver.owed
         for request_id in owed.beyond(()):
             if owed.settle(request_id) and self._send is not None:
-                with self._guarded(CallbackTimer("SendResponse")):  # the other is the loop's
+                with self._guarded(CallbackTimer("SendResponse")):  # `timers.send` is the loop's
                     answer = self._send(request_id, [], True, response_text(error))
                     check_answer("SendResponse", answer)
         return True
 
-    # What makes cached blocks stale ----------------------------------------------------------
+    # Stale cached blocks ---------------------------------------------------------------------
 
     def clear_cached(self) -> None:
-        """The next intake says so. From any thread."""
+        """Clear cached blocks with the next intake. From any thread."""
         self._clears.append(None)
 
     def follow_weights(self, version: Callable[[], int]) -> None:
-        """`version()` changes when weights have been replaced: what was computed is stale."""
+        """Clear cached blocks whenever `version()` has changed: the weights were replaced."""
         self._weights_version, self._last_weights_version = version, int(version())
 
     def _take_clears(self) -> bool:
@@ -210,7 +210,7 @@ class CallbackHost:
             self._clears.popleft()
         return clears
 
-    # What the loop calls -------------------------------------------------------------------
+    # Called by the loop --------------------------------------------------------------------
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
         if self.begin_fetch(room, num_active):
@@ -245,7 +245,7 @@ class CallbackHost:
             adapters=_taken(self.adapter_loader.done),
             forgotten_adapters=_taken(self.adapter_loader.forgotten),
         )
-        # only now: what raises before must lose nothing
+        # only now: an error before must lose nothing
         receiver.received, self._stops, self.failures = [], set(), []
         preparation.ready, preparation.failures = [], []
         return intake
@@ -264,12 +264,12 @@ class CallbackHost:
                 self.receiver.owed.settle(request_id)
             return
         timer = self.timers.send
-        timer.start()  # first, so that who deposes the loop knows: either it waits, or this raises
+        timer.start()  # first: then the thread that abandons the loop waits, or this raises
         try:
             if self.lifecycle.is_abandoned:
                 raise LoopAbandoned
             if is_final and not self.receiver.owed.settle(request_id):
-                return  # it has had its final response
+                return  # its final response was sent before
             try:
                 answer = self._send(request_id, tensors, is_final, error)
                 if answer is not None:
@@ -315,14 +315,14 @@ class CallbackHost:
             if answer is not None:
                 check_answer("ReturnBatchManagerStats", answer)
 
-    # How it calls them ---------------------------------------------------------------------
+    # Calls of callbacks --------------------------------------------------------------------
 
     def _check(self) -> None:
         if self.lifecycle.is_abandoned:
             raise LoopAbandoned
 
     def ask(self, room: int | None) -> None:
-        """Receive what Get returns, also what it yielded before it raised."""
+        """Call Get and receive its requests, including those yielded before an error."""
         self._check()
         receiver, failures = self.receiver, self.get_failures
         before = len(receiver.received)
@@ -330,7 +330,7 @@ class CallbackHost:
             answer = self._get(-1 if room is None else room)
             if type(answer) not in _READY:
                 check_answer("GetInferenceRequests", answer, may_yield=True)
-            try:  # nothing of ours that may fail stands between the answer and its items' queue
+            try:  # nothing of ours between the answer and the queue may fail
                 items = iter(answer)
             except TypeError:
                 raise not_iterable(answer) from None
@@ -348,7 +348,7 @@ class CallbackHost:
         )
 
     def _receive(self) -> CallbackError | None:
-        """Look at what Get has returned; the error if they were not all requests."""
+        """Read the items that Get has returned; return an error if some are not requests."""
         foreign = self.receiver.receive(self._refuse)
         if foreign is not None:
             self.timers.get.errors += 1
@@ -368,7 +368,7 @@ class CallbackHost:
         except BaseException as error:  # noqa: B036 - the loop outlives any callback
             raised.append(error)
             timer.errors += 1
-            logger.exception("callback %s failed; the loop goes on", timer.name)
+            logger.exception("callback %s failed; the loop continues", timer.name)
         finally:
             timer.stop()
 

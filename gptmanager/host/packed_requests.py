@@ -1,7 +1,7 @@
-"""Requests as bytes and back, data only: a head as JSON, then the numbers of tensors as they are.
+"""Requests as bytes and back, data only: a head as JSON, then the raw bytes of tensors.
 
-What no request should have goes into the head as in a recording, and admission refuses it as it
-refuses the original. A logits post-processor travels by name: who called for it has it.
+Values that admission refuses are written to the head as in a recording; admission refuses them on
+the other ranks as well. Of a logits post-processor only the name is sent.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.read_tensors import is_too_large
 
 ALIGNMENT = 8  # bytes: where an array begins
-_MOST_VIEW_BYTES = 1 << 28  # of weights of which some are views of others
-_SHARED_BYTES = 1 << 16  # the arrays of a longer message have memory of their own
+_MOST_VIEW_BYTES = 1 << 28  # of weights with overlapping elements
+_SHARED_BYTES = 1 << 16  # arrays of a longer message are copied
 _PADDING = [bytes(-size % ALIGNMENT) for size in range(ALIGNMENT)]
 _NUMPY = {np.dtype(char): np.dtype(char).str for char in "?bBhHiIlLqQefd"}
 _NUMBERS = "biuf"  # kinds of dtypes
@@ -45,8 +45,8 @@ _DEFAULTS = _keywords(InferenceRequest(0))
 
 
 class PackedRequests:
-    """`entries`: the head, a list a request: its id, name and dtype and shape of each tensor, what
-    else it has. `arrays`: bytes, one array after another.
+    """`entries`: the head, one list per request: its id; name, dtype and shape of each tensor; its
+    other fields. `arrays`: bytes, one array after another.
     """
 
     def __init__(self, requests: Iterable[InferenceRequest], with_processors: bool = True) -> None:
@@ -71,7 +71,7 @@ class PackedRequests:
             self.arrays.append(value.data)
             if value.nbytes % ALIGNMENT:
                 self.arrays.append(_PADDING[value.nbytes % ALIGNMENT])
-        is_plain = all(map(operator.is_, _keywords(request), _DEFAULTS))  # as most of them
+        is_plain = all(map(operator.is_, _keywords(request), _DEFAULTS))  # true for most requests
         keywords = {} if is_plain else plain_keywords(request)
         if not self._with_processors:
             keywords.pop("logits_post_processor", None)
@@ -80,7 +80,7 @@ class PackedRequests:
 
 
 def read_requests(entries: Iterable[Any], arrays: memoryview) -> list[InferenceRequest]:
-    """Read requests from the two parts of `PackedRequests`; any error for malformed ones."""
+    """Read requests from the two parts of `PackedRequests`; malformed ones raise any error."""
     is_short = len(arrays) <= _SHARED_BYTES
     memory = bytearray(arrays) if is_short else arrays
     requests, end = [], 0
@@ -89,16 +89,16 @@ def read_requests(entries: Iterable[Any], arrays: memoryview) -> list[InferenceR
         for name, dtype, shape in zip(found[::3], found[1::3], found[2::3], strict=True):
             own = _TORCH.get(dtype)
             read = _numpy_dtype(dtype) if own is None else f"i{own.itemsize}"
-            array: np.ndarray = np.ndarray(shape, read, memory, end)  # raises where there is less
+            array: np.ndarray = np.ndarray(shape, read, memory, end)  # raises if too short
             if array.shape != tuple(shape):
-                raise ValueError(f"tensor {name} has no shape")
+                raise ValueError(f"tensor {name}: invalid shape")
             end += array.nbytes + -array.nbytes % ALIGNMENT
             if not is_short:
                 array = array.copy()
             tensors[name] = array if own is None else torch.from_numpy(array).view(own)
         requests.append(_request(request_id, tensors, *rest))
     if end != len(arrays):
-        raise ValueError(f"{len(arrays)} bytes of tensors are not the {end} of their shapes")
+        raise ValueError(f"{len(arrays)} bytes of tensors, their shapes need {end}")
     return requests
 
 
@@ -109,7 +109,7 @@ def _request(
     odd: dict[str, Any] | None = None,
 ) -> InferenceRequest:
     if type(request_id) is not int:
-        raise TypeError("the id of a request is no integer")
+        raise TypeError("the id of a request must be an integer")
     allowance = Allowance()
     for name, value in (odd or {}).items():
         tensors[name] = tensor_from_plain(name, value, allowance)
@@ -118,7 +118,7 @@ def _request(
 
 
 def _dense(name: str, value: Any) -> tuple[str, list[int], np.ndarray] | None:
-    """Dtype, shape and numbers of what is not simply an array; None: it has none to send."""
+    """Return dtype, shape and numbers of a value; None: it cannot be sent as an array."""
     try:
         if isinstance(value, torch.Tensor):
             dtype = str(value.dtype)
@@ -131,15 +131,15 @@ def _dense(name: str, value: Any) -> tuple[str, list[int], np.ndarray] | None:
             value = np.asarray(value)  # as admission does
         if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
             if not _claims_too_much(name, value):
-                shape = list(value.shape)  # the next makes one dimension of none
+                shape = list(value.shape)  # `ascontiguousarray` makes 0 dimensions 1
                 return value.dtype.str, shape, np.ascontiguousarray(value)
-    except BaseException:  # noqa: B036 - a host's object; admission tells what is wrong with it
+    except BaseException:  # noqa: B036 - a host's object; admission reports its error
         return None
     return None
 
 
 def _claims_too_much(name: str, value: Any) -> bool:
-    """Admission refuses it, whatever it holds: nothing is made of it before."""
+    """Whether admission refuses a value by its size alone, so that it must not be copied."""
     if name == "lora_weights":
         strides = value.stride() if isinstance(value, torch.Tensor) else value.strides
         return 0 in strides and value.nbytes > _MOST_VIEW_BYTES

@@ -1,7 +1,7 @@
-"""`Preparation`: logits post-processors on their way to being ready.
+"""`Preparation`: prepares logits post-processors before their requests start.
 
-Decides when a request need not wait for its processor any more. Its `prepare`, and the future that
-it returns, are code of the host: an error of theirs ends that request only.
+Decides when a request need not wait for its processor any more. A processor's `prepare`, and the
+future that it returns, are code of the host: an error in them ends only that request.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import Failure
 
-_MOST_KEPT = 64  # before those that have ended are looked for
+_MOST_KEPT = 64  # processors kept before ended ones are searched
 
 
 class Preparation:
     """`wake` ends the pause of an idle loop, from any thread.
 
-    `prepared`: results that `collect` has not read yet. For the next intake: `ready`, requests
-    whose processor is ready, and `failures`, of those that cannot be prepared.
+        `prepared`: results that `collect` has not read yet. For the next intake: `ready`, requests
+    with a ready processor, and `failures`, of processors that cannot be prepared.
     """
 
     def __init__(self, wake: Callable[[], None], timer: CallbackTimer) -> None:
         self._wake = wake
-        self._preparing: dict[int, RequestProcessor] = {}  # those that have ended among them
+        self._preparing: dict[int, RequestProcessor] = {}  # including those that have ended
         self._most_kept = _MOST_KEPT
         self.prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
         self.ready: list[int] = []
@@ -54,7 +54,7 @@ class Preparation:
             self._fail_to_prepare(request_id, processor, raised)
 
     def _forget_ended(self) -> None:
-        """Requests that ended while they waited: some processors are never ready."""
+        """Drop requests that ended while they waited: some processors are never ready."""
         waiting = {i: p for i, p in self._preparing.items() if p.post_processor is not None}
         self._preparing, self._most_kept = waiting, max(_MOST_KEPT, 2 * len(waiting))
 
@@ -68,13 +68,13 @@ class Preparation:
             self._wake()
 
     def collect(self, received: Sequence[InferenceRequest]) -> None:
-        """Requests that need not wait for their processor any more, of those received too."""
+        """Update `ready` and `failures`, also for requests just received."""
         if received:
             self.ready += self._ready_on_arrival(received)
         while self.prepared:
             request_id, processor, done = self.prepared.popleft()
             if self._preparing.get(request_id) is not processor:
-                continue  # it ended meanwhile, and another came under its id
+                continue  # it ended, and another request has its id
             del self._preparing[request_id]
             error = _error_of(done)
             if error is None:
@@ -86,7 +86,7 @@ class Preparation:
         ready = [r.request_id for r in requests if self._is_ready(r.logits_post_processor)]
         if not ready:
             return ready
-        # under an id that is not alone it could be meant for another one
+        # with a repeated id the entry could apply to another request
         counts = Counter(request.request_id for request in requests)
         return [i for i in ready if counts[i] == 1 and i not in self._preparing]
 
@@ -124,7 +124,7 @@ class Preparation:
 
 
 def _error_of(done: Future[Any]) -> BaseException | None:
-    """Why what was to be prepared is not, of a future that is done; None: it is."""
+    """Return the error of a future that is done; None: it has succeeded."""
     try:
         return CancelledError() if done.cancelled() else done.exception()
     except BaseException as error:  # noqa: B036 - a host's future
@@ -132,10 +132,10 @@ def _error_of(done: Future[Any]) -> BaseException | None:
 
 
 class _OnReady:
-    """Tells that a processor is ready. A future keeps what it has called back: this lets go."""
+    """Reports a processor as ready, once. A future keeps its callbacks: this drops the call."""
 
-    def __init__(self, tell: Callable[..., None], *told: Any) -> None:
-        self._call = [functools.partial(tell, *told)]
+    def __init__(self, report: Callable[..., None], *arguments: Any) -> None:
+        self._call = [functools.partial(report, *arguments)]
 
     def __call__(self, done: Future[Any]) -> None:
         self._call.pop()(done)

@@ -1,6 +1,6 @@
 """The answers of one rank's host, as data that two ranks can compare.
 
-Knows what to call a difference; finds it by texts and checksums, so that no tensor is sent.
+Differences are found by texts and checksums, so that no tensor is sent, and described in words.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _LONGEST = 80  # characters of another value
 
 
 class Answers(NamedTuple):
-    """`requests`: of GetInferenceRequests, each its id and its fields: a text and a checksum.
-    `stops`: of PollStopSignal.
+    """`requests`: from GetInferenceRequests, each its id and its fields: a text and a checksum.
+    `stops`: from PollStopSignal.
     """
 
     requests: list[tuple[int, dict[str, tuple[str, int]]]]
@@ -39,15 +39,15 @@ def answers_difference(first: Answers, other: Any) -> str:
         return f"PollStopSignal returned {_shown(stops)}, not {_shown(first.stops)}"
     ids, first_ids = [it[0] for it in requests], [it[0] for it in first.requests]
     if ids != first_ids:
-        told = f"{_shown(ids)}, not {_shown(first_ids)}"
-        return f"GetInferenceRequests returned the requests {told}"
+        found = f"{_shown(ids)}, not {_shown(first_ids)}"
+        return f"GetInferenceRequests returned the requests {found}"
     for (request_id, fields), (_, first_fields) in zip(requests, first.requests, strict=True):
         for name in dict.fromkeys((*first_fields, *fields)):
             here, there = fields.get(name), first_fields.get(name)
             if (here and tuple(here)) != there:
                 here_text, there_text = (it[0] if it else "nothing" for it in (here, there))
                 if here_text == there_text:
-                    there_text = "the same at its beginning, but other values behind"
+                    there_text = "the same at its beginning, but other values later"
                 return (
                     f"GetInferenceRequests returned request {request_id} with {name} = "
                     f"{here_text}, not {there_text}"
@@ -73,7 +73,7 @@ def _fields(request: InferenceRequest) -> dict[str, tuple[str, int]]:
 
 
 def _values(data: bytes, dtype: str) -> str:
-    """Quote values. NumPy's own dtypes: another library may have added torch's, or not."""
+    """Quote values. NumPy reads only its own dtypes: torch's may not be registered with it."""
     if not data:
         return "[]"
     name = dtype.removeprefix("torch.")

@@ -1,6 +1,6 @@
 """An intake of rank 0 as a message to the other ranks, and back: data only.
 
-Most intakes have nothing but their time, or requests beside it; the rest is a recording's JSON.
+Most intakes have only their time, or time and requests; other fields are JSON as in a recording.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _HEAD = struct.Struct("<IdII??2x")
 class IntakeMessage(NamedTuple):
     """The message of rank 0 to the others at the start of an iteration.
 
-    `requests`, `stops`: digests, where each rank's own host gives them; then the intake has none.
-    `is_empty`: Get had nothing.
+    `requests`, `stops`: digests, if each rank's own host provides them; then the intake has none.
+    `is_empty`: Get returned nothing.
     """
 
     intake: Intake
@@ -42,7 +42,7 @@ class IntakeMessage(NamedTuple):
 def pack(message: IntakeMessage) -> bytes:
     """Pack a message: numbers, JSON (the first number is its length), arrays.
 
-    An intake has JSON if it has requests; its other fields are in there, if there are any.
+    There is JSON if the intake has requests or fields other than its time.
     """
     intake = message.intake
     is_bare = intake == Intake(intake.now, intake.requests, clears_cache=intake.clears_cache)
@@ -56,7 +56,7 @@ def pack(message: IntakeMessage) -> bytes:
 
 
 class Unpacker:
-    """Makes an `IntakeMessage` from bytes. RankError for what is none."""
+    """Makes an `IntakeMessage` from bytes; RankError if they cannot be read."""
 
     def __init__(self) -> None:
         self._decoder = Decoder(field_names(Intake))
@@ -72,7 +72,7 @@ class Unpacker:
             if others is None:
                 return IntakeMessage(Intake(now, requests, clears_cache=clears_cache), *rest)
             return IntakeMessage(replace(self._others(others), requests=requests), *rest)
-        except Exception as error:  # whatever it is, it is none of rank 0's
+        except Exception as error:  # malformed bytes may raise anything
             text = response_text(error)
             raise RankError(f"a message of rank 0 cannot be read: {text}") from error
 
@@ -88,25 +88,25 @@ class Unpacker:
 
 
 def pack_requests(requests: Iterable[InferenceRequest]) -> bytes:
-    """Requests alone, for hosts that send them by means of their own."""
+    """Pack requests alone, for hosts that send them by their own means."""
     packed = PackedRequests(requests)
     head = _aligned(_LENGTH.size, to_json(packed.entries))
     return b"".join((_LENGTH.pack(len(head)), head, *packed.arrays))
 
 
 def unpack_requests(data: bytes) -> list[InferenceRequest]:
-    """Raises RankError for what `pack_requests` has not made."""
+    """Read the bytes of `pack_requests`; RankError if they cannot be read."""
     try:
         (size,) = _LENGTH.unpack_from(data)
         start = _LENGTH.size + size
         entries = orjson.loads(memoryview(data)[_LENGTH.size : start])
         return read_requests(entries, memoryview(data)[start:])
-    except Exception as error:  # whatever it is, it is none of rank 0's
+    except Exception as error:  # malformed bytes may raise anything
         raise RankError(f"requests of rank 0 cannot be read: {response_text(error)}") from error
 
 
 def requests_digest(requests: Iterable[InferenceRequest]) -> int:
-    """Equal for equal requests, on every rank."""
+    """Return a digest, equal on every rank for equal requests."""
     packed = PackedRequests(requests, with_processors=False)
     return zlib.crc32(b"".join((to_json(packed.entries), *packed.arrays))) if packed.entries else 0
 
@@ -142,7 +142,7 @@ def schedule_digest(schedule: Schedule) -> int:
 
 
 def _error(error: BaseException) -> BaseException:
-    """With the class and text that it has on rank 0, as far as a response shows them."""
+    """Return an error with the class and text that a response shows on rank 0."""
     name, _, text = str(error).partition(": ")
     known = getattr(errors, name, None)
     if isinstance(known, type) and issubclass(known, GptManagerError):

@@ -1,7 +1,7 @@
-"""`LeadingHost` and `FollowingHost`: the callbacks of a host whose model has several ranks.
+"""`LeadingHost` and `FollowingHost`: the callbacks of a host if its model has several ranks.
 
-Rank 0 leads: its intakes are everybody's, in one message an iteration. The others follow: they
-iterate when it does, with what it has taken in, and say when they decided otherwise.
+Rank 0 leads: it sends its intake to all ranks, one message per iteration. The others follow: they
+iterate when rank 0 does, with its intake, and report when they decide differently.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import Intake, Schedule
 
-_KEPT = 4  # schedules of rank 0: the others are not farther behind
-_CLOSE_S = 0.5  # a forward that hangs is not waited for longer
+_KEPT = 4  # schedules of rank 0: the other ranks are at most this far behind
+_CLOSE_S = 0.5  # how long to wait for a forward that hangs
 _DIGEST = struct.Struct("<q")
 _LAST_MESSAGES = {Turn.END: Message.END, Turn.ABORT: Message.ABORT}
-_POLL_S = 0.002  # how often a wait for work of this rank's own threads looks up
+_POLL_S = 0.002  # how often to check for work of this rank's own threads
 
 
 class LeadingHost:
-    """The host of rank 0: the callbacks `host`, whose intakes all other ranks get."""
+    """The host of rank 0: sends the intakes of the callbacks `host` to all other ranks."""
 
     def __init__(self, host: CallbackHost, assembly: Assembly, ranks: Ranks) -> None:
         self._host, self._ranks, self._links = host, ranks, ranks.links
@@ -152,7 +152,7 @@ class FollowingHost:
         self._end: Turn | None = None
         self._is_woken = self._is_rung = False
         self._own_ready: set[int] = set()
-        self._own_failures: dict[int, str] = {}  # of requests whose post-processor is not ready
+        self._own_failures: dict[int, str] = {}  # why post-processors failed, by request
         self._own_jobs: dict[int, AdapterDone] = {}
         self._num_iterations = 0
         # whether this rank's own host has post-processors to call
@@ -250,16 +250,16 @@ class FollowingHost:
         self._bells.clear()
         _release(self._host, self._executor, self._ranks)
 
-    # Is it as on rank 0? ---------------------------------------------------------------------
+    # Comparison with rank 0 ------------------------------------------------------------------
 
     def _decide(self, schedule: Schedule) -> None:
         frame = self._links.receive()
         if frame != (Message.DECISION, _DIGEST.pack(schedule_digest(schedule))):
-            text = f"went another way in iteration {schedule.iteration}"
+            text = f"decided differently in iteration {schedule.iteration}"
             self._links.tell_difference(text, to_json(schedule))
 
     def _check_alone(self) -> None:
-        """An iteration would have come for what Get returned on rank 0, too."""
+        """Fail if Get has returned requests here: rank 0 does not iterate, so it got none."""
         if self._host.receiver.received:
             self._tell_answers(self._host.receiver.received, (), 0)
 
@@ -273,16 +273,16 @@ class FollowingHost:
     def _tell_answers(
         self, requests: Iterable[InferenceRequest], stops: Iterable[int], turn: int
     ) -> NoReturn:
-        """This rank's host has not answered as rank 0's did in that turn; 0: which had nothing."""
+        """Fail: the answers differ from those on rank 0 in iteration `turn`; 0: rank 0 got none."""
         plain = {"turn": turn, "answers": answers_of(requests, stops)}
         self._links.tell_difference("differs from rank 0", to_json(plain))
 
     def _await_own(self, intake: Intake) -> None:
-        """Wait until this rank has ready what rank 0 has: it is about as fast."""
+        """Wait until the adapters and processors that are ready on rank 0 are ready here."""
         jobs = {done.job for done in intake.adapters if done.error is None}
         ready = set(intake.ready) if self._calls_processors else set()
         for request in intake.requests:
-            if request.request_id in ready:  # on rank 0, as it came
+            if request.request_id in ready:  # on rank 0, ready on arrival
                 processor = RequestProcessor(request.logits_post_processor)
                 self.prepare(request.request_id, processor)
         preparation, deadline = self._host.preparation, monotonic() + self._links.timeout_s

@@ -1,8 +1,7 @@
-"""`Receiver`: what Get has returned, on its way to the next intake.
+"""`Receiver`: the requests that Get has returned, until the next intake.
 
-All that a host's objects may do when they are looked at is done here, once: behind this door a
-request is a plain `InferenceRequest`. A final response is owed for each from the moment when its id
-is known.
+Attributes of a host's objects, which may run any code, are read here once: after that a request is
+a plain `InferenceRequest`. Each request is owed a final response from the moment its id is known.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 
 
 class OwedFinals:
-    """The ids under which a final response is due. Safe from any thread.
+    """The ids of requests that are owed a final response. Safe from any thread.
 
     An id counts as often as Get returned it: each request gets a final response of its own.
     """
@@ -37,7 +36,7 @@ class OwedFinals:
             self._counts[request_id] = self._counts.get(request_id, 0) + 1
 
     def settle(self, request_id: int) -> bool:
-        """A final response is about to be sent; False: none is due, it must not be."""
+        """Note that a final response is about to be sent; False: none is owed, do not send it."""
         with self._lock:
             count = self._counts.get(request_id, 0)
             if count > 1:
@@ -47,7 +46,7 @@ class OwedFinals:
             return count > 0
 
     def beyond(self, known: Iterable[int]) -> list[int]:
-        """Return the ids that are due beyond `known`, each as often as it is due."""
+        """Return the ids owed a response and not in `known`, each as often as it is owed."""
         with self._lock:
             due = Counter(self._counts)
         due.subtract(Counter(known))
@@ -55,7 +54,7 @@ class OwedFinals:
 
 
 class Receiver:
-    """`returned`: by Get, not looked at yet. `received`: requests for the next intake."""
+    """`returned`: items of Get, not read yet. `received`: requests for the next intake."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self.returned: deque[Any] = deque()
@@ -92,23 +91,23 @@ class Receiver:
         return CallbackError(f"GetInferenceRequests returned {first}{more}")
 
     def owe_returned(self, *, only_plain: bool) -> None:
-        """Nobody receives any more: only final responses are owed. From any thread.
+        """Owe a final response for each returned item, which will not be received any more.
 
-        `only_plain`: a subclass of the host's is not looked at, and stays.
+        `only_plain`: items of a host's subclass are not read and remain. Safe from any thread.
         """
         with self._lock:
             for item in [self.returned.popleft() for _ in range(len(self.returned))]:
                 if only_plain and type(item) is not InferenceRequest:
                     self.returned.append(item)
                     continue
-                with suppress(CallbackError):  # it is no request
+                with suppress(CallbackError):  # not a request
                     self.owed.owe(_read_id(item))
 
 
 def _read_id(item: Any) -> int:
-    """The id under which an item that Get returned is answered.
+    """Return the id of an item that Get returned.
 
-    Raises CallbackError, which tells the item's type, if it is no request or has no such id.
+    Raises CallbackError, which names the item's type, if it is not a request with a valid id.
     """
     name = type(item).__name__
     try:
@@ -122,19 +121,19 @@ def _read_id(item: Any) -> int:
         raise
     except BaseException as error:  # noqa: B036 - a host's class
         raise CallbackError(
-            f"an item of type {name}, whose request_id cannot be read: {response_text(error)} "
+            f"an item of type {name} with a request_id that cannot be read: {response_text(error)} "
             "(a subclass of InferenceRequest must call super().__init__())"
         ) from error
     raise CallbackError(
-        f"an item of type {name}, whose request_id of type {type(request_id).__name__} is no "
+        f"an item of type {name}: its request_id, of type {type(request_id).__name__}, must be an "
         "integer in 0..2**64-1"
     )
 
 
 def _read_request(item: InferenceRequest, request_id: int) -> InferenceRequest:
-    """The request as it is now, a plain one whatever its class.
+    """Return a plain copy of a request, of any class.
 
-    Raises InvalidRequestError if something of it cannot be read.
+    Raises InvalidRequestError if a field cannot be read.
     """
     try:
         tensors = item.tensors

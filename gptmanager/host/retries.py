@@ -1,6 +1,6 @@
-"""`GetFailures`: how long Get is left alone after it has failed, and when it is given up.
+"""`GetFailures`: how long to pause after a failure of Get, and when to give up.
 
-A queue that is gone for some seconds does not end a manager. Calls nothing itself.
+A queue that fails for some seconds does not end a manager. This module calls no callback.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 
 class GetFailures:
-    """`in_a_row` counts them; more than `most` are too many."""
+    """`in_a_row`: failures without a success between; more than `most` set `fatal`."""
 
     def __init__(self, most: int) -> None:
         self.in_a_row = 0
         self._most = most
         self._rests_until = 0.0
-        self.fatal: CallbackError | None = None  # one too many; its cause is the last failure
+        self.fatal: CallbackError | None = None  # its cause is the last failure
 
     def add(self, error: BaseException) -> None:
         """A call has failed with `error`."""
         if self.rests:
-            return  # it was made early, by a notify, and says nothing new
+            return  # an early call, after a notify: no new information
         self.in_a_row += 1
         self._rests_until = monotonic() + self.pause_s
         if self.in_a_row > self._most:
@@ -41,5 +41,5 @@ class GetFailures:
 
     @property
     def rests(self) -> bool:
-        """The pause after the last failure is not over."""
+        """Whether the pause after the last failure is not over."""
         return self.in_a_row > 0 and monotonic() < self._rests_until

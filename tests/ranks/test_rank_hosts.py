@@ -220,7 +220,7 @@ def test_a_rank_that_decides_otherwise_is_told_with_the_first_difference(monkeyp
         first, second = errors(it.managers)
         assert {it.host.final(i).error for i in range(3)} == {f"RankError: {first}"}
     assert first == second
-    text = "rank 1 went another way in iteration 3: schedule.generation_rows[1] is 'nothing', on"
+    text = "rank 1 decided differently in iteration 3: schedule.generation_rows[1] is 'nothing', on"
     assert first.startswith(f"{text} rank 0 [1, ")
 
 
@@ -539,7 +539,7 @@ def test_starts_and_ends_leave_nothing_open(monkeypatch):
             np.zeros((2, 9), np.float32),
             np.eye(2, 9, 8, dtype=np.float32),
             "[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ...] (<f4 [2, 9]), not the same at its "
-            "beginning, but other values behind",
+            "beginning, but other values later",
         ),
         (
             "stop_words_list",
