@@ -103,8 +103,8 @@ class GptManager:
             self._host = CallbackHost(
                 *callbacks, max_get_failures=params.max_get_failures, wake=self._inbox.wake
             )
-            self._params, self._lifecycle = params, self._host.lifecycle
-            self._process = os.getpid()
+            self._params, self._process = params, os.getpid()
+            self._lifecycle = self._host.lifecycle
             self._recorder = Recorder(
                 params.recording_path if world.layout.rank == 0 else None,
                 keep=params.black_box_iterations,
@@ -121,10 +121,8 @@ class GptManager:
             *(self._host.timers.processor, functools.partial(connect, *own)),
         )
         booted: Future[None] = Future()
-        run, arguments = self._worker.run, (assembling, booted)
-        self._thread = threading.Thread(
-            target=run, args=arguments, name="gptmanager-loop", daemon=True
-        )
+        run, name = functools.partial(self._worker.run, assembling, booted), "gptmanager-loop"
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
         atexit.register(at_exit)
         try:
             self._thread.start()
