@@ -7,6 +7,7 @@ intake. Only a Get that fails too often ends the loop.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,15 +15,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import ModelType
-from gptmanager.errors import CallbackError, ConfigError, InvalidRequestError, response_text
+from gptmanager.errors import CallbackError, InvalidRequestError, response_text
 from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.host.preparation import Preparation
-from gptmanager.host.receiver import Receiver, collect_ids, not_iterable
+from gptmanager.host.receiver import Receiver, not_iterable
 from gptmanager.host.retries import GetFailures
-from gptmanager.host.timers import HostTimers
+from gptmanager.host.timers import HostTimers, optional, required
 from gptmanager.host.turns import Turn
-from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer, ordinary
+from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
@@ -81,10 +82,10 @@ class CallbackHost:
         self.get_failures = GetFailures(max_get_failures)
         self.is_accepting = True  # False: Get is not called any more
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
-        self._get = _required(get_inference_requests, "get_inference_requests_cb", may_yield=True)
-        self._send: Any = _required(send_response, "send_response_cb")
-        self._poll = _optional(poll_stop_signal, "poll_stop_signal_cb", may_yield=True)
-        self._return_stats = _optional(return_stats, "return_batch_manager_stats_cb")
+        self._get = required(get_inference_requests, "get_inference_requests_cb", may_yield=True)
+        self._send: Any = required(send_response, "send_response_cb")
+        self._poll = optional(poll_stop_signal, "poll_stop_signal_cb", may_yield=True)
+        self._return_stats = optional(return_stats, "return_batch_manager_stats_cb")
         self.receiver = Receiver(self.lifecycle)
         self.failures: list[Failure] = []  # for the next intake
         self._stops: set[int] = set()
@@ -301,7 +302,7 @@ class CallbackHost:
             if type(stops) not in _READY:
                 check_answer("PollStopSignal", stops, may_yield=True)
             if stops is not None:
-                collect_ids(stops, self._stops)
+                _collect_ids(stops, self._stops)
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self._check()
@@ -373,16 +374,21 @@ class CallbackHost:
             timer.stop()
 
 
-def _required(callback: Any, name: str, *, may_yield: bool = False) -> Any:
-    if callback is None:
-        raise ConfigError(f"{name} is mandatory")
-    return ordinary(name, callback, may_yield=may_yield)
-
-
-def _optional(callback: Any, name: str, *, may_yield: bool = False) -> Any:
-    return None if callback is None else ordinary(name, callback, may_yield=may_yield)
-
-
 def _taken(queue: deque[_T]) -> tuple[_T, ...]:
     """Take all items out of a queue that other threads fill."""
     return tuple(queue.popleft() for _ in range(len(queue)))
+
+
+def _collect_ids(stops: Any, into: set[int]) -> None:
+    """Add every id that PollStopSignal returned; raise CallbackError for other values."""
+    foreign = []
+    try:
+        for stop in stops:
+            try:
+                into.add(operator.index(stop))
+            except TypeError:
+                foreign.append(stop)
+    except TypeError:
+        foreign.append(stops)
+    if foreign:
+        raise CallbackError(f"PollStopSignal returned {foreign[0]!r}, expected request ids")

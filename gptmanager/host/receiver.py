@@ -6,7 +6,6 @@ a plain `InferenceRequest`. Each request is owed a final response from the momen
 
 from __future__ import annotations
 
-import operator
 import reprlib
 import threading
 from collections import Counter, deque
@@ -153,18 +152,3 @@ def not_iterable(answer: Any) -> CallbackError:
         f"GetInferenceRequests returned {reprlib.repr(answer)}{hint}; expected an iterable of "
         "InferenceRequest"
     )
-
-
-def collect_ids(stops: Any, into: set[int]) -> None:
-    """Add every id that PollStopSignal returned; raise CallbackError for other values."""
-    foreign = []
-    try:
-        for stop in stops:
-            try:
-                into.add(operator.index(stop))
-            except TypeError:
-                foreign.append(stop)
-    except TypeError:
-        foreign.append(stops)
-    if foreign:
-        raise CallbackError(f"PollStopSignal returned {foreign[0]!r}, expected request ids")

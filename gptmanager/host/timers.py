@@ -1,7 +1,11 @@
-"""`HostTimers`: how long each call into code of the host takes."""
+"""The checks of callbacks, and `HostTimers`: how long each call into code of the host takes."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.callables import ordinary
 from gptmanager.lifecycle.watchdog import CallbackTimer
 
 
@@ -19,3 +23,15 @@ class HostTimers:
         self.processor = CallbackTimer("LogitsPostProcessor")
         self.prepare = CallbackTimer("LogitsPostProcessor.prepare")
         self.all = [self.get, self.send, self.poll, self.stats, self.processor, self.prepare]
+
+
+def required(callback: Any, name: str, *, may_yield: bool = False) -> Any:
+    """Return a mandatory callback, checked."""
+    if callback is None:
+        raise ConfigError(f"{name} is mandatory")
+    return ordinary(name, callback, may_yield=may_yield)
+
+
+def optional(callback: Any, name: str, *, may_yield: bool = False) -> Any:
+    """Return a callback, checked, or None."""
+    return None if callback is None else ordinary(name, callback, may_yield=may_yield)

@@ -1,4 +1,4 @@
-"""`LoopHost`: a host as the worker of a manager sees it, and what a loop does next."""
+"""`LoopHost`: a host as the worker of a manager sees it, and the next action of its loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gptmanager.step import Host
 
 
 class Turn(Enum):
-    """What the loop does next."""
+    """The next action of a loop."""
 
     ITERATE = "iterate"
     DRAIN = "drain"  # iterate without new requests
