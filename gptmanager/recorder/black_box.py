@@ -1,8 +1,9 @@
-"""The black box: the last iterations of a loop as objects. They are written when the loop fails.
+"""The black box keeps the last iterations of a loop in memory; they are written when it fails.
 
-A recording can begin in the middle only where the state of the loop is known. So the box copies the
-state from time to time. It keeps all intakes and results since the last copy but one. Schedules
-follow from these: it keeps only the last ones. It keeps less of all where the bytes are few.
+A recording can start in the middle of a run only where the state of the loop is known, so the box
+copies the state from time to time. It keeps all intakes and results since the second newest copy.
+Schedules can be computed from these, so it keeps only the last ones. It keeps less of everything
+when `max_bytes` is small.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from gptmanager.recorder.sizes import OBJECT, value_bytes
 from gptmanager.recorder.values import to_json
 from gptmanager.step import Schedule
 
-# CPU time that copies of the state may cost, spread over the turns between them
+# CPU time of a copy of the state, spread over the iterations until the next copy
 _STATE_NS_PER_TURN = 2000
-_MIN_SEGMENT, _MAX_SEGMENT = 256, 1 << 14  # turns
+_MIN_SEGMENT, _MAX_SEGMENT = 256, 1 << 14  # iterations
 
 
 class BlackBox:
-    """Keeps the schedules of the last `keep` turns of `loop`, and what leads to them.
+    """Keeps the schedules of the last `keep` iterations of `loop`, and the data that precede them.
 
-    A quarter of `max_bytes` is for schedules: it keeps fewer if they need more. The rest is for at
-    most two segments: it drops the older one first. While a state alone takes more, it keeps
-    nothing. `is_new`: the loop has not iterated yet.
+    A quarter of `max_bytes` is for schedules: fewer are kept if they need more. The rest is for at
+    most two segments; the older one is dropped first. While one state needs more than that, nothing
+    is kept. `is_new`: the loop has not iterated yet.
     """
 
     def __init__(
@@ -40,22 +41,24 @@ class BlackBox:
         self.blueprint = blueprint
         self.keeper = Keeper(blueprint.vocab_size, blueprint.hidden_size)
         self._keep = keep
-        self._recent: deque[tuple[Iteration, int]] = deque()  # whose schedule is kept; its bytes
+        self._recent: deque[tuple[Iteration, int]] = (
+            deque()
+        )  # iterations that still have a schedule, and its size
         self._recent_bytes = 0
         self._max_recent_bytes = max_bytes // 4
         self._max_segment_bytes = max_bytes - self._max_recent_bytes
         self._segments: deque[_Segment] = deque()
         self._segment_length = max(_MIN_SEGMENT, keep)
-        self._num_lost = 0  # turns since there was room for a state
+        self._num_lost = 0  # iterations since the last state was dropped as too large
         self._has_warned = False
-        self.tells_something = is_new  # else: not before a step has come to its end
+        self.tells_something = is_new  # otherwise False until a step has completed
         if is_new:
             self._segments.append(_Segment(None, self._max_segment_bytes))
         else:
             self._begin_segment()
 
     def add(self, turn: Iteration) -> None:
-        """To be called between two turns of the loop."""
+        """Add an iteration; called between two iterations of the loop."""
         self.tells_something |= turn.result is not None
         if not self._segments:
             self._num_lost += 1
@@ -71,9 +74,9 @@ class BlackBox:
             self._begin_segment()
 
     def lines(self, last: Iteration | None) -> list[bytes]:
-        """The recording without its end. `last`: a turn that was not completed.
+        """Return the lines of the recording except its last; empty if no state fits.
 
-        None at all where no state fits.
+        `last`: the iteration that failed.
         """
         if not self._segments:
             return []
@@ -105,7 +108,7 @@ class BlackBox:
             oldest.schedule, oldest.kept = None, False
 
     def _begin_segment(self) -> None:
-        started = thread_time_ns()  # does not count the time that a debugger stops the process
+        started = thread_time_ns()  # excludes the time in which a debugger stops the process
         state: LoopState = self._loop.state()
         state = state._replace(pending=tuple(map(kept_schedule, state.pending)))
         self._segments.append(_Segment(state, self._max_segment_bytes))
@@ -125,16 +128,16 @@ class BlackBox:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "there is no black box for now: the state of the loop alone takes about %d bytes, "
-                "three quarters of black_box_bytes are %d",
+                "the black box is off for now: the state of the loop takes about %d bytes, and "
+                "three quarters of black_box_bytes are only %d",
                 *(state_bytes(state), self._max_segment_bytes),
             )
 
 
 class _Segment:
-    """Turns in a row, and the state of the loop before the first of them; None: a new loop's.
+    """Consecutive iterations, and the state of the loop before the first; None for a new loop.
 
-    `max_bytes` hold two segments, or one whose state is large.
+    `max_bytes` is enough for two segments, or for one with a large state.
     """
 
     def __init__(self, state: LoopState | None, max_bytes: int) -> None:
@@ -146,7 +149,7 @@ class _Segment:
 
 
 def turn_bytes(turn: Iteration) -> int:
-    """Without the schedule, which is not kept as long. Most turns hold little to look at."""
+    """Estimate the bytes of an iteration without its schedule, which is dropped earlier."""
     intake = turn.intake
     size = 4 * OBJECT
     if intake.requests or intake.stops or intake.failures or intake.ready:
@@ -161,7 +164,7 @@ def turn_bytes(turn: Iteration) -> int:
 
 
 def schedule_bytes(schedule: Schedule) -> int:
-    """It counts the rows alone: they are many."""
+    """Estimate the bytes of a schedule; the rows are counted without looking at each."""
     rows = len(schedule.context_rows) + len(schedule.generation_rows)
     size = OBJECT * (1 + 2 * rows + len(schedule.block_copies))
     for others in (schedule.block_appends, schedule.starts, schedule.beam_forks, schedule.drafts):

@@ -1,6 +1,7 @@
-"""The file of a black box: the host's, or one of few in the temporary folder.
+"""The file of a black box: the path that the host names, or a file in the temporary folder.
 
-Prompts are in it, so that a file of the temporary folder is for its owner alone, and not for long.
+The file contains prompts, so files in the temporary folder are readable by their owner only, are
+few, and are deleted after a week.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _MOST_FILES, _MOST_DAYS = 16, 7
 
 
 class BlackBoxFile:
-    """Written at each failure, over the one before. `path` None: in the temporary folder."""
+    """A file that each failure overwrites; in the temporary folder if `path` is None."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._given = path
@@ -34,7 +35,7 @@ class BlackBoxFile:
             file.write(text)
         if self._temporary is None:
             self._temporary = Path(name)
-        else:  # whatever is there by now: the file, nothing, or another user's link
+        else:  # replaces the file, or a link that another user has put there
             os.replace(name, self._temporary)
         return self._temporary
 
@@ -43,7 +44,7 @@ def prune_black_boxes(folder: Path) -> None:
     """Remove this user's black boxes that are older than a week, and all but the newest 15."""
     found = []
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
-        with suppress(OSError):  # another process has just removed it
+        with suppress(OSError):  # another process may have just removed it
             status = path.lstat()
             if status.st_uid == os.getuid():
                 found.append((status.st_mtime, path))

@@ -1,4 +1,4 @@
-"""Where two schedules differ first, and a schedule in one line: for people to read."""
+"""Texts for people: the first difference of two schedules, and a schedule in one line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from gptmanager.step import Schedule
 
-_NOTHING = "nobody runs"
+_NOTHING = "no request runs"
 
 
 def difference(recorded: Any, replayed: Any, path: str) -> tuple[str, Any, Any] | None:
-    """Where two values differ first: path, and what is there in each."""
+    """Return the first difference of two values: its path, and the value on each side."""
     if recorded == replayed:
         return None
     names = getattr(recorded, "_fields", None)
@@ -32,7 +32,7 @@ def difference(recorded: Any, replayed: Any, path: str) -> tuple[str, Any, Any] 
 
 
 def summary(schedule: Schedule | None) -> str:
-    """A schedule in one line."""
+    """Return a description of a schedule in one line."""
     if schedule is None:
         return _NOTHING
     context = " ".join(

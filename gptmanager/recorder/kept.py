@@ -1,8 +1,8 @@
-"""The data that a black box keeps of each iteration: all that a replay reads, and no more.
+"""The data of each iteration that a black box keeps: exactly what a replay reads.
 
-It copies requests: a host may write over its arrays later, or give a part of a larger array. Of
-numbers for the executor it keeps the digest, of processors the name, of errors the text: what these
-hold would live as long as the black box.
+Requests are copied, because a host may overwrite its arrays later, or pass a part of a larger
+array. Numbers that only the executor reads are kept as a digest, processors as a name, and errors
+as a text: the objects that they refer to would live as long as the black box.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gptmanager.step import Failure, Intake, Schedule, SequenceStart, StepResult
 
 
 class Keeper:
-    """Copies intakes. It reads rows as admission does, so it knows how wide they must be."""
+    """Copies intakes. It reads rows as admission does, so it needs their widths."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         self._vocab_size = vocab_size
@@ -65,22 +65,22 @@ class Keeper:
 
     def _tensor(self, name: str, value: Any, request: InferenceRequest) -> Any:
         if name == "lora_weights" and isinstance(value, (np.ndarray, torch.Tensor, list, tuple)):
-            with suppress(BaseException):  # it is refused
+            with suppress(BaseException):  # admission refuses it
                 return without_weights(value)
         if name in ROW_INPUTS:
-            with suppress(BaseException):  # it ends the request, in a replay again
+            with suppress(BaseException):  # the error ends the request, also in a replay
                 rows = self._rows(name, value, request.tensors)
                 if rows is None:
                     return HostRows(None)
-                request.tensors[name] = rows  # for admission: a digest takes long
+                request.tensors[name] = rows  # admission reuses them: a digest is slow to compute
                 return rows.without_numbers()
         try:
             value_bytes(value)
             if is_too_large(name, value):
                 return Opaque(type(value).__name__)
-        except BaseException:  # noqa: B036 - a host's object, in a list perhaps; it is refused
+        except BaseException:  # noqa: B036 - an object of the host; admission refuses it
             return Opaque(type(value).__name__)
-        with suppress(BaseException):  # a tensor that cannot be copied
+        with suppress(BaseException):  # some tensors cannot be copied
             if isinstance(value, np.ndarray):
                 return value.copy()
             if isinstance(value, torch.Tensor):
@@ -88,7 +88,7 @@ class Keeper:
         return value
 
     def _rows(self, name: str, value: Any, tensors: dict[str, Any]) -> HostRows | None:
-        """Read rows of numbers as admission does; None if all are zero."""
+        """Read rows of numbers as admission does; return None if all are zero."""
         if name == "embedding_bias":
             return read_bias(name, value, self._vocab_size)
         if name == "draft_logits":
@@ -108,7 +108,7 @@ def kept_result(result: StepResult) -> StepResult:
 
 
 def _texts(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """An error holds the frames that it passed, and they the tensors of a step."""
+    """Replace errors by texts: an error refers to stack frames, and these to a step's tensors."""
     return tuple(
         failure._replace(error=RecordedError(response_text(failure.error))) for failure in failures
     )
@@ -124,9 +124,9 @@ def _text_of(done: AdapterDone) -> AdapterDone:
 def _named(processor: Any) -> Any:
     try:
         if not is_post_processor(processor):
-            return processor  # None, or what is refused
+            return processor  # None, or a value that admission refuses
         named = RequestProcessor(processor)
-    except BaseException:  # noqa: B036 - what an attribute of the host's raises; it is refused
+    except BaseException:  # noqa: B036 - an object of the host; it is refused
         return Opaque(type(processor).__name__)
     return recorded_processor(named.name, named.prepares)
 

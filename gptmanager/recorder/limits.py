@@ -1,6 +1,7 @@
-"""Limits of the numbers in a recording: a few bytes must not ask for a day or a terabyte.
+"""Limits for the numbers in a recording, so that a small file cannot cost a day or a terabyte.
 
-The bounds are far above the numbers of any machine. Whether a schedule is right a replay decides.
+The bounds are far above the numbers of any machine. They do not decide whether a schedule is
+correct: the replay does.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from gptmanager.errors import RecordingError
 from gptmanager.request.adapter import LORA_MODULE_NAMES
 from gptmanager.step import Intake, Row, Schedule, StepResult
 
-_BLOCKS = 1 << 21  # of the pool and the host tier together: their accounts take 200 bytes each
-_TOKENS = 1 << 24  # of a sequence, or of a block, which may be a whole one
+_BLOCKS = 1 << 21  # in the pool and the host tier together; each costs 200 bytes of bookkeeping
+_TOKENS = 1 << 24  # in a sequence, or in a block, which may hold a whole sequence
 _INT32 = (1 << 31) - 1
 _TABLES = 1 << 24  # entries of all block tables of one request
-_SECONDS = 1e12  # of a monotonic clock
+_SECONDS = 1e12  # on a monotonic clock
 
 _SIZES = {
     "num_blocks": (1, _BLOCKS),
@@ -39,8 +40,10 @@ _LOOKUP = {"max_draft_tokens": (1, 1 << 12), "max_ngram": (1, 32), "min_ngram": 
 
 
 def without_code(params: OptionalParams) -> OptionalParams:
-    """Without what only code can hold, and without names of files, which no reader takes; neither
-    decides how a loop schedules.
+    """Return the options without functions and file names.
+
+    No recording can hold functions, and a reader must not use another machine's file names. Neither
+    affects how a loop schedules.
     """
     return replace(
         params,
@@ -52,7 +55,7 @@ def without_code(params: OptionalParams) -> OptionalParams:
 
 
 def checked_blueprint(blueprint: Blueprint) -> Blueprint:
-    """Return it without what names a file or code.
+    """Check every number of a blueprint and return it without file names and functions.
 
     Raises RecordingError for the first field that is out of range or contradicts another one.
     """
@@ -110,7 +113,7 @@ def _check_adapters(sizes: AdapterSizes) -> None:
 
 
 class Bounds:
-    """The bounds of the iterations of a run with this blueprint."""
+    """Checks the numbers of iterations against the limits that a blueprint implies."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         sizes = blueprint.sizes
@@ -121,7 +124,7 @@ class Bounds:
         self._beams = blueprint.max_beam_width
 
     def check(self, intake: Intake, schedule: Schedule | None) -> None:
-        """Raises RecordingError for the first number that no such run has."""
+        """Raise RecordingError for the first number that is impossible in such a run."""
         _require("intake.now", intake.now, -_SECONDS, _SECONDS)
         if schedule is not None:
             self._check_schedule(schedule)
@@ -143,30 +146,32 @@ class Bounds:
             _require_all("parents", fork.parents, self._beams)
 
     def _check_row(self, row: Row) -> None:
-        """A chain of comparisons: there are many rows."""
+        """Check a row with one chain of comparisons, because there are many rows."""
         if not (
             0 <= row.slot <= _INT32
             and 0 <= row.num_drafts < row.num_tokens
             and 0 <= row.position <= row.position + row.num_tokens <= self._tokens
             and 1 <= row.beam_width <= self._beams
         ):
-            raise RecordingError(f"no sequence of {self._tokens} tokens has a {row}")
+            raise RecordingError(
+                f"{row} is impossible in sequences of at most {self._tokens} tokens"
+            )
 
     def check_result(self, result: StepResult) -> None:
-        """Check the numbers of a step's result; see `check`."""
+        """Check the numbers of a step's result, as `check` does."""
         _require("result.now", result.now, -_SECONDS, _SECONDS)
         rows, counts = result.tokens, result.num_tokens
         if rows.ndim != 2 and rows.size:
-            raise RecordingError("result.tokens is no table")
+            raise RecordingError("result.tokens must have two dimensions")
         if counts is not None:
             _require("len(result.num_tokens)", len(counts), len(rows), len(rows))
             _require_all("result.num_tokens", counts.tolist(), rows.shape[-1] + 1)
         for beams in result.beams:
             lengths = [*map(len, beams.tokens)]
             if lengths != [*map(len, beams.log_probs)] or len(set(lengths)) != 1 or not lengths[0]:
-                raise RecordingError("candidates of beams do not have a log probability each")
+                raise RecordingError("each candidate of a beam must have one log probability")
             if max(map(max, beams.tokens)) > _INT32 or min(map(min, beams.tokens)) < ~_INT32:
-                raise RecordingError("a candidate of a beam is no token")
+                raise RecordingError("a candidate of a beam must be a token id")
 
 
 def _require(name: str, value: Any, low: float, high: float) -> None:

@@ -1,8 +1,9 @@
-"""The recorder: stands between a loop and its world and writes down what passes.
+"""The recorder writes down all that passes between a loop, its host and its executor.
 
-`RecordingHost` and `RecordingExecutor` stand before the host and the executor of a `TokenLoop`.
-Either everything goes to a file, or the last iterations stay in memory and are written when the
-loop fails. The loop decides the same with it and without, and no error of it reaches the loop.
+`RecordingHost` and `RecordingExecutor` wrap the host and the executor of a `TokenLoop`. Either
+everything is written to a file, or the last iterations stay in memory and are written when the loop
+fails. The loop makes the same decisions with and without a recorder, and no error of the recorder
+reaches the loop.
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ _FLUSH_S = 1.0
 
 
 class Recorder:
-    """Writes a recording to `path`, or keeps the last `keep` iterations for `fail` to write, in
-    about `max_bytes`.
+    """Write a recording to `path`, or keep the last `keep` iterations in about `max_bytes`.
 
-    `black_box_path` None: a new file in the temporary folder, readable by its owner only. With
-    `path`, or with `keep` = 0, there is no black box.
+    `fail` writes the kept iterations to `black_box_path`, by default a new file in the temporary
+    folder that only its owner can read. With `path`, or with `keep` = 0, there is no black box.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Recorder:
         self._black_box_file = BlackBoxFile(black_box_path)
         self._turn: Iteration | None = None
         self._num_turns = 0
-        self._num_idle = 0  # turns since the last that had something to do
+        self._num_idle = 0  # iterations since the last one with work
         self._black_box: BlackBox | None = None
         self._flushed = 0.0
         self._path = path
         self._file: IO[bytes] | None = None
-        self.error = ""  # what cut the file off
+        self.error = ""  # the error that ended the file early
 
     @property
     def is_on(self) -> bool:
@@ -78,12 +78,12 @@ class Recorder:
                 self._file = Path(self._path).open("wb")
             except OSError as error:
                 raise ConfigError(
-                    f"the recording {str(self._path)!r} cannot be written: {error.strerror}"
+                    f"cannot write the recording {str(self._path)!r}: {error.strerror}"
                 ) from error
         self._write(to_json(make_header(blueprint)))
 
     def close(self, reason: str = "drained", error: str = "") -> None:
-        """End the recording: what passes from now on belongs to no iteration."""
+        """End the recording: nothing is recorded from now on."""
         self.end_turn()
         self._black_box = None
         if self._file is not None:
@@ -98,10 +98,10 @@ class Recorder:
         self.close("failed", text)
 
     def restart(self, loop: Any, error: BaseException) -> None:
-        """Go on after a failed iteration: the loop continues without the requests that ran.
+        """Continue after a failed iteration; the loop has dropped the requests that ran.
 
-        Nothing in the recording leads to its state now, so a file gets that state. A black box is
-        written, over the one of the failure before, and begins anew.
+        The recorded iterations do not lead to the loop's new state, so a file gets that state. A
+        black box is written, replacing the one of the previous failure, and starts again empty.
         """
         try:
             box = self._black_box
@@ -113,10 +113,10 @@ class Recorder:
             if self._turn is not None:
                 self._turn.recovered = loop.state()
             self.end_turn()
-        except BaseException as raised:  # noqa: B036 - a loop that could go on must not end by this
+        except BaseException as raised:  # noqa: B036 - the loop must still continue
             self._give_up(raised)
 
-    # What the two doors call ---------------------------------------------------------------
+    # Called by the host and the executor -----------------------------------------------------
 
     def end_turn(self) -> None:
         """Complete the current iteration; called at the start of the next one."""
@@ -135,14 +135,14 @@ class Recorder:
                 self._write(turn.line(), flushes)
             elif self._black_box is not None:
                 self._black_box.add(turn)
-        except BaseException as error:  # noqa: B036 - what cannot be written must not end the loop
+        except BaseException as error:  # noqa: B036 - a failed write must not end the loop
             self._give_up(error)
 
     def begin_turn(self, num_active: int, intake: Intake) -> None:
         if self._black_box is not None and (intake.requests or intake.failures or intake.adapters):
             try:
                 intake = self._black_box.keeper.intake(intake)
-            except BaseException as error:  # noqa: B036 - what cannot be kept must not end the loop
+            except BaseException as error:  # noqa: B036 - a failed copy must not end the loop
                 self._give_up(error)
         self._turn = turn = Iteration(self._num_turns, num_active, intake)
         turn.ends, turn.idle_turns = None if self._file is None else (), self._num_idle
@@ -166,10 +166,10 @@ class Recorder:
             reason = "ERROR" if value is None else FinishReason(int(value[0, 0])).name
             turn.ends += (End(request_id, reason, error),)
 
-    # Inside --------------------------------------------------------------------------------
+    # Private -------------------------------------------------------------------------------
 
     def _write_black_box(self, box: BlackBox, text: str) -> None:
-        """Write the black box, unless no step has ended since the last failure."""
+        """Write the black box, unless no step has completed since the last failure."""
         last, self._turn = self._turn, None
         if not box.tells_something:
             return
@@ -183,8 +183,8 @@ class Recorder:
                 "the last iterations are written to %s; look at them with `gptmanager replay %s`",
                 *(path, path),
             )
-        except BaseException:  # noqa: B036 - the recorder must not cost the final responses
-            logger.exception("the black box could not be written")
+        except BaseException:  # noqa: B036 - the final responses must still be sent
+            logger.exception("cannot write the black box")
 
     def _write(self, line: bytes, flushes: bool = False) -> None:
         if self._file is None:
@@ -199,7 +199,7 @@ class Recorder:
     def _give_up(self, error: BaseException) -> None:
         self.error = response_text(error)
         trace = None if isinstance(error, OSError) else error
-        logger.error("recording ends here: %s", self.error, exc_info=trace)
+        logger.error("the recording ends early: %s", self.error, exc_info=trace)
         self._black_box = None
         self._close_file()
 
@@ -208,9 +208,9 @@ class Recorder:
         if file is not None:
             try:
                 file.close()
-            except OSError as error:  # what was still to be flushed
+            except OSError as error:  # raised by the last flush
                 self.error = self.error or response_text(error)
-                logger.error("the recording is cut off: %s", response_text(error))
+                logger.error("the recording is truncated: %s", response_text(error))
 
 
 class RecordingHost(HostTap):
@@ -233,7 +233,7 @@ class RecordingHost(HostTap):
             host.respond(request_id, tensors, is_final, error)
 
         host_fetch, self.fetch = host.fetch, fetch
-        if recorder.writes_file:  # responses are many, and a black box keeps none
+        if recorder.writes_file:  # a black box keeps none of the many responses
             self.respond = respond
 
 
@@ -265,7 +265,7 @@ def build_recorded_loop(
     phase_times: PhaseTimes,
     final: MakeFinal = final_tensors,
 ) -> TokenLoop:
-    """Build a loop, see `build_loop`, with `recorder` around it if it is on."""
+    """Build a loop as `build_loop` does, observed by `recorder` if that is on."""
     if not recorder.is_on:
         return build_loop(blueprint, host, executor, phase_times=phase_times, final=final)
     loop = build_loop(

@@ -1,7 +1,7 @@
 """A recording as values, and its file: versioned JSON lines.
 
-The first line is the header, then comes a line for each iteration, then at most one that tells
-how the run ended. docs/recording.md describes every key.
+The first line is the header. Then follow one line for each iteration, and at most one line that
+says how the run ended. docs/recording.md describes every key.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from gptmanager.step import Intake, Schedule, StepResult
 FORMAT = "gptmanager.recording"
 VERSION = 5
 _ONE_END_ID = 4  # as 5, but sampling parameters have `end_id`, -1 for none
-_ONE_PENDING = 3  # as 4, but a state has one schedule that is pending, or null
+_ONE_PENDING = 3  # as 4, but a state has one pending schedule, or null
 
 _LONGEST_LINE = 1 << 30  # bytes
-_UNFOLDED_PER_BYTE = 16  # numbers that the bytes of the file may stand for, beside a first stock
+_UNFOLDED_PER_BYTE = (
+    16  # numbers that one byte of the file may expand to, in addition to an initial allowance
+)
 
 
 class End(NamedTuple):
@@ -56,9 +58,8 @@ class RunEnd:
 class Header:
     """The first line of a recording: the parts of the recorded loop.
 
-    `blueprint`: options, sizes, policy; of a scheduler of the host's own there is the name alone.
-    `state`: the loop before the first iteration of the recording, None: nothing was active and no
-    memory had ever been taken.
+    `blueprint`: options, sizes, policy; for a host's own scheduler only the name. `state`: the loop
+    before the first iteration of the recording; None if it was idle and had never allocated memory.
     """
 
     blueprint: Blueprint
@@ -70,15 +71,15 @@ class Header:
 
 @dataclass(slots=True)
 class Iteration:
-    """One turn of the loop that had something to do. Changed only while it is recorded.
+    """One iteration of the loop that had work. It changes only while it is being recorded.
 
-    `index` counts them from the start of the run. `num_active`: before the intake was taken in.
-    `schedule` None: nobody ran, or, with `kept` False, it was not kept. `result` belongs to the
-    schedule with the iteration number `result_of`: under run-ahead that of an earlier turn.
-    `recalled`: what was taken before it, if that was more than one: such a number with its result,
-    each. `ends` None: not recorded, as in a black box. `idle_turns`: turns without work since the
-    iteration before; None: not recorded. `recovered`: the state after an iteration that raised;
-    None: it did not raise.
+    `index` counts from the start of the run. `num_active`: active requests before the intake.
+    `schedule` None: no request ran, or, with `kept` False, the schedule was dropped. `result`
+    belongs to the schedule with the iteration number `result_of`, an earlier iteration under
+    run-ahead. `recalled`: earlier results, if the iteration took several, each with the number of
+    its schedule. `ends` None: not recorded, as in a black box. `idle_turns`: iterations without
+    work since the previous one; None: not recorded. `recovered`: the state after an iteration that
+    raised, otherwise None.
     """
 
     index: int
@@ -95,14 +96,14 @@ class Iteration:
 
     @property
     def results(self) -> tuple[tuple[int, StepResult], ...]:
-        """All of them in order, each with the number of its schedule."""
+        """All results in order, each with the number of its schedule."""
         if self.result is None or self.result_of is None:
             return self.recalled
         return *self.recalled, (self.result_of, self.result)
 
     @property
     def is_empty(self) -> bool:
-        """Nothing came in, and nothing ran."""
+        """Whether the intake was empty and nothing ran."""
         intake = self.intake
         has_come = intake.requests or intake.stops or intake.failures or intake.ready
         of_adapters = intake.adapters or intake.forgotten_adapters
@@ -116,8 +117,9 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A whole recorded run, or the end of one. `name`: of its file; `lines`: those of the
-    iterations in it, counted from 1.
+    """A whole recorded run, or the end of one.
+
+    `name`: of its file; `lines`: the line numbers of the iterations, counted from 1.
     """
 
     header: Header
@@ -127,7 +129,7 @@ class Recording:
     lines: tuple[int, ...] = ()
 
     def where(self, iteration: int | None = None) -> str:
-        """Return where in the file the header is, or the iteration at this place in the tuple."""
+        """Return the place in the file of the header, or of `iterations[iteration]`."""
         if iteration is None:
             return f"{self.name}, line 1"
         line = self.lines[iteration] if iteration < len(self.lines) else iteration + 2
@@ -135,13 +137,13 @@ class Recording:
 
     @property
     def duration_s(self) -> float:
-        """From the first intake to the last result."""
+        """Seconds from the first intake to the last result."""
         results = [result.now for turn in self.iterations for _, result in turn.results]
         return results[-1] - self.iterations[0].intake.now if results else 0.0
 
 
 def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[str, Any]:
-    """The header line of a recording that is being written."""
+    """Return the header line of a new recording."""
     create = blueprint.scheduler.create_scheduler
     name = "" if create is None else getattr(create, "__qualname__", type(create).__name__)
     return {
@@ -163,10 +165,10 @@ def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[st
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """Read a recording whole. Raises RecordingError naming the line that is wrong.
+    """Read a whole recording. Raises RecordingError with the number of the wrong line.
 
-    A last line that a crash has cut off is left out, with a warning. Anybody may have written the
-    file: nothing of it is run, and no name in it is looked up.
+    A last line that a crash has cut off is dropped with a warning. The file may come from a
+    stranger: no code in it is run, and no name in it is looked up.
     """
     try:
         with _open(path) as file:
@@ -180,7 +182,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
 
 
 def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
-    """Read a recording's lines, see `read_recording`; messages contain `name`."""
+    """Read a recording from its lines, as `read_recording` does; messages contain `name`."""
     allowance = Allowance()
     values = _values(lines, name, allowance)
     _, first = next(values, (0, {}))
@@ -193,7 +195,7 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
         kind = value.get("kind")
         with located(f"{name}, line {number}"):
             if end is not None:
-                raise RecordingError("the recording had ended before")
+                raise RecordingError("a line follows the end of the recording")
             if kind == "iteration":
                 value["recovered"] = _upgraded(value.get("recovered"), header)
                 iteration = decoder.decode(Iteration, value)
@@ -201,7 +203,7 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
                 for _, result in iteration.results:
                     bounds.check_result(result)
                 if iteration.index <= (iterations[-1].index if iterations else -1):
-                    raise RecordingError(f"iteration {iteration.index} comes too late")
+                    raise RecordingError(f"iteration {iteration.index} is out of order")
                 iterations.append(iteration)
                 numbers.append(number)
             elif kind == "end":
@@ -215,7 +217,7 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
 def located(where: str) -> Iterator[None]:
     """Turn any error inside the `with` block into a RecordingError that names `where`.
 
-    The recording may come from anybody: only the types of its values are sure.
+    A recording may come from a stranger: only the types of its values are certain.
     """
     try:
         yield
@@ -228,12 +230,12 @@ def located(where: str) -> Iterator[None]:
 
 
 def _open(path: str | os.PathLike[str]) -> IO[bytes]:
-    """A regular file: a device or a pipe has no end that one could wait for."""
+    """Open a regular file; a device or a pipe may never end."""
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     file = open(number, "rb")
     if not stat.S_ISREG(os.fstat(number).st_mode):
         file.close()
-        raise RecordingError(f"{path} is no regular file")
+        raise RecordingError(f"{path} must be a regular file")
     return file
 
 
@@ -247,30 +249,30 @@ def _lines(file: IO[bytes], name: str) -> Iterator[bytes]:
 def _values(
     lines: Iterable[bytes], name: str, allowance: Allowance
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines that are not empty, with their numbers; each adds to what they may unfold to."""
+    """Yield the nonempty lines and their numbers; each line increases `allowance`."""
     numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
     for number, line in numbered:
         try:
             value = orjson.loads(line)
         except orjson.JSONDecodeError as error:
             if number == 1 or next(numbered, None) is not None:
-                raise RecordingError(f"{name}, line {number} is no JSON: {error}") from error
-            logger.warning("%s, line %d is cut off and left out", name, number)
+                raise RecordingError(f"{name}, line {number} must be JSON: {error}") from error
+            logger.warning("%s, line %d is truncated, so it is dropped", name, number)
             return
         if not isinstance(value, dict):
-            raise RecordingError(f"{name}, line {number} is no JSON object")
+            raise RecordingError(f"{name}, line {number} must be a JSON object")
         allowance.left += _UNFOLDED_PER_BYTE * len(line)
         yield number, value
 
 
 def _read_header(value: Mapping[str, Any], allowance: Allowance) -> tuple[Header, Decoder, Bounds]:
     if value.get("format") != FORMAT:
-        raise RecordingError(f"it is no recording: its first line is not a {FORMAT} header")
+        raise RecordingError(f"not a recording: its first line must be a {FORMAT} header")
     version = value.get("version")
     if version not in (_ONE_PENDING, _ONE_END_ID, VERSION):
         raise RecordingError(
             f"it has format version {reprlib.repr(version)}, this library ({distribution.VERSION}) "
-            f"reads versions {_ONE_PENDING} to {VERSION}: look at it with the library that "
+            f"reads versions {_ONE_PENDING} to {VERSION}: read it with the library that "
             f"wrote it ({reprlib.repr(value.get('library'))}), or record the run again"
         )
     names = Decoder({}).decode(dict[str, list[str]], value.get("fields"))
@@ -288,7 +290,7 @@ def _read_header(value: Mapping[str, Any], allowance: Allowance) -> tuple[Header
 
 
 def _upgraded(state: Any, header: Header) -> Any:
-    """A state's JSON value as it is written today."""
+    """Return a state's JSON value in the current format."""
     if state is not None and header.version == _ONE_PENDING:
         index = header.fields["LoopState"].index("pending")
         state[index] = [] if state[index] is None else [state[index]]
@@ -296,6 +298,6 @@ def _upgraded(state: Any, header: Header) -> Any:
 
 
 def _with_end_ids(params: dict[str, Any]) -> dict[str, Any]:
-    """Sampling parameters as they are written today."""
+    """Return sampling parameters in the current format."""
     end_id = params.get("end_id", -1)
     return {**params, "end_ids": [] if end_id == -1 else [end_id]}

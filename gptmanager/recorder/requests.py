@@ -1,7 +1,7 @@
-"""Requests of a recording as JSON and back, with their tensors: what a host gave, as it was.
+"""Requests of a recording to JSON and back, with their tensors exactly as the host gave them.
 
-A host may give anything: a value that no JSON can hold is written as opaque. A recording may come
-from anybody: it gives numbers, texts, lists of them, and tensors of known dtypes, nothing else.
+A host may pass anything: a value that JSON cannot hold is written as opaque. A recording may come
+from a stranger, so it yields only numbers, strings, lists of these, and tensors of known dtypes.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from gptmanager.request.read_tensors import ROW_INPUTS, is_too_large
 _NUMBERS = (
     *("bool", "uint8", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64"),
-)  # that torch and NumPy have
+)  # dtypes of both torch and NumPy
 _DTYPES = {
     "torch": (*_NUMBERS, "bfloat16"),
     "numpy": (*_NUMBERS, "uint16", "uint32", "uint64"),
 }
-# of the items, by kind of dtype
+# Python types of the items, by kind of dtype
 _ITEMS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEFAULT = InferenceRequest(0)  # has the default of each keyword
-_LONGEST = (1 << 31) - 1  # of a shape
-_MAX_DEPTH = 32  # of lists in lists, and of shapes
-_CHEAP = 16  # times: numbers that are never made into a list of tokens
+_LONGEST = (1 << 31) - 1  # the longest dimension of a shape
+_MAX_DEPTH = 32  # of nested lists, and dimensions of a shape
+_CHEAP = 16  # factor for numbers that never become a list of tokens
 
 
 class RecordedError(Exception):
-    """An error that a recording tells of; its text is that of the original, class included."""
+    """An error read from a recording, with the original's class and message as its text."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class Opaque:
-    """Stands for a value that no JSON can hold. Admission refuses it as it refused the original."""
+    """Replaces a value that JSON cannot hold. Admission refuses it, as it did the original."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -55,7 +55,7 @@ class Opaque:
 
 
 class RecordedProcessor:
-    """Stands for a logits post-processor. A replay never calls it: the tokens are recorded."""
+    """Replaces a logits post-processor. A replay never calls it: the tokens are recorded."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -65,7 +65,7 @@ class RecordedProcessor:
 
 
 class RecordedPreparation(RecordedProcessor):
-    """One for which the request waited."""
+    """Replaces a post-processor with a preparation that the request waited for."""
 
     def prepare(self, device: str) -> None:
         self()
@@ -76,25 +76,25 @@ def recorded_processor(name: str, prepares: bool) -> RecordedProcessor:
 
 
 class Allowance:
-    """How many equal numbers the few bytes of a "fill" may stand for, in all of a recording."""
+    """How many numbers the "fill" values of a recording may still expand to, in total."""
 
     def __init__(self, left: int = 1 << 20) -> None:
         self.left = left
 
     def take(self, name: str, count: int) -> None:
         if name in ("lora_weights", "lora_config"):
-            return  # nothing is made of the first, nor of more rows than a model has modules
+            return  # weights are not expanded, and a model has a limited number of modules
         self.left -= count // _CHEAP if name in ROW_INPUTS else count
         if self.left < 0:
             raise RecordingError(
-                f"{name} stands for {count} equal values: more than a recording of this size holds"
+                f"{name} expands to {count} equal values: too many for a recording of this size"
             )
 
 
 def without_weights(value: Any) -> Any:
-    """Return `lora_weights` as a recording keeps them: their number alone.
+    """Return `lora_weights` as a recording keeps them: only their number.
 
-    Their digest is recorded later, when they have been read.
+    Their digest is recorded later, after they have been read.
     """
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)  # as admission does
@@ -107,7 +107,7 @@ def without_weights(value: Any) -> Any:
 
 
 def plain_request(request: InferenceRequest) -> dict[str, Any]:
-    """A request as JSON values; what is None or the default is left out."""
+    """Return a request as JSON values, without values that are None or the default."""
     plain: dict[str, Any] = {"request_id": request.request_id}
     plain["tensors"] = {
         str(name): plain_or_opaque(name, value) for name, value in list(request.tensors.items())
@@ -122,7 +122,7 @@ def plain_keywords(request: InferenceRequest) -> dict[str, Any]:
         value, default = getattr(request, name), getattr(_DEFAULT, name)
         if type(value) is not type(default) or value != default:
             plain[name] = _value_or_opaque(value)
-    with suppress(BaseException):  # a host's object: it stays opaque
+    with suppress(BaseException):  # an object of the host stays opaque
         processor = request.logits_post_processor
         if is_post_processor(processor):
             named = RequestProcessor(processor)
@@ -131,9 +131,9 @@ def plain_keywords(request: InferenceRequest) -> dict[str, Any]:
 
 
 def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
-    """Raises RecordingError for what is no request."""
+    """Return the request in `plain`; raises RecordingError if it is not a valid one."""
     if not isinstance(plain, dict) or not isinstance(plain.get("tensors"), dict):
-        raise RecordingError("a request is an object with tensors")
+        raise RecordingError("a request must be an object with tensors")
     attributes = {name: value_from_plain(plain[name]) for name in KEYWORDS if name in plain}
     tensors = {
         name: tensor_from_plain(name, value, allowance) for name, value in plain["tensors"].items()
@@ -141,7 +141,7 @@ def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
     request_id = plain.get("request_id")
     try:
         if type(request_id) is not int:
-            raise TypeError("it is no integer")
+            raise TypeError("it must be an integer")
         return InferenceRequest(request_id, tensors, **attributes)
     except (RequestError, TypeError, ValueError) as error:
         raise RecordingError(f"request_id: {error}") from error
@@ -152,22 +152,22 @@ def plain_or_opaque(name: str, value: Any) -> Any:
         if name == "lora_weights":
             return _plain_weights(without_weights(value))
         return _opaque(value) if is_too_large(name, value) else plain_tensor(value)
-    except BaseException:  # noqa: B036 - a host's object
+    except BaseException:  # noqa: B036 - raised by an object of the host
         return _opaque(value)
 
 
 def _value_or_opaque(value: Any) -> Any:
     try:
         return _plain_value(value)
-    except BaseException:  # noqa: B036 - a host's object
+    except BaseException:  # noqa: B036 - raised by an object of the host
         return _opaque(value)
 
 
 def plain_tensor(value: Any) -> Any:
-    """`{"torch" | "numpy": dtype, "shape": [...], "data": [...]}`, or a plain value.
+    """Return `{"torch" | "numpy": dtype, "shape": [...], "data": [...]}`, or a plain value.
 
-    "data" is flat; "fill" stands for many equal values. `{"rows": digest, "count": n}`: numbers
-    that only an executor reads.
+    "data" is flat; "fill" abbreviates many equal values. `{"rows": digest, "count": n}` replaces
+    numbers that only an executor reads.
     """
     if isinstance(value, HostRows):
         return {"rows": value.digest, "count": value.count}
@@ -180,12 +180,12 @@ def plain_tensor(value: Any) -> Any:
         if dtype not in _DTYPES[kind]:  # 8-bit floats, or unsigned integers
             kind, dtype = "numpy", array.dtype.name
     elif isinstance(value, np.ndarray):
-        value = np.asarray(value)  # no matrix, and nothing masked
+        value = np.asarray(value)  # no np.matrix and no masked array
         array = value.astype(np.float64) if value.dtype == np.longdouble else value
         kind, dtype = "numpy", array.dtype.name
     else:
         return _plain_value(value)
-    if array.dtype.kind == "O":  # integers, perhaps
+    if array.dtype.kind == "O":  # may be large integers
         return _plain_value(array.tolist())
     if array.dtype.name not in _DTYPES["numpy"]:
         return _opaque(value)
@@ -204,14 +204,14 @@ def tensor_from_plain(name: str, plain: Any, allowance: Allowance) -> Any:
     if isinstance(plain, dict) and "rows" in plain:
         count = plain.get("count")
         if name not in ROW_INPUTS or type(count) is not int or not 0 <= count < 1 << 31:
-            raise RecordingError(f"{name} does not stand for rows")
+            raise RecordingError(f"{name}: invalid rows")
         return HostRows(None, _text(plain["rows"]), count)
     kind = next((kind for kind in _DTYPES if isinstance(plain, dict) and kind in plain), None)
     if kind is None:
         return value_from_plain(plain)
     dtype, shape = plain[kind], _shape(name, plain.get("shape"))
     if not isinstance(dtype, str) or dtype not in _DTYPES[kind]:
-        raise RecordingError(f"{name}: a recording has no {kind} tensors of that dtype")
+        raise RecordingError(f"{name}: a recording must not have {kind} tensors of that dtype")
     storage = np.dtype("float32" if dtype == "bfloat16" else dtype)
     is_filled = "fill" in plain
     data = [plain["fill"]] if is_filled else plain.get("data")
@@ -228,19 +228,19 @@ def tensor_from_plain(name: str, plain: Any, allowance: Allowance) -> Any:
 def _shape(name: str, shape: Any) -> list[int]:
     is_list = isinstance(shape, list) and len(shape) <= _MAX_DEPTH
     if not is_list or any(type(n) is not int or not 0 <= n <= _LONGEST for n in shape):
-        raise RecordingError(f"{name} has no shape")
+        raise RecordingError(f"{name} must have a valid shape")
     lengths: list[int] = shape
     return lengths
 
 
 def _array(name: str, data: Any, dtype: np.dtype[Any], size: int) -> np.ndarray:
-    """The numbers as they stand in the file."""
+    """Return the numbers of the file as an array."""
     if not isinstance(data, list) or len(data) != size:
-        raise RecordingError(f"{name} does not have the {size} values of its shape")
+        raise RecordingError(f"{name} must have {size} values, as its shape says")
     if dtype.kind == "f" and dict in set(map(type, data)):
         data = [_not_finite(item) if isinstance(item, dict) else item for item in data]
     if not set(map(type, data)) <= _ITEMS[dtype.kind]:
-        raise RecordingError(f"{name} has values that are no {dtype}")
+        raise RecordingError(f"{name} must have values of dtype {dtype}")
     try:
         with np.errstate(over="ignore"):
             return np.array(data, dtype=dtype)
@@ -262,7 +262,7 @@ def _plain_value(value: Any, depth: int = 0) -> Any:
 
 
 def _plain_weights(value: Any) -> Any:
-    """Return weights in plain form, see `without_weights`. There may be very many of them."""
+    """Return weights as JSON values, see `without_weights`. There may be very many of them."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_nested or value.is_meta:
             return _opaque(value)
@@ -283,10 +283,10 @@ def _opaque(value: Any) -> dict[str, str]:
 
 
 def value_from_plain(plain: Any, depth: int = 0) -> Any:
-    """A number, a text, a list of such, or what stands for something else."""
+    """Return a number, a string, a list of these, or the replacement of another object."""
     if isinstance(plain, list):
         if depth >= _MAX_DEPTH:
-            raise RecordingError(f"lists lie more than {_MAX_DEPTH} deep in each other")
+            raise RecordingError(f"lists are nested more than {_MAX_DEPTH} deep")
         return [value_from_plain(item, depth + 1) for item in plain]
     if not isinstance(plain, dict):
         return plain
@@ -298,11 +298,11 @@ def value_from_plain(plain: Any, depth: int = 0) -> Any:
 def _not_finite(plain: Mapping[str, Any]) -> float:
     name = plain.get("float")
     if not isinstance(name, str) or name not in _NOT_FINITE:
-        raise RecordingError('{"float": ...} stands for "nan", "inf" and "-inf" alone')
+        raise RecordingError('{"float": ...} must be "nan", "inf" or "-inf"')
     return _NOT_FINITE[name]
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise RecordingError("what stands for an object has a name")
+        raise RecordingError("the replacement of an object must have a string as its name")
     return value

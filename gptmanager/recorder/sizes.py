@@ -1,4 +1,4 @@
-"""How many bytes values take that a black box keeps: estimates, rather too high than too low."""
+"""Estimates, rather too high than too low, of the bytes of values that a black box keeps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gptmanager.kv_cache.state import CachedBlockState
 from gptmanager.peft_cache.state import AdapterState
 from gptmanager.request.inference_request import InferenceRequest
 
-_NUMBER = 40  # in a list or tuple: the number, and the reference to it
-OBJECT = 200  # with a few attributes, or a tuple of some numbers
-_MAX_DEPTH = 8  # of values in values: a list may hold itself
+_NUMBER = 40  # bytes of a number and the reference to it in a list or tuple
+OBJECT = 200  # bytes of an object with a few attributes, or of a tuple with a few numbers
+_MAX_DEPTH = 8  # limits recursion: a list may contain itself
 _PLAIN = {int, float, bool, type(None)}
 
 
 def value_bytes(value: Any, depth: int = 0) -> int:
-    """Return about how many bytes a value takes: one of the loop, or any tensor of a host."""
-    if type(value) is CachedBlockState:  # a state holds many: no look at each of their values
+    """Estimate the bytes of a value: one of the loop's, or any tensor of a host."""
+    if type(value) is CachedBlockState:  # a state holds many, so their values are not examined
         return _NUMBER * (11 + len(value.tokens))
     if type(value) is AdapterState:
         return _NUMBER * (12 + 6 * len(value.rows)) + 4 * len(value.digest)
@@ -48,10 +48,10 @@ def value_bytes(value: Any, depth: int = 0) -> int:
 
 def _length(array: np.ndarray | torch.Tensor) -> int:
     try:
-        if array.ndim and not any(_strides(array)):  # one number, as many times
+        if array.ndim and not any(_strides(array)):  # one number repeated
             return OBJECT
         return OBJECT + int(array.nbytes)
-    except RuntimeError:  # a layout that has none
+    except RuntimeError:  # a layout without strides or storage
         return OBJECT + 8 * array.numel() if isinstance(array, torch.Tensor) else OBJECT
 
 

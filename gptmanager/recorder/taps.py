@@ -1,7 +1,8 @@
-"""A host and an executor that pass every call on: doors at which somebody may look.
+"""A host and an executor that pass every call on, so that calls can be observed.
 
-A call is a field. Who wants to see it puts a function there that calls the one before. That is no
-method of the tap: then only the garbage collector could free the tap.
+Each call is an attribute. An observer replaces it with a function that calls the previous one. The
+function is not a method of the tap: the reference cycle would leave the tap to the garbage
+collector.
 """
 
 from __future__ import annotations

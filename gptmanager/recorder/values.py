@@ -1,9 +1,9 @@
-"""Values of a recording as JSON and back: dataclasses, named tuples, and what they hold.
+"""Values of a recording to JSON and back: dataclasses, named tuples, and the values in them.
 
-Knows types, not their meaning: a field that is added to `Schedule` or `Row` travels by itself.
-A dataclass is an object by field name, a named tuple a list in the order that the recording's
-header gives, a set a sorted list. What is read may come from a stranger: the type that is asked for
-says what is made of it, never the file, and what is of another type is refused.
+The code depends on types, not on their meaning: a new field of `Schedule` or `Row` needs no change
+here. A dataclass becomes an object with its field names, a named tuple a list in the order given in
+the recording's header, a set a sorted list. A recording may come from a stranger: the requested
+type alone decides which value is built, and data of any other type is refused.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _SCALARS = (type(None), bool, int, float, str)
 
 
 def to_json(value: Any) -> bytes:
-    """One line, without its end."""
+    """Return `value` as one line of JSON, without a line end."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     try:
         return orjson.dumps(value, default=_plain, option=options)
-    except TypeError:  # half a surrogate pair in a text of a host: seldom, and not worth a walk
+    except TypeError:  # a lone surrogate in a host's text: too rare to look for it each time
         return orjson.dumps(legible(value, _plain), option=options)
 
 
 def legible(value: Any, plain: Callable[[Any], Any] = str) -> Any:
-    """Return a value as JSON values: enums by name, half surrogate pairs in texts as `\\ud800`.
+    """Return a value as JSON values: enums by name, lone surrogates in texts as `\\ud800`.
 
-    `plain` converts what JSON lacks.
+    `plain` converts values that JSON lacks.
     """
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
@@ -90,13 +90,13 @@ def _plain(value: Any) -> Any:
         return {"processor": value.name, "prepares": value.prepares}
     if isinstance(value, HostRows):
         return value.digest
-    if isinstance(value, np.ndarray):  # not contiguous, or of a dtype that orjson lacks
+    if isinstance(value, np.ndarray):  # not contiguous, or of a dtype that orjson does not know
         return value.tolist()
     raise RecordingError(f"a {type(value).__name__} cannot be recorded: {value!r}")
 
 
 def field_names(*classes: Any) -> dict[str, list[str]]:
-    """The fields of the named tuples that `classes` hold, however deep, by class name."""
+    """Return the fields of all named tuples inside `classes`, at any depth, by class name."""
     found: dict[str, list[str]] = {}
     waiting = list(classes)
     seen: set[Any] = set()
@@ -116,12 +116,12 @@ def field_names(*classes: Any) -> dict[str, list[str]]:
 
 
 class Decoder:
-    """Makes values of given types of JSON values; raises RecordingError for anything else.
+    """Makes values of given types from JSON values; raises RecordingError for anything else.
 
-    `names`: the fields of each named tuple when the file was written. A field that the file does
-    not know yet has its default, one that is gone is dropped. `allowance`: how many numbers a few
-    bytes of the file may still stand for. `upgrades`: of the fields of some dataclasses, as an
-    older file has them, make those of today.
+    `names`: the fields of each named tuple when the file was written. A field that the file lacks
+    gets its default; one that no longer exists is dropped. `allowance`: how many numbers the short
+    forms of the file may still expand to. `upgrades`: functions that convert the fields of some
+    dataclasses from an older format.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Decoder:
         self._readers: dict[Any, _Read] = {**_READERS, InferenceRequest: read_request}
 
     def decode(self, hint: Any, data: Any) -> Any:
-        """A value of type `hint`."""
+        """Return `data` as a value of type `hint`."""
         return self._reader(hint)(data)
 
     def _reader(self, hint: Any) -> _Read:
@@ -164,7 +164,7 @@ class Decoder:
             return self._named_tuple(hint)
         if dataclasses.is_dataclass(hint):
             return self._dataclass(hint)
-        return _refuse  # code, a path, a tensor: no recording holds one
+        return _refuse  # functions, paths and tensors are never in a recording
 
     def _union(self, arguments: tuple[Any, ...]) -> _Read:
         readers = [self._reader(kind) for kind in arguments if kind is not type(None)]
@@ -184,7 +184,7 @@ class Decoder:
 
         def read(data: Any) -> Any:
             if len(_read_list(data)) != len(readers):
-                raise RecordingError(f"{len(data)} values, not {len(readers)}")
+                raise RecordingError(f"{len(data)} values, expected {len(readers)}")
             return tuple(reader(item) for reader, item in zip(readers, data, strict=True))
 
         return read
@@ -206,7 +206,7 @@ class Decoder:
         return read
 
     def _columns(self, kind: Any) -> list[type] | None:
-        """The types of a named tuple's fields, if all are plain and the file has the same."""
+        """Return a named tuple's field types if all are int or bool and the file has them all."""
         if not hasattr(kind, "_fields") or self._names.get(kind.__name__) != list(kind._fields):
             return None
         hints = list(_hints(kind).values())
@@ -219,7 +219,7 @@ class Decoder:
 
         def read(data: Any) -> Any:
             if len(_read_list(data)) != len(written):
-                raise RecordingError(f"{len(data)} values, not {len(written)}: {_short(data)}")
+                raise RecordingError(f"{len(data)} values, expected {len(written)}: {_short(data)}")
             given = dict(zip(written, data, strict=True))
             return _made(kind, readers, given)
 
@@ -237,12 +237,12 @@ def _made(kind: Any, readers: Mapping[str, _Read], given: Mapping[str, Any]) -> 
     }
     try:
         return kind(**fields)
-    except TypeError as error:  # a field that has no default
+    except TypeError as error:  # a field without a default is missing
         raise RecordingError(str(error)) from error
 
 
 def _at(where: str | int, reader: _Read, data: Any) -> Any:
-    """An error says where it is."""
+    """Read `data`; an error names `where`."""
     try:
         return reader(data)
     except RecordingError as error:
@@ -250,7 +250,7 @@ def _at(where: str | int, reader: _Read, data: Any) -> Any:
 
 
 def _fits(data: Any, columns: list[type]) -> bool:
-    """Whether these are rows of values of these types, quickly."""
+    """Return, quickly, whether `data` is a list of rows with these column types."""
     if not isinstance(data, list) or set(map(type, data)) != {list}:
         return False
     if set(map(len, data)) != {len(columns)}:
@@ -266,7 +266,7 @@ def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-# What is no field of anything ----------------------------------------------------------------
+# Readers of single values ---------------------------------------------------------------------
 
 
 def _short(data: Any) -> str:
@@ -275,7 +275,7 @@ def _short(data: Any) -> str:
 
 def _read_exactly(kind: type[_T], data: _T) -> _T:
     if type(data) is not kind:
-        raise RecordingError(f"{_short(data)} is no {kind.__name__}")
+        raise RecordingError(f"{_short(data)} must be of type {kind.__name__}")
     return data
 
 
@@ -286,55 +286,55 @@ _read_dict: Callable[[Any], dict[str, Any]] = functools.partial(_read_exactly, d
 
 def _read_float(data: Any) -> float:
     if type(data) not in (int, float) or not math.isfinite(data):
-        raise RecordingError(f"{_short(data)} is no finite number")
+        raise RecordingError(f"{_short(data)} must be a finite number")
     return float(data)
 
 
 def _read_log_prob(data: Any) -> float:
-    """Read a log probability of single precision; null stands for -inf, which JSON lacks."""
+    """Read a log probability of single precision; null means -inf, which JSON lacks."""
     value = -math.inf if data is None else _read_float(data)
     if data is not None and abs(value) > _FLOAT32_MAX:
-        raise RecordingError(f"{_short(data)} is no number of single precision")
+        raise RecordingError(f"{_short(data)} must be a number in the range of float32")
     return value
 
 
 def _read_scalar(data: Any) -> Any:
     if not isinstance(data, _SCALARS):
-        raise RecordingError(f"{_short(data)} is neither a number nor a text")
+        raise RecordingError(f"{_short(data)} must be a number or a string")
     return data
 
 
 def _read_literal(values: tuple[Any, ...], data: Any) -> Any:
     if type(data) is not str or data not in values:
-        raise RecordingError(f"{_short(data)} is none of {values}")
+        raise RecordingError(f"{_short(data)} must be one of {values}")
     return data
 
 
 def _read_enum(kind: type[Enum], data: Any) -> Enum:
-    """By name, or by number."""
+    """Read an enum by name or by number."""
     members = kind.__members__ if type(data) is str else {m.value: m for m in kind}
     if type(data) not in (str, int) or data not in members:
-        raise RecordingError(f"{_short(data)} is no {kind.__name__}")
+        raise RecordingError(f"{_short(data)} must be a {kind.__name__}")
     return members[data]
 
 
 def _read_array(data: Any) -> np.ndarray:
-    """Int32 of one or two dimensions."""
+    """Read an int32 array with one or two dimensions."""
     try:
         array = np.array(_read_list(data))
     except (ValueError, OverflowError) as error:
-        raise RecordingError(f"{_short(data)} is no array: {error}") from error
+        raise RecordingError(f"{_short(data)} must be an array: {error}") from error
     if array.size and not (
         array.dtype.kind == "i" and _INT32.min <= array.min() <= array.max() <= _INT32.max
     ):
-        raise RecordingError(f"{_short(data)} does not consist of int32 numbers")
+        raise RecordingError(f"{_short(data)} must contain only int32 numbers")
     if array.ndim > 2:
-        raise RecordingError(f"an array of {array.ndim} dimensions, not 1 or 2")
+        raise RecordingError(f"an array has {array.ndim} dimensions, expected 1 or 2")
     return array.astype(np.int32)
 
 
 def _refuse(data: Any) -> Any:
-    raise RecordingError(f"{_short(data)}: a recording holds nothing here")
+    raise RecordingError(f"{_short(data)}: a recording must not have a value here")
 
 
 _READERS: dict[Any, _Read] = {

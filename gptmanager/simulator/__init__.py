@@ -1,4 +1,4 @@
-"""A schedule without a model: the real loop under a virtual clock and a model of step costs."""
+"""Simulated runs without a model: the real loop, a virtual clock, and a model of step costs."""
 
 from typing import TYPE_CHECKING
 

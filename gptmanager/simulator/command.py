@@ -51,8 +51,7 @@ def add_command(commands: Any) -> None:
     add("--policies", type=_policies, metavar="A,B", default=_policies(default), help=told)
     add_scheduler(
         parser,
-        "one more column: a create_scheduler of yours, as my_sched:make of my_sched.py in this "
-        "folder",
+        "one more column: your create_scheduler, as my_sched:make of my_sched.py in this folder",
     )
     add("--record", type=writable, metavar="FILE", help="write each simulated run as a recording")
     add_json(parser, "the figures as JSON on stdout")
@@ -70,7 +69,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=natural, metavar="N", help="(default 0)")
     add = parser.add_argument_group("recorded load").add_argument
     add("--recording", type=Path, metavar="FILE", help="its requests, options and outputs")
-    add("--arrivals", choices=_ARRIVALS, help="when they came to the recorded host's queue (the"
+    add("--arrivals", choices=_ARRIVALS, help="when they arrived in the recorded host's queue (the"
         " default), in the recorded iterations, or all at once")  # fmt: skip
 
 
@@ -92,5 +91,5 @@ def _policies(text: str) -> list[CapacitySchedulerPolicy]:
         return [CapacitySchedulerPolicy[name.strip().upper()] for name in text.split(",")]
     except KeyError as error:
         raise argparse.ArgumentTypeError(
-            f"{error.args[0].lower()!r} is none of {', '.join(POLICIES)}"
+            f"{error.args[0].lower()!r} must be one of {', '.join(POLICIES)}"
         ) from None

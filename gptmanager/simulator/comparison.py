@@ -1,4 +1,4 @@
-"""The manager that is simulated: a recorded one under other options, or one that need not exist."""
+"""The simulated manager: a recorded one with other options, or a hypothetical one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gptmanager.simulator.load import VOCAB_SIZE
 from gptmanager.testing import ScriptedSpec
 
 _DEFAULT_KV_TOKENS = 1 << 18
-# the parameter of a manager that an option of a `Machine` stands for, where its name is another
+# the manager's parameter that an option of a `Machine` sets, where the names differ
 _PARAMS = {"kv_cache_tokens": "max_tokens", "chunked_context": "enable_chunked_context"}
 _OF_CACHE = ("max_tokens", "tokens_per_block")
 
@@ -43,7 +43,7 @@ class Machine:
 
 
 def hypothetical(machine: Machine, max_seq_len: int) -> Blueprint:
-    """A manager of a model that need not exist, with room for sequences of `max_seq_len`."""
+    """Return a manager of a hypothetical model, for sequences of up to `max_seq_len` tokens."""
     params = OptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=_DEFAULT_KV_TOKENS), max_seq_len=max_seq_len
     )
@@ -57,10 +57,10 @@ def variant(
     machine: Machine = Machine(),  # noqa: B008 - frozen
     create_scheduler: Callable[..., Any] | None = None,
 ) -> Blueprint:
-    """The same manager under another policy and other options, set up as a manager would be.
+    """Return the same manager with another policy and other options, set up as a manager would be.
 
-    Raises RecordingError for sizes that no recording may have: the options multiply those of a
-    file.
+    Raises RecordingError for sizes that no recording may have, because the options multiply those
+    of a file.
     """
     scheduler = dataclasses.replace(
         blueprint.scheduler, capacity_scheduler_policy=policy, create_scheduler=create_scheduler
@@ -82,7 +82,7 @@ def variant(
         *(params, scheduler, blueprint.vocab_size, sizes.max_seq_len, machine, model_type),
         blueprint.max_beam_width,
     )
-    # the bytes of a block are the recorded model's, so that the host tier is taken over in tokens
+    # a block has the recorded model's bytes, so the host tier keeps its size in tokens
     host_tokens = sizes.num_host_blocks * sizes.tokens_per_block
     num_host_blocks = host_tokens // resized.sizes.tokens_per_block
     return _checked(
@@ -96,7 +96,7 @@ def variant(
 
 
 def _checked(blueprint: Blueprint) -> Blueprint:
-    """Return it as a reader of recordings would: sizes may ask for no more memory than a file."""
+    """Return the blueprint, checked like one that is read from a recording."""
     with located("the simulated manager"):
         return checked_blueprint(blueprint)
 

@@ -1,6 +1,6 @@
-"""`CostModel`: how long a step takes, from what its schedule runs; given, or fitted to a recording.
+"""`CostModel`: the time of a step as a function of its schedule; given, or fitted to a recording.
 
-Linear in five quantities, each with one number, so that a person can judge every one of them.
+It is linear in five quantities, with one coefficient each, so that a person can check every one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _position = itemgetter(Row._fields.index("position"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step on one stage that has all layers: `fixed`, and for each unit that it runs.
+    """Seconds of a step on one stage with all layers: `fixed`, plus a cost for each unit of work.
 
-    `context_token`: a token of a context. `context_pair`: a (token, earlier token) pair that a
-    context's attention looks at. `generation_row`: a sequence in generation. `kv_token`: a cached
+    `context_token`: a token of a context. `context_pair`: a pair of a token and an earlier one that
+    a context's attention reads. `generation_row`: a sequence in generation. `kv_token`: a cached
     token that generation reads. `transfer`: from one stage of a pipeline to the next. The defaults
-    are those of no machine in particular.
+    do not describe any particular machine.
     """
 
     fixed: float = 5e-3
@@ -48,7 +48,7 @@ class CostModel:
                 )
 
     def seconds(self, schedule: Schedule, *, fused: bool = True) -> float:
-        """`fused` False: contexts and generation run in two passes, each with its `fixed`."""
+        """Return a step's time. `fused` False: two passes, each with its `fixed`."""
         tokens, rows, kv_tokens, pairs = quantities(schedule)
         return (
             self.fixed * num_passes(schedule, fused)
@@ -60,14 +60,14 @@ class CostModel:
 
     @classmethod
     def parse(cls, text: str) -> CostModel:
-        """`fixed=0.004,context_token=1e-5`; what is not named keeps its default."""
+        """Parse `fixed=0.004,context_token=1e-5`; other costs keep their defaults."""
         values: dict[str, float] = {}
         for item in filter(None, text.split(",")):
             name, _, value = item.partition("=")
             try:
                 values[name.strip()] = float(value)
             except ValueError:
-                raise ConfigError(f"cost model: {item!r} is no NAME=SECONDS") from None
+                raise ConfigError(f"cost model: {item!r} must be NAME=SECONDS") from None
         return cls.from_plain(values)
 
     @classmethod
@@ -75,7 +75,7 @@ class CostModel:
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(names))
         if unknown:
-            raise ConfigError(f"cost model: {unknown[0]!r} is none of {', '.join(names)}")
+            raise ConfigError(f"cost model: {unknown[0]!r} must be one of {', '.join(names)}")
         return cls(**values)
 
 
@@ -84,7 +84,7 @@ def num_passes(schedule: Schedule, fused: bool) -> int:
 
 
 def quantities(schedule: Schedule) -> tuple[int, int, int, float]:
-    """Context tokens, generation rows, cached tokens that these read, pairs of the contexts."""
+    """Return context tokens, generation rows, the cached tokens that these read, context pairs."""
     tokens, pairs = 0, 0.0
     for row in schedule.context_rows:
         n = row.num_tokens
@@ -96,15 +96,15 @@ def quantities(schedule: Schedule) -> tuple[int, int, int, float]:
 
 
 def fit(recording: Recording) -> CostModel:
-    """The model whose squared error over the recorded steps is the least; no number is negative.
+    """Return the nonnegative model with the least squared error over the recorded steps.
 
-    A step's time runs from its intake to the next one, so that what the loop and the callbacks
-    take is in it; without a next one, or when the loop rested between, to its result. Raises
-    RecordingError if there is not a single timed step.
+    A step's time runs from its intake to the next one, so it includes the time of the loop and the
+    callbacks. If there is no next one, or the loop was idle in between, it runs to the step's
+    result. Raises RecordingError if there is no timed step.
     """
     measured = list(_timed_steps(recording))
     if not measured:
-        raise RecordingError("the recording has no step whose time is known")
+        raise RecordingError("the recording must have at least one step with a known time")
     fused = recording.header.blueprint.model_type is not ModelType.INFLIGHT_BATCHING
     features = np.array(
         [(num_passes(schedule, fused), *quantities(schedule)) for schedule, _ in measured],
@@ -116,7 +116,7 @@ def fit(recording: Recording) -> CostModel:
 
 
 def _timed_steps(recording: Recording) -> Iterator[tuple[Schedule, float]]:
-    """Schedules with the seconds that their turn took."""
+    """Yield schedules with the seconds that their iteration took."""
     turns: list[Iteration | None] = [*recording.iterations, None]
     for turn, following in zip(turns, turns[1:], strict=False):
         if turn is None or turn.schedule is None:
@@ -129,7 +129,7 @@ def _timed_steps(recording: Recording) -> Iterator[tuple[Schedule, float]]:
 
 
 def _non_negative_least_squares(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Exact: the best is the plain solution over some of the columns, and these are few."""
+    """Solve exactly: the optimum is the plain solution over a subset of the few columns."""
     scale = np.abs(features).max(axis=0)
     scale[scale == 0] = 1.0
     scaled = features / scale
@@ -139,7 +139,7 @@ def _non_negative_least_squares(features: np.ndarray, seconds: np.ndarray) -> np
         for columns in map(list, combinations(range(count), size)):
             solution = np.linalg.lstsq(scaled[:, columns], seconds, rcond=None)[0]
             error = seconds - scaled[:, columns] @ solution
-            # a column more must pay: two that say the same would share at random
+            # an extra column must reduce the error: equal columns would share it arbitrarily
             if (solution >= 0).all() and float(error @ error) < least * (1 - 1e-9):
                 best, least = np.zeros(count), float(error @ error)
                 best[columns] = solution

@@ -96,7 +96,7 @@ class Tally:
         self._total_blocks = counts.total_blocks
 
     def failed(self, request_id: int, error: str, *, was_duplicate: bool) -> None:
-        """Count a request that failed. `was_duplicate`: another request of that id goes on."""
+        """Count a request that failed. `was_duplicate`: another request with that id continues."""
         self.num_ended += 1
         self._failed += 1
         self._first_error = self._first_error or error

@@ -1,4 +1,4 @@
-"""The outputs that a load gives its requests: what each step of a simulation yields.
+"""The known outputs of a load's requests: the tokens that each step of a simulation returns.
 
 A request without a known output gets tokens that never end it.
 """
@@ -16,11 +16,11 @@ from gptmanager.step import BeamCandidates, Row, Schedule
 
 _BEAM_TENSORS = frozenset(("beam_width", "num_return_sequences"))
 _NO_BEAMS: Mapping[int, BeamCandidates] = {}
-_NO_TOKEN = 2**31 - 1  # behind the end of a known output: no end_id, no part of a stop word
+_NO_TOKEN = 2**31 - 1  # follows a known output: never an end_id or a part of a stop word
 
 
 class KnownOutputs:
-    """`max_rows`: of a step, as a rule."""
+    """Returns the tokens of each step. `max_rows`: the usual maximum of a step."""
 
     def __init__(self, load: Load, max_rows: int) -> None:
         self._load = load
@@ -30,12 +30,12 @@ class KnownOutputs:
         self._has_beams = False  # ever: a stopped request may still have rows in flight
 
     def add(self, number: int, request: InferenceRequest) -> None:
-        """`request` is that of this number in the load."""
+        """Add `request`, which has this number in the load."""
         request_id = request.request_id
         if request_id not in self._beams and not _BEAM_TENSORS.isdisjoint(request.tensors):
             known = self._load.beams(number)
             sampled = "beam_width" not in request.tensors
-            if known:  # texts that are sampled have one candidate, the token that was drawn
+            if known:  # sampled sequences have one candidate, the sampled token
                 sampled = len(next(iter(known.values())).tokens[0]) == 1
             self._beams[request_id] = sampled, known
             self._has_beams = True
@@ -49,7 +49,7 @@ class KnownOutputs:
         self._beams.pop(request_id, None)
 
     def tokens(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray | None]:
-        """`tokens` and `num_tokens` of the step's result."""
+        """Return `tokens` and `num_tokens` of the step's result."""
         if not self._outputs:
             num_rows = sum(row.samples for row in schedule.context_rows)
             num_rows += len(schedule.generation_rows)
@@ -66,7 +66,7 @@ class KnownOutputs:
         return np.array(tokens, dtype=np.int32).reshape(-1, 1), None
 
     def _accepted(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-        """A draft token is right if the request generates it there."""
+        """Return tokens and counts; a draft is right if the request generates it there."""
         drafts = {draft.slot: draft.tokens for draft in schedule.drafts}
         rows = schedule.sampling_rows
         tokens = np.full((len(rows), 1 + max(map(len, drafts.values()))), _NO_TOKEN, np.int32)
@@ -84,7 +84,7 @@ class KnownOutputs:
         return tokens, counts
 
     def candidates(self, schedule: Schedule) -> tuple[BeamCandidates, ...]:
-        """Those of each row of several beams."""
+        """Return the candidates of each row with several beams."""
         if not self._has_beams:
             return ()
         return tuple(self._of_row(row) for row in schedule.sampling_rows if row.beam_width > 1)
@@ -97,6 +97,6 @@ class KnownOutputs:
 
 @functools.cache
 def _endless(beam_width: int, count: int) -> BeamCandidates:
-    """`count` continuations of each beam that never end it: it runs to its last token."""
+    """Return `count` candidates for each beam that never end it before its last token."""
     tokens = tuple(range(_NO_TOKEN, _NO_TOKEN - count, -1))
     return BeamCandidates((tokens,) * beam_width, ((0.0,) * count,) * beam_width)

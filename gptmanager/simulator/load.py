@@ -1,7 +1,6 @@
 """Loads of a simulation: which requests arrive when, and what they generate.
 
-Requests are made one by one when they are due, so that a million waiting ones cost nothing but
-their numbers.
+Each request is built when it is due, so a million waiting requests need little memory.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from gptmanager.step import BeamCandidates, Schedule, StepResult
 
 logger = logging.getLogger("gptmanager")
 
-# a load that was recorded takes so many times the recorded request-steps at most, and some more:
-# requests that had not ended, another policy, a smaller batch
+# limit of the steps of a recorded load, as a multiple of the recorded request-steps: unfinished
+# requests, another policy or a smaller batch take more than the recorded run did
 _STEPS_PER_STEP = 64
 _SPARE_STEPS = 1 << 20
-TURN_STEPS = 32  # request-steps that a turn of the loop costs, however few it runs
+TURN_STEPS = 32  # request-steps charged for an iteration, however few it runs
 
-VOCAB_SIZE = 2**31 - 1  # so large that every prompt can begin with a token of its own
+VOCAB_SIZE = 2**31 - 1  # so large that every prompt can begin with a different token
 
 
 Stop = tuple[float, frozenset[int]]  # when, and which requests
@@ -37,9 +36,9 @@ Stop = tuple[float, frozenset[int]]  # when, and which requests
 class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
-    `arrivals` float64 `[n]`, ascending: seconds since the start, or, with `by_turns`, turns of
-    the loop; `stops` alike, and `clears`: when cached blocks are forgotten;
-    `forgets`: when the adapter of a task is.
+    `arrivals` float64 `[n]`, ascending: seconds since the start, or, with `by_turns`, iterations
+    of the loop. Likewise `stops`; `clears`: when cached blocks are dropped; `forgets`: when the
+    adapter of a task is dropped.
     """
 
     arrivals: np.ndarray
@@ -51,10 +50,10 @@ class Load(Protocol):
     def request(self, number: int) -> InferenceRequest: ...
 
     def output(self, number: int) -> Sequence[int] | None:
-        """The tokens that the request generates; None: any, and none of them ends it."""
+        """Return the tokens that the request generates; None: any that do not end it."""
 
     def beams(self, number: int) -> Mapping[int, BeamCandidates]:
-        """By position: how the beams of the request go on there, as far as it is known."""
+        """Return the known candidates of the request's beams, by position."""
 
 
 @dataclass
@@ -104,15 +103,15 @@ class SyntheticLoad:
 
 @dataclass(frozen=True, slots=True)
 class HostQueue:
-    """When recorded requests came to their host, as far as the recording tells.
+    """When recorded requests arrived in their host's queue, as far as the recording shows.
 
-    `arrivals`: of each request, in the order in which Get returned it, seconds since the start.
-    Get is asked for no more than there is room for: a request may have waited in the host's queue.
-    It came at the latest when Get returned it, and that is taken for its arrival, unless the
-    Get before had been answered to the full room: then it may have waited since the first Get
-    from which on all were, and that one is. The first Get that was answered with less had
-    emptied the queue. `num_held`: how many arrive so before Get returned them, and
-    `longest_s`: how long before at most.
+    `arrivals`: seconds since the start for each request, in the order in which Get returned them.
+    Get is never asked for more requests than the loop can accept, so a request may have waited in
+    the host's queue. It arrived at the latest when Get returned it, and that is its arrival here,
+    unless the previous Get returned as many as were asked for. Then it may have waited since the
+    first of the consecutive Gets that did, and its arrival is that one: the last Get that returned
+    fewer had emptied the queue. `num_held`: how many arrive before Get returned them;
+    `longest_s`: by how many seconds at most.
     """
 
     arrivals: tuple[float, ...]
@@ -124,13 +123,15 @@ def host_queue(recording: Recording) -> HostQueue:
     max_active = recording.header.blueprint.max_active  # None: Get was never short of room
     first = recording.iterations[0].intake.now
     arrivals: list[float] = []
-    full_since: float | None = None  # the first of the Gets, up to now, that were answered in full
+    full_since: float | None = (
+        None  # the first of the latest consecutive Gets that returned all they were asked for
+    )
     num_held, longest_s, untold = 0, 0.0, 0
     for turn in recording.iterations:
         now = turn.intake.now - first
         if full_since is not None and not turn.num_active and turn.idle_turns != 0:
             untold += turn.idle_turns is None
-            full_since = None  # nothing was active: Get was asked again, and had nothing
+            full_since = None  # nothing was active: Get was called again and returned nothing
         since = now if full_since is None else full_since
         arrivals += [since] * len(turn.intake.requests)
         if since < now:
@@ -139,8 +140,8 @@ def host_queue(recording: Recording) -> HostQueue:
         full_since = since if _is_full(turn, max_active) else None
     if untold:
         logger.warning(
-            "an older recording: %d times nothing was active, and it is not told whether Get was "
-            "asked in vain then; requests that came next are taken to have come when Get "
+            "an older recording: %d times nothing was active, and it does not say whether Get was "
+            "called in vain then; the next requests are assumed to have arrived when Get "
             "returned them",
             untold,
         )
@@ -148,20 +149,21 @@ def host_queue(recording: Recording) -> HostQueue:
 
 
 def _is_full(turn: Iteration, max_active: int | None) -> bool:
-    """Whether Get left nothing of the room. Without room it is not asked, and more may wait."""
+    """Return whether Get returned all it was asked for; it is not called for 0 requests."""
     return max_active is not None and turn.num_active + len(turn.intake.requests) >= max_active
 
 
 class RecordedLoad:
-    """The requests of a recording, with what they generated there.
+    """The requests of a recording, with the tokens that they generated.
 
-    A policy never changes a request's tokens, so that one that ended early there ends early
-    here. `arrivals`: "time", when a request came to its host, as far as the recording tells (see
-    `host_queue`); "turns", in which iteration Get returned it; "at_once", all at the start. Stop
-    signals keep their place; failures of the host are left out. `queue` is how "time" was found.
-    `max_request_steps`: far more than the recorded run took. `name`: of the recording.
+    A policy never changes a request's tokens, so a request that ended early in the recording ends
+    early here. `arrivals`: "time", when a request arrived at its host, as far as the recording
+    shows (see `host_queue`); "turns", the iteration in which Get returned it; "at_once", all at the
+    start. Stop signals keep their times; failures of the host are left out. `queue`: the data
+    behind "time". `max_request_steps`: far more than the recorded run took. `name`: of the
+    recording.
 
-    Raises RecordingError for a black box: it does not hold whole requests.
+    Raises RecordingError for a black box, because it does not hold whole requests.
     """
 
     def __init__(
@@ -230,7 +232,7 @@ class RecordedLoad:
         for request in iteration.intake.requests:
             if request.request_id not in refused or request.request_id not in live:
                 live[request.request_id] = len(self._requests)
-            # how it is answered never changes a schedule
+            # its answer never changes a schedule
             copied = InferenceRequest(**{**vars(request), "is_streaming": False})
             self._requests.append(copied)
             self._outputs.append({})
@@ -260,7 +262,7 @@ class RecordedLoad:
 
 
 def request_steps(schedule: Schedule) -> int:
-    """Rows, those of beams as often as what must be ranked for them grows, and long tables."""
+    """Return the cost of a schedule in rows; beams and long block tables count as more."""
     rows = (*schedule.context_rows, *schedule.generation_rows)
     num_blocks = sum(len(append.block_ids) for append in schedule.block_appends)
     return sum(row.beam_width * row.beam_width for row in rows) + num_blocks // 64

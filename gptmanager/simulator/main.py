@@ -69,14 +69,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _record_path(record: Path | None, name: str) -> Path | None:
-    """One of several runs is recorded to a file of its own."""
+    """Return the file for one run; several runs get different files."""
     if record is None:
         return None
     return record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
 
 
 def _teller(bars: ProgressBars, name: str, total: int) -> Callable[[int], None]:
-    """A callback that gets the number of requests that have ended since its last call."""
+    """Return a callback for the number of requests that have ended since its last call."""
     ended = 0
 
     def tell(more: int) -> None:
@@ -96,7 +96,7 @@ def _synthetic(options: argparse.Namespace) -> SyntheticLoad:
 def _recorded(options: argparse.Namespace, recording: Recording) -> RecordedLoad:
     for name in _given(options):
         option = f"--{name.replace('_', '-')}"
-        raise ConfigError(f"{option} is about a synthetic load, and --recording gives another")
+        raise ConfigError(f"{option} needs a synthetic load: pass either it or --recording")
     with located(str(options.recording)):
         return RecordedLoad(recording, options.arrivals or "time")
 
@@ -114,7 +114,7 @@ def _simulate_one(
     path: Path | None,
     on_progress: Callable[[int], object],
 ) -> Figures:
-    """`path`: where the simulated run is recorded."""
+    """Simulate one policy and record the run to `path`."""
     recorder = None if path is None else Recorder(path)
     where: AbstractContextManager[None] = nullcontext()
     if isinstance(load, RecordedLoad) and blueprint.scheduler.create_scheduler is None:

@@ -45,7 +45,7 @@ class Comparison:
         yield figures_table(self.figures)
         for name, it in self.figures.items():
             if it.failed:
-                yield f"\n{name}: the first that failed: {it.first_error}"
+                yield f"\n{name}: the first request that failed: {it.first_error}"
         numbers = dataclasses.asdict(self.cost).items()
         yield "\nseconds of a step: " + "  ".join(f"{name} {s:.3g}" for name, s in numbers)
         if self.recording is not None:
@@ -53,8 +53,8 @@ class Comparison:
         queue = self.queue
         if queue is not None and queue.num_held:
             yield (
-                f"{queue.num_held:,} of {len(queue.arrivals):,} requests had waited for room "
-                f"there: they come up to {queue.longest_s:.3f} s before Get returned them "
+                f"{queue.num_held:,} of {len(queue.arrivals):,} requests had waited in the host's "
+                f"queue: they arrive up to {queue.longest_s:.3f} s before Get returned them "
                 "(--arrivals time)"
             )
         steps = sum(it.request_steps for it in self.figures.values())

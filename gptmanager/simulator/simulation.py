@@ -1,7 +1,7 @@
 """The simulator: the real loop, scheduler and block accounting under a virtual clock.
 
-Its world is one object: a host whose requests come from a load, and an executor that computes
-nothing but how long a step would take. Knows no model, no device, and no real time.
+One object is both the host, which takes its requests from a load, and the executor, which computes
+only the time of a step. There is no model, no device, and no real time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gptmanager.simulator.stages import Stages, Work
 from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake, Schedule, StepResult
 
-_STALL_S = 0.01  # active requests, none of which was scheduled: how soon the loop asks again
+_STALL_S = 0.01  # time until the next iteration when no active request was scheduled
 _MAX_STALLS = 10_000
 
 
@@ -48,11 +48,11 @@ def simulate(
     work: list[Work] | None = None,
     on_progress: Callable[[int], object] = lambda finished: None,
 ) -> Figures:
-    """Run `load` to its end. `on_progress` is told how many more requests have finished. `work` is
-    filled with what each stage did.
+    """Run `load` to its end. `on_progress` gets the number of requests that finished since its last
+    call. `work` is filled with the steps of each stage.
 
-    Raises SchedulerError when the scheduler never lets anybody run again, and RecordingError when
-    a recorded load takes far more steps than were recorded.
+    Raises SchedulerError when the scheduler stops running requests for good, and RecordingError
+    when a recorded load takes far more steps than were recorded.
     """
     fused = blueprint.model_type is not ModelType.INFLIGHT_BATCHING
     most = load.max_request_steps if isinstance(load, RecordedLoad) else None
@@ -80,7 +80,7 @@ def simulate(
 
 
 class _Step(NamedTuple):
-    """A step under way, and when it will be done."""
+    """A step in flight, and when it will be done."""
 
     schedule: Schedule
     end: float
@@ -89,7 +89,7 @@ class _Step(NamedTuple):
 
 
 class World:
-    """Host and executor of a simulation."""
+    """The host and executor of a simulation."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class World:
         self._cost = cost
         self._fused = fused
         self._arrivals: list[float] = load.arrivals.tolist()
-        self._next = 0  # request of the load
+        self._next = 0  # number of the load's next request
         self._next_stop = self._next_clear = self._next_forgotten = 0
-        # request-steps, and some for turns and for who waits
+        # request-steps, plus some for iterations and for waiting requests
         self._max_steps = self._steps_left = max_steps
         self._turns = 0
-        self._was_idle = False  # Get has been asked in vain
-        self._stalls = 0  # turns since the last launch
-        self._in_flight = 0  # steps launched whose result is not taken
+        self._was_idle = False  # Get has been called in vain
+        self._stalls = 0  # iterations since the last launch
+        self._in_flight = 0  # launched steps without a fetched result
         self._stages = stages or Stages(1, 0.0)
         self._known = KnownOutputs(load, 2 * max_batch_size)
         self._ready: list[int] = []
@@ -134,7 +134,9 @@ class World:
         load = self._load
         clock = self._turns if load.by_turns else self.now
         first, limit = self._next, len(self._arrivals)
-        if room is not None and not load.by_turns:  # by turns it is known what each Get returned
+        if (
+            room is not None and not load.by_turns
+        ):  # with `by_turns` it is known what each Get returned
             limit = min(limit, first + room)
         while self._next < limit and self._arrivals[self._next] <= clock:
             self._next += 1
@@ -154,14 +156,14 @@ class World:
         return Intake(self.now, requests, stops, ready, (), clears_cache, loaded, forgotten)
 
     def _take_forgotten(self, clock: float) -> tuple[int, ...]:
-        """Tasks whose adapters were replaced by now."""
+        """Return the tasks that had their adapters replaced by now."""
         forgets, first = self._load.forgets, self._next_forgotten
         while self._next_forgotten < len(forgets) and forgets[self._next_forgotten][0] <= clock:
             self._next_forgotten += 1
         return tuple(task_id for _, task_id in forgets[first : self._next_forgotten])
 
     def _is_idle(self, num_active: int) -> bool:
-        """Whether nothing is there yet: told once, as a recording tells it; then time goes on."""
+        """Return whether nothing has arrived; true once, as in a recording, then time advances."""
         self._was_idle = (
             not (self._was_idle or num_active or self._in_flight or self._load.by_turns)
             and self.has_more
@@ -170,18 +172,18 @@ class World:
         return self._was_idle
 
     def _advance(self, num_active: int) -> None:
-        """With nothing under way time goes on: to the next arrival, or until the loop asks."""
+        """Advance the clock, with nothing in flight, to the next arrival or iteration."""
         if not num_active and not self._in_flight and self.has_more:
             due = self._arrivals[self._next]
             if self._load.by_turns:
                 self._turns = max(self._turns, int(due))
             else:
                 self.now = max(self.now, due)
-        elif self._stalls > 1:  # the last turn launched nothing
+        elif self._stalls > 1:  # the last iteration launched nothing
             self.now += _STALL_S
             if self._stalls > _MAX_STALLS:
                 raise SchedulerError(
-                    f"{num_active} requests are active and the scheduler lets none run"
+                    f"{num_active} requests are active but the scheduler does not run any of them"
                 )
         self._stalls += 1
 
@@ -191,8 +193,8 @@ class World:
         self._steps_left -= steps
         if self._steps_left < 0:
             raise RecordingError(
-                f"the load takes more than {self._max_steps} request-steps: far more than its "
-                "recording holds, whose requests would run on for long after its end"
+                f"the load takes more than {self._max_steps} request-steps, far more than its "
+                "recording: its requests would run on for long after its end"
             )
 
     def _arrive(self, number: int) -> InferenceRequest:
@@ -216,33 +218,33 @@ class World:
     def final(
         self, request: ActiveRequest, reason: FinishReason, end: int, extras: HeldExtras
     ) -> list[NamedTensor]:
-        """Nobody reads what a final response holds."""
+        """Return no tensors: nothing reads the final response."""
         self.tally.finished(request)
         return []
 
     def recorded_final(
         self, request: ActiveRequest, reason: FinishReason, end: int, extras: HeldExtras
     ) -> list[NamedTensor]:
-        """A recording tells why the request ended."""
+        """Return the finish reason alone, for a recording."""
         self.tally.finished(request)
         return finish_reasons(request, reason, end, extras)
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        """Nothing will be called, so it is ready."""
+        """Report the processor as ready, because it is never called."""
         self._ready.append(request_id)
 
     def load(self, work: AdapterWork) -> None:
-        """It takes no time. An adapter is known by its task."""
+        """Load an adapter in no time; its task id identifies it."""
         if isinstance(work, ReadAdapter):
             self._loaded.append(AdapterDone(work.job, str(work.task_id)))
         elif isinstance(work, (WriteAdapter, CopyAdapter)):
             self._loaded.append(AdapterDone(work.job))
 
     def fail(self, failure: Failure) -> None:
-        """No step of a simulation fails."""
+        """Do nothing: no step of a simulation fails."""
 
     def poll(self) -> None:
-        """Stops come with the intake."""
+        """Do nothing: stops are in the intake."""
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self.tally.reported(counts)
@@ -260,7 +262,7 @@ class World:
         return _Step(schedule, end, *self._known.tokens(schedule))
 
     def sample(self, step: _Step) -> None:
-        """The tokens are given."""
+        """Do nothing: the tokens are known."""
 
     def result(self, step: _Step) -> StepResult:
         self._in_flight -= 1

@@ -1,4 +1,4 @@
-"""`Stages`: who of a pipeline works on which step when."""
+"""`Stages`: when each stage of a pipeline works on which step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Work(NamedTuple):
 
 
 class Stages:
-    """Each has an equal part of the layers, and works on one step at a time, in their order.
+    """Pipeline stages with equal parts of the layers; each runs one step at a time, in order.
 
-    `transfer`: seconds from one stage to the next. `work`: what was done; None: it is not kept.
+    `transfer`: seconds from one stage to the next. `work`: the steps that ran; None: not kept.
     """
 
     def __init__(self, count: int, transfer: float, work: list[Work] | None = None) -> None:
@@ -30,7 +30,7 @@ class Stages:
         self._transfer = transfer
 
     def run(self, schedule: Schedule, now: float, seconds: float) -> float:
-        """When the last stage is done with a step that takes `seconds` of one stage alone."""
+        """Return when the last stage finishes a step that takes `seconds` on a single stage."""
         own = seconds / len(self._free_at)
         for stage, free_at in enumerate(self._free_at):
             begin = max(now + self._transfer if stage else now, free_at)

@@ -1,4 +1,4 @@
-"""For hosts' and researchers' own tests: what stands in for a model, and what checks contracts."""
+"""Tools for tests of hosts and schedulers: models without weights, and checks of contracts."""
 
 from gptmanager.testing.conformance import (
     ConformanceReport,

@@ -1,7 +1,7 @@
-"""Does a user's scheduler keep the contract? Tried on random scenarios, told in words.
+"""Checks that a user's scheduler keeps its contract, on random scenarios; reports in words.
 
-Decides nothing of the contract (`rules` does), but which of the broken scenarios is told: the one
-of the smallest seed, without the requests that it does not take.
+`rules` decides what breaks the contract. This module selects which broken scenario is reported: the
+one with the smallest seed, without the requests that it does not need.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gptmanager.testing.scenarios import Scenario, random_scenario
 class Violation:
     """A rule that a scheduler breaks, and the smallest scenario that showed it.
 
-    `rule` is a name of `RULES`. `scenario` is that of `seed` without requests that it does not
-    take. `num_scenarios`: in how many the rule was broken.
+    `rule` is a name in `RULES`. `scenario` is that of `seed` without the requests that it does not
+    need. `num_scenarios`: the number of scenarios that broke the rule.
     """
 
     rule: str
@@ -80,11 +80,11 @@ def check_scheduler(
     evicts: bool | None = None,
     where: Callable[[Scenario], bool] = lambda scenario: True,
 ) -> ConformanceReport:
-    """Try a scheduler, as for `SchedulerConfig(create_scheduler=...)`, without model and device.
+    """Check a scheduler, as for `SchedulerConfig(create_scheduler=...)`, without model and device.
 
-    The scenarios are those of the seeds from `seed` on for which `where` holds; with small seeds
-    they are small. Each runs twice. `evicts` False: the scheduler pauses nobody, which is checked,
-    and requests may then be too long to run as one context again.
+    The scenarios are those of the seeds from `seed` on for which `where` is true; small seeds have
+    small scenarios. Each runs twice. `evicts` False: the scheduler never pauses a request. That is
+    checked, and requests may then be too long to run again as one context.
     """
     may_pause = evicts is not False
     run = functools.partial(_run_twice, create_scheduler, may_pause=may_pause)
@@ -117,7 +117,7 @@ def assert_conforms(
     evicts: bool | None = None,
     where: Callable[[Scenario], bool] = lambda scenario: True,
 ) -> None:
-    """Run `check_scheduler`; AssertionError with the report's text if a rule is broken."""
+    """Run `check_scheduler`; raise AssertionError with the report if a rule is broken."""
     report = check_scheduler(
         create_scheduler, num_scenarios=num_scenarios, seed=seed, evicts=evicts, where=where
     )
@@ -142,7 +142,7 @@ def _smallest(
     complaint: Complaint,
     count: int,
 ) -> Violation:
-    """The violation, without the requests that it does not take."""
+    """Return the violation without the requests that it does not need."""
     rule = complaint[0]
     for request in scenario.requests[::-1]:
         others = tuple(r for r in scenario.requests if r is not request)
@@ -155,10 +155,10 @@ def _smallest(
 
 
 def _difference(one: Outcome, other: Outcome) -> list[tuple[int, Complaint]]:
-    """The first decision in which two runs of one scenario differ."""
+    """Return the first decision in which two runs of one scenario differ."""
     for first, second in zip_longest(one.decisions, other.decisions):
         if first != second:
-            text = f"of two runs one decided {_told(first)}, the other {_told(second)}"
+            text = f"in two runs of it, one decided {_told(first)}, the other {_told(second)}"
             return [((first or second)[0], ("same-decisions", None, text))]
     return []
 

@@ -1,4 +1,4 @@
-"""`ContractChecker`: stands between a manager and a host, and holds both to their contract."""
+"""`ContractChecker` checks that a manager and a host keep the contract between them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class ContractViolation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A request that Get has returned, and what it was then."""
+    """A request that Get has returned, with a copy of its values at that time."""
 
     request: InferenceRequest
     attributes: tuple[Any, ...]
     tensors: dict[str, Any]
 
     def change(self) -> str:
-        """Return the name of an attribute or tensor that has changed; "" if none has."""
+        """Return the name of an attribute or tensor that has changed, or ""."""
         request = self.request
         for name, value in zip(_ATTRIBUTES, self.attributes, strict=True):
             if getattr(request, name) != value:
@@ -52,18 +52,17 @@ class _Taken:
 
 
 class ContractChecker:
-    """Stands between a manager and a host's callbacks, and holds both to the contract.
+    """Wraps a host's callbacks and checks that the manager and the host keep their contract.
 
     The manager: every request that Get returns has exactly one final response; streamed offsets
-    continue each other; log probabilities go with the tokens, those of a prompt come once; nothing
-    follows a final. The host: Get returns an iterable of
-    InferenceRequests, each once, with ids that are not in use (unless `tolerates_duplicates`: a
-    manager answers them), does not change them afterwards, and does not raise; SendResponse does
-    not raise for a final response; Poll gives request ids and does not raise; none of them returns
-    a coroutine, which nobody would await, or takes longer than `callback_budget_s`, since the loop
-    stands still meanwhile. `check` raises ContractViolation with a sentence for all that was seen,
-    and for what is still missing. `notes` are of what is allowed, and perhaps not meant: more
-    requests than there was room for.
+    are contiguous; log probabilities match the tokens, and a prompt's are sent once; nothing
+    follows a final response. The host: Get returns an iterable of InferenceRequests, each once,
+    with ids that are not in use (unless `tolerates_duplicates`: a manager answers them), does not
+    change them afterwards, and does not raise; SendResponse does not raise for a final response;
+    Poll returns request ids and does not raise; no callback returns a coroutine, which would never
+    be awaited, or takes longer than `callback_budget_s`, because it blocks the loop. `check` raises
+    ContractViolation with a sentence for each violation and each missing response. `notes` lists
+    what is allowed but may be unintended: more requests than were asked for.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class ContractChecker:
         self._clock = clock
         self._live: dict[int, _Taken] = {}
         self._offsets: dict[int, int] = {}
-        self._prompts_told: set[int] = set()  # whose prompt log probabilities have come
+        self._prompts_told: set[int] = set()  # requests that have their prompt log probabilities
         self._duplicates: Counter[int] = Counter()
         self._ended: set[int] = set()
         self._complaints = Counter[str]()  # of the host, and how often
@@ -94,7 +93,7 @@ class ContractChecker:
     # The host's callbacks -------------------------------------------------------------------
 
     def get_inference_requests(self, max_num_requests: int) -> Iterator[InferenceRequest]:
-        """Call the host's Get, item by item: items yielded before it raises count, too."""
+        """Call the host's Get, item by item: items yielded before it raises count."""
         count = 0
         answer = self._called("Get", self._get, max_num_requests)
         try:
@@ -110,11 +109,11 @@ class ContractChecker:
             if isinstance(request, InferenceRequest):
                 self._take(request)
             else:
-                self._complain(f"Get returned {request!r}, which is no InferenceRequest")
+                self._complain(f"Get returned {request!r}, expected an InferenceRequest")
             yield request
         if 0 <= max_num_requests < count:
-            self.notes.append(f"Get returned {count} requests where there was room for "
-                              f"{max_num_requests}: all are taken")  # fmt: skip
+            self.notes.append(f"Get returned {count} requests when asked for at most "
+                              f"{max_num_requests}: all are accepted")  # fmt: skip
 
     def send_response(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
@@ -144,11 +143,11 @@ class ContractChecker:
             self._complain(f"Poll returned {answer!r}, expected a set of request ids")
         else:
             if wrong:
-                self._complain(f"Poll returned {wrong[0]!r}, which is no request id")
+                self._complain(f"Poll returned {wrong[0]!r}, expected a request id")
         return answer
 
     def check(self, manager: GptManager | None = None) -> None:
-        """To be called when the manager is idle or has ended; with it, its blocks are audited."""
+        """Raise for all violations, when the manager is idle or has ended; audits its blocks."""
         violations = [f"{text} ({times} times)" if times > 1 else text
                       for text, times in self._complaints.items()]  # fmt: skip
         violations += self.violations
@@ -176,7 +175,7 @@ class ContractChecker:
             self._watch(name, begin)
 
     def _finished(self, name: str, answer: Any) -> Any:
-        """Raise UnfinishedAnswer, as a manager would note it, for what would have to be awaited."""
+        """Return the answer; raise UnfinishedAnswer if it must be awaited, as a manager would."""
         try:
             check_answer(name, answer, may_yield=name != "SendResponse")
         except UnfinishedAnswer as error:
@@ -187,12 +186,12 @@ class ContractChecker:
     def _watch(self, name: str, begin: float) -> None:
         taken = self._clock() - begin
         if taken > self._budget_s:
-            self._complain(f"{name} took longer than {self._budget_s:g} s: the loop stands still")
+            self._complain(f"{name} took longer than {self._budget_s:g} s: it blocks the loop")
 
     def _complain(self, text: str) -> None:
         self._complaints[text] += 1
 
-    # What the manager is held to ------------------------------------------------------------
+    # The manager's side ---------------------------------------------------------------------
 
     def _take(self, request: InferenceRequest) -> None:
         request_id = request.request_id
@@ -200,7 +199,9 @@ class ContractChecker:
             if self._live[request_id].request is request:
                 self._complain(f"Get returned request {request_id} twice")
             elif not self._tolerates_duplicates:
-                self._complain(f"Get returned a request {request_id} while another of that id runs")
+                self._complain(
+                    f"Get returned a request {request_id} while another with that id runs"
+                )
             self._duplicates[request_id] += 1
             return
         attributes = tuple(getattr(request, name) for name in _ATTRIBUTES)
@@ -223,7 +224,7 @@ class ContractChecker:
             elif is_final:
                 complain(f"a second final response to request {request_id}")
             else:
-                complain(f"a response to request {request_id} after its final")
+                complain(f"a response to request {request_id} after its final response")
             return
         if error and (tensors or not is_final):
             complain(f"the error response to request {request_id} has tensors or is not final")
@@ -259,7 +260,7 @@ class ContractChecker:
         self._inspect_prompt(request, tensors, is_final)
         if not request.is_streaming:
             if not is_final:
-                complain(f"{name} does not stream, yet got a response before its final")
+                complain(f"{name} does not stream, yet got a response before its final response")
             return
         offset, expected = int(tensors["output_offset"]), self._offsets[request.request_id]
         if offset != expected:
@@ -271,7 +272,7 @@ class ContractChecker:
     def _inspect_prompt(
         self, request: InferenceRequest, tensors: dict[str, Tensor], is_final: bool
     ) -> None:
-        """The log probabilities of a prompt come with the first response, and never again."""
+        """Check that a prompt's log probabilities are in the first response, and only there."""
         was_told = request.request_id in self._prompts_told
         if _number(request, "num_prompt_log_probs", -1) < 0:
             expected = 0
@@ -286,7 +287,7 @@ class ContractChecker:
 
 
 def _number(request: InferenceRequest, name: str, default: int) -> int:
-    """The value of a tensor that a manager has accepted."""
+    """Return the value of a tensor that a manager has accepted."""
     value = request.tensors.get(name)
     return default if value is None else int(torch.as_tensor(value).reshape(-1)[0])
 
@@ -294,7 +295,7 @@ def _number(request: InferenceRequest, name: str, default: int) -> int:
 def _wrong_log_probs(
     request: InferenceRequest, tensors: dict[str, Tensor], length: int
 ) -> Iterator[str]:
-    """Yield the faults in a response's top log probabilities, for at most `length` tokens."""
+    """Yield the errors in a response's top log probabilities, for at most `length` tokens."""
     count = _number(request, "num_top_log_probs", 0)
     rows = tensors["sequence_length"].shape[1]
     for name, dtype in (("top_log_probs", torch.float32), ("top_log_prob_ids", torch.int32)):
@@ -307,14 +308,14 @@ def _wrong_log_probs(
         if not fits or found.shape[3] > count:
             yield f"{name} is {found.dtype} {list(found.shape)}"
         elif request.is_streaming and found.shape[2] != length:
-            yield f"{name} has {found.shape[2]} positions, the response {length} tokens"
+            yield f"{name} has {found.shape[2]} positions, but the response has {length} tokens"
 
 
 def _copied(value: Any) -> Any:
     """Return a copy of `value` to compare with: a tensor's dtype, shape and (unless meta) bytes."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
-            return value  # no request may hold one
+            return value  # no request may hold such a value
         held = value.detach()[_once_each(value.shape, value.stride())]
         if held.is_meta:
             return str(value.dtype), value.shape, None
@@ -327,8 +328,8 @@ def _copied(value: Any) -> Any:
 
 
 def _once_each(shape: Sequence[int], strides: Sequence[int]) -> tuple[slice, ...]:
-    """The index of what a tensor holds: an expanded one may show a number more often than memory
-    could.
+    """Return an index of a tensor's distinct elements: an expanded tensor may show the same element
+    more often than memory could hold copies.
     """
     sizes = zip(shape, strides, strict=True)
     return tuple(slice(0, 1) if size and not stride else slice(None) for size, stride in sizes)

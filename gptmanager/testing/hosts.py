@@ -1,6 +1,6 @@
 """A model without weights, and recording callbacks.
 
-Everything here stands on the public contract, so a host can test its callbacks in milliseconds,
+Everything here uses only the public contract, so a host can test its callbacks in milliseconds,
 without a checkpoint and without a GPU.
 """
 
@@ -23,7 +23,7 @@ from gptmanager.testing.scripted_executor import NextToken
 
 @dataclass(frozen=True, slots=True)
 class ScriptedSpec:
-    """The least that a manager must know of a model; without layers the KV cache has no bytes."""
+    """The fields of a model that a manager needs; without layers the KV cache has no bytes."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -33,7 +33,7 @@ class ScriptedSpec:
 
 
 class ScriptedModel:
-    """A `Model` whose next token is given by a function of the history; it has no weights.
+    """A `Model` without weights; a function of the history returns the next token.
 
     >>> model = ScriptedModel(lambda history: history[-1] + 1)
     """
@@ -78,7 +78,7 @@ class Response:
 
 
 class RecordingCallbacks:
-    """The four callbacks of a host that keeps everything it is told.
+    """The four callbacks of a host that records all calls.
 
     `submit` and `stop` may be called from any thread; `manager`, once set, is woken by them.
     """
@@ -87,7 +87,7 @@ class RecordingCallbacks:
         self.manager: GptManager | None = None
         self.responses: list[Response] = []
         self.statistics: list[str] = []
-        self.rooms: list[int] = []  # what Get was called with
+        self.rooms: list[int] = []  # the argument of each Get
         self._condition = threading.Condition()
         self._waiting = list(requests)
         self._stops: set[int] = set()
@@ -140,19 +140,19 @@ class RecordingCallbacks:
             return [r for r in self.responses if r.request_id == request_id]
 
     def final(self, request_id: int, timeout: float = 10.0) -> Response:
-        """The final response to a request; raises TimeoutError when none comes."""
+        """The final response to a request; raises TimeoutError if there is none."""
         with self._condition:
             finals = self._condition.wait_for(
                 lambda: [r for r in self.of(request_id) if r.is_final], timeout
             )
         if not finals:
-            raise TimeoutError(f"no final response to request {request_id} in {timeout} s")
+            raise TimeoutError(f"no final response to request {request_id} within {timeout} s")
         return finals[0]
 
     def output(self, request_id: int) -> list[int]:
-        """All tokens of `output_ids` that a request's responses have brought, without padding.
+        """All tokens of `output_ids` in the responses to a request, without padding.
 
-        Those of the best beam, if there are several.
+        If there are several beams, those of the best one.
         """
         tokens: list[int] = []
         for response in self.of(request_id):

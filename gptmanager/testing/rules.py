@@ -1,7 +1,7 @@
-"""The rules of a scheduler's contract, and which of them one answer breaks.
+"""The rules of a scheduler's contract, and the check of one answer against them.
 
-Judges one call of `RequestScheduler.schedule_request` at a time. Knows nothing of what becomes of
-an answer: whether requests end, and with which tokens.
+Judges one call of `RequestScheduler.schedule_request` at a time. The effects of an answer, such as
+whether requests end and with which tokens, are checked elsewhere.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestL
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 
 RULES: dict[str, str] = {
-    "raises-nothing": "schedule_request answers, it does not raise",
+    "raises-nothing": "schedule_request does not raise",
     "three-lists": "the answer is three lists of requests: context, generation, paused",
     "own-requests": "every request of the answer is one of active_requests",
-    "each-once": "no request stands in the answer twice",
-    "not-in-flight": "nobody of inflight_request_ids is to run",
+    "each-once": "no request is in the answer twice",
+    "not-in-flight": "no request in inflight_request_ids is scheduled",
     "right-list": "context requests are in CONTEXT_INIT, generation requests in "
     "GENERATION_IN_PROGRESS",
     "chunk-size": "a chunk has a token or more, and is a multiple of tokens_per_block unless it "
@@ -31,20 +31,20 @@ RULES: dict[str, str] = {
     "batch-size": "no more than max_batch_size requests run in a step",
     "token-budget": "no more than max_num_tokens tokens run in a step",
     "slots": "no more requests are started at a time than the manager has slots",
-    "memory": "who runs finds the KV cache blocks that it needs",
+    "memory": "requests that run get the KV cache blocks that they need",
     "pauses-the-started": "only a request that holds memory is paused",
-    "never-pauses": "evicts=False: nobody is paused",
+    "never-pauses": "evicts=False: no request is paused",
     "list-untouched": "active_requests is not changed",
-    "requests-untouched": "nothing of a request is written but context_chunk_size, "
+    "requests-untouched": "no field of a request is written except context_chunk_size, "
     "num_draft_tokens and estimated_reusable_tokens",
-    "memory-untouched": "the KV cache manager is asked, not changed",
-    "progress": "somebody runs when nothing is in flight",
-    "no-starvation": "every accepted request comes to its end",
+    "memory-untouched": "the KV cache manager is read, not changed",
+    "progress": "a request runs when nothing is in flight",
+    "no-starvation": "every accepted request ends",
     "same-decisions": "the same inputs lead to the same decisions",
     "one-final": "every accepted request gets one final response, and streamed tokens in order",
-    "same-tokens": "a request generates what it generates alone",
-    "accounts": "every block has the owners that it should have, and is free in the end",
-    "accepted": "the token loop can carry the answer out",
+    "same-tokens": "a request generates the same tokens as when it runs alone",
+    "accounts": "every block has the right owners, and is free at the end",
+    "accepted": "the token loop can execute the answer",
 }
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -54,20 +54,20 @@ _FIELDS = tuple(
     name for cls in (LlmRequest, ActiveRequest) for name in cls.__slots__ if name not in _WRITABLE
 )
 
-Complaint = tuple[str, int | None, str]  # rule, request, what happened in numbers
+Complaint = tuple[str, int | None, str]  # rule, request, details with numbers
 Decision = tuple[tuple[tuple[int, int | None], ...], tuple[int, ...], tuple[int, ...]]
 
 
 class Breach(Exception):
-    """A rule is broken, so that the scenario cannot go on. `args` are a Complaint."""
+    """Raised when a rule is broken and the scenario cannot continue. `args` are a Complaint."""
 
 
 @dataclass(slots=True, eq=False)
 class JudgedScheduler(RequestScheduler):
-    """A scheduler, each of whose answers is judged; the first that breaks a rule raises Breach.
+    """Checks each answer of a scheduler; the first that breaks a rule raises Breach.
 
-    `decisions` has those that broke none, each with the iteration, which `now` tells. `minor`: the
-    first change of a list, which harms nothing at once.
+    `decisions` has the answers that broke none, each with the iteration number from `now`. `minor`:
+    the first change of a list, which has no immediate effect.
     """
 
     scheduler: RequestScheduler
@@ -90,7 +90,7 @@ class JudgedScheduler(RequestScheduler):
             raise Breach("raises-nothing", None, f"it raised {response_text(error)}") from error
         self._check_untouched(requests, fields, memory)
         if not self.minor and [*map(id, given)] != [*map(id, requests)]:
-            text = f"it was given {_ids(requests)}, and {_ids(given)} is left of that"
+            text = f"it was given {_ids(requests)}, and changed that to {_ids(given)}"
             self.minor.append((self.now(), ("list-untouched", None, text)))
         output = _three_lists(answer)
         for complaint in self._complaints(output, requests, inflight_request_ids):
@@ -104,7 +104,7 @@ class JudgedScheduler(RequestScheduler):
         self, requests: RequestList, fields: list[dict[str, Any]], memory: object
     ) -> None:
         if _memory(self.kv_cache, requests) != memory:
-            text = "the blocks that requests hold are not those of before the call"
+            text = "the blocks that requests hold changed during the call"
             raise Breach("memory-untouched", None, text)
         for request, before in zip(requests, fields, strict=True):
             for name, new in _fields(request).items():
@@ -116,7 +116,7 @@ class JudgedScheduler(RequestScheduler):
     def _complaints(
         self, output: SchedulerOutput, given: RequestList, in_flight: Set[int]
     ) -> Iterator[Complaint]:
-        """Yield the faults of an answer, each cause before its consequences."""
+        """Yield the broken rules of an answer, causes before consequences."""
         params = self.blueprint.params
         yield from _foreign(output, given)
         yield from _in_flight_or_wrong_list(output, in_flight)
@@ -141,7 +141,7 @@ class JudgedScheduler(RequestScheduler):
             if not self.may_pause:
                 yield "never-pauses", request.request_id, f"{request!r} is to be paused"
             if request.request_id not in self.kv_cache:
-                text = f"{request!r} is to be paused, and holds no KV cache blocks"
+                text = f"{request!r} is to be paused, but holds no KV cache blocks"
                 yield "pauses-the-started", request.request_id, text
         yield from self._too_many_started(output, given)
 
@@ -165,7 +165,7 @@ class JudgedScheduler(RequestScheduler):
         starting = [r for r in output.context_requests if r.slot < 0]
         if starting and len(started) + len(starting) > self.blueprint.num_slots:
             text = (
-                f"requests {_ids(starting)} are to start beside {_ids(started)}, which have "
+                f"requests {_ids(starting)} are to start while {_ids(started)} have "
                 f"started and not ended: {self.blueprint.num_slots} may be started at a time"
             )
             yield "slots", starting[-1].request_id, text
@@ -178,7 +178,7 @@ def _three_lists(answer: Any) -> SchedulerOutput:
         raise Breach("three-lists", None, f"it answered {answer!r}") from None
     for request in (*context, *generation, *paused):
         if not isinstance(request, LlmRequest):
-            raise Breach("three-lists", None, f"{request!r} in its answer is no LlmRequest")
+            raise Breach("three-lists", None, f"{request!r} in its answer must be an LlmRequest")
     return SchedulerOutput(context, generation, paused)
 
 
@@ -190,7 +190,7 @@ def _foreign(output: SchedulerOutput, given: RequestList) -> Iterator[Complaint]
             yield "own-requests", request.request_id, f"{request!r} was not among {_ids(given)}"
         if id(request) in seen:
             lists = [name for name, part in output._asdict().items() if request in part]
-            text = f"it stands in {' and '.join(lists)}" + " twice" * (len(lists) == 1)
+            text = f"it is in {' and '.join(lists)}" + " twice" * (len(lists) == 1)
             yield "each-once", request.request_id, text
         seen.add(id(request))
 
@@ -209,7 +209,7 @@ def _in_flight_or_wrong_list(output: SchedulerOutput, in_flight: Set[int]) -> It
 
 
 def _cost(request: LlmRequest) -> int:
-    """Tokens of a context in this step; what is cached of its beginning is free."""
+    """Return the tokens of a context in this step; its cached beginning is free."""
     size, remaining = request.context_chunk_size, request.context_remaining_length
     if not request.context_current_position:
         remaining -= request.estimated_reusable_tokens

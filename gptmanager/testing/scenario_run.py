@@ -1,6 +1,6 @@
-"""One scenario, run through the real token loop with a user's scheduler, and what came of it.
+"""Runs one scenario through the real token loop with a user's scheduler.
 
-The loop, its allocation and its KV cache are those of a manager; the network is a scripted one.
+The loop, its allocation and its KV cache are those of a manager; the network is scripted.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from gptmanager.testing.scripted_executor import ScriptedExecutor
 
 CreateScheduler = Callable[..., Any]
 
-MAX_IDLE = 8  # iterations in a row in which nobody runs and nothing is in flight
-PATIENCE = 4  # a request may take so many times what all requests take one after the other
+MAX_IDLE = 8  # iterations in a row in which no request runs and nothing is in flight
+PATIENCE = 4  # limit of a request's iterations, as a multiple of all requests run one by one
 
 
 @dataclass(slots=True)
 class Outcome:
     """The result of a scenario.
 
-    `complaints`: iterations and the faults found there. `decisions`: iterations and the answers.
+    `complaints`: broken rules by iteration. `decisions`: answers by iteration.
     """
 
     complaints: list[tuple[int, Complaint]] = field(default_factory=list)
@@ -50,9 +50,9 @@ class Outcome:
 def run_scenario(
     create_scheduler: CreateScheduler, scenario: Scenario, *, may_pause: bool = True
 ) -> Outcome:
-    """Run it to its end, or to the first rule that is broken so that it cannot go on.
+    """Run a scenario to its end, or to the first broken rule after which it cannot continue.
 
-    What `create_scheduler` itself raises is the caller's.
+    Exceptions that `create_scheduler` itself raises pass through.
     """
     run = _Run(create_scheduler, scenario, may_pause)
     outcome = Outcome(decisions=run.judged.decisions)
@@ -72,7 +72,7 @@ def run_scenario(
 
 
 class _ScenarioHost:
-    """The host that a scenario plans. `now` counts iterations, `accepted` those of fetches."""
+    """The host of a scenario. `now` counts iterations; `accepted`: iterations of the fetches."""
 
     def __init__(self, requests: tuple[PlannedRequest, ...]) -> None:
         self.now = -1
@@ -106,23 +106,23 @@ class _ScenarioHost:
         return Intake(float(self.now), tuple(taken), frozenset(stops))
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        """No planned request has a logits post-processor."""
+        """Do nothing: no planned request has a logits post-processor."""
 
     def load(self, work: AdapterWork) -> None:
-        """Nor an adapter."""
+        """Do nothing: no planned request has an adapter."""
 
     def fail(self, failure: Failure) -> None:
-        """Nor does any effect fail."""
+        """Do nothing: no effect fails."""
 
     def poll(self) -> None:
         self._stops = self.callbacks.poll_stop_signal()
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
-        """The scenario asks for no statistics."""
+        """Do nothing: a scenario needs no statistics."""
 
 
 class _Run:
-    """A loop under way, checked after each iteration."""
+    """A running loop, checked after each iteration."""
 
     def __init__(
         self, create_scheduler: CreateScheduler, scenario: Scenario, may_pause: bool
@@ -167,7 +167,7 @@ class _Run:
         self._check_patience()
 
     def check_end(self) -> None:
-        """Nobody is active: nothing is held, and everybody has what it would have got alone."""
+        """Check, with no active request, that all blocks are free and all outputs are right."""
         try:
             self.host.checker.check()
         except ContractViolation as violation:
@@ -175,7 +175,7 @@ class _Run:
         kv_cache = self.loop.allocator.kv_cache
         free, total = kv_cache.get_num_free_blocks(), kv_cache.get_max_resource_count()
         if free != total:
-            raise Breach("accounts", None, f"{free} of {total} blocks are free in the end")
+            raise Breach("accounts", None, f"{free} of {total} blocks are free at the end")
         for request in self.scenario.requests:
             self._check_output(request)
 
@@ -183,16 +183,20 @@ class _Run:
         request_id = request.request_id
         final = self.host.callbacks.final(request_id, timeout=0)
         if final.error:
-            raise Breach("one-final", request_id, f"its final response is: {final.error}")
+            raise Breach("one-final", request_id, f"its final response is the error: {final.error}")
         output = self.host.callbacks.output(request_id)
         generated = output if request.is_streaming else output[len(request.prompt) :]
         expected = request.output()
         if int(final.tensors["finish_reasons"]) == FinishReason.CANCELLED:
-            # tokens that an end_id or a stop word would still have cut off are in it
+            # includes tokens that an end_id or a stop word would still cut off
             uncut = replace(request, end_id=None, stop_word=())
             expected = uncut.output()[: len(generated)]
         if generated != expected:
-            raise Breach("same-tokens", request_id, f"it gave {generated}, alone {expected}")
+            raise Breach(
+                "same-tokens",
+                request_id,
+                f"it generated {generated}, but {expected} when run alone",
+            )
 
     def _complain_of_idleness(self) -> None:
         kv_cache = self.loop.allocator.kv_cache
@@ -202,12 +206,12 @@ class _Run:
         could = [(need, request) for need, request in needs if need <= free]
         need, request = (could or needs)[0]
         text = (
-            f"nothing is in flight and nobody has run for {self._idle} iterations: {request!r} "
+            f"nothing is in flight and no request has run for {self._idle} iterations: {request!r} "
             f"needs {need} blocks, {free} of {kv_cache.get_max_resource_count()} are free"
         )
         if not could:
             holders = [r.request_id for r in self.loop.active if r.request_id in kv_cache]
-            text += f"; nobody can run while requests {holders} keep what they hold"
+            text += f"; no request can run while requests {holders} keep their blocks"
         raise Breach("progress", request.request_id, text)
 
     def _check_patience(self) -> None:
@@ -230,7 +234,7 @@ def _created(create_scheduler: CreateScheduler, keywords: dict[str, Any]) -> Req
 
 
 def _breach(error: SchedulerError) -> Breach:
-    """The rule behind an answer that the loop refused."""
+    """Return the rule that an answer broke when the loop refused it."""
     if isinstance(error.__cause__, Breach):
         return error.__cause__
     named = re.search(r"request (\d+)", str(error))

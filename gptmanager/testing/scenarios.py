@@ -1,6 +1,6 @@
-"""Random scenarios for schedulers: limits, a pool of blocks, and what a host asks for when.
+"""Random scenarios for schedulers: limits, a pool of blocks, and the requests with their times.
 
-Decides what a scheduler is tried on. Knows nothing of rules, nor of how a scenario is run.
+Decides which inputs a scheduler is tested with; rules and execution are elsewhere.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.testing.hosts import ScriptedSpec
 
 VOCAB_SIZE = 100
-_SIZES = 40  # scenarios grow with the seed up to this one, then begin again
+_SIZES = 40  # scenarios grow with the seed up to this one, then start small again
 
 
 def next_token(history: list[int]) -> int:
-    """A function of the whole history, so that a lost or repeated token changes what follows."""
+    """Return a hash of the whole history: a lost or repeated token changes all later ones."""
     weighted = sum((index + 1) * token for index, token in enumerate(history))
     return (weighted * 31 + len(history)) % VOCAB_SIZE
 
@@ -72,7 +72,7 @@ class PlannedRequest:
         )
 
     def output(self) -> list[int]:
-        """Return the tokens that it generates when it runs alone, by definition."""
+        """Return the tokens that the request generates when it runs alone."""
         history = list(self.prompt)
         start, word = len(history), list(self.stop_word)
         while len(history) < start + self.max_new_tokens:
@@ -88,7 +88,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One thing to try a scheduler on. Lengths in tokens, the pool in blocks.
+    """One test case for a scheduler. Lengths in tokens, the pool in blocks.
 
     `chunking` None: contexts run whole. `run_ahead` and `overlap` are as in `OptionalParams`.
     """
@@ -121,7 +121,7 @@ class Scenario:
 
     @property
     def most_iterations(self) -> int:
-        """How many iterations all requests take if they run one after the other."""
+        """The number of iterations that all requests take if they run one after the other."""
         unit = self.tokens_per_block if self.chunking is not None else self.max_seq_len
         return sum(
             -(-len(request.prompt) // unit) + request.max_new_tokens for request in self.requests
@@ -150,10 +150,10 @@ class Scenario:
 
 
 def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
-    """The scenario of this seed: small ones have small seeds.
+    """Return the scenario of this seed; small seeds have small scenarios.
 
-    `evicts`: a request may be paused, so that it must fit into one context even at its end where
-    contexts run whole.
+    `evicts`: a request may be paused, so where contexts run whole, it must fit into one context
+    with all its tokens.
     """
     chance = random.Random(seed)
     tokens_per_block = chance.choice([2, 4, 4, 8])
@@ -167,7 +167,7 @@ def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
     chunking = chance.choice([None, *ContextChunkingPolicy])
     max_num_tokens = chance.randint(10, 2 * max_seq_len)
     overlap_or_ahead = chance.choice(["neither", "run_ahead", "overlap"])
-    # what runs as one context must fit into a step: a prompt, after a pause all but the newest
+    # one context must fit into a step: a prompt, or after a pause all tokens but the newest
     one_context = max_num_tokens if chunking is None else max_seq_len
     longest = min(max_seq_len, one_context + 1) if evicts else max_seq_len
     return Scenario(
@@ -189,7 +189,7 @@ def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
 def _requests(
     chance: random.Random, count: int, longest: int, longest_prompt: int, max_seq_len: int
 ) -> tuple[PlannedRequest, ...]:
-    """All at once, in bursts, or one by one."""
+    """Return requests that arrive all at once, in bursts, or one by one."""
     beginning = [chance.randrange(VOCAB_SIZE) for _ in range(max_seq_len)]
     arrivals = chance.choice(["at once", "in bursts", "one by one"])
     requests, now = [], 0
@@ -208,7 +208,7 @@ def _request(
     longest: int,
     longest_prompt: int,
 ) -> PlannedRequest:
-    """`longest`: tokens of prompt and output. The beginnings of prompts are alike."""
+    """Return a request of at most `longest` tokens in all. Prompts share their beginnings."""
     prompt_len = chance.randint(1, min(longest - 1, longest_prompt))
     shared = chance.randint(0, prompt_len)
     rest = [chance.randrange(VOCAB_SIZE) for _ in range(prompt_len - shared)]

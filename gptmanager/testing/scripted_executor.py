@@ -1,7 +1,7 @@
-"""`ScriptedExecutor`: steps without a network, whose tokens a function of the history gives.
+"""`ScriptedExecutor`: steps without a network; a function of the history returns the tokens.
 
-Believes nothing: a schedule that no executor could run is refused, and every position that a row
-would read must hold what was computed from that row's own tokens.
+It checks everything: it refuses a schedule that no executor could run, and every position that a
+row reads must hold the value computed from that row's own tokens.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gptmanager.step import BeamCandidates, BeamFork, Row, Schedule, StepResult
 
 NextToken = Callable[[list[int]], int]  # the history, prompt included -> the next token
 
-_NOTHING = 0  # what a position holds that was never written
+_NOTHING = 0  # the value of a position that was never written
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """`expected`: for each token, what its position in the KV cache must hold."""
+    """`expected`: for each token, the value that its position in the KV cache must hold."""
 
     tokens: list[int]
     num_computed: int | None = None  # None: its first row says where it begins
@@ -29,14 +29,14 @@ class _Sequence:
     expected: list[int] = field(default_factory=list)
 
     def extend_expected(self) -> None:
-        """A position holds what comes of its token and of all before it."""
+        """Compute the value of each new position from its token and all tokens before it."""
         new = self.tokens[len(self.expected) :]
         last = self.expected[-1] if self.expected else _NOTHING
         mixed = accumulate(new, lambda before, token: hash((before, token)), initial=last)
         self.expected.extend(list(mixed)[1:])
 
     def accept(self, next_token: NextToken, num_drafts: int) -> list[int]:
-        """The tokens that follow; drafts at the end of `tokens` are kept as far as they agree."""
+        """Append and return the next tokens; drafts at the end of `tokens` stay if they match."""
         drafts = self.tokens[len(self.tokens) - num_drafts :]
         del self.tokens[len(self.tokens) - num_drafts :]
         found: list[int] = []
@@ -48,13 +48,13 @@ class _Sequence:
         return found
 
     def rewind(self, tokens_per_block: int) -> None:
-        """Drop what was computed for wrong drafts, and the blocks that held nothing else."""
+        """Drop the values computed for wrong drafts, and the blocks that held nothing else."""
         self.num_computed = len(self.tokens) - 1
         del self.expected[self.num_computed :]
         del self.block_ids[-(-self.num_computed // tokens_per_block) :]
 
     def fork(self, token: int, *, same: bool) -> _Sequence:
-        """A beam that goes on from this one; `same`: it is this one."""
+        """Return a beam that continues this one; `same`: return this one itself."""
         block_ids = self.block_ids if same else []
         return _Sequence([*self.tokens, token], self.num_computed, block_ids, self.expected.copy())
 
@@ -67,13 +67,13 @@ class ScriptedStep:
 
 
 class ScriptedExecutor:
-    """An `Executor` whose tokens are given by a function of the history.
+    """An `Executor` that takes its tokens from a function of the history.
 
     It refuses a schedule that an executor could not run: a position that does not continue its
-    sequence, a token that is not known yet, a position without a block. It keeps what each block
-    holds, and refuses a row that would read what belongs to other tokens: blocks that are shared
-    or copied must hold just what the sequence would have computed. The candidates of a beam are
-    the scripted token and those above it.
+    sequence, a token that is not known yet, a position without a block. It tracks the content of
+    each block, and refuses a row that would read the values of other tokens: shared or copied
+    blocks must hold exactly what the sequence would have computed. The candidates of a beam are the
+    scripted token and those above it.
     """
 
     def __init__(self, next_token: NextToken, tokens_per_block: int) -> None:
@@ -110,7 +110,7 @@ class ScriptedExecutor:
             self._check(row, sequence)
         for row, sequence in running:
             self._write(row, sequence)
-        for row, sequence in running:  # the rows of one step must not write over each other
+        for row, sequence in running:  # the rows of one step must not overwrite each other
             self._check_content(row, sequence, row.position + row.num_tokens)
         return ScriptedStep(schedule)
 
@@ -157,7 +157,7 @@ class ScriptedExecutor:
             or end > len(sequence.block_ids) * self.tokens_per_block
             or row.num_tokens < 1
         ):
-            raise ValueError(f"{row} cannot follow {sequence}")
+            raise ValueError(f"{row} cannot continue {sequence}")
         sequence.extend_expected()
         self._check_content(row, sequence, row.position)
 
@@ -180,7 +180,7 @@ class ScriptedExecutor:
 
 
 def candidates(tokens: Sequence[int], count: int) -> BeamCandidates:
-    """For each beam, `count` continuations from its scripted token up, ever less probable."""
+    """Return for each beam `count` tokens from its scripted one up, in order of probability."""
     return BeamCandidates(
         tuple(tuple(range(token, token + count)) for token in tokens),
         tuple(

@@ -420,7 +420,7 @@ STEERING = "x\x1b[31m\x07\u202e\udc80"
         (["replay", STEERING], "x�[31m��"),
         (["replay", "x.jsonl", "--scheduler", f"{STEERING}:make"], "x.jsonl"),
         (["picture", STEERING, "--output", "y.html"], "x�[31m��"),
-        (["simulate", "--policies", STEERING], "is none of"),
+        (["simulate", "--policies", STEERING], "must be one of"),
         (["simulate", "--cost", STEERING], "--cost x�[31m��"),
         (["bench", "--model", STEERING], "is no folder"),
         (["bench", "e2e", "--device", "cpu", "--only", STEERING], "--only x�[31m��"),

@@ -116,7 +116,7 @@ def test_a_response_after_the_final():
     bench = Bench(request(1))
     bench.send(1, [*partial([5], 0), *ENDING], True)
     bench.send(1, partial([6], 1))
-    assert bench.violation() == "a response to request 1 after its final"
+    assert bench.violation() == "a response to request 1 after its final response"
 
 
 def test_a_response_to_nobody():
@@ -155,7 +155,10 @@ def test_a_partial_response_without_streaming():
     bench = Bench(request(1, streaming=False))
     bench.send(1, whole([1, 2, 8]))
     bench.send(1, whole([1, 2, 8]), True)
-    assert bench.violation() == "request 1 does not stream, yet got a response before its final"
+    assert (
+        bench.violation()
+        == "request 1 does not stream, yet got a response before its final response"
+    )
 
 
 def test_an_empty_response_that_is_not_final():
@@ -265,7 +268,7 @@ def test_a_get_that_raises_half_way():
 def test_whatever_a_host_returns_reaches_the_manager():
     checker = ContractChecker(lambda room: ["nonsense"], lambda *response: None)
     assert list(checker.get_inference_requests(1)) == ["nonsense"]
-    with pytest.raises(ContractViolation, match="Get returned 'nonsense', which is no Inference"):
+    with pytest.raises(ContractViolation, match="Get returned 'nonsense', expected an Inference"):
         checker.check()
 
 
@@ -301,15 +304,18 @@ def test_a_host_that_keeps_the_contract():
     [
         ({"host_get": fail}, "Get raised ConnectionError: no"),
         ({"host_get": lambda room: None}, "Get returned None, expected an iterable"),
-        ({"host_get": lambda room: [None]}, "Get returned None, which is no InferenceRequest"),
+        ({"host_get": lambda room: [None]}, "Get returned None, expected an InferenceRequest"),
         (
             {"host_get": lambda room: [request(1)], "send": fail},
             "SendResponse raised ConnectionError: no for the final response to request 1, which is",
         ),
         ({"poll": fail}, "Poll raised ConnectionError: no"),
         ({"poll": lambda: None}, "Poll returned None, expected a set of request ids"),
-        ({"poll": lambda: {"1"}}, "Poll returned '1', which is no request id"),
-        ({"host_get": lambda room: [request(i) for i in range(3)]}, "returned 3 requests where"),
+        ({"poll": lambda: {"1"}}, "Poll returned '1', expected a request id"),
+        (
+            {"host_get": lambda room: [request(i) for i in range(3)]},
+            "returned 3 requests when asked for",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -331,7 +337,7 @@ def test_a_callback_that_takes_seconds_is_told(name):
         lambda: wait("Poll", set()),
         clock=lambda: now[0],
     )
-    assert said == f"{name} took longer than 1 s: the loop stands still"
+    assert said == f"{name} took longer than 1 s: it blocks the loop"
 
 
 def test_a_request_that_is_returned_twice():
@@ -579,7 +585,7 @@ def test_the_executor_refuses_a_position_without_a_block():
         executor,
         schedule([row(0, 5)], starts=[start()], appends=[BlockAppend(0, 0, (7,))]),
     )
-    with pytest.raises(ValueError, match="cannot follow"):
+    with pytest.raises(ValueError, match="cannot continue"):
         executor.forward(schedule(generation=[row(5, 1)]))
 
 

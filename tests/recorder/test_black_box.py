@@ -231,7 +231,7 @@ def test_a_state_that_has_no_room_is_told_once_and_tried_again(tmp_path, monkeyp
     make_segments_short(monkeypatch, 4)
     options = {"black_box_bytes": MB, "black_box_iterations": 4}
     serve(ScheduledHost([[request(1, 3, 60)]]), None, **options)
-    assert caplog.text.count("there is no black box for now") == 1
+    assert caplog.text.count("the black box is off for now") == 1
     path = tmp_path / "box.jsonl"
     path.touch()
     with pytest.raises(RecordingError):

@@ -268,7 +268,7 @@ def test_a_simulation_runs_no_further_than_the_recording_could_tell(tmp_path, ca
     path.write_bytes(changed(lines, 1, lengthen))
     monkeypatch.setattr("gptmanager.simulator.load._SPARE_STEPS", 500)
     assert call("simulate", path, tmp_path) == 2
-    assert "request-steps: far more than its recording holds" in capsys.readouterr().err
+    assert "request-steps, far more than its recording" in capsys.readouterr().err
 
 
 def test_a_picture_follows_no_more_who_wait_than_rows_could_tell(run, tmp_path, monkeypatch):
@@ -494,7 +494,7 @@ def test_a_request_that_would_run_alone_for_ever_ends_a_simulation_soon(run, tmp
         patch.setattr(load, "_SPARE_STEPS", 1 << 16)
         patch.setattr(load, "_STEPS_PER_STEP", 2)
         assert call("simulate", path, tmp_path) == 2
-    told = re.search(r"more than (\d+) request-steps: far more than its", capsys.readouterr().err)
+    told = re.search(r"more than (\d+) request-steps, far more than its", capsys.readouterr().err)
     assert 1000 < len(turns) <= int(told[1]) // load.TURN_STEPS + 1
 
 

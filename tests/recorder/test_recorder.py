@@ -253,7 +253,7 @@ def test_an_idle_manager_writes_nothing(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_a_config_error(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot write"):
         record(tmp_path / "no" / "r.jsonl", ScheduledHost([]))
 
 
@@ -281,9 +281,9 @@ def test_an_abort_ends_the_recording_before_its_errors(tmp_path):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "first line is not"),
-        (b'{"kind":"header"}\n', "first line is not"),
-        (b"nonsense\n{}\n", "line 1 is no JSON"),
+        (b"", "first line must be"),
+        (b'{"kind":"header"}\n', "first line must be"),
+        (b"nonsense\n{}\n", "line 1 must be JSON"),
         (b'{"format":"%s","version":99}\n' % FORMAT.encode(), "version 99"),
         (HEADER + b'{"kind":"x"}\n', "line 2: unknown kind 'x'"),
         (HEADER + b'{"kind":"iteration"}\n', "line 2"),
@@ -306,7 +306,7 @@ def test_a_last_line_that_is_cut_off_is_left_out(tmp_path, caplog):
     path.write_bytes(path.read_bytes()[:-20])
     with caplog.at_level(logging.WARNING):
         cut = read_recording(path)
-    assert "is cut off" in caplog.text
+    assert "is truncated" in caplog.text
     assert len(cut.iterations) == len(run.iterations) and cut.end is None
     assert replay(cut).divergence is None
 

@@ -173,10 +173,10 @@ def test_a_changed_policy_is_found_where_it_first_shows(tmp_path):
 
 
 def test_a_schedule_where_nobody_ran_and_a_missing_one_are_told(run):
-    assert replay(planted(run, 4, schedule=None)).divergence.recorded == "nobody runs"
+    assert replay(planted(run, 4, schedule=None)).divergence.recorded == "no request runs"
     divergence = replay(planted(run, 4, intake=dataclasses.replace(
         run.iterations[4].intake, stops=frozenset(range(6))))).divergence  # fmt: skip
-    assert divergence.index == 4 and divergence.replayed == "nobody runs"
+    assert divergence.index == 4 and divergence.replayed == "no request runs"
 
 
 def test_a_missing_result_is_told_unless_the_run_broke_off_there(run):
