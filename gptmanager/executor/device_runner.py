@@ -1,6 +1,6 @@
-"""`DeviceRunner`: packed rows enqueued on a device, as a recorded step where one fits.
+"""`DeviceRunner`: packed rows enqueued on a device, as a captured step where one fits.
 
-Decides what of a batch travels to the device, and what is there already.
+Decides which arrays of a batch are copied to the device, and which are there already.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gptmanager.statistics import Memory
 
 
 class RecordedChooser(Protocol):
-    """The part of `DeviceChooser` that recorded steps need."""
+    """The part of `DeviceChooser` that captured steps need."""
 
     def is_plain(self, lines: Array) -> bool: ...
 
@@ -40,13 +40,13 @@ class RecordedChooser(Protocol):
 
 
 class DeviceRunner(Runner):
-    """Runs a model on `stream`, whose calls return before the work is done.
+    """Runs a model on `stream`; calls return before the work is done.
 
-    Generation steps of a `PlanningModel` are recorded at the start for the numbers of rows in
-    `graph_sizes`, and with an `adapter_pool` once more for rows of which some have adapters; a step
-    of so many rows at most runs as a recording. `has_beams`: a line may be
-    that of a beam. `chooser`: makes the choice at the end of a recording, for steps of lines that
-    are plain; None: recordings end with the logits. `on_progress`: as of `GenerationGraphs.record`.
+    Generation steps of a `PlanningModel` are captured at start for each number of rows in
+    `graph_sizes`, and with an `adapter_pool` a second time for rows with adapters. A step replays
+    the smallest capture with enough rows. `has_beams`: lines may belong to beams. `chooser`:
+    chooses the tokens at the end of a captured step if all lines are plain; None: captured steps
+    end with the logits. `on_progress`: see `GenerationGraphs.record`.
     """
 
     stream: Stream
@@ -73,16 +73,16 @@ class DeviceRunner(Runner):
         self._uploads = uploads
         self._downloads = downloads
         self._has_beams = has_beams
-        self._chooser = None if has_beams else chooser  # else the choice is for more lines
+        self._chooser = None if has_beams else chooser  # with beams more lines have a choice
         self._planning = model if isinstance(model, PlanningModel) else None
         self._graphs = GenerationGraphs(stream, uploads, graph_sizes)
         self._adapter_graphs = GenerationGraphs(stream, uploads, graph_sizes)
         self._graph_logits: Tensor | None = None
         self._graph_tokens: Tensor | None = None
-        self._device_scorer: DevicePromptScorer | None = None  # until somebody asks
+        self._device_scorer: DevicePromptScorer | None = None  # created on first use
         if graph_sizes and self._plan(_idle_rows(1), fixed=True):
             with torch.inference_mode():
-                # a recording of the emulator runs it again, and would hold its owner
+                # the emulator runs the capture again later: a strong reference would be a cycle
                 own = weakref.proxy(self)
                 self._graphs.record(
                     lambda size: own._fixed_arrays(_idle_rows(size)),
@@ -130,7 +130,7 @@ class DeviceRunner(Runner):
         )
 
     def run_largest(self, num_tokens: int, num_sampled: int) -> None:
-        """Run contexts of `num_tokens` tokens in all; what they write and read is block 0."""
+        """Run contexts of `num_tokens` tokens in total; they read and write block 0 only."""
         longest = self.tables.tokens.shape[1]
         counts = np.full(-(-num_tokens // longest), longest, dtype=np.int64)
         counts[-1] = num_tokens - counts[:-1].sum()
@@ -147,10 +147,10 @@ class DeviceRunner(Runner):
             num_context_rows=len(counts),
         )
         with self.stream, torch.inference_mode():
-            self._launch(rows).float()  # as for those who change logits
+            self._launch(rows).float()  # as it is for requests that change logits
 
     def run_recorded(self, num_rows: int) -> None:
-        """Run the step that a recording for `num_rows` rows holds; it touches no page."""
+        """Run the step that is captured for `num_rows` rows; it reads and writes no block."""
         if self._plan(_idle_rows(1), fixed=True):
             with self.stream, torch.inference_mode():
                 self._step(self._uploads.upload(self._fixed_arrays(_idle_rows(num_rows))))
@@ -164,7 +164,7 @@ class DeviceRunner(Runner):
         else:
             logits, tensors = self._adapter_graphs.run(size, (slots, *arrays))
             tensors = tensors[1:]
-        if self._has_beams:  # the choice is for more than these lines, or for others
+        if self._has_beams:  # the choice covers more lines than these, or others
             return Computed(logits[:num_rows])
         _, positions, cells, _, lines = (tensor[:num_rows] for tensor in tensors[:5])
         inputs = ChoiceInputs(lines, positions, cells)
@@ -173,14 +173,14 @@ class DeviceRunner(Runner):
         return Computed(logits[:num_rows], inputs)
 
     def _step(self, tensors: Sequence[Tensor], adapter_slots: Tensor | None = None) -> Tensor:
-        """Run the part of a step that is recorded: one without context rows.
+        """Run the part of a step that is captured: one without context rows.
 
-        All recordings share their logits and tokens; the first one, which has the most rows,
-        allocates them when it is tried.
+        All captures share their logits and tokens. The first capture, which has the most rows,
+        allocates them in its trial run.
 
-        The recording contains the sampling that most steps need. Other sampling is launched
-        separately, because its kernels, their copy of the logits, and what is downloaded first
-        depend on what the requests of a step ask for. The recorded sampling then has no lines.
+        The capture contains the sampling that most steps need. Other sampling is launched
+        separately, because its kernels, their copy of the logits and the downloads depend on the
+        requests of a step. The captured sampling is then passed lines of -1 and does nothing.
         """
         chosen, positions, cells, *others = tensors
         adapters = None
@@ -199,13 +199,13 @@ class DeviceRunner(Runner):
         return logits
 
     def _fixed_arrays(self, rows: PackedRows, chooses: bool = False) -> tuple[Array, ...]:
-        """Lines that the recording chooses for, positions and cells of the choice, and the batch:
-        one copy brings all.
+        """Return the lines that the captured step chooses for, the positions and cells of the
+        choices, and the arrays of the batch. One copy uploads them all.
         """
         positions = rows.positions + 1
         cells = self.tables.cells(rows.token_lines, positions)
         chosen = rows.token_lines.astype(np.int32)
-        chosen[rows.row_starts[-1] if chooses else 0 :] = -1  # behind them is padding
+        chosen[rows.row_starts[-1] if chooses else 0 :] = -1  # the rest is padding
         arrays = super()._arrays(rows)
         return (chosen, positions, cells, *arrays, *self._plan(rows, fixed=True))
 
@@ -213,9 +213,9 @@ class DeviceRunner(Runner):
         return (*super()._arrays(rows), *self._plan(rows))
 
     def _inputs(self, rows: PackedRows) -> Array:
-        """The cells of the tokens: the CPU may not know these yet."""
+        """Return the cells of the tokens, because the CPU may not know the tokens yet."""
         cells = self.tables.cells(rows.token_lines, rows.positions)
-        # padding reads nobody's cell: a sequence may begin with a virtual token
+        # padding reads the unused last cell: a sequence's own first token may be virtual
         cells[rows.row_starts[-1] :] = self.tables.tokens.size
         return cells
 
@@ -234,7 +234,7 @@ class DeviceRunner(Runner):
 
 
 def _for_kernels(logits: Tensor) -> Tensor:
-    """In a dtype that the kernels read: the model's, if it is one of those."""
+    """Return logits in a dtype that the kernels read: the model's if supported, else float32."""
     return logits if logits.dtype in NAMES else logits.float()
 
 
@@ -243,6 +243,6 @@ def _no_adapters(size: int) -> Array:
 
 
 def _idle_rows(size: int) -> PackedRows:
-    """A batch of `size` rows, none of which has a token."""
+    """Return a batch of `size` rows without tokens."""
     none, ends = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int32)
     return padded(PackedRows(none, ends, ends[:0], none, none, none, none, 0), size)

@@ -1,4 +1,4 @@
-"""`ForwardThread`: runs the forwards of a stage one after the other, beside the loop's thread."""
+"""`ForwardThread`: runs a stage's forward passes in order, in parallel with the loop's thread."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _Queue = SimpleQueue[tuple[Schedule, Future[StepInFlight]] | threading.Event | N
 class ForwardThread:
     """Calls `forward`, which may wait for other ranks, in the order of `submit`.
 
-    The thread ends when this object is gone, or closed; a call that hangs never ends it, and does
-    not keep the process alive.
+    The thread ends when this object is closed or garbage-collected. A call that hangs never ends
+    the thread, but does not keep the process alive.
     """
 
     def __init__(self, forward: Forward) -> None:
-        # the cores are for this thread: the loop's chooses tokens, and takes one
+        # this thread gets the cores; the loop's thread chooses tokens and needs one only
         end_threads_of_caller()
         compute_alone()
         self._queue: _Queue = SimpleQueue()
@@ -34,19 +34,19 @@ class ForwardThread:
         weakref.finalize(self, self._queue.put, None)
 
     def submit(self, schedule: Schedule) -> Callable[[], StepInFlight]:
-        """Waits for the step when it is called; raises what `forward` raised."""
+        """Return a function that waits for the step, and raises what `forward` raised."""
         future: Future[StepInFlight] = Future()
         self._queue.put((schedule, future))
         return future.result
 
     def mark(self) -> threading.Event:
-        """Is set when all that was submitted before has run."""
+        """Return an event that is set when everything submitted before has run."""
         mark = threading.Event()
         self._queue.put(mark)
         return mark
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread when all that was submitted has run; False: it has not ended in time."""
+        """End the thread once everything submitted has run; False if it has not ended in time."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -60,6 +60,6 @@ def _run(queue: _Queue, forward: Forward) -> None:
         schedule, future = item
         try:
             future.set_result(forward(schedule))
-        except BaseException as error:  # noqa: B036 - raised where the result is waited for
+        except BaseException as error:  # noqa: B036 - raised by the caller of `future.result`
             future.set_exception(error)
         del item, schedule, future

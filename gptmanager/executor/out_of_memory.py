@@ -1,4 +1,4 @@
-"""`Cuts`: a batch that does not fit into memory, run in parts, and who ends if no part fits."""
+"""`Cuts`: runs a batch that does not fit into memory in parts, and fails rows that never fit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gptmanager.step import Failure, Schedule
 
 
 class Cuts:
-    """Cuts batches in two, and tells the log the 1st, 2nd, 4th, 8th ... time.
+    """Splits batches in two, and logs a warning the 1st, 2nd, 4th, 8th ... time.
 
-    `vocab_size` and `device`: of the logits.
+    `vocab_size` and `device` are those of the logits.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -27,9 +27,9 @@ class Cuts:
         self._count = 0
 
     def run(self, rows: PackedRows, reason: str, run: Callable[[PackedRows], Computed]) -> Computed:
-        """Run the rows in parts, after the whole failed for `reason`, and join the results.
+        """Run the rows in parts after the whole batch failed for `reason`, and join the results.
 
-        A single token that does not fit has NaN logits: there is no smaller part.
+        A single token that does not fit has NaN logits, because it cannot be split.
         """
         parts = halves(rows)
         if not parts:
@@ -40,13 +40,13 @@ class Cuts:
         if self._count & (self._count - 1) == 0:
             logger.warning(
                 "a batch of %d sequences and %d tokens does not fit into memory and runs in parts; "
-                "it is the %d. one (lower max_num_tokens or max_batch_size): %s",
+                "this is batch %d that was split (lower max_num_tokens or max_batch_size): %s",
                 *(len(rows.lines), rows.row_starts[-1], self._count, reason),
             )
         results = []
         for part, _ in parts:
             computed = run(part)
-            # a copy: recorded steps write their logits to the same memory
+            # a copy: captured steps write their logits to the same memory
             results.append(computed._replace(logits=computed.logits.clone()))
         whole = joined(results)
         order = np.argsort(np.concatenate([samples for _, samples in parts]))
@@ -60,7 +60,7 @@ def joined(results: Sequence[Computed]) -> Computed:
 
 
 def failures(lines: Lines, schedule: Schedule, computed: Computed) -> tuple[Failure, ...]:
-    """The requests of what could not be run."""
+    """Return a failure for each request with a row that could not be computed."""
     reasons = {lines.slot_of(line): reason for line, reason in computed.lost}
     return tuple(
         Failure(row.request_id, CapacityError(f"no memory for one token: {reasons[row.slot]}"))

@@ -1,6 +1,6 @@
-"""`PackedRows`: a batch as the CPU knows it, and the batches that it can be padded or cut to.
+"""`PackedRows`: a batch as CPU arrays, and how it is padded or split.
 
-Pure arithmetic of rows and positions. Knows no tensor, and nothing of schedules.
+Pure arithmetic of rows and positions. Knows nothing of tensors and schedules.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import numpy as np
 
 
 class PackedRows(NamedTuple):
-    """A batch as the CPU knows it, R sequences of T tokens.
+    """A batch as CPU arrays: R sequences with T tokens in total.
 
-    int64 but for `row_starts` `[R + 1]` and `kv_lengths` `[R]`, int32: `lines` `[R]`, `positions`
-    and `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]`, as in `Batch`.
+    `row_starts` `[R + 1]` and `kv_lengths` `[R]` are int32, the others int64: `lines` `[R]`,
+    `positions` and `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]`, as in `Batch`.
     """
 
     lines: np.ndarray
@@ -28,14 +28,14 @@ class PackedRows(NamedTuple):
 
 
 def offsets(counts: np.ndarray) -> np.ndarray:
-    """0, 1, 2 ... for each of these counts, one behind the other."""
+    """Return 0, 1, 2 ... up to each of these counts, concatenated."""
     ends = np.cumsum(counts)
     found: np.ndarray = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
     return found
 
 
 def padded(rows: PackedRows, num_rows: int) -> PackedRows:
-    """With rows without a token, which have logits of no meaning."""
+    """Pad to `num_rows` rows. The added rows have no tokens, and their logits are meaningless."""
     missing = num_rows - len(rows.lines)
 
     def pad(array: np.ndarray, value: int = 0) -> np.ndarray:
@@ -55,9 +55,9 @@ def padded(rows: PackedRows, num_rows: int) -> PackedRows:
 
 
 def halves(rows: PackedRows) -> tuple[tuple[PackedRows, np.ndarray], ...]:
-    """Two batches that do the same one after the other, each with the samples that are its own.
+    """Split into two batches to run in sequence, each with the indices of its samples.
 
-    Of one row only the tokens are cut in two; () of one with a single token.
+    A single row is split by its tokens; () for a row with a single token.
     """
     num_rows, num_tokens = len(rows.lines), int(rows.row_starts[-1])
     if num_rows > 1:
@@ -75,7 +75,7 @@ def halves(rows: PackedRows) -> tuple[tuple[PackedRows, np.ndarray], ...]:
 
 
 def _part(rows: PackedRows, own: slice, first: int, last: int) -> tuple[PackedRows, np.ndarray]:
-    """The packed tokens `first` to `last` (excluded), of the rows `own`."""
+    """Return the packed tokens `first` to `last` (excluded), which belong to the rows `own`."""
     ends = np.clip(rows.row_starts[own.start : own.stop + 1] - first, 0, last - first)
     samples = np.flatnonzero((rows.sample_index >= first) & (rows.sample_index < last))
     tokens = slice(first, last)

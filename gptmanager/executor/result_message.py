@@ -1,6 +1,6 @@
-"""A `StepResult` as bytes, from the rank that chooses to the others: data only.
+"""A `StepResult` as bytes, sent from the rank that chooses tokens to the others: data only.
 
-A header of fixed size, the arrays as they lie in memory, and JSON for what few steps have.
+A header of fixed size, the raw arrays, and JSON for the parts that few steps have.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def pack(iteration: int, result: StepResult, *, with_extras: bool = False) -> by
 
 
 def unpack(message: bytes, iteration: int, num_rows: int) -> StepResult:
-    """RankError if it is not that of the schedule with this number, or no such message."""
+    """Unpack a message; RankError if it is malformed, or the result of another schedule."""
     try:
         number, now, rows, columns, flags, num_bytes = _HEADER.unpack_from(message)
         if (number, rows) != (iteration, num_rows):
@@ -81,7 +81,7 @@ def unpack(message: bytes, iteration: int, num_rows: int) -> StepResult:
 
 
 class _Reader:
-    """The arrays of a message, from `start` on, one after the other."""
+    """Reads the arrays of a message in order, from byte `start` on."""
 
     def __init__(self, message: bytes, start: int) -> None:
         self._message = message
@@ -90,19 +90,19 @@ class _Reader:
     def before(self, num_bytes: int) -> memoryview:
         """Return the `num_bytes` before the next array."""
         if self._at > len(self._message):
-            raise ValueError("it is cut off")
+            raise ValueError("the message is cut off")
         return memoryview(self._message)[self._at - num_bytes : self._at]
 
     def array(self, dtype: np.dtype[Any], *shape: int) -> np.ndarray:
-        """A copy: whoever gets it may write to it."""
+        """Read the next array, as a copy that the caller may write to."""
         if any(type(size) is not int or size < 0 for size in shape):
-            raise ValueError(f"no array has the shape {shape}")
+            raise ValueError(f"an array must have nonnegative integer sizes, got {shape}")
         count = 1
         for size in shape:
             count *= size
         end = self._at + count * dtype.itemsize
         if end > len(self._message):
-            raise ValueError("it is cut off")
+            raise ValueError("the message is cut off")
         found = np.frombuffer(self._message, dtype, count, self._at).reshape(shape).copy()
         self._at = end
         return found
@@ -117,7 +117,7 @@ def _bytes(array: np.ndarray, dtype: np.dtype[Any]) -> bytes:
 
 
 def _rest(result: StepResult, extras: Extras | None) -> tuple[bytes, list[bytes]]:
-    """JSON, and the arrays that it tells of."""
+    """Return the JSON part of a message, and the arrays that it describes."""
     arrays: list[bytes] = []
     rest: dict[str, Any] = {}
     if result.beams:
@@ -137,13 +137,13 @@ def _rest(result: StepResult, extras: Extras | None) -> tuple[bytes, list[bytes]
 
 
 def _legible(error: BaseException) -> str:
-    """Its text as UTF-8 can hold it, without the name of its class."""
+    """Return an error's text without its class name, with surrogates escaped for UTF-8."""
     text = response_text(error).removeprefix(f"{type(error).__name__}: ")
     return text.encode(errors="backslashreplace").decode()
 
 
 def _error(name: str, text: str) -> BaseException:
-    """One that says the same; a class that is not known here is none but by its name."""
+    """Return an error with this text. An unknown class is replaced by a new one of that name."""
     known = _CLASSES.get(name)
     if known is None:
         known = type(name if name.isidentifier() else "Error", (GptManagerError,), {})
@@ -179,35 +179,35 @@ def _of_extras(extras: Extras) -> tuple[dict[str, Any], list[bytes]]:
     for own in extras.prompt_log_probs:
         arrays += [_bytes(scores.numpy(), _FLOAT32) for scores in own[3:5]]
         arrays.append(_bytes(own.top_ids.numpy(), _INT32))
-    told = {
+    layout = {
         "log_probs": extras.log_probs is not None,
         "generation": generation,
         "context": context,
         "top": [(own.row, *own.ids.shape) for own in extras.top_log_probs],
         "prompt": [(*own[:3], *own.top_ids.shape) for own in extras.prompt_log_probs],
     }
-    return told, arrays
+    return layout, arrays
 
 
-def _read_extras(reader: _Reader, told: dict[str, Any], shape: tuple[int, ...]) -> Extras:
+def _read_extras(reader: _Reader, layout: dict[str, Any], shape: tuple[int, ...]) -> Extras:
     def tensor(*sizes: int) -> Tensor:
         return torch.from_numpy(reader.array(_FLOAT32, *sizes))
 
-    log_probs = reader.array(_FLOAT32, *shape) if told["log_probs"] else None
-    generation = tuple((row, tensor(*sizes)) for row, *sizes in told["generation"])
+    log_probs = reader.array(_FLOAT32, *shape) if layout["log_probs"] else None
+    generation = tuple((row, tensor(*sizes)) for row, *sizes in layout["generation"])
     context = tuple(
         ContextLogits(request_id, epoch, position, tensor(*sizes))
-        for request_id, epoch, position, *sizes in told["context"]
+        for request_id, epoch, position, *sizes in layout["context"]
     )
     top = tuple(
         TopLogProbs(row, reader.array(_FLOAT32, *sizes), reader.array(_INT32, *sizes))
-        for row, *sizes in told["top"]
+        for row, *sizes in layout["top"]
     )
     prompt = tuple(
         PromptLogProbs(
             *(request_id, epoch, position, tensor(count), tensor(count, num_top)),
             torch.from_numpy(reader.array(_INT32, count, num_top)),
         )
-        for request_id, epoch, position, count, num_top in told["prompt"]
+        for request_id, epoch, position, count, num_top in layout["prompt"]
     )
     return Extras(log_probs, generation, context, top, prompt)

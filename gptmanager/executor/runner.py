@@ -1,4 +1,4 @@
-"""`Runner`: computes the logits of packed rows, on the CPU, where the tables are."""
+"""`Runner`: computes the logits of packed rows on the CPU, where the tables are."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from gptmanager.statistics import Memory
 
 
 class Computed(NamedTuple):
-    """The result of a batch: `logits` `[S, vocab]`, float32 or, on a device, of the model's dtype.
+    """The result of a batch: `logits` `[S, vocab]`, float32, or the model's dtype on a device.
 
-    `inputs`: the S rows as they are on the device already, if they are. `lost`: lines of sequences
-    for which there was no memory, and why; their logits are NaN.
+    `inputs`: the S choices in the device's tables, if they are uploaded already. `lost`: (line,
+    reason) of sequences that ran out of memory; their logits are NaN.
     """
 
     logits: Tensor
@@ -37,10 +37,10 @@ class Computed(NamedTuple):
 
 
 class Runner:
-    """Runs a model; every call has finished when it returns.
+    """Runs a model on the CPU; every call has finished when it returns.
 
-    `stream` must be entered around all that a step does. Token id `vocab_size` + i of a sequence
-    is row i of the prompt table of its line. `adapter_pool` None: no sequence has an adapter.
+    A caller must enter `stream` around the whole step. Token id `vocab_size` + i of a sequence is
+    row i of the prompt table of its line. `adapter_pool` None: no sequence uses an adapter.
     """
 
     stream: AbstractContextManager[Any] = nullcontext()
@@ -58,9 +58,9 @@ class Runner:
         self.tables = tables
         self.adapter_pool = adapter_pool
         self._adapter_slots = np.full(len(tables.tokens), -1, dtype=np.int32)  # by line
-        self._has_adapters = False  # or had: any line
-        self._prompt_tables: dict[int, Array] = {}  # by line, of what has virtual tokens
-        self._scorer: PromptScorer | None = None  # until somebody asks
+        self._has_adapters = False  # whether any line has or had an adapter
+        self._prompt_tables: dict[int, Array] = {}  # by line, of sequences with virtual tokens
+        self._scorer: PromptScorer | None = None  # created on first use
         self._capturable = capturable(model)
         self._step_capture = (
             None if self._capturable is None else self._capturable.new_step_capture()
@@ -73,9 +73,9 @@ class Runner:
         adapter_slot: int = -1,
         beam_width: int = 1,
     ) -> None:
-        """A sequence starts, whose context runs in `line`, maybe with virtual tokens.
+        """Load a sequence that starts in `line`, with its virtual tokens if it has any.
 
-        `adapter_slot`: of the adapter that all its beams have; -1: none.
+        `adapter_slot`: the slot of the adapter that all its beams use; -1: no adapter.
         """
         self._adapter_slots[line : line + beam_width] = adapter_slot
         self._has_adapters |= adapter_slot >= 0
@@ -86,30 +86,30 @@ class Runner:
             self._prompt_tables.pop(line, None)
 
     def run(self, rows: PackedRows) -> Computed:
-        """Logits of the sampled tokens; raises what torch raises where memory is short."""
+        """Return the logits of the sampled tokens; torch's out-of-memory errors pass through."""
         return Computed(self._launch(rows).float())
 
     def bring(self, logits: Tensor) -> Tensor:
-        """Logits that a host wants, float32 on the CPU by the time of the step's result."""
+        """Copy logits to the CPU, as float32; the copy is complete when the step's result is."""
         return logits
 
     def score(self, logits: Tensor, targets: Array, count: int, normalized: bool) -> Scores:
-        """Score prompt tokens, see `PromptScorer.score`; the result is where that of `bring` is."""
+        """Score prompt tokens, see `PromptScorer.score`; the scores are copied to the CPU."""
         if self._scorer is None:
             self._scorer = PromptScorer(logits.shape[1])
         return self._scorer.score(logits, targets, count, normalized=normalized)
 
     def relieve(self) -> None:
-        """Give back memory that is held for later."""
+        """Release memory that is cached for later use."""
 
     @property
     def memory(self) -> Memory:
-        """Bytes of the tensors that are held, the weights among them."""
+        """Bytes of all tensors in use, including the weights."""
         pages = self.kv_pool.nbytes + self.kv_pool.host_nbytes
         return Memory(cpu=self.model.nbytes + pages + self.tables.nbytes)
 
     def _adapters_of(self, rows: PackedRows) -> Array | None:
-        """The slot of each token's adapter, int32 `[T]`; None: nobody has one."""
+        """Return the adapter slot of each token, int32 `[T]`; None if no row uses an adapter."""
         if not self._has_adapters:
             return None
         slots = self._adapter_slots[rows.token_lines]
@@ -132,7 +132,7 @@ class Runner:
         return self.model.forward(batch, self.kv_pool)
 
     def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:
-        """Return the arrays that `_batch` is made of."""
+        """Return the arrays that `_batch` reads."""
         return (
             self._inputs(rows),
             rows.lines.astype(np.int32),
@@ -144,7 +144,7 @@ class Runner:
         )
 
     def _inputs(self, rows: PackedRows) -> Array:
-        """The tokens of the batch, int64 `[T]`."""
+        """Return the tokens of the batch, int64 `[T]`."""
         token_ids: Array = self.tables.tokens[rows.token_lines, rows.positions].astype(np.int64)
         return token_ids
 
@@ -163,7 +163,7 @@ class Runner:
         )
 
     def _embed(self, batch: Batch, rows: PackedRows) -> Batch:
-        """With the embeddings of virtual tokens, which stand in contexts alone."""
+        """Add the embeddings of virtual tokens, which only contexts have, to the batch."""
         context = slice(0, int(rows.row_starts[rows.num_context_rows]))
         lines, positions = rows.token_lines[context], rows.positions[context]
         numbers = self.tables.tokens[lines, positions] - self.model.spec.vocab_size
@@ -181,6 +181,6 @@ class Runner:
 
 
 def has_one_token_each(rows: PackedRows) -> bool:
-    """Rows in the generation phase, whose tokens are all sampled: S = T = R."""
+    """Return whether all rows are generation rows and all their tokens are sampled: S = T = R."""
     num_rows, ends = len(rows.lines), rows.row_starts[-1]
     return rows.num_context_rows == 0 and len(rows.sample_index) == ends == num_rows

@@ -1,6 +1,6 @@
-"""`SequenceTables`: the tokens and the blocks of each started sequence, a line for each beam.
+"""`SequenceTables`: the tokens and the blocks of each started sequence, one line per beam.
 
-Arrays on the CPU, and what of them a device must have. Knows nothing of schedules and models.
+Arrays on the CPU, and their copies on a device. Knows nothing of schedules and models.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from gptmanager.cuda.device.uploads import Upload
 
 Ints = npt.NDArray[np.int64]
-Written = tuple[Ints, npt.NDArray[Any]]  # cells, and what was written to them
+Written = tuple[Ints, npt.NDArray[Any]]  # cells, and the values written to them
 
 
 class SequenceTables:
     """`tokens` int32 `[lines, max_seq_len]`, `blocks` int32 `[lines, blocks_per_sequence]`.
 
-    `token_tensor` and `block_tensor` are the same on the device; on the CPU the same memory.
+    `token_tensor` and `block_tensor` are the tables on the device; on the CPU they share memory.
     """
 
     def __init__(self, num_lines: int, max_seq_len: int, blocks_per_sequence: int) -> None:
@@ -34,14 +34,14 @@ class SequenceTables:
         self.tokens[line, first : first + len(tokens)] = tokens
 
     def write_cells(self, lines: Ints, positions: Ints, tokens: npt.NDArray[Any]) -> None:
-        """A token each; `tokens` int32."""
+        """Write one token to each of these cells; `tokens` is int32."""
         self.tokens[lines, positions] = tokens
 
     def write_blocks(self, line: int, first: int, block_ids: Sequence[int]) -> None:
         self.blocks[line, first : first + len(block_ids)] = block_ids
 
     def fork(self, first_line: int, parents: Sequence[int], position: int) -> None:
-        """Beam i goes on from the tokens before `position` of its parent."""
+        """Copy to beam i the tokens before `position` of its parent."""
         sources = first_line + np.array(parents)
         lines = slice(first_line, first_line + len(parents))
         self.tokens[lines, :position] = self.tokens[sources, :position]
@@ -53,10 +53,10 @@ class SequenceTables:
 
 
 class DeviceTables(SequenceTables):
-    """Tables with a copy on a device, which has what was written when `flush` has run.
+    """Tables with a copy on a device, which `flush` updates with everything written.
 
-    What a step on the device chooses it writes to its own copy; the CPU's gets it later. The last
-    element of `token_cells`, all of the device's tokens, belongs to nobody.
+    Tokens chosen on the device are written to its copy first, and to the CPU's later. The last
+    element of `token_cells`, the flat token table of the device, is unused: padding points to it.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class DeviceTables(SequenceTables):
         self.block_tensor = torch.zeros(self.blocks.shape, dtype=torch.int32, device=device)
         self._written_tokens: list[Written] = []
         self._written_blocks: list[Written] = []
-        self._may_repeat = False  # a cell in what was written: another sequence took the line
-        self._forks: list[Written] = []  # lines, and those that they go on from
+        self._may_repeat = False  # whether a cell was written twice: a line that was reused
+        self._forks: list[Written] = []  # lines, and the lines that they are copied from
 
     def write_tokens(self, line: int, first: int, tokens: Sequence[int]) -> None:
         super().write_tokens(line, first, tokens)
@@ -94,12 +94,12 @@ class DeviceTables(SequenceTables):
         self._forks.append((lines, first_line + np.array(parents)))
 
     def cells(self, lines: Ints, positions: Ints) -> Ints:
-        """Where in `token_cells` these positions are; behind a line's end nobody's."""
+        """Return the indices of these positions in `token_cells`; past a line's end, the unused."""
         width = self.tokens.shape[1]
         return np.where(positions < width, lines * width + positions, self.tokens.size)
 
     def flush(self, upload: Upload) -> None:
-        """Enqueue what the device's copy lacks: beams first, then what was written to them."""
+        """Enqueue all pending updates of the device's copy: forks first, then written cells."""
         if not (self._forks or self._written_tokens or self._written_blocks):
             return
         lines, sources = _joined(self._forks)
@@ -114,7 +114,7 @@ class DeviceTables(SequenceTables):
             self.token_cells.index_copy_(0, sent[2], sent[3])
         if len(blocks):
             self.block_tensor.view(-1).index_copy_(0, sent[4], sent[5])
-        # not before: a step that was short of memory here tries again in parts
+        # not before: a step that runs out of memory here is run again in parts
         self._forks, self._written_tokens, self._written_blocks = [], [], []
         self._may_repeat = False
 
@@ -123,7 +123,7 @@ _NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def _joined(written: Sequence[Written]) -> Written:
-    """All cells and their values."""
+    """Return all cells and their values."""
     if not written:
         return _NOTHING, _NOTHING
     cells, values = zip(*written, strict=True)
@@ -131,6 +131,6 @@ def _joined(written: Sequence[Written]) -> Written:
 
 
 def _last(cells: Ints, values: npt.NDArray[Any]) -> Written:
-    """Each cell once, with what was written to it last."""
+    """Return each cell once, with the value that was written to it last."""
     found, index = np.unique(cells[::-1], return_index=True)
     return found, values[::-1][index]

@@ -1,7 +1,7 @@
-"""`StepInFlight`: a step under way, from its rows to what was chosen for them.
+"""`StepInFlight`: a step that is being computed, from its rows to the tokens chosen for them.
 
-Knows which of the S choices belong to which row, and what they mean there: a token, a draft that is
-right, a beam's continuation. Knows nothing of how they are made.
+Maps each of the S choices to its row, and to its meaning there: a token, a verified draft, or a
+beam's continuation. Does not make the choices.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from gptmanager.step import (
 class SamplingRows(NamedTuple):
     """The rows that yield a token, and the S choices that are made for them.
 
-    Row r is in slot `slots[r]`; its choices, one a beam or one a position, are `firsts[r]` to
+    Row r is in slot `slots[r]`. Its choices, one per beam or per position, are `firsts[r]` to
     `firsts[r + 1]` (excluded). Choice s is the token at `positions[s]` of the sequence in line
-    `lines[s]`. All int64. `drafts`: what the rows verify.
+    `lines[s]`. All arrays are int64. `drafts`: the draft tokens that the rows verify.
     """
 
     rows: tuple[Row, ...]
@@ -45,11 +45,11 @@ class SamplingRows(NamedTuple):
 
 
 class ChoiceInputs(NamedTuple):
-    """S choices as a device knows them: where each token stands, in tensors `[S]`.
+    """The positions of S choices in a device's tables, as tensors `[S]`.
 
-    `lines` int32, `positions` int64; `cells` int64: of `DeviceTables.token_cells`. `counts` int32:
-    how many candidates a beam has; None: there are no beams. `tokens` int32: the choices, where the
-    step made them itself; None: they are to be made.
+    `lines` is int32, `positions` and `cells` are int64; `cells` are indices into
+    `DeviceTables.token_cells`. `counts` int32: number of candidates per beam; None without beams.
+    `tokens` int32: the choices, if the forward pass has made them already, otherwise None.
     """
 
     lines: Tensor
@@ -62,9 +62,9 @@ class ChoiceInputs(NamedTuple):
 class ChosenTokens(NamedTuple):
     """The tokens chosen for the rows of a step.
 
-    `tokens` int32 and `log_probs` float32 `[rows, n]`; `counts` int32 `[rows]`: how many of the n
-    count, None: all. `failed`: the error of the logits post-processor, by row.
-    `generation_logits`: the rows that ask for them, each with float32 `[n, vocab]`.
+    `tokens` int32 and `log_probs` float32 `[rows, n]`. `counts` int32 `[rows]`: number of valid
+    tokens per row; None: all n. `failed`: the error of the logits post-processor, by row.
+    `generation_logits`: (row, float32 `[n, vocab]`) for the rows that ask for them.
     """
 
     tokens: np.ndarray
@@ -76,15 +76,15 @@ class ChosenTokens(NamedTuple):
     top_log_probs: tuple[TopLogProbs, ...] = ()
 
 
-PendingTokens = Callable[[], ChosenTokens]  # waits for them; called once
+PendingTokens = Callable[[], ChosenTokens]  # waits for the tokens; called once
 
 
 @dataclass(slots=True, eq=False)
 class StepInFlight:
-    """A step under way. `logits` `[S, vocab]`, float32 or, on a device, in the model's dtype.
+    """A step being computed. `logits` `[S, vocab]`: float32, or the model's dtype on a device.
 
-    `inputs`: the S as the device knows them already. `out_of_memory`: requests with a row that
-    could not be run.
+    `inputs`: the S choices in the device's tables, if they are uploaded already. `out_of_memory`:
+    requests with a row that could not be computed.
     """
 
     schedule: Schedule
@@ -106,7 +106,7 @@ def accepted(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return tokens, counts and log probabilities, as in `ChosenTokens`, of choices `[S]`.
 
-    In a row with drafts, the drafts that agree with the choices count, and the choice behind them.
+    A row with drafts keeps the drafts that equal the choices, and the choice after them.
     """
     drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
     shape = len(rows.rows), 1 + max((row.num_drafts for row in rows.rows), default=0)
@@ -135,11 +135,11 @@ def candidates(
     best_tokens: np.ndarray | None,
     best_log_probs: np.ndarray | None,
 ) -> tuple[BeamCandidates, ...]:
-    """Those of each row of several beams: what was sampled `[S]`, or the best `[S, n]`.
+    """Return the candidates of each row with several beams: sampled `[S]`, or the best `[S, n]`.
 
-    `counts` `[rows]`: how many of the best, 0: the row is not searched. None for log probabilities
-    that nobody wants: 0; for the best where no beams are searched. Where one of the searched beams
-    has NOT_FINITE as its token, that alone.
+    `counts` `[rows]`: number of best tokens to use; 0: the row is sampled, not searched.
+    `log_probs` None: not requested, 0 is used. `best_tokens` and `best_log_probs` None: no row is
+    searched. If a searched beam has the token NOT_FINITE, the row's only candidate is NOT_FINITE.
     """
     found = []
     if log_probs is None:
@@ -164,7 +164,7 @@ def candidates(
 def part_of(
     rows: SamplingRows, logits: Tensor, chosen: np.ndarray, offset: int
 ) -> tuple[SamplingRows, Tensor]:
-    """The rows `chosen` alone, with their logits; of those with drafts, the position `offset`."""
+    """Return only the rows `chosen` and their logits; of rows with drafts, the choice `offset`."""
     pieces = []
     for index in chosen:
         first, end = rows.firsts[index] + offset, rows.firsts[index + 1]

@@ -1,7 +1,7 @@
 """`TorchExecutor`: one step of a model over the paged KV cache, on any device.
 
-What a device must know of each started sequence lies in preallocated tables; a step writes what
-changed, packs its rows, has them computed and has tokens chosen. Decides nothing about who runs.
+Preallocated tables hold what a device needs of each started sequence. A step writes the changes,
+packs its rows, computes them and chooses tokens. Does not decide which requests run.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class TorchExecutor:
     """Runs schedules on a torch model: `runner` computes, `chooser` chooses, over the same tables.
 
     `fused`: context and generation rows run in one pass of the model, otherwise in two. `cuts`: a
-    batch that does not fit into memory runs in parts, otherwise it raises. On the CPU
-    every call has finished when it returns; on a device nothing waits before `result`, but where
-    the chooser says so.
+    batch that does not fit into memory is split and run in parts, otherwise the error is raised.
+    On the CPU every call has finished when it returns. On a device no call before `result` waits,
+    except where the chooser's documentation says so.
     """
 
     writes_tokens = True
@@ -81,14 +81,14 @@ class TorchExecutor:
         return step
 
     def sample(self, step: StepInFlight) -> None:
-        """Choose tokens for each sampling row and make them its sequence's next input."""
+        """Choose tokens for each sampling row and write them as its sequence's next input."""
         before = _off_cpu_ns()
         with self.runner.stream:
             step.pending = self._chooser.choose(step)
         self._stalled_ns += max(0, _off_cpu_ns() - before)
 
     def result(self, step: StepInFlight) -> StepResult:
-        """Wait for the tokens."""
+        """Wait for the chosen tokens and return the result of the step."""
         if step.pending is None:
             raise RuntimeError("result() of a step that was not sampled")
         with self.runner.stream:
@@ -129,15 +129,15 @@ class TorchExecutor:
     def take_gil_wait_us(self) -> int:
         """Microseconds since the last call in which the loop thread was off the CPU in a step.
 
-        On the CPU a step computes all the time, so wall time beyond the thread's CPU time is time
-        spent waiting: for the interpreter lock, or for a core.
+        On the CPU a step computes all the time. Wall time beyond the thread's CPU time is therefore
+        time spent waiting, for the interpreter lock or for a core.
         """
         stalled, self._stalled_ns = self._stalled_ns, 0
         return stalled // 1000
 
     @property
     def memory(self) -> Memory:
-        """Bytes of the tensors that it holds, the weights among them."""
+        """Bytes of all tensors in use, including the weights."""
         return self.runner.memory
 
     def _run_schedule(self, schedule: Schedule) -> StepInFlight:
@@ -150,7 +150,7 @@ class TorchExecutor:
             return self._compute(schedule)
 
     def _load(self, schedule: Schedule) -> None:
-        """Bring the tables up to date."""
+        """Write the schedule's new sequences, tokens and blocks to the tables."""
         lines, tables = self.lines, self._tables
         for start in schedule.starts:
             line = lines.of(start.slot)
@@ -163,7 +163,7 @@ class TorchExecutor:
             tables.write_blocks(line, append.first, append.block_ids)
 
     def _compute(self, schedule: Schedule) -> StepInFlight:
-        """Logits of the sequences that yield a token, and those of prompts that a host wants."""
+        """Compute the logits to sample from, and the outputs of prompts that requests ask for."""
         results: list[Computed] = []
         sampled: list[tuple[np.ndarray, np.ndarray]] = []
         of_prompts: list[ContextLogits | PromptLogProbs] = []
@@ -179,7 +179,7 @@ class TorchExecutor:
             logits, pieces = split_context(computed.logits, parts)
             results.append(computed._replace(logits=logits))
             for part, piece in zip(parts, pieces, strict=True):
-                of_prompts += self._told(part, piece)
+                of_prompts += self._prompt_outputs(part, piece)
         whole, (lines, positions) = results[0], sampled[0]
         if len(results) > 1:
             whole = joined(results)
@@ -193,8 +193,10 @@ class TorchExecutor:
             prompt_log_probs=prompt_log_probs,
         )
 
-    def _told(self, part: ContextPart, logits: Tensor) -> Iterator[ContextLogits | PromptLogProbs]:
-        """Yield the logits and log probabilities that hosts ask for, of a part of a prompt."""
+    def _prompt_outputs(
+        self, part: ContextPart, logits: Tensor
+    ) -> Iterator[ContextLogits | PromptLogProbs]:
+        """Yield the logits and log probabilities that are requested of a part of a prompt."""
         row = part.row
         name = row.request_id, row.epoch, row.position
         if part.num_logits:
@@ -208,7 +210,7 @@ class TorchExecutor:
             yield PromptLogProbs(*name, *scores)
 
     def _batches(self, schedule: Schedule) -> Iterator[tuple[Rows, Rows]]:
-        """Context and generation rows that run at once."""
+        """Yield the context and generation rows that run in one pass."""
         most = self._most_scored
         context, generation = schedule.context_rows, schedule.generation_rows
         if self._window is not None:
@@ -226,19 +228,19 @@ class TorchExecutor:
             yield (), generation
 
     def _run(self, rows: PackedRows) -> Computed:
-        """Logits of the sampled tokens of `rows`; of what does not fit into memory, in parts."""
+        """Return the logits of the sampled tokens of `rows`; split them if memory is short."""
         try:
             return self.runner.run(rows)
         except (torch.OutOfMemoryError, MemoryError) as error:
             if self._cuts is None:
                 raise
             reason = response_text(error)
-        # here the error is gone, and with it the tensors that its frames held
+        # after the except clause the error no longer keeps its frames' tensors alive
         self.runner.relieve()
         return self._cuts.run(rows, reason, self._run)
 
     def _pack(self, context: Rows, generation: Rows) -> PackedRows:
-        """A context runs as one sequence, whatever its beams will be; then each beam is one."""
+        """Pack the rows. A context is one sequence for all its beams, then each beam is one."""
         rows = (*context, *generation)
         lines = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.position for row in rows], dtype=np.int64)
@@ -269,7 +271,7 @@ class TorchExecutor:
 
 
 def load_tokens(schedule: Schedule, lines: Lines, tables: SequenceTables) -> None:
-    """Write the tokens that a schedule brings."""
+    """Write the tokens of a schedule to the tables."""
     for start in schedule.starts:
         tables.write_tokens(lines.of(start.slot), 0, start.tokens)
     for fork in schedule.beam_forks:
@@ -281,10 +283,10 @@ def load_tokens(schedule: Schedule, lines: Lines, tables: SequenceTables) -> Non
 
 
 def _sampling_rows(schedule: Schedule, lines: np.ndarray, positions: np.ndarray) -> SamplingRows:
-    """`lines` and `positions` `[S]`: of the choices."""
+    """Return the rows that sample; `lines` and `positions` `[S]` are those of the choices."""
     rows, num_generating = schedule.sampling_rows, len(schedule.generation_rows)
     firsts = np.arange(len(rows) + 1)
-    if len(lines) > len(rows):  # a context has one choice, whatever its beams will be
+    if len(lines) > len(rows):  # a context has one choice for all its beams
         beams = [1] * (len(rows) - num_generating)
         beams += [row.beam_width for row in schedule.generation_rows]
         widths = [width + row.num_drafts for width, row in zip(beams, rows, strict=True)]
@@ -296,7 +298,8 @@ def _sampling_rows(schedule: Schedule, lines: np.ndarray, positions: np.ndarray)
 def _pieces(row: Row, window: AttentionWindow) -> Iterator[tuple[Row, bool]]:
     """Yield the pieces of a context that can run at once, and whether each ends the row.
 
-    No piece overwrites what its own tokens still see. Only the last runs with other rows.
+    No piece overwrites keys that its own tokens still attend to. Only the last piece runs together
+    with other rows.
     """
     *early, last = window.pieces(row.position, row.position + row.num_tokens)
     for first, end in early:
@@ -305,5 +308,5 @@ def _pieces(row: Row, window: AttentionWindow) -> Iterator[tuple[Row, bool]]:
 
 
 def _off_cpu_ns() -> int:
-    """A clock that runs while this thread does not."""
+    """Return a clock that advances while this thread is off the CPU."""
     return perf_counter_ns() - thread_time_ns()

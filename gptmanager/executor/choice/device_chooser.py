@@ -1,6 +1,6 @@
-"""`DeviceChooser`: the `TokenChooser` of a device, that nothing waits for before the result.
+"""`DeviceChooser`: the `TokenChooser` of a device; no call waits before the result is read.
 
-Decides what of a step's choice stays on the device and what travels to the CPU; kernels choose.
+Decides which parts of a step's choice stay on the device and which are downloaded; kernels choose.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from gptmanager.step import BeamCandidates, SequenceStart
 
 
 class DeviceChooser(TokenChooser):
-    """Enqueues choices, whose tokens are the next inputs on the device.
+    """Enqueues choices; the chosen tokens become the next inputs on the device.
 
-    A step with drafts of which one can be verified only when the one before it is known is left
-    to the CPU: those for rows with a logits post-processor, and those that a host has drawn.
+    Steps with drafts that must be verified one after the other run on the CPU: drafts of rows with
+    a logits post-processor, and drafts that a host has sampled from its own logits.
     """
 
     _tables: DeviceTables
@@ -58,8 +58,8 @@ class DeviceChooser(TokenChooser):
         self._num_starts[self.lines.of(start.slot)] += 1
 
     def is_plain(self, lines: np.ndarray) -> bool:
-        """Whether `choose_recorded` is all that a step for these lines needs, none of which is one
-        of several beams. What it reads of them is brought to the device.
+        """Return whether `choose_recorded` is sufficient for a step of these lines, none of which
+        is one of several beams. Uploads the sampling parameters that the captured step reads.
         """
         slots = lines
         if self._processing.serves(slots) or self.gathered.wants_logits(slots):
@@ -68,7 +68,7 @@ class DeviceChooser(TokenChooser):
         return self._sampler.is_plain(lines)
 
     def choose_recorded(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None:
-        """Choose the next tokens of lines without beams; nothing of lines that are -1."""
+        """Choose the next tokens of lines without beams; lines of -1 are skipped."""
         places = inputs.lines, inputs.positions, inputs.cells
         self._sampler.sample_there(tokens, self._tables.token_cells, logits, *places)
 
@@ -84,7 +84,7 @@ class DeviceChooser(TokenChooser):
         raw: tuple[tuple[int, Tensor], ...] = ()
         if self.gathered.any_generation or self._processing.sequences:
             with torch.inference_mode():
-                logits = logits.float()  # as hosts read and change them
+                logits = logits.float()  # hosts read and change float32
         if self.gathered.any_generation:
             raw = self.gathered.generation_logits(
                 rows.slots, rows.firsts, logits, self._downloads.bring
@@ -100,7 +100,7 @@ class DeviceChooser(TokenChooser):
 
         def receive() -> ChosenTokens:
             download.copied.synchronize()
-            tokens, log_probs, *best = (  # None where nobody wants them
+            tokens, log_probs, *best = (  # None if not requested
                 None if tensor is None else tensor.numpy() for tensor in download.tensors
             )
             assert tokens is not None
@@ -146,7 +146,7 @@ class DeviceChooser(TokenChooser):
         counts: np.ndarray,
         top: TopTokens | None,
     ) -> tuple[Choice, np.ndarray]:
-        """Choose for all S, `counts[row]` candidates; which belong to requests of one beam."""
+        """Choose for all S, `counts[row]` candidates each; and which rows have a single beam."""
         most_top = most = 0
         if top is not None or self.lines.max_beam_width > 1:
             each = counts.repeat(np.diff(rows.firsts))
@@ -154,7 +154,7 @@ class DeviceChooser(TokenChooser):
                 each, most_top = np.maximum(each, top.wanted), top.most
             most = int(each.max(initial=0))
         tables, upload = self._tables, self._uploads.upload
-        tables.flush(upload)  # the histories of beams that part here
+        tables.flush(upload)  # the histories of beams that are forked here
         is_single = np.ones(len(rows.lines), dtype=np.bool_)
         if inputs is None:
             cells = tables.cells(rows.lines, rows.positions)
@@ -162,13 +162,13 @@ class DeviceChooser(TokenChooser):
             if self.lines.max_beam_width > 1:
                 widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
                 is_single = widths.repeat(np.diff(rows.firsts)) == 1
-                cells[~is_single] = tables.tokens.size  # a fork will bring them
+                cells[~is_single] = tables.tokens.size  # a fork will write their tokens
             if most:
                 arrays.append(each)
             inputs = ChoiceInputs(*upload(arrays))
         elif most:
             inputs = inputs._replace(counts=upload((each,))[0])
-        # behind a wrong draft its inputs are overwritten before anything reads them
+        # choices after a wrong draft are overwritten before anything reads them
         choice = self._sampler.enqueue(
             *(logits, rows.lines, *inputs[:4], most, most_top),
             *(tables.token_tensor, tables.token_cells, upload),
@@ -176,7 +176,7 @@ class DeviceChooser(TokenChooser):
         return choice, is_single
 
     def _choose_on_cpu(self, step: StepInFlight) -> PendingTokens:
-        """Wait for the logits; the tokens go back to the device."""
+        """Wait for the logits and choose on the CPU; the tokens are copied back to the device."""
         step.logits = step.logits.float()
         pending = super().choose(step)
         tables, upload, rows = self._tables, self._uploads.upload, step.rows
@@ -197,13 +197,13 @@ def _put(
     best_tokens: np.ndarray | None,
     best_log_probs: np.ndarray | None,
 ) -> None:
-    """Store the best tokens' log probabilities; for beams, the ones that the search ranks by."""
+    """Store the log probabilities of the best tokens; for beams, those that the search ranks by."""
     assert best_tokens is not None and best_log_probs is not None
     ids = best_tokens[:, : top.most]
     searched = best_log_probs[:, : top.most]
     log_probs = np.where(is_searched[:, None], searched, log_probs)
-    log_probs[ids < 0] = -np.inf  # behind what the row wants
-    # which rank by log probabilities of fewer digits
+    log_probs[ids < 0] = -np.inf  # beyond the number that the row asks for
+    # the kernel ranks by log probabilities of lower precision
     order = np.lexsort((np.where(ids < 0, np.iinfo(np.int32).max, ids), -log_probs))
     ranked = (np.take_along_axis(array, order, 1) for array in (log_probs, ids))
     top.put(np.arange(len(ids)), *ranked)

@@ -1,6 +1,6 @@
-"""`DrawnDrafts`: drafts that a host has drawn from logits of its own, accepted or replaced.
+"""`DrawnDrafts`: accepts or replaces drafts that a host has sampled from logits of its own.
 
-Keeps what each slot's drafts were drawn from. Knows nothing of how other tokens are chosen.
+Keeps the logits that each slot's drafts were sampled from. Does not choose any other token.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from gptmanager.step import SequenceStart
 
 
 class DrawnDrafts:
-    """`by_slot`: how drafts were drawn, and the logits `[n, vocab]`; empty if there are none."""
+    """`by_slot`: sampling parameters and logits `[n, vocab]` of a host's drafts, if it has any."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.by_slot: dict[int, tuple[SamplingParams, np.ndarray]] = {}
         self._sampler = sampler
 
     def load(self, start: SequenceStart) -> None:
-        """A sequence starts."""
+        """Keep or clear the draft logits of a slot in which a sequence starts."""
         if start.draft_logits is not None and start.draft_logits.numbers is not None:
             self.by_slot[start.slot] = start.sampling, start.draft_logits.numbers
         elif self.by_slot:
             self.by_slot.pop(start.slot, None)
 
     def forget(self, rows: SamplingRows) -> None:
-        """A host's drafts follow the prompt alone."""
+        """Drop the rows' draft logits: a host's drafts follow the prompt only."""
         for row in rows.rows:
             self.by_slot.pop(row.slot, None)
 
     def at(self, offset: int, rows: SamplingRows, logits: Tensor) -> dict[int, np.ndarray]:
-        """By row, the log probabilities `[vocab]` that its draft at `offset` is compared with.
+        """Return by row the log probabilities `[vocab]` to verify its draft at `offset` against.
 
-        Each draft is the one choice of its row; `logits` `[S, vocab]` are those behind the
-        post-processors, and stay as they are.
+        Each row has one choice, its draft. `logits` `[S, vocab]` are already post-processed, and
+        are not changed.
         """
         own = [
             index
@@ -61,8 +61,8 @@ class DrawnDrafts:
         log_probs: np.ndarray | None,
         histories: np.ndarray,
     ) -> None:
-        """Write the token for each of the drafts `compared` by `at` to `tokens` `[S]`, and to its
-        line of `histories`. A row that has no token is left alone.
+        """Write the accepted or replaced token of each draft in `compared`, the result of `at`, to
+        `tokens` `[S]` and to its line of `histories`. A row without a valid token is skipped.
         """
         drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
         for index, scores in compared.items():

@@ -1,7 +1,7 @@
-"""`GatheredLogits`: what an executor must keep of its logits, by slot, besides the tokens.
+"""`GatheredLogits`: which logits and log probabilities the sequence in each slot asks for.
 
-Decides which rows of a step's logits are brought to the CPU; raw, as the model gave them. It knows
-slots and rows of schedules, nothing of requests and responses, nor of how logits travel.
+Decides which rows of a step's logits are copied to the CPU, before any processing. Knows slots and
+rows of schedules, nothing of requests and responses, nor of how logits are copied.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.request.output_options import NO_EXTRAS, OutputConfig
 from gptmanager.step import Row, SequenceStart
 
-Bring = Callable[[Tensor], Tensor]  # logits to the CPU, at once or later
+Bring = Callable[[Tensor], Tensor]  # copies logits to the CPU, immediately or asynchronously
 
 
 class ContextPart(NamedTuple):
-    """A context row of which the logits of the first tokens are wanted.
+    """A context row, and the number of its first tokens that logits are needed of.
 
-    `num_logits`: of so many by the host; `num_scored`: of so many to score the tokens behind them.
+    `num_logits`: the logits of this many tokens are returned to the host. `num_scored`: the logits
+    of this many score the token after each.
     """
 
     number: int  # of the row in the batch
@@ -72,7 +73,7 @@ class GatheredLogits:
         return self._configs[slot]
 
     def context_parts(self, context_rows: Sequence[Row]) -> list[ContextPart]:
-        """The tokens of these rows whose logits are wanted."""
+        """Return the parts of these rows that logits are needed of."""
         parts = []
         for number, row in enumerate(context_rows):
             counts = (_within(row, ends) for ends in (self._context_end, self._scored_end))
@@ -82,7 +83,7 @@ class GatheredLogits:
         return parts
 
     def batches(self, context_rows: Sequence[Row], most: int) -> Iterator[tuple[Row, ...]]:
-        """The rows in order, some cut in pieces: no batch has more than `most` tokens to score."""
+        """Yield the rows in order, some split: no batch has more than `most` tokens to score."""
         batch: list[Row] = []
         room = most
         for row in context_rows:
@@ -100,10 +101,10 @@ class GatheredLogits:
     def generation_logits(
         self, slots: np.ndarray, firsts: np.ndarray, logits: Tensor, bring: Bring
     ) -> tuple[tuple[int, Tensor], ...]:
-        """(row, its logits `[n, vocab]` on the CPU) for each row that wants them.
+        """Return (row, its logits `[n, vocab]` on the CPU) for each row that asks for them.
 
-        Row r's are `logits[firsts[r] : firsts[r + 1]]`; rows side by side are brought as one. Must
-        be called before anything changes the logits.
+        Row r's are `logits[firsts[r] : firsts[r + 1]]`; adjacent rows are copied together. Must be
+        called before anything changes the logits.
         """
         rows = np.flatnonzero(self._generation[slots])
         found: list[tuple[int, Tensor]] = []
@@ -114,11 +115,11 @@ class GatheredLogits:
         return tuple(found)
 
     def wants_log_probs(self, slots: np.ndarray) -> bool:
-        """Whether a sequence in one of these slots does."""
+        """Return whether a sequence in one of these slots asks for log probabilities."""
         return bool(self._log_probs[slots].any())
 
     def wants_logits(self, slots: np.ndarray) -> bool:
-        """Whether a sequence in one of these slots wants those of its tokens."""
+        """Return whether a sequence in one of these slots asks for generation logits."""
         return self.any_generation and bool(self._generation[slots].any())
 
     def num_top(self, slots: np.ndarray) -> np.ndarray:
@@ -128,12 +129,12 @@ class GatheredLogits:
 
 
 def _within(row: Row, ends: np.ndarray) -> int:
-    """How many of its tokens stand before the end that its slot has in `ends`."""
+    """Return how many tokens of the row are before the end of its slot in `ends`."""
     return max(0, min(row.num_tokens, int(ends[row.slot]) - row.position))
 
 
 def with_context(rows: PackedRows, parts: Sequence[ContextPart]) -> PackedRows:
-    """With the logits of these parts behind those that are sampled from."""
+    """Add the logits of these parts, after the logits that are sampled from."""
     index, numbers = [rows.sample_index], [rows.sample_rows]
     for part in parts:
         index.append(np.arange(part.num_tokens) + rows.row_starts[part.number])
@@ -144,7 +145,7 @@ def with_context(rows: PackedRows, parts: Sequence[ContextPart]) -> PackedRows:
 def split_context(
     logits: Tensor, parts: Sequence[ContextPart]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The logits that are sampled from, and those of each part behind them."""
+    """Return the logits that are sampled from, and those of each part after them."""
     sizes = [part.num_tokens for part in parts]
     sampled, *pieces = torch.split(logits, [len(logits) - sum(sizes), *sizes])
     return sampled, tuple(pieces)

@@ -1,7 +1,7 @@
-"""`PromptScorer`: how likely the tokens of prompts were, from the logits before them.
+"""`PromptScorer`: log probabilities of prompt tokens, from the logits before them.
 
-Raw: the log-softmax of the model's logits, whatever the request samples by. A step hands over a few
-rows of logits at a time and keeps none of them.
+Scores are the log-softmax of the model's raw logits, independent of the request's sampling. A step
+passes a few rows of logits at a time, and none are kept.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gptmanager.decoding.sampling.sampling import Ints, Sampler
 from gptmanager.request.output_options import OutputConfig
 from gptmanager.request.sampling_params import SamplingParams
 
-MOST_LOGITS = 1 << 25  # that are computed for scores at a time: 128 MB in single precision
+MOST_LOGITS = 1 << 25  # computed for scores at a time: 128 MB in single precision
 
-Scores = tuple[Tensor, Tensor, Tensor]  # of the tokens [n]; of the k best, and these: [n, k]
+Scores = tuple[Tensor, Tensor, Tensor]  # of the tokens [n]; of the k best, and their ids: [n, k]
 
 _PLAIN = SamplingParams(greedy=True, temperature=1.0)
 _CONFIGS = tuple(OutputConfig(log_probs=True, normalized=kind) for kind in (False, True))
 
 
 class PromptScorer:
-    """Scores on the CPU. `vocab_size`: of the logits."""
+    """Scores prompt tokens on the CPU. `vocab_size` is that of the logits."""
 
     def __init__(self, vocab_size: int) -> None:
         self._sampler = Sampler(len(_CONFIGS), vocab_size)
@@ -39,7 +39,7 @@ class PromptScorer:
         """Score the tokens `targets` `[n]` and the `count` best ones, by `logits` `[n, vocab]`.
 
         Returns float32, float32 and int32 arrays on the CPU: log probabilities, or logits if
-        `normalized` is False. NaN for a row that holds NaN or +inf, or nothing above -inf.
+        `normalized` is False. A row is NaN if it has NaN or +inf, or nothing above -inf.
         """
         num_rows = len(targets)
         lines = np.full(num_rows, int(normalized), dtype=np.int64)
@@ -56,7 +56,7 @@ class PromptScorer:
 
 
 class DevicePromptScorer:
-    """Scores on a device, that nothing waits for."""
+    """Scores prompt tokens on a device, without waiting for the result."""
 
     def __init__(
         self, launcher: Launcher, device: torch.device, vocab_size: int, upload: Upload
@@ -88,7 +88,7 @@ class DevicePromptScorer:
             scored = torch.cat((scored, ids), dim=1)
         scores = torch.empty(scored.shape, device=device)
         log_probs(self._launcher, scores, logits, scored, self._params, self._wanted, lines)
-        if count:  # the kernel ranks by log probabilities of fewer digits
+        if count:  # the kernel ranks by log probabilities of lower precision
             best, order = scores[:, 1:].sort(dim=1, descending=True, stable=True)
             scores[:, 1:], ids = best, ids.gather(1, order)
         is_odd = ~(logits.amax(dim=1, keepdim=True) < torch.inf)

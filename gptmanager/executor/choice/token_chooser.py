@@ -1,7 +1,7 @@
-"""`TokenChooser`: from the logits of a step to its tokens, and to what else was asked for.
+"""`TokenChooser`: chooses a step's tokens from its logits, and computes the outputs asked for.
 
 Decides in which order a step's logits are processed, searched, sampled and compared with drafts.
-`decoding` does each of these. Knows no model and no KV cache.
+`decoding` implements each of these. Knows nothing of models and KV caches.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _Beams = tuple[BeamCandidates, ...]
 
 
 class _Picked(NamedTuple):
-    """Tokens and log probabilities of all S; candidates of the rows with several beams; the best
-    tokens of rows that want them.
+    """Tokens and log probabilities of all S choices, candidates of the rows with several beams,
+    and the top tokens of rows that ask for them.
     """
 
     tokens: np.ndarray
@@ -59,16 +59,16 @@ class Chooser(Protocol):
     gathered: GatheredLogits
 
     def load(self, start: SequenceStart) -> None:
-        """A sequence starts."""
+        """Load the sampling parameters and outputs of a sequence that starts."""
 
     def choose(self, step: StepInFlight) -> PendingTokens:
-        """Tokens of each row, and what else its request wants."""
+        """Choose the tokens of each row and compute the other outputs that its request asks for."""
 
 
 class TokenChooser:
-    """Chooses for sequences whose histories lie in `tables`; a chosen token is written to them.
+    """Chooses for sequences with histories in `tables`, and writes the chosen tokens there.
 
-    Logits post-processors get the logits where they are, all else has them on the CPU.
+    Logits post-processors get the logits on their device; everything else runs on the CPU.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class TokenChooser:
         self.gathered = GatheredLogits(lines.num_slots)
         self._processing = processing
         self._drawn = DrawnDrafts(sampler)
-        self._sampled: set[int] = set()  # slots whose beams are not searched
-        # of each slot; 0: no beams are searched
+        self._sampled: set[int] = set()  # slots of beams that are sampled
+        # by slot; 0: the slot's beams are not searched
         self._num_candidates = np.zeros(lines.num_slots, dtype=np.int32)
 
     def load(self, start: SequenceStart) -> None:
-        """A sequence starts."""
+        """Load the sampling parameters and outputs of a sequence that starts."""
         for beam in range(start.beam_width):
             sampling = start.sampling
             if start.sampled and beam:
@@ -105,7 +105,7 @@ class TokenChooser:
         self._drawn.load(start)
 
     def choose(self, step: StepInFlight) -> PendingTokens:
-        """Tokens of each row, and what else its request wants."""
+        """Choose the tokens of each row and compute the other outputs that its request asks for."""
         rows = step.rows
         raw: tuple[tuple[int, Tensor], ...] = ()
         if self.gathered.any_generation:
@@ -129,7 +129,7 @@ class TokenChooser:
         if self.gathered.any_log_probs and self.gathered.wants_log_probs(rows.slots):
             log_probs = np.zeros(len(rows.lines), dtype=np.float32)
             top = self._top_tokens(rows)
-        logits = logits.cpu().contiguous()  # they are changed in place
+        logits = logits.cpu().contiguous()  # changed in place below
         beams: _Beams = ()
         if self.lines.max_beam_width > 1 and any(row.beam_width > 1 for row in rows.rows):
             tokens, beams = self._search(rows, logits, log_probs, top)
@@ -141,7 +141,7 @@ class TokenChooser:
         return _Picked(tokens, log_probs, beams, top)
 
     def _top_tokens(self, rows: SamplingRows) -> TopTokens | None:
-        """None: no row wants its best tokens."""
+        """Return storage for the rows' top tokens; None if no row asks for them."""
         if not self.gathered.any_top:
             return None
         counts = self.gathered.num_top(rows.slots)
@@ -156,7 +156,7 @@ class TokenChooser:
         tokens: np.ndarray,
         log_probs: np.ndarray,
     ) -> None:
-        """The best tokens of those `choices` that want them, by what was sampled for all."""
+        """Store the best tokens of those `choices` that ask for them, by the sampled logits."""
         own = np.flatnonzero(top.wanted[choices])
         if own.size:
             logits = logits[torch.from_numpy(own)]
@@ -165,9 +165,9 @@ class TokenChooser:
             top.put(choices[own], self._sampler.log_probs_of(ids, *sampled), ids)
 
     def _write(self, rows: SamplingRows, tokens: np.ndarray, own: np.ndarray | None = None) -> None:
-        """Tokens `[S]`, of all or of `own`, are their sequences' next inputs; 0 where none is.
+        """Write tokens `[S]`, all or only `own`, as the next inputs; 0 for a choice without one.
 
-        Those behind a wrong draft are overwritten.
+        Tokens after a wrong draft are overwritten later.
         """
         table = self._tables.tokens
         # the last position of a sequence needs no input after it
@@ -179,9 +179,9 @@ class TokenChooser:
     def _prepare(
         self, rows: SamplingRows, logits: Tensor
     ) -> tuple[SamplingRows, Tensor, Mapping[int, BaseException]]:
-        """Let logits post-processors change the logits; then each sampled beam gets its own.
+        """Let logits post-processors change the logits; then give each sampled beam a row.
 
-        Which of them failed, by row.
+        Returns the rows, their logits and the post-processors' errors by row.
         """
         failed: Mapping[int, BaseException] = {}
         if self._processing.sequences:
@@ -211,7 +211,7 @@ class TokenChooser:
     # Several beams -----------------------------------------------------------------------------
 
     def _spread(self, rows: SamplingRows, logits: Tensor) -> tuple[SamplingRows, Tensor]:
-        """After the context each sampled beam gets a row, of the same logits and history."""
+        """Repeat the logits and the history of a context once for each of its sampled beams."""
         is_sampled = [row.slot in self._sampled for row in rows.rows]
         starts, pieces, end = rows.firsts.tolist(), [], 0
         copies = np.ones(len(rows.lines), dtype=np.int64)
@@ -240,7 +240,7 @@ class TokenChooser:
         log_probs: np.ndarray | None,
         top: TopTokens | None,
     ) -> tuple[np.ndarray, _Beams]:
-        """Tokens of what is sampled, of a searched beam 0 or NOT_FINITE; candidates of all."""
+        """Return tokens, for a searched beam 0 or NOT_FINITE, and the candidates of all beams."""
         counts = self._num_candidates[rows.slots]
         searched = counts.repeat(np.diff(rows.firsts)) > 0
         tokens = np.zeros(len(rows.lines), dtype=np.int32)
@@ -265,13 +265,13 @@ class TokenChooser:
         found_tokens[beams], found_values[beams] = best
         return tokens, candidates(rows, counts, tokens, values, found_tokens, found_values)
 
-    # Drafts of which each depends on the one before --------------------------------------------
+    # Drafts that each depend on the one before --------------------------------------------------
 
     def _depends_on_order(self, rows: SamplingRows) -> bool:
-        """Whether a token can be chosen only when the one before it is known.
+        """Return whether a token can be chosen only when the one before it is known.
 
-        Penalties are no reason: drafts stand in the histories, and a choice behind a wrong one
-        does not count.
+        Penalties do not require this: the histories contain the drafts, and a choice after a wrong
+        draft does not count.
         """
         drafted = [row.slot for row in rows.rows if row.num_drafts]
         return not self._drawn.by_slot.keys().isdisjoint(drafted) or (
@@ -280,9 +280,9 @@ class TokenChooser:
         )
 
     def _verify_in_order(self, rows: SamplingRows, logits: Tensor) -> ChosenTokens:
-        """Choose one token after the other, as long as the drafts agree with what is chosen.
+        """Choose one token after the other, as long as the drafts equal the chosen tokens.
 
-        So each token is chosen once, with the history that it has without drafts.
+        Each token is then chosen once, with the same history as without drafts.
         """
         drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
         tokens, log_probs = np.zeros(len(rows.lines), dtype=np.int32), None

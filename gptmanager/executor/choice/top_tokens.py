@@ -1,4 +1,4 @@
-"""`TopTokens`: the best tokens of a step's choices, for the rows that want them."""
+"""`TopTokens`: the most probable tokens of a step's choices, for the rows that ask for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gptmanager.step import TopLogProbs
 
 
 class TopTokens:
-    """The top tokens of S choices: `wanted` int32 `[S]` for each, the largest of which is `most`.
+    """The top tokens of S choices: `wanted` int32 `[S]`, the number for each; `most`, the largest.
 
     `counts` int32 `[rows]`: the number that each row asks for.
     """
@@ -25,11 +25,11 @@ class TopTokens:
         self._ids = np.zeros((len(self.wanted), self.most), dtype=np.int32)
 
     def put(self, choices: np.ndarray, log_probs: np.ndarray, ids: np.ndarray) -> None:
-        """Store log probabilities and ids, `[n, most]`, best first, of these choices."""
+        """Store log probabilities and ids `[n, most]`, best first, of these choices."""
         self._log_probs[choices], self._ids[choices] = log_probs, ids
 
     def by_row(self) -> tuple[TopLogProbs, ...]:
-        """Those of each row that wants any."""
+        """Return the top tokens of each row that asks for any."""
         found = []
         for row in np.flatnonzero(self._counts).tolist():
             own, count = slice(self._firsts[row], self._firsts[row + 1]), self._counts[row]
@@ -38,6 +38,6 @@ class TopTokens:
 
 
 def joined(row: int, parts: Iterable[TopLogProbs]) -> TopLogProbs:
-    """Those of positions of a row, one behind the other."""
+    """Concatenate the top tokens of consecutive positions of a row."""
     _, log_probs, ids = zip(*parts, strict=True)
     return TopLogProbs(row, np.concatenate(log_probs), np.concatenate(ids))
