@@ -1,1 +1,1 @@
-"""From logits to tokens, and from tokens to the end of a request."""
+"""Chooses tokens from logits, and decides from the tokens where an output ends."""

@@ -1,6 +1,6 @@
-"""`Deferred`: a value of a state that is worked out only if the state is written.
+"""`Deferred`: a value of a state that is computed only if the state is written.
 
-A state is copied often and written once, if ever.
+A state is copied often, but rarely written.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 
 class Deferred:
-    """`make()` gives the value, and the same one whenever it is called.
+    """`make()` returns the value; every call returns the same value.
 
-    `num_values`: how many values it keeps alive until then, about.
+    `num_values`: approximate number of values that it keeps alive until then.
     """
 
     __slots__ = ("make", "num_values")
@@ -23,6 +23,6 @@ class Deferred:
 
 
 def beginning(items: list[Any]) -> Any:
-    """The items that a list has now; nothing but appending may happen to it."""
+    """Return the current items of a list, deferred; the list may only be appended to afterwards."""
     length = len(items)
     return Deferred(lambda: items[:length], length)

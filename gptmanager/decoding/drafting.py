@@ -1,7 +1,7 @@
-"""Draft tokens: proposed ahead of the network, which then computes several positions in one step.
+"""Draft tokens: proposed in advance, so that one step computes several positions of a sequence.
 
-Decides what to propose from a request's own tokens, and how much; knows nothing of whether a draft
-was right but what it is told. A wrong draft costs computing, never a different output.
+Decides which tokens and how many to propose from a request's own tokens. The results of earlier
+drafts are passed in. A wrong draft costs computation, but never changes the output.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gptmanager.config import PromptLookup
 from gptmanager.request.input_rows import HostRows
 
 _LONGEST_REST = 32  # steps
-_START = 4  # tokens proposed first; doubled when all were right
+_START = 4  # tokens proposed first; doubled after a draft that was fully accepted
 
 
 class DrafterState(NamedTuple):
-    """The state of a `Drafter`: how its drafts fared. Its n-grams follow from the tokens."""
+    """The state of a `Drafter` except its n-grams, which are rebuilt from the tokens."""
 
     length: int
     wrong: int
@@ -27,12 +27,12 @@ class DrafterState(NamedTuple):
 
 
 class Drafter:
-    """The drafts of one request by prompt lookup (see `config.PromptLookup`).
+    """Proposes the drafts of one request by prompt lookup (see `config.PromptLookup`).
 
-    How many tokens are proposed follows what became of the last ones: twice as many after a draft
-    that was right to its end, else one more than were right. A draft that was all wrong is
-    followed by a rest, the longer the more often, so that text without repeats costs little.
-    Virtual tokens, ids from `vocab_size` on, are looked up but never proposed: none is ever chosen.
+    The length of a draft depends on the last one: twice as long if it was fully accepted, otherwise
+    one more than was accepted. After a fully rejected draft there are steps without drafts, more
+    after each further rejection, so that text without repeats costs little. Virtual tokens, ids
+    from `vocab_size` on, are looked up but never proposed, because they are never chosen.
     """
 
     __slots__ = ("_config", "_length", "_found", "_rest", "_seen", "_vocab_size", "_wrong")
@@ -41,13 +41,13 @@ class Drafter:
         self._config = config
         self._vocab_size = vocab_size
         self._length = min(_START, config.max_draft_tokens)
-        self._found: dict[tuple[int, ...], int] = {}  # n-gram -> index of what followed it
-        self._seen = 0  # tokens whose n-grams are in `_found`
-        self._wrong = 0  # drafts in a row that were all wrong
-        self._rest = 0  # steps without a draft that are left
+        self._found: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it
+        self._seen = 0  # number of tokens that `_found` covers
+        self._wrong = 0  # number of fully rejected drafts in a row
+        self._rest = 0  # number of steps left without a draft
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """At most `limit` tokens that may follow `tokens`, which only ever grow."""
+        """Return at most `limit` draft tokens to follow `tokens`, which only grow between calls."""
         self._learn(tokens)
         if self._rest:
             self._rest -= 1
@@ -67,18 +67,18 @@ class Drafter:
         return DrafterState(self._length, self._wrong, self._rest)
 
     def restore(self, state: DrafterState) -> None:
-        """Raises ValueError for what no drafts lead to."""
+        """Restore a state; raises ValueError for values that no sequence of drafts leads to."""
         longest = self._config.max_draft_tokens
         if (
             not 0 <= state.length <= longest
             or state.wrong < 0
             or not 0 <= state.rest <= _LONGEST_REST
         ):
-            raise ValueError(f"no drafts lead to {state}")
+            raise ValueError(f"drafter state {state} is out of range")
         self._length, self._wrong, self._rest = state
 
     def learn_result(self, num_drafts: int, num_accepted: int) -> None:
-        """`num_accepted` of the last draft's `num_drafts` tokens were right."""
+        """Adapt to the last draft, of which `num_accepted` of `num_drafts` tokens were right."""
         if num_accepted:
             self._wrong = 0
             grown = 2 * num_drafts if num_accepted == num_drafts else num_accepted + 1
@@ -89,7 +89,7 @@ class Drafter:
             self._length = 1
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """N-grams that something follows; those that end the text are what is looked up."""
+        """Index all n-grams but those at the end of the text, which have no next token yet."""
         found, config = self._found, self._config
         for end in range(max(self._seen, config.min_ngram), len(tokens)):
             for size in range(config.min_ngram, min(config.max_ngram, end) + 1):
@@ -98,7 +98,7 @@ class Drafter:
 
 
 class DraftsState(NamedTuple):
-    """See `RequestDrafts`."""
+    """The state of `RequestDrafts`."""
 
     tokens: tuple[int, ...]
     logits: HostRows | None
@@ -107,9 +107,9 @@ class DraftsState(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestDrafts:
-    """The drafts of one request: its host's, behind the prompt, or those of its drafter.
+    """The drafts of one request: the host's, which follow the prompt, or those of a drafter.
 
-    `tokens`: those to run next. `logits`: what a host's drafts were drawn from.
+    `tokens`: the drafts to run next. `logits`: those that the host's drafts were sampled from.
     """
 
     tokens: tuple[int, ...] = ()
@@ -125,7 +125,7 @@ class RequestDrafts:
 
 
 def _continued(tokens: Sequence[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start` on; behind the end the copy itself is copied, as in LZ77."""
+    """Return `count` tokens from `start` on; past the end the copy repeats itself, as in LZ77."""
     copy = list(tokens[start : start + count])
     for index in range(count - len(copy)):
         copy.append(copy[index])

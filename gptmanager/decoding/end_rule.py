@@ -1,4 +1,4 @@
-"""`EndRule`: where an output ends, for a text and for each beam of a search."""
+"""`EndRule`: where an output ends, for a single sequence and for each beam of a search."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from gptmanager.config import FinishReason
 from gptmanager.decoding.stop_words import StopWords
 
-End = tuple[FinishReason, int]  # why an output ends, and where
+End = tuple[FinishReason, int]  # the reason, and the number of generated tokens to output
 
 
 class EndRuleState(NamedTuple):
-    """See `EndRule`; `words`: those that stop. The end ids are those of the sampling parameters."""
+    """The state of `EndRule`; `words`: the stop words. `SamplingParams` holds the end ids."""
 
     max_new_tokens: int
     words: tuple[tuple[int, ...], ...] | None
@@ -24,8 +24,8 @@ class EndRuleState(NamedTuple):
 class EndRule:
     """An output ends with one of `end_ids`, with a stop word, or when it is `max_new_tokens` long.
 
-    `include_stop`: what ends the output is part of it. Lengths count generated
-    tokens, what is cut off included. A stop state is what `StopWords.advance` gives, 0 at first.
+    `include_stop`: the end id or stop word is part of the output. Lengths count generated tokens,
+    including those that are cut off. A stop state is a result of `StopWords.advance`, 0 at first.
     """
 
     max_new_tokens: int
@@ -34,9 +34,9 @@ class EndRule:
     include_stop: bool = False
 
     def find(self, stop_state: int, token: int, length: int) -> tuple[int, End | None]:
-        """The stop state behind `token`, with which there are `length`, and the end, if it is one.
+        """Return the stop state after `token`, the `length`-th generated token, and the end if any.
 
-        Of an end: why, and how many generated tokens are output.
+        An end is the reason, and the number of generated tokens to output.
         """
         if token in self.end_ids:
             return 0, (FinishReason.END_ID, length - (not self.include_stop))
@@ -50,14 +50,14 @@ class EndRule:
         return stop_state, None
 
     def shown(self, stop_state: int, length: int) -> int:
-        """How many of `length` generated tokens may be shown: the rest may yet be cut off."""
+        """Return how many of `length` generated tokens are final: the rest may yet be cut off."""
         if self.stop_words is None or self.include_stop:
             return length
         return length - self.stop_words.held(stop_state, self.max_new_tokens - length)
 
     @property
     def num_last_tokens(self) -> int:
-        """How many tokens may end an output before its length does."""
+        """Number of distinct tokens that can end an output before its length does."""
         last = set() if self.stop_words is None else set(self.stop_words.last_tokens)
         return len(last | self.end_ids)
 

@@ -1,4 +1,4 @@
-"""`Lines`: which line of the tables below `Schedule` belongs to which beam of which slot."""
+"""`Lines`: maps a slot and a beam to its line in the tables of an executor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Numbers = TypeVar("Numbers", int, Ints)
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Tables with room for `max_beam_width` beams in each of `num_slots` slots.
+    """Tables with space for `max_beam_width` beams in each of `num_slots` slots.
 
-    A table over tokens, blocks or parameters has `count` lines. A sequence without beams has the
+    A table of tokens, blocks or parameters has `count` lines. A sequence without beams uses the
     line of beam 0.
     """
 
@@ -28,7 +28,7 @@ class Lines:
         return self.num_slots * self.max_beam_width
 
     def of(self, slot: Numbers, beam: Numbers | int = 0) -> Numbers:
-        """The line of a beam; numbers or int64 arrays."""
+        """Return the line of a beam; takes ints or int64 arrays."""
         return slot * self.max_beam_width + beam
 
     def slot_of(self, line: Numbers) -> Numbers:

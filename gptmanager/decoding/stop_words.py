@@ -1,7 +1,7 @@
 """`StopWords`: finds the first of several token sequences in a growing text, token by token.
 
-An Aho-Corasick automaton, compiled once a request. It decides where a word has ended and how many
-tokens may still grow into one; it knows nothing of requests, responses, or what a match entails.
+An Aho-Corasick automaton, compiled once per request. It decides where a word has ended and how many
+tokens may still become part of one. Knows nothing of requests and responses.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-_NEVER = 1 << 62  # more tokens than there will be
+_NEVER = 1 << 62  # more tokens than any text has
 
 
 class StopWords:
-    """The automaton of `words`; empty words are passed over, repeated ones count once.
+    """The automaton of `words`; empty words are ignored, repeated ones count once.
 
-    A state is a plain int, 0 before the first token: it depends on the tokens alone, so that
-    replaying a history gives it back. The first match to END wins, since a request stops there;
-    of words that end at the same token the longest is reported, so that cutting it off leaves
-    none of them behind. `last_tokens`: no other token ends a word, whatever came before it.
+    A state is an int, 0 before the first token. It depends on the tokens only, so replaying a
+    history restores it. The match that ends first is reported, because a request stops there. Of
+    words that end at the same token the longest is reported, so that cutting it off removes all of
+    them. `last_tokens`: the tokens that can end a word, whatever precedes them.
     """
 
     __slots__ = ("words", "_depth", "_least", "_matched", "_next", "_suffix", "last_tokens")
@@ -26,9 +26,9 @@ class StopWords:
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self.words = tuple(map(tuple, words))
         self._next: list[dict[int, int]] = [{}]  # state -> token -> state: the edges of the trie
-        self._suffix = [0]  # state -> that of its longest proper suffix in the trie
+        self._suffix = [0]  # state -> state of its longest proper suffix in the trie
         self._matched = [0]  # length of the longest word that ends in the state
-        self._depth = [0]  # how many tokens lead to the state
+        self._depth = [0]  # number of tokens that lead to the state
         for word in words:
             self._insert(word)
         ends_word = [length > 0 for length in self._matched]
@@ -37,18 +37,18 @@ class StopWords:
         self.last_tokens = frozenset(word[-1] for word in words if len(word))
 
     def advance(self, state: int, token: int) -> tuple[int, int]:
-        """The state after `token`, and the length of the longest word that ends with it or 0."""
+        """Return the state after `token`, and the length of the longest word it ends, or 0."""
         state = self._step(state, token)
         return state, self._matched[state]
 
     def _step(self, state: int, token: int) -> int:
-        # suffixes get shorter by at least one, and a token makes them longer by one: O(1) a token
+        # O(1) amortized: following a suffix shortens the match, and a token adds one to it
         while (following := self._next[state].get(token)) is None and state:
             state = self._suffix[state]
         return following or 0
 
     def held(self, state: int, room: int = _NEVER - 1) -> int:
-        """How many of the last tokens may still become part of a word: not yet to be shown.
+        """Return how many of the last tokens may still become part of a word.
 
         `room`: how many tokens may follow.
         """

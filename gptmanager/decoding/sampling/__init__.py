@@ -1,1 +1,1 @@
-"""From a row of logits to a token, seeded by position."""
+"""Chooses a token from a row of logits, with random numbers seeded by position."""

@@ -1,18 +1,19 @@
 """Bias, penalties and bans: compiled code that adjusts a row of logits before sampling.
 
 The order is fixed: embedding bias, repetition, frequency and presence, bad words, n-grams,
-min_length. A row's arithmetic depends on its own logits, parameters and history alone, and a row
-that asks for none of this is not touched. It knows addresses and records, nothing of requests.
+min_length. A row's arithmetic depends only on its own logits, parameters and history, and a row
+that uses none of these is not changed. Works on addresses and records; knows nothing of requests.
 
     repetition  l > 0: l / r, else l * r         for every token of prompt and output
     frequency   l - f * (times it was generated)  for every generated token
     presence    l - p                             for every generated token
-    bad words   -inf for the last token of each word whose other tokens end the history
-    n-grams     -inf for each token that would complete n tokens which the history holds already
+    bad words   -inf for the last token of each word, if its other tokens end the history
+    n-grams     -inf for each token that would repeat n tokens that the history already contains
     min_length  -inf for each end id before its first permitted position
 
-Counts come from the history, not from a table of lines by vocabulary: what a step reads is as long
-as the text, nothing has to follow pauses, rewinds and beams, and a kernel may do the same.
+Counts are computed from the history, not kept in a table of lines by vocabulary: a step reads only
+as much as the text is long, no table must follow pauses, rewinds and beams, and a CUDA kernel can
+do the same.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BANNED = np.float32(-np.inf)
 def _penalize(
     x: int, size: int, p: Any, history: int, length: int, seen: int
 ) -> None:  # `seen` int32 `[size]`: zero before and after
-    """Bit 0 of `seen[token]`: it is in the history; the rest: how often it was generated."""
+    """Penalize. Bit 0 of `seen[token]`: it is in the history; other bits: times generated."""
     start = 0 if p.repetition != ONE else min(p.prompt_len, length)
     for i in range(start, length):
         token = get_int(history, i)
@@ -53,9 +54,9 @@ def _penalize(
 
 @loop
 def _ends_with(history: int, length: int, tokens: int, start: int, count: int) -> bool:
-    """Whether the history ends with `count` tokens from `tokens[start]` on.
+    """Return whether the history ends with the `count` tokens from `tokens[start]` on.
 
-    Compared from the last one back: what differs at all mostly does there.
+    Compares from the last token back, because most mismatches are found there.
     """
     if count > length:
         return False
@@ -95,9 +96,9 @@ def _ban_ends(x: int, size: int, p: Any) -> None:
 
 @loop
 def adjust(x: int, size: int, p: Any, history: int, length: int, position: int, seen: int) -> None:
-    """One row in place. `history` int32 `[length]`.
+    """Adjust one row in place. `history` int32 `[length]`.
 
-    `p`: a record of `cuda.adjustments.PARAMS`, whose `lists` is the address of its own.
+    `p`: a record of `cuda.adjustments.PARAMS`; its `lists` is the address of the row's lists.
     """
     for i in range(p.num_biases):
         token = get_int(p.lists, i)

@@ -1,6 +1,6 @@
 """The best tokens of rows of scores, and their log probabilities, given that of one token each.
 
-Knows nothing of how tokens are chosen, nor of who wants to know.
+Knows nothing of how tokens are chosen, nor how the results are used.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ Ids = npt.NDArray[np.int64]
 
 
 def best_tokens(scores: Tensor, count: int) -> tuple[Ids, Floats]:
-    """The `count` best of each row `[S, vocab]` and their scores, the lowest id on a tie.
+    """Return the `count` best ids of each row `[S, vocab]` and their scores; ties: the lowest id.
 
-    Which of those that are -inf is open.
+    Among scores of -inf any id may be returned.
     """
     values, ids = (found.numpy() for found in scores.topk(min(count, scores.shape[1]), dim=1))
     rows, last = scores.numpy(), values[:, -1:]
     ties = ((rows >= last).sum(1) > ids.shape[1]) & (last[:, 0] > -np.inf)
-    for index in np.flatnonzero(ties):  # of equals any may have been found
+    for index in np.flatnonzero(ties):  # topk may return any of several equal scores
         row, lowest = rows[index], last[index]
         best = np.flatnonzero(row > lowest)
         ids[index] = np.concatenate((best, np.flatnonzero(row == lowest)))[: ids.shape[1]]
@@ -31,7 +31,7 @@ def best_tokens(scores: Tensor, count: int) -> tuple[Ids, Floats]:
 
 
 def best_ids(scores: Tensor, count: int) -> Ids:
-    """Return the ids of `best_tokens`; where too few are possible, the lowest impossible ids."""
+    """Return the ids of `best_tokens`; scores of -inf are filled up with the lowest such ids."""
     ids, values = best_tokens(scores, count)
     for index in np.flatnonzero(values[:, -1:] == -np.inf):
         missing = int((values[index] == -np.inf).sum())
@@ -41,10 +41,11 @@ def best_ids(scores: Tensor, count: int) -> Ids:
 
 
 def log_probs_beside(scores: Floats, known_scores: Floats, known_log_probs: Floats) -> Floats:
-    """Log probabilities of tokens with the logits `scores` `[S, k]`, behind the temperature.
+    """Return the log probabilities of tokens with the logits `scores` `[S, k]`.
 
-    In each row that of one token, of the logit `known_scores` `[S]`, is known. Log probabilities
-    differ as logits do, so no row is summed a second time. Two that are infinite are equal.
+    All logits are divided by the temperature. In each row the log probability of one token, with
+    the logit `known_scores` `[S]`, is known. Log probabilities differ as logits do, so no row is
+    summed a second time. Two equal infinite logits have equal log probabilities.
     """
     with np.errstate(invalid="ignore"):
         apart = scores.astype(np.float64) - known_scores.astype(np.float64)[:, None]

@@ -1,12 +1,12 @@
-"""One token of one row of logits: the best, or one drawn from what temperature and cuts leave.
+"""Chooses one token of a row of logits: the best, or one sampled after temperature and truncation.
 
-Compiled. Decides which tokens top-k, top-p and min-p keep and which kept one is drawn; each row by
-its own parameters and nothing else. Every sum runs in an order that only the row's length gives.
+Compiled code. Decides which tokens top-k, top-p and min-p keep and which of them is sampled; each
+row by its own parameters only. The order of every sum depends only on the row's length.
 
-Nothing is sorted. Top-k looks for its smallest logit by halving an interval and counting what lies
-above. A draw inverts the cumulative weights over ascending ids. Top-p accepts what was drawn if
-the mass ranked above it is less than p; else the next draw is from what ranks above it: the
-nucleus' own distribution, in 1 + ln(1/p) draws on average at most.
+Nothing is sorted. Top-k finds its smallest logit by bisection, counting the logits above a bound.
+Sampling inverts the cumulative weights in the order of ids. Top-p accepts a sampled token if the
+mass ranked above it is less than p, otherwise it samples again from the tokens ranked above it.
+This gives the exact distribution of the nucleus, with at most 1 + ln(1/p) draws on average.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from gptmanager.step import NO_TOKEN, NOT_FINITE
 
 Single = Any  # a float32 of compiled code
 
-BLOCK = 8 * LANES  # tokens that one entry of the cumulative weights stands for
-FEW = 16  # logits between two bounds, that are looked at one by one
+BLOCK = 8 * LANES  # tokens per entry of the cumulative weights
+FEW = 16  # bisection stops when this many logits are left, which are then compared one by one
 ZERO, ONE, HALF_OF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
 NOTHING, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min
 LOG2_E = np.float32(1.4426950408889634)
@@ -48,13 +48,13 @@ NEGLIGIBLE = np.float32(-87.0)  # e to that power is the smallest weight that is
 
 @loop
 def padded(size: int) -> int:
-    """Weights that a row needs room for: whole blocks."""
+    """Return the number of weights that a row needs memory for: whole blocks."""
     return (size + BLOCK - 1) // BLOCK * BLOCK
 
 
 @loop
 def _load_or_nothing(x: int, i: int, size: int) -> Any:
-    """Sixteen logits, -inf behind the end of the row."""
+    """Load sixteen logits, -inf after the end of the row."""
     value = load_part(x, i, size - i)
     if i + LANES > size:
         value = keep_lanes(value, 0, size - i, NOTHING)
@@ -63,9 +63,9 @@ def _load_or_nothing(x: int, i: int, size: int) -> Any:
 
 @loop
 def find_best(x: int, size: int) -> tuple[int, Single]:
-    """The best token, the lowest id on a tie, and its logit.
+    """Return the best token, the lowest id on a tie, and its logit.
 
-    NOT_FINITE instead if one is NaN or +inf, NO_TOKEN if all are -inf.
+    Returns NOT_FINITE as the token if a logit is NaN or +inf, NO_TOKEN if all are -inf.
     """
     top, start, marks = NOTHING, 0, splat(ZERO)
     for block in range(0, size, BLOCK):
@@ -91,7 +91,7 @@ def find_best(x: int, size: int) -> tuple[int, Single]:
 
 @loop
 def _count_from(x: int, size: int, bound: Single) -> int:
-    """How many logits are at least `bound`, which is not -inf."""
+    """Return how many logits are at least `bound`, which is not -inf."""
     one, limit = splat(ONE), splat(bound)
     a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
     whole = size // (4 * LANES) * (4 * LANES)
@@ -107,7 +107,7 @@ def _count_from(x: int, size: int, bound: Single) -> int:
 
 @loop
 def _gather(x: int, size: int, low: Single, high: Single, found: int) -> int:
-    """The logits low <= l < high, to `found`; how many."""
+    """Write the logits with low <= l < high to `found`; return their number."""
     one, bottom, limit = splat(ONE), splat(low), splat(high)
     count = 0
     for block in range(0, size, BLOCK):
@@ -126,7 +126,7 @@ def _gather(x: int, size: int, low: Single, high: Single, found: int) -> int:
 
 @loop
 def _largest(values: int, count: int, rank: int) -> Single:
-    """The `rank`-th largest of few values, which are changed."""
+    """Return the `rank`-th largest of a few values, which are overwritten."""
     best = 0
     for _ in range(rank):
         best = 0
@@ -140,9 +140,9 @@ def _largest(values: int, count: int, rank: int) -> Single:
 
 @loop
 def find_kth(x: int, size: int, k: int, top: Single, scratch: int) -> Single:
-    """The k-th best logit, k >= 1; -inf if fewer than k are more.
+    """Return the k-th best logit, k >= 1; -inf if fewer than k logits are above -inf.
 
-    `top` is the best one; `scratch` has room for FEW.
+    `top` is the best logit; `scratch` has space for FEW.
     """
     low = high = top
     num_low = num_high = _count_from(x, size, top)
@@ -159,7 +159,7 @@ def find_kth(x: int, size: int, k: int, top: Single, scratch: int) -> Single:
     # at least k logits are no less than `low`, and fewer than k are no less than `high`
     while num_low - num_high > FEW:
         middle = HALF_OF * low + HALF_OF * high
-        if middle <= low or middle >= high:  # neighbors: what lies between them ties
+        if middle <= low or middle >= high:  # adjacent floats: all logits in between are equal
             return low
         count = _count_from(x, size, middle)
         if count >= k:
@@ -176,9 +176,9 @@ def find_kth(x: int, size: int, k: int, top: Single, scratch: int) -> Single:
 def weigh(
     x: int, size: int, temperature: Single, top: Single, kth: Single, weights: int, sums: int
 ) -> float:
-    """Weights e^((l - top) / temperature) of all logits l that are no less than `kth`.
+    """Compute the weights e^((l - top) / temperature) of all logits l >= `kth`; return their sum.
 
-    `weights` holds `padded(size)` floats, `sums` one for each block of them; returns their sum.
+    `weights` holds `padded(size)` floats, `sums` the sum of each block.
     """
     divisor, scale = splat(temperature), splat(LOG2_E)
     highest, lowest, least = splat(top / temperature), splat(kth / temperature), splat(NEGLIGIBLE)
@@ -199,7 +199,7 @@ def weigh(
 
 @loop
 def _drop_below(weights: int, sums: int, size: int, floor: Single) -> None:
-    """Min-p: weights under `floor` become 0."""
+    """Min-p: set weights below `floor` to 0."""
     limit = splat(floor)
     for block in range(0, size, BLOCK):
         mass = splat(ZERO)
@@ -213,7 +213,7 @@ def _drop_below(weights: int, sums: int, size: int, floor: Single) -> None:
 
 @loop
 def _sum_above(weights: int, sums: int, size: int, token: int) -> float:
-    """The mass ranked above `token`, by block; of equal weights the lower id ranks higher."""
+    """Return the mass ranked above `token`, with sums by block; ties: the lower id ranks higher."""
     own = splat(get(weights, token))
     total = 0.0
     for block in range(0, size, BLOCK):
@@ -240,9 +240,10 @@ def _sum_above(weights: int, sums: int, size: int, token: int) -> float:
 
 @loop
 def _pick(weights: int, sums: int, size: int, own: Single, token: int, fraction: Single) -> int:
-    """Where the cumulative weight passes `fraction` of the sum; never a weight of 0.
+    """Return the token where the cumulative weight exceeds `fraction` of the sum.
 
-    Only what ranks above a `token` of the weight `own` counts; (0, 0): everything.
+    Never returns a token of weight 0. Counts only tokens ranked above `token` with weight `own`;
+    (0, 0) counts all.
     """
     spot = 0.0
     for block in range(padded(size) // BLOCK):
@@ -274,12 +275,11 @@ def _pick(weights: int, sums: int, size: int, own: Single, token: int, fraction:
 
 @loop
 def draw_token(p: Any, position: int, total: float, weights: int, sums: int, size: int) -> int:
-    """From weights whose sum is `total`; `p` a record of `cuda.sampling.PARAMS`.
+    """Sample from weights with the sum `total`; `p` is a record of `cuda.sampling.PARAMS`.
 
-    Whether the mass above a token is p already is compared from below and in single precision, as
-    in transformers.
+    Top-p compares the mass above a token with p in single precision, as transformers does.
     """
-    if p.min_p > ZERO:  # the best weight is 1; what falls ranks lowest, so top-p may come later
+    if p.min_p > ZERO:  # the best weight is 1; dropped tokens rank lowest, so top-p can follow
         _drop_below(weights, sums, size, np.float32(p.min_p))
     token, own, draw = 0, ZERO, 0
     while True:

@@ -1,6 +1,6 @@
-"""`DeviceSampler`: the `Sampler` with a second way, on a device, that nothing waits for.
+"""`DeviceSampler`: a `Sampler` that can also choose on a device, without waiting for it.
 
-Keeps there what rows are adjusted and chosen by. Knows nothing of steps.
+Keeps the parameters of sampling and adjustments on the device. Knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gptmanager.request.sampling_params import SamplingParams
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
 _READERS = {"sample": sampling, "log_probs": log_probs, "best_of_rows": beam_step}
-_ADJUSTED_AT_ONCE = 128  # rows: they fill a device, and marks take 4 bytes a token of a vocabulary
+_ADJUSTED_AT_ONCE = 128  # rows: enough to fill a device; marks take 4 bytes per row and token id
 
 
 class Choice(NamedTuple):
@@ -39,10 +39,10 @@ class Choice(NamedTuple):
 
 
 class DeviceSampler(Sampler):
-    """`enqueue` chooses on the device what `sample` would choose on the CPU.
+    """`enqueue` chooses on the device the tokens that `sample` would choose on the CPU.
 
-    The records of the CPU lie on the device, too; the lists of all lines (biases, bad words) lie
-    one behind the other, and travel anew when one of them changes.
+    The CPU's records are copied to the device. The lists of all lines (biases, bad words) are
+    concatenated there, and uploaded again when one of them changes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DeviceSampler(Sampler):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`dtype`: of the logits, as a rule."""
+        """`dtype`: the usual dtype of the logits."""
         super().__init__(num_lines, vocab_size, histories)
         self._launcher = launcher
         self._choice_table = _table(self._choices, device)
@@ -65,10 +65,10 @@ class DeviceSampler(Sampler):
         self._list_starts = np.zeros(num_lines, dtype=np.int64)
         self._lists_changed = False
         self._changed: set[int] = set()
-        # marks of tokens that a row has seen, all zero between steps
+        # marks of tokens that are in a row's history, all zero between steps
         shape = min(num_lines, _ADJUSTED_AT_ONCE), vocab_size
         self._marks = torch.zeros(shape, dtype=torch.int32, device=device)
-        # compiled now, and not while requests wait
+        # compiled here, before requests wait for it
         launcher.kernel(adjustments.PROGRAM, "adjust")
         for name, part in _READERS.items():
             for own in {dtype, torch.float32} & NAMES.keys():
@@ -88,8 +88,8 @@ class DeviceSampler(Sampler):
         self._changed.add(line)
 
     def is_plain(self, cpu_lines: Ints) -> bool:
-        """Whether `sample` is all that these lines need: it changes no logits, and nobody wants log
-        probabilities.
+        """Return whether these lines need `sample` only: no logits are changed, and no log
+        probabilities are asked for.
         """
         return not (self.adjusts(cpu_lines) or self._wanted[cpu_lines].any())
 
@@ -102,8 +102,10 @@ class DeviceSampler(Sampler):
         positions: Tensor,
         cells: Tensor,
     ) -> None:
-        """The next tokens of S rows, in one launch that may be recorded: it reads what `flush` has
-        brought, and may find other lines when it runs again. Arguments as of `sampling.sample`.
+        """Choose the next tokens of S rows in one launch, which may be captured.
+
+        The launch reads what `flush` has uploaded, and may read other lines when it is replayed.
+        Arguments are those of `sampling.sample`.
         """
         table, workspace = self._choice_table, self._workspace
         sampling.sample(
@@ -125,19 +127,19 @@ class DeviceSampler(Sampler):
         inputs: Tensor,
         upload: Upload,
     ) -> Choice:
-        """The next tokens of S rows, and the best continuations of some, at most `most` of each.
+        """Choose the next tokens of S rows, and the best continuations of some, up to `most` each.
 
-        `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed;
-        `lines` int32, `positions` int64, `cells` int64 and, with `most`, `counts` int32 `[S]`
-        (how many continuations each row wants) are on the device; `log_probs` are those of the
-        first `most_scored` continuations, too. On the device are also `histories`
-        int32 `[num_lines, length]`, and `inputs` int32, of which a row's cell gets its token, 0
-        where there is none. `cpu_lines`: the lines on the CPU. What changed since the last
-        call travels by `upload`.
+        `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed. On the device are
+        `lines` int32, `positions` int64, `cells` int64 and, with `most`, `counts` int32, all `[S]`:
+        `counts` is the number of continuations per row. `log_probs` also cover the first
+        `most_scored` continuations. `histories` int32 `[num_lines, length]` and `inputs` int32 are
+        on the device, too: each row's token is written to its cell of `inputs`, or 0 without a
+        token. `cpu_lines`: the lines on the CPU. `upload` copies everything that has changed since
+        the last call.
         """
         self.flush(upload)
         if self.adjusts(cpu_lines):
-            logits = logits.float()  # adjusted with the roundings of the CPU
+            logits = logits.float()  # adjusted with the same rounding as on the CPU
             self._adjust(logits, histories, lines, positions)
         tokens = torch.empty(len(cpu_lines), dtype=torch.int32, device=logits.device)
         choice = self._choice_table
@@ -145,7 +147,7 @@ class DeviceSampler(Sampler):
         values = best_tokens = best_log_probs = None
         if counts is not None and most:
             shape = len(cpu_lines), most
-            new = torch.zeros if most_scored else torch.empty  # read in rows that want none, too
+            new = torch.zeros if most_scored else torch.empty  # rows without candidates are read
             best_tokens = new(shape, dtype=torch.int32, device=logits.device)
             best_log_probs = torch.empty(shape, device=logits.device)
             beam_step.best_of_rows(
@@ -155,7 +157,7 @@ class DeviceSampler(Sampler):
             scored = tokens
             if best_tokens is not None and most_scored:
                 scored = torch.cat((tokens[:, None], best_tokens[:, :most_scored]), dim=1)
-            scored = scored.clamp(min=0)  # less where there is no token, or are fewer
+            scored = scored.clamp(min=0)  # negative ids: no token, or fewer continuations
             values = torch.zeros(scored.shape, device=logits.device)
             log_probs.log_probs(
                 self._launcher, values, logits, scored, choice, self._wanted_table, lines
@@ -172,7 +174,7 @@ class DeviceSampler(Sampler):
             )
 
     def flush(self, upload: Upload) -> None:
-        """Bring what changed since the last call."""
+        """Upload everything that has changed since the last call."""
         if not self._changed:
             return
         if self._lists_changed:
@@ -189,7 +191,7 @@ class DeviceSampler(Sampler):
         self._adjustment_table.view(torch.int64).index_copy_(0, lines, records[1])
 
     def _place_lists(self, upload: Upload) -> None:
-        """All lists anew, and where those of each line begin."""
+        """Upload the lists of all lines, and compute where those of each line begin."""
         sizes = [len(own) for own in self._lists]
         self._list_starts = np.cumsum([0, *sizes[:-1]])
         self._changed.update(line for line, size in enumerate(sizes) if size)
@@ -199,10 +201,10 @@ class DeviceSampler(Sampler):
 
 
 def _table(records: npt.NDArray[np.void], device: torch.device) -> Tensor:
-    """Room for them as bytes, `[lines, itemsize]`."""
+    """Return a table of bytes for these records, `[lines, itemsize]`."""
     return torch.zeros((len(records), records.itemsize), dtype=torch.uint8, device=device)
 
 
 def _words(records: npt.NDArray[np.void]) -> Ints:
-    """They as int64 `[lines, words]`."""
+    """Return records as int64 `[lines, words]`."""
     return records.view(np.int64).reshape(len(records), -1)

@@ -1,7 +1,7 @@
 """Random numbers that are functions of (seed, position, draw), never of slot, batch or time.
 
-Philox4x32-10 (Salmon et al. 2011): key = seed, counter = (position, draw, 0). Decides how the
-words become numbers in [0, 1); knows nothing of what they choose.
+Philox4x32-10 (Salmon et al. 2011): key = seed, counter = (position, draw, 0). Decides how 32-bit
+words become numbers in [0, 1); knows nothing of how the numbers are used.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ LOW_32 = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 _FACTOR_0, _FACTOR_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _STEP_0, _STEP_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-_DROPPED = np.uint64(11)  # of 64 bits: 53 are what a float64 holds
+_DROPPED = np.uint64(11)  # of 64 bits, because a float64 holds 53
 
 
 @register_jitable
 def rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32-10 of a counter under a key: 32-bit words in uint64, arrays or compiled."""
+    """Philox4x32-10 of a counter and a key: 32-bit words in uint64, as arrays or compiled."""
     for _ in range(10):
         first, second = c0 * _FACTOR_0, c2 * _FACTOR_1
         c0, c1 = (second >> HALF) ^ c1 ^ k0, second & LOW_32
@@ -31,10 +31,10 @@ def rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, A
 
 @register_jitable
 def uniform(seed: Any, position: Any, draw: int = 0) -> Any:
-    """A number in [0, 1) of 53 random bits: a function of (seed, position, draw) alone.
+    """Return a number in [0, 1) of 53 random bits, which depends on (seed, position, draw) only.
 
-    `seed` uint64; `position` not negative; either may be an array. `draw` tells apart the numbers
-    that one token needs. They are the upper bits of the first two words.
+    `seed` is uint64, `position` not negative; both may be arrays. `draw` numbers the random numbers
+    that one token needs. The 53 bits are the upper bits of the first two words.
     """
     counter, zero = np.uint64(position), np.uint64(0)
     words = rounds(
@@ -44,7 +44,7 @@ def uniform(seed: Any, position: Any, draw: int = 0) -> Any:
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """The `number`-th seed of those that come of `seed`: SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Return the `number`-th seed derived from `seed`: SplitMix64 (Steele, Lea, Flood 2014)."""
     mask = 2**64 - 1
     x = (seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask

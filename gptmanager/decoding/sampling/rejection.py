@@ -1,8 +1,8 @@
-"""A draft that was itself sampled: accepted or replaced, so that the output keeps its distribution.
+"""Rejection sampling: accepts or replaces a sampled draft, with the distribution unchanged.
 
-Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): a draft drawn from q is accepted
-with probability min(1, p / q); otherwise the token is drawn from max(p - q, 0), normalized. It
-knows distributions, nothing of rows and requests.
+Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): a draft sampled from q is accepted
+with probability min(1, p / q); otherwise the token is sampled from max(p - q, 0), normalized.
+Knows distributions, nothing of rows and requests.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from gptmanager.request.sampling_params import SamplingParams
 
 Floats = npt.NDArray[np.float64]
 
-# random numbers that no sampling of the same position uses
+# draw numbers that no other sampling of the same position uses
 ACCEPTANCE_DRAW, REPLACEMENT_DRAW = 1 << 30, (1 << 30) + 1
 
 
 def truncated(log_probs: npt.NDArray[np.float32], params: SamplingParams) -> Floats:
     """Truncate a distribution `[vocab]` by top-k, top-p and min-p, and normalize it.
 
-    `log_probs`: after the temperature. top_k keeps ties, top_p the shortest ranking whose mass
-    reaches p, min_p a share of the best probability. The best token is always kept.
+    `log_probs`: after the temperature. top_k keeps ties, top_p the shortest ranking with a mass
+    of at least p, min_p is relative to the best probability. The best token is always kept.
     """
     p: Floats = np.exp(log_probs.astype(np.float64))
     if 0 < params.top_k < len(p):
@@ -41,11 +41,11 @@ def truncated(log_probs: npt.NDArray[np.float32], params: SamplingParams) -> Flo
 
 
 def verify_draft(p: Floats, q: Floats, draft: int, accept: float, replace: float) -> int:
-    """`draft` if it is accepted, else another token. `accept`, `replace`: numbers in [0, 1)."""
+    """Return `draft` if accepted, else another token. `accept`, `replace`: numbers in [0, 1)."""
     if accept * q[draft] < p[draft]:
         return draft
     rest = np.maximum(p - q, 0.0)
-    cumulative = np.cumsum(rest if rest.any() else p)  # p = q but for rounding
+    cumulative = np.cumsum(rest if rest.any() else p)  # all 0: p equals q except for rounding
     total = cumulative[-1]
     return int(np.searchsorted(cumulative, min(replace * total, np.nextafter(total, 0)), "right"))
 
@@ -57,9 +57,9 @@ def sample_draft(
     params: SamplingParams,
     position: int,
 ) -> int:
-    """The token at `position`, for which `draft` was drawn from softmax(`draft_logits`).
+    """Return the token at `position`, given a `draft` sampled from softmax(`draft_logits`).
 
-    Of these some may be -inf, but not that of `draft`.
+    Draft logits may be -inf, except that of `draft`.
     """
     q: Floats = np.exp(draft_logits.astype(np.float64) - draft_logits.max())
     seed = np.uint64(params.seed & (2**64 - 1))

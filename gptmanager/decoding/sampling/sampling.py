@@ -1,12 +1,12 @@
-"""`Sampler`: chooses one token a row from a step's logits, each row by its own parameters.
+"""`Sampler`: chooses one token per row of a step's logits, each row by its own parameters.
 
-The order on the logits is fixed: embedding bias, penalties, bad words, n-grams and min_length
+The order of operations is fixed: embedding bias, penalties, bad words, n-grams and min_length
 (`adjustments`), then temperature, top-k, top-p and min-p (`choice`). This module keeps the
-parameters by line and hands rows to threads. It knows nothing of requests, stop words, or the
-network; logits post-processors have run before.
+parameters by line and distributes rows to threads. Knows nothing of requests, stop words and
+models; logits post-processors have run before.
 
-A row's token depends on its own logits, parameters, history, seed and position, bit for bit: each
-row is one thread's work from beginning to end, as it would be one block's on a GPU.
+A row's token depends bit for bit only on its own logits, parameters, history, seed and position:
+one thread computes the whole row, as one block does on a GPU.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from gptmanager.request.sampling_params import SamplingParams
 
 Ints = npt.NDArray[np.int64]
 
-CHOICE, ADJUSTMENT = sampling.PARAMS, adjustments.PARAMS  # records that CUDA kernels read, too
+CHOICE, ADJUSTMENT = sampling.PARAMS, adjustments.PARAMS  # records that CUDA kernels read as well
 NO_VALUE, LOGIT = log_probs.NOTHING, log_probs.LOGIT
-_SMALL = 1 << 15  # logits: waking a second thread costs about as much
+_SMALL = 1 << 15  # logits: computing them costs about as much as waking a second thread
 
 
 class SampleTask(ctypes.Structure):
-    """Addresses and sizes; `seen` and `weights` hold what one thread needs, for each.
+    """Addresses and sizes. `seen` and `weights` have one part for each thread.
 
-    `tokens` 0: rows are adjusted only.
+    `tokens` 0: rows are adjusted, but no tokens are chosen.
     """
 
     _fields_ = task_fields(
@@ -90,7 +90,7 @@ def _choose(t: Any, p: Any, wanted: int, row: int, x: int, weights: int) -> None
     if token < 0:
         put_int(t.tokens, row, token)
         return
-    # an infinite quotient leaves nothing to draw: the best token has all the mass
+    # an infinite quotient makes the weights useless: the best token has all the mass
     greedy = p.greedy or not np.isfinite(top / p.temperature)
     total = 0.0
     if np.isfinite(top / p.temperature) and (wanted != NO_VALUE or not (greedy or p.top_k)):
@@ -108,7 +108,7 @@ def _choose(t: Any, p: Any, wanted: int, row: int, x: int, weights: int) -> None
 
 
 def sample_rows(address: int) -> None:
-    """One row after another, each adjusted in place, then its token chosen."""
+    """Adjust rows in place and choose their tokens, one row after the other."""
     t = task_at(address, _TASK)
     choices = carray(pointer_to(t.choices), t.num_lines, CHOICE)
     adjusted = carray(pointer_to(t.adjustments), t.num_lines, ADJUSTMENT)
@@ -131,17 +131,18 @@ def sample_rows(address: int) -> None:
 
 
 class Sampler:
-    """Sampling parameters by line, and the choice of tokens for any set of lines.
+    """Keeps sampling parameters by line, and chooses the tokens of any set of lines.
 
-    As in transformers, top_k keeps all that tie with the k-th best, top_p the shortest ranking
-    whose mass reaches p in single precision, min_p is a share of the best token's probability, and
-    the best token is always kept. Equal logits rank by ascending id (there, in no defined order).
+    As in transformers, top_k keeps all ties with the k-th best, top_p keeps the shortest ranking
+    with a mass of at least p in single precision, min_p is relative to the best token's
+    probability, and the best token is always kept. Equal logits rank by ascending id (in
+    transformers their order is undefined).
 
-    Odd logits harm their own row only. NOT_FINITE stands for the token of a row that holds NaN or
-    +inf, NO_TOKEN for that of one of nothing but -inf.
+    Invalid logits affect their own row only: its token is NOT_FINITE if the row has NaN or +inf,
+    and NO_TOKEN if all are -inf.
 
-    `histories` int32 `[num_lines, length]`: the tokens of each line; penalties, bad words and
-    n-grams read those before the position that is chosen.
+    `histories` int32 `[num_lines, length]`: the tokens of each line. Penalties, bad words and
+    n-grams read the tokens before the position that is chosen.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Sampler:
         self._histories = np.zeros((num_lines, 0), np.int32) if histories is None else histories
         self._choices: npt.NDArray[np.void] = np.zeros(num_lines, dtype=CHOICE)
         self._adjustments: npt.NDArray[np.void] = np.zeros(num_lines, dtype=ADJUSTMENT)
-        self._lists = [np.empty(0, dtype=np.int32)] * num_lines  # what `_adjustments` points to
+        self._lists = [np.empty(0, dtype=np.int32)] * num_lines  # `_adjustments` points to them
         self._wanted = np.full(num_lines, NO_VALUE, dtype=np.uint8)
         tables = {
             "choices": self._choices,
@@ -176,10 +177,10 @@ class Sampler:
         orig_prompt_len: int,
         output_config: OutputConfig = NO_EXTRAS,
     ) -> None:
-        """The sequence in `line` is sampled by `params`, which are valid, from now on.
+        """Set the sampling parameters of the sequence that starts in `line`; they must be valid.
 
-        `orig_prompt_len`: tokens that the host sent; min_length and the penalties of generated
-        tokens count from there.
+        `orig_prompt_len`: number of prompt tokens that the host passed; min_length and the
+        penalties of generated tokens count from there.
         """
         lists = self._lists[line] = adjustments.pack_lists(params)
         self._choices[line] = sampling.pack(params, self.vocab_size)
@@ -197,11 +198,11 @@ class Sampler:
         positions: Ints,
         log_probs: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.int32]:
-        """The next token of each of S rows, int32 `[S]`.
+        """Return the next token of each of S rows, int32 `[S]`.
 
         `logits` float32 `[S, vocab_size]` on the CPU, may be changed; `lines` int64 `[S]`;
         `positions` int64 `[S]`: the absolute position of the token to be chosen. `log_probs`
-        float32 `[S]` is written to in rows whose line wants that. ValueError for other logits.
+        float32 `[S]` is written in rows of lines that ask for it. ValueError for other logits.
         """
         tokens = np.empty(len(lines), dtype=np.int32)
         if log_probs is None:
@@ -210,15 +211,14 @@ class Sampler:
         return tokens
 
     def adjusts(self, lines: Ints) -> bool:
-        """The choice for one of these lines depends on its tokens before it, or on how many."""
+        """Return whether one of these lines changes logits, so that its history is needed."""
         return bool(self._adjustments["adjusts"][lines].any())
 
     def log_probs(self, logits: Tensor, lines: Ints, positions: Ints) -> Tensor:
         """Return the scores that beam search ranks by, float32 `[S, vocab_size]`.
 
         The arguments are those of `sample`. The scores are the log-softmax after adjustments and
-        temperature. NaN throughout a row that holds NaN or
-        +inf; one of nothing but -inf stays that.
+        temperature. A row with NaN or +inf is all NaN; a row of -inf only stays as it is.
         """
         logits = self._run(logits, lines, positions, None, None)
         best = logits.amax(dim=1)
@@ -238,8 +238,8 @@ class Sampler:
     ) -> npt.NDArray[np.float32]:
         """Return log probabilities of the tokens `ids` `[S, k]` after `sample`: float32 `[S, k]`.
 
-        `logits` are those that `sample` changed, `tokens` `[S]` the ones it chose, and `log_probs`
-        theirs. NaN in a row without a token.
+        `logits` are those changed by `sample`, `tokens` `[S]` and `log_probs` its results. NaN in a
+        row without a token.
         """
         temperatures = self._choices["temperature"][lines][:, None]
         chosen = np.maximum(tokens, 0).astype(np.int64)[:, None]
@@ -249,7 +249,7 @@ class Sampler:
             found = log_probs_beside(scores / temperatures, (own / temperatures)[:, 0], known)
         found[(scores == -np.inf) & ~np.isnan(found)] = -np.inf
         is_normalized = (self._wanted[lines] != LOGIT)[:, None]
-        return np.minimum(found, 0, out=found, where=is_normalized)  # what is known was rounded
+        return np.minimum(found, 0, out=found, where=is_normalized)  # the known value was rounded
 
     def _run(
         self,
@@ -259,11 +259,11 @@ class Sampler:
         tokens: npt.NDArray[np.int32] | None,
         log_probs: npt.NDArray[np.float32] | None,
     ) -> Tensor:
-        """Fill `tokens` and `log_probs`, None: only adjust. Returns the logits, changed."""
+        """Fill `tokens` and `log_probs` (None: adjust only). Return the logits, changed."""
         given = (logits.dtype, tuple(logits.shape), logits.device.type)
         expected = (torch.float32, (len(lines), self.vocab_size), "cpu")
         if given != expected:
-            raise ValueError(f"logits are {given}, expected {expected}")
+            raise ValueError(f"logits must be {expected}, got {given}")
         rows = len(lines)
         logits = logits.contiguous()
         if not rows:

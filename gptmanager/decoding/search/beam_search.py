@@ -1,13 +1,13 @@
-"""`BeamSearch`: which beams of one request live on, which have ended, and when the search is over.
+"""`BeamSearch`: which beams of a request stay live, which have ended, and when the search is over.
 
-Decides from candidates: the best continuations of each live beam and their log probabilities. It
-knows no tensor, no block and no logits; where the candidates come from is the executor's business.
+Decides from candidates: the best continuations of each live beam and their log probabilities, which
+the executor computes. Knows nothing of tensors, blocks and logits.
 
-The search is that of transformers' `generate(num_beams=W, do_sample=False)`: of all continuations,
+The search is that of transformers' `generate(num_beams=W, do_sample=False)`. Of all continuations,
 those among the best W that end are kept if their score is among the W best of all that ended, and
-the best W of the others live on. score = cumulative log probability / generated ** len_penalty.
-Sums are in single precision, as there. So that W live on whatever ends, each beam brings W
-continuations and as many again as there are tokens that may end it.
+the best W of the others stay live. score = cumulative log probability / generated ** len_penalty.
+Sums are in single precision, as in transformers. So that W always stay live, each beam provides W
+candidates plus as many as there are tokens that can end it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MOST = math.log(1e30)
 class BeamParams:
     """How a request's beams are searched.
 
-    `early_stopping` 1: the search is over when W beams have ended; 0: when no live beam can do
-    better at its present length; any other: when none can do better at any length it may reach.
-    `num_results`: how many of the W are returned, None: all. `sampled`: no search at all, each
-    beam is a text of its own, sampled from the prompt on.
+    `early_stopping` 1: the search is over when W beams have ended; 0: when no live beam can score
+    better at its present length; any other value: when none can score better at any length that it
+    may reach. `num_results`: how many of the W are returned; None: all. `sampled`: no search, each
+    beam is sampled independently from the prompt on.
     """
 
     width: int
@@ -44,11 +44,11 @@ class BeamParams:
     sampled: bool = False
 
 
-@dataclass(slots=True, eq=False, repr=False)  # that of a long text would recurse too deep
+@dataclass(slots=True, eq=False, repr=False)  # the repr of a long beam would recurse too deeply
 class BeamNode:
-    """The last token of a beam, and with it the whole: each node knows the one before it.
+    """The last token of a beam, linked to the node before it and thus to the whole beam.
 
-    `beam`: whose logits the token was chosen from.
+    `beam`: index of the beam with the logits that the token was chosen from.
     """
 
     parent: BeamNode | None
@@ -70,7 +70,7 @@ class BeamNode:
 
 
 class Hypothesis(NamedTuple):
-    """A beam that has ended, or was cut off. `end`: generated tokens that are output."""
+    """A beam that has ended or was cut off. `end`: number of generated tokens to output."""
 
     node: BeamNode
     cum_log_prob: float
@@ -89,9 +89,9 @@ class _Continuation(NamedTuple):
 class BeamSearch:
     """The beams of one request, from the first generated token to the last.
 
-    `parents[i]` is the beam whose KV cache beam i goes on from, `tokens[i]` its newest token; both
-    of the last `advance`. `end_rule`: where each beam ends. `fault`: NOT_FINITE, or NO_TOKEN if no
-    beam goes on and none has ended; else 0. The search is over then.
+    After `advance`, `parents[i]` is the beam that beam i continues (its KV cache), and `tokens[i]`
+    the newest token. `end_rule`: where each beam ends. `fault`: NOT_FINITE, or NO_TOKEN if no beam
+    can continue and none has ended; otherwise 0. With a fault the search is over.
     """
 
     def __init__(self, params: BeamParams, end_rule: EndRule) -> None:
@@ -100,7 +100,7 @@ class BeamSearch:
         self.restart()
 
     def restart(self) -> None:
-        """Back to the prompt."""
+        """Reset the search to the prompt."""
         self.live: list[BeamNode] = []
         self.cum_log_probs: list[float] = []
         self.parents: list[int] = []
@@ -111,12 +111,12 @@ class BeamSearch:
 
     @property
     def num_results(self) -> int:
-        """How many hypotheses are returned, at most."""
+        """Maximum number of hypotheses to return."""
         return self.params.num_results or self.params.width
 
     @property
     def num_candidates(self) -> int:
-        """Continuations that each beam must bring; fewer if the vocabulary is smaller."""
+        """Number of candidates that each beam must provide; fewer if the vocabulary is smaller."""
         return self.params.width + self.end_rule.num_last_tokens
 
     @property
@@ -124,16 +124,16 @@ class BeamSearch:
         return [node.token for node in self.live]
 
     def advance(self, candidates: BeamCandidates) -> bool:
-        """One more token for every beam; True: the search is over."""
+        """Add one token to every beam; return True if the search is over."""
         self.is_over = self._advance(candidates)
         if self.is_over and not self.ended:
             self.fault = self.fault or NO_TOKEN
         return self.is_over
 
     def hypotheses(self, reason: FinishReason | None = None) -> list[Hypothesis]:
-        """W results, best first. `reason`: live beams are cut off by it and take part.
+        """Return the results, best first. `reason`: live beams are cut off by it and take part.
 
-        Without one they only fill up what has not ended.
+        Without a reason, live beams are only added after the ended ones.
         """
         live = [
             self._hypothesis(node, total, reason or FinishReason.LENGTH, node.length)
@@ -146,10 +146,9 @@ class BeamSearch:
         return best[: self.num_results]
 
     def stable_length(self) -> int:
-        """Generated tokens that all live and ended beams share: no later step changes them.
+        """Return the number of generated tokens that all beams share and no later step changes.
 
-        Those that may yet turn out to be the beginning of a stop word, and be cut off, are not
-        counted.
+        Tokens that may yet become the beginning of a stop word, and be cut off, are not counted.
         """
         nodes = {*self.live, *(hypothesis.node for hypothesis in self.ended)}
         if not nodes:
@@ -160,7 +159,7 @@ class BeamSearch:
         return min([common, *ends])
 
     def stable_path(self) -> list[BeamNode]:
-        """A beam that begins with all that is stable: the best live one, or that has ended."""
+        """Return a beam that begins with all stable tokens: the best live one, or an ended one."""
         node = self.live[0] if self.live else self.ended[0].node
         return node.path()
 
@@ -191,7 +190,7 @@ class BeamSearch:
         if not nodes:
             self.live, self.cum_log_probs, self.parents = [], [], []
             return True
-        while len(nodes) < width:  # the vocabulary is smaller than the beams are many
+        while len(nodes) < width:  # the vocabulary is smaller than the number of beams
             nodes.append(nodes[0])
             sums.append(_DEAD)
             parents.append(parents[0])
@@ -199,10 +198,10 @@ class BeamSearch:
         return self._is_over()
 
     def _ranked(self, candidates: BeamCandidates) -> Iterator[_Continuation]:
-        """All continuations, best first; the lower beam and token first on a tie."""
+        """Yield all continuations, best first; on a tie the lower beam and token first."""
         totals = np.array(self.cum_log_probs or [0.0], dtype=np.float32)
         log_probs = np.array(candidates.log_probs[: len(totals)], dtype=np.float32)
-        with np.errstate(over="ignore"):  # less than can be told is nothing
+        with np.errstate(over="ignore"):  # an overflow is -inf
             sums = log_probs + totals[:, None]
         tokens = np.array(candidates.tokens[: len(totals)])
         beams = np.repeat(np.arange(len(tokens)), tokens.shape[1])
@@ -214,7 +213,7 @@ class BeamSearch:
             )
 
     def extend(self, beam: int, token: int, log_prob: float) -> tuple[BeamNode, End | None]:
-        """The node of `token` behind a beam; if it ends there, why, and where its output ends."""
+        """Return the node of `token` after a beam, and its end, if it ends there."""
         parent = self.live[beam] if self.live else None
         before = 0 if parent is None else parent.stop_state
         stop_state, end = self.end_rule.find(before, token, self.length + 1)
@@ -235,7 +234,7 @@ class BeamSearch:
 
     def _is_over(self) -> bool:
         params = self.params
-        if max(self.cum_log_probs) == _DEAD:  # changed logits let none go on
+        if max(self.cum_log_probs) == _DEAD:  # the changed logits allow no continuation
             return True
         if len(self.ended) < params.width:
             return False
@@ -249,12 +248,11 @@ class BeamSearch:
 
 
 class ParallelSampling(BeamSearch):
-    """Several texts of one prompt, each sampled for itself: no search at all.
+    """Several independently sampled sequences of one prompt, without a search.
 
-    To the loop and the KV cache they are beams that part after the prompt and never fork again.
-    Each beam has one candidate a step, the token that was drawn for it.
-    A text that has ended stays, and what is drawn behind its end is forgotten, until all have
-    ended. Results stand in the order of the texts.
+    To the loop and the KV cache they are beams that fork after the prompt and never again. Each
+    beam has one candidate per step, its sampled token. An ended sequence keeps its beam until all
+    have ended, and tokens sampled after its end are ignored. Results are in the order of the beams.
     """
 
     def restart(self) -> None:
@@ -281,7 +279,7 @@ class ParallelSampling(BeamSearch):
             if token < 0 and beam not in self.done:
                 self.fault = token
                 return True
-            token = max(token, 0)  # behind the end
+            token = max(token, 0)  # after the end
             parent = 0 if is_first else beam
             node, end = self.extend(parent, token, log_prob)
             nodes.append(node)
@@ -296,7 +294,7 @@ class ParallelSampling(BeamSearch):
 
 
 def _common_length(nodes: Iterable[BeamNode]) -> int:
-    """The length of the longest beginning that all nodes' beams share."""
+    """Return the length of the longest prefix that all nodes' beams share."""
     level: set[BeamNode] = set(nodes)
     while len(level) > 1:
         deepest = max(node.length for node in level)

@@ -1,6 +1,6 @@
-"""The beams of a request as data, and a search brought to them.
+"""The beams of a request as data, and how a search is restored from them.
 
-Nodes know their parents, which many of them share: the data number them, parents first.
+Nodes are linked to their parents, which are shared: the data number the nodes, parents first.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gptmanager.decoding.search.beam_search import (
     ParallelSampling,
 )
 
-_NODE_VALUES = 15  # as many numbers take as much memory as a node
+_NODE_VALUES = 15  # a node takes as much memory as this many numbers
 
 
 class BeamNodeState(NamedTuple):
-    """`parent`: its number among those before it; -1: none."""
+    """`parent`: number of the parent node, which precedes this one; -1: none."""
 
     parent: int
     beam: int
@@ -38,8 +38,8 @@ class BeamEndState(NamedTuple):
 
 
 class BeamState(NamedTuple):
-    """`log_probs` go with `nodes`; `cum_log_probs` and `parents` with `live`, numbers of nodes;
-    `ended_sums` and `scores` with `ended`."""
+    """`log_probs` belong to `nodes`; `cum_log_probs` and `parents` to `live`, which are numbers of
+    nodes; `ended_sums` and `scores` to `ended`."""
 
     nodes: tuple[BeamNodeState, ...]
     log_probs: tuple[float, ...]
@@ -54,7 +54,7 @@ class BeamState(NamedTuple):
 
 
 def beam_state(search: BeamSearch) -> Any:
-    """A `BeamState`, deferred: nodes never change."""
+    """Return a `BeamState`, deferred, because nodes never change."""
     ended = list(search.ended)
     beams = [-1] * len(ended)
     if isinstance(search, ParallelSampling):
@@ -89,7 +89,7 @@ def beam_state(search: BeamSearch) -> Any:
 
 
 def restore_beams(search: BeamSearch, state: BeamState) -> None:
-    """Bring a new search to `state`. Raises ValueError where it contradicts itself."""
+    """Restore a new search to `state`. Raises ValueError if it contradicts itself."""
     nodes: list[BeamNode] = []
     for (parent, beam, token, stop_state), log_prob in zip(
         state.nodes, state.log_probs, strict=True
@@ -105,7 +105,7 @@ def restore_beams(search: BeamSearch, state: BeamState) -> None:
     if any(not 0 <= index < len(nodes) for index in indices) or any(
         not -1 <= beam < width for beam in beams
     ):
-        raise ValueError("a beam has a number that none has")
+        raise ValueError(f"a beam or node is out of range, of {width} beams and {len(nodes)} nodes")
     search.live = [nodes[index] for index in state.live]
     search.cum_log_probs, search.parents = list(state.cum_log_probs), list(state.parents)
     search.ended = [
@@ -119,7 +119,7 @@ def restore_beams(search: BeamSearch, state: BeamState) -> None:
 
 
 def _with_ancestors(nodes: list[BeamNode]) -> list[BeamNode]:
-    """Each once, and behind its parent."""
+    """Return these nodes and all their ancestors, each once and after its parent."""
     found: dict[int, BeamNode] = {}
     for last in nodes:
         node: BeamNode | None = last
