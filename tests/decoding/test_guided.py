@@ -105,7 +105,7 @@ def test_a_panic_harms_its_own_row(guided, tokenizer):
 
 
 def test_a_token_that_does_not_fit_is_told(byte_guided):
-    with pytest.raises(Exception, match=r"guided decoding: token \d+ at place 1 of the out"):
+    with pytest.raises(Exception, match=r"guided decoding: token \d+ at index 1 of the out"):
         allowed(byte_guided.regex("ab"), [7, 8, *encoded("ax")])
 
 
@@ -345,9 +345,9 @@ def test_a_tokenizer_that_llguidance_cannot_use_is_refused():
 
 
 def test_no_options_are_refused(guided):
-    with pytest.raises(ValueError, match="options is empty"):
+    with pytest.raises(ValueError, match="`options` is empty"):
         guided.choice([])
-    with pytest.raises(TypeError, match="options = 'red' is one text, expected several"):
+    with pytest.raises(TypeError, match="options must be a list of texts, got the text 'red'"):
         guided.choice("red")
 
 

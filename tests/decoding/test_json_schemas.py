@@ -225,7 +225,7 @@ def test_what_cannot_be_enforced_is_refused_or_reported(parser, schema, pointer)
         ({"items": {"oneOf": 5}}, "oneOf must be a list, got 5 (at #/items/oneOf)"),
         ({"minProperties": "x"}, 'minProperties must be an integer, got "x"'),
         ({"dependencies": 5}, "dependencies must be an object, got 5"),
-        ({"format": ["a"]}, "format must be a text"),
+        ({"format": ["a"]}, "format must be a string"),
         ({"oneOf": [{"required": 5, "type": 5}, {"properties": 5}]}, "a keyword has a value of a"),
         ({"propertyNames": {"enum": 5}}, "a keyword has a value of a wrong type"),
     ],

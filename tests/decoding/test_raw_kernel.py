@@ -310,22 +310,22 @@ def test_parameters_are_checked_where_they_are_bound():
     kernel = raise_one(twin=lambda *arguments: None)
     with pytest.raises(TypeError, match="raise_one takes token, added; got token"):
         kernel.bind(token=1)
-    with pytest.raises(ValueError, match="token = 4294967296 is no int32"):
+    with pytest.raises(ValueError, match="token = 4294967296 must fit dtype int32"):
         kernel.bind(token=2**32, added=1.0)
     with pytest.raises(ValueError, match="added = 'x'"):
         kernel.bind(token=2, added="x")
     with pytest.raises(TypeError, match="raise_one takes token, added; got nothing"):
         kernel.bind()
-    with pytest.raises(ValueError, match="token = 1.5 is no int32: it is of dtype float64"):
+    with pytest.raises(ValueError, match="token = 1.5 must fit dtype int32: its dtype is float64"):
         kernel.bind(token=1.5, added=1.0)
-    with pytest.raises(ValueError, match="added = None is no float64"):
+    with pytest.raises(ValueError, match="added = None must fit dtype float64"):
         kernel.bind(token=1, added=None)
 
 
 def test_a_number_that_its_field_cannot_hold():
     fields = np.dtype([("margin", np.float32)], align=True)
     kernel = RawKernelLogitsPostProcessor(SOURCE, "raise_one", fields)
-    with pytest.raises(ValueError, match="margin = 1e\\+300 is no float32: overflow"):
+    with pytest.raises(ValueError, match="margin = 1e\\+300 must fit dtype float32: overflow"):
         kernel.bind(margin=1e300)
     assert kernel.bind(margin=-np.inf).record["margin"] == -np.inf
 
@@ -347,7 +347,7 @@ def test_a_dtype_that_is_no_struct_is_refused(dtype, text):
     [
         (SOURCE, {"block": 2048}, "block = 2048 must be an integer from 1 to 1024"),
         (SOURCE, {"block": 32.0}, "block = 32.0 must be an integer from 1 to 1024"),
-        (SOURCE, {"options": "-DX"}, "options = '-DX' is no sequence of strings"),
+        (SOURCE, {"options": "-DX"}, "options must be a sequence of strings, got '-DX'"),
         ("kernels/mine.cu", {}, "source = 'kernels/mine.cu' is a path"),
     ],
 )
@@ -469,7 +469,7 @@ def test_the_ready_made_kernels_neither_race_nor_stray(case):
 
 
 def test_a_device_that_there_is_not():
-    with pytest.raises(ConfigError, match="device = 'nowhere' is none of 'cpu', 'emulator'"):
+    with pytest.raises(ConfigError, match="device = 'nowhere' must be 'cpu', 'emulator'"):
         raise_one().compile("nowhere")
     with pytest.raises(ConfigError, match="raise_one cannot be compiled"):
         raise_one().compile("cuda:31")

@@ -115,7 +115,7 @@ def refusal(outputs, rule):
     [
         ("json", {"type": "strin"}, "here: json_schema: "),
         ("json", "{", "here: json_schema: "),
-        ("json", False, "no text fits it"),
+        ("json", False, "it permits no text"),
         ("json", DEEP, "nested too deeply"),
         ("regex", "(", "here: regex: "),
         ("grammar", "start: foo", 'unknown name: "foo"'),
@@ -158,7 +158,7 @@ def test_what_a_lenient_schema_does_not_enforce_is_reported(outputs, caplog):
     )
     told = """299 - "not enforced of here: '/properties/tags/uniqueItems'\""""
     assert warnings.headers() == {"Warning": told}
-    assert "keywords that are not enforced: #/properties/tags/uniqueItems" in caplog.text
+    assert "these keywords are not enforced: #/properties/tags/uniqueItems" in caplog.text
 
 
 def test_what_optional_calls_do_not_enforce_is_reported(outputs):

@@ -1,1 +1,1 @@
-"""JSON schemas and grammars as masks of tokens."""
+"""JSON schemas and grammars, enforced by token masks."""

@@ -1,8 +1,7 @@
-"""`Grammar`: what a request brings of a guided decoding; and the masks of a step's requests.
+"""`Grammar`: a request's guided decoding; and the token masks of a step's requests.
 
-Decides which tokens may come next, and writes that into the logits. Knows nothing of how a grammar
-is compiled, nor of sampling: what comes of the logits afterwards is checked when it comes back as
-history.
+Decides which tokens may follow, and applies that to the logits. Knows nothing of how a grammar is
+compiled, nor of sampling: sampled tokens are checked when they are part of the history.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from gptmanager.errors import InvalidRequestError, LogitsError, RequestError
 from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.request.post_processor import BoundProcessor
 
-_NUM_BUFFERS = 4  # of masks: more than steps are under way
+_NUM_BUFFERS = 4  # of masks: more than the steps in flight
 Words = npt.NDArray[np.int32]
 
 
 class TextBans(Protocol):
-    """Bans tokens by the text before them; a processor that can be combined with a grammar."""
+    """Bans tokens depending on the text before them; a processor to combine with a grammar."""
 
     def prepare(self, device: str) -> Future[Any]: ...
 
     def banned_after(self, history: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Ids of tokens that may not come next, prompt and output being `history`."""
+        """Return the ids of tokens that may not follow `history`, which is prompt and output."""
         ...
 
 
 class CompiledGrammar(Future[Any]):
-    """A matcher at its start, once it is compiled.
+    """A future of a grammar's matcher at its start.
 
-    An error is kept and raised for every request, and would keep what each of them had on its
-    stack: it begins without a traceback each time.
+    An error is raised for every request that waits. Its traceback is dropped each time, because it
+    would keep the objects of all these requests alive.
     """
 
     unenforced: tuple[str, ...] = ()
@@ -59,7 +58,7 @@ class CompiledGrammar(Future[Any]):
 
 
 class Grammar(BoundProcessor):
-    """A grammar that is being compiled, or has been; any number of requests may bring it."""
+    """A grammar that is compiled, or being compiled; several requests may use the same one."""
 
     def __init__(
         self, owner: Any, kind: str, compiled: CompiledGrammar, bans: TextBans | None = None
@@ -77,13 +76,13 @@ class Grammar(BoundProcessor):
     def unenforced(self) -> tuple[str, ...]:
         """Pointers to the keywords of a lenient schema that are not enforced, once it is compiled.
 
-        For `lark` each begins with the name of its rule.
+        For `lark` each pointer begins with the name of its rule.
         """
         return self.compiled.unenforced
 
     def without(self, bans: TextBans) -> Grammar:
-        """The same, but for texts that hold a banned word: `grammar.without(banned.bind(words))`
-        of a `BannedTexts`.
+        """Return the same grammar without texts that contain a banned word:
+        `grammar.without(banned.bind(words))` with a `BannedTexts`.
         """
         return Grammar(self.owner, self.kind, self.compiled, bans)
 
@@ -95,10 +94,10 @@ class Grammar(BoundProcessor):
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """How far a sequence has come in its grammar.
+    """The position of a sequence in its grammar.
 
-    `num_tokens`: generated tokens that the matcher has taken; `ended_at`: so many, of which the
-    last one ended the text.
+    `num_tokens`: generated tokens that the matcher has consumed. `ended_at`: number of generated
+    tokens up to the one that ended the text; None: not ended.
     """
 
     matcher: Any
@@ -109,7 +108,7 @@ class _Progress:
         return _Progress(self.matcher.deep_copy(), self.num_tokens, self.ended_at)
 
     def follow(self, generated: npt.NDArray[np.int32], end_ids: frozenset[int]) -> None:
-        """Take the history's new tokens, or go back to a shorter one after a pause.
+        """Consume the history's new tokens, or roll back to a shorter history after a pause.
 
         Raises InvalidRequestError for a token that the grammar does not permit there.
         """
@@ -134,15 +133,15 @@ class _Progress:
             raise _dead_end(self)
         if taken < len(tokens):
             raise InvalidRequestError(
-                f"token {tokens[taken]} at place {self.num_tokens} of the output does not continue "
-                "the grammar: other inputs (min_length, bad words) permitted none that does"
+                f"token {tokens[taken]} at index {self.num_tokens} of the output does not continue "
+                "the grammar: other inputs (min_length, bad words) banned every token that does"
             )
 
 
 class _Beams:
-    """Progress of the beams of one request, by their texts: so they fork as they like.
+    """Positions of the beams of one request, keyed by their texts, so that beams may fork freely.
 
-    A beam goes on from a copy of what its text was a step ago; after a pause, from the start.
+    A beam continues from a copy of the matcher of one step ago; after a pause, from the start.
     """
 
     def __init__(self) -> None:
@@ -153,7 +152,7 @@ class _Beams:
     def follow(
         self, bound: Grammar, generated: npt.NDArray[np.int32], end_ids: frozenset[int]
     ) -> _Progress:
-        """Raises InvalidRequestError for a text that is not the grammar's."""
+        """Return a text's position; raises InvalidRequestError if it does not fit the grammar."""
         if len(generated) != self._length:
             self._length = len(generated)
             self._last, self._now = self._now, {}
@@ -168,11 +167,11 @@ class _Beams:
 
 
 class GuidedSession(RowSession):
-    """Computes masks on the loop's thread.
+    """Computes and applies the masks of a step, on the loop's thread.
 
-    llguidance has threads for that, too; but to wait for them is to hand over the interpreter lock,
-    which costs milliseconds beside a busy host thread, and a mask takes 20 us. On a device a
-    kernel applies them, and nothing waits for that.
+    llguidance can use threads, but waiting for them releases the interpreter lock, which costs
+    milliseconds if a host thread is busy; a mask takes 20 us. On a device a kernel applies the
+    masks, without waiting.
     """
 
     def __init__(self, vocab_size: int, end_ids: frozenset[int], stream: Stream | None) -> None:
@@ -181,10 +180,10 @@ class GuidedSession(RowSession):
         self._end_ids = end_ids
         self._num_words = -(-vocab_size // 32)
         self._masks: Words = np.empty((0, 0), dtype=np.int32)
-        self._address = 0  # of the masks: NumPy takes 3 us to tell
+        self._address = 0  # of the masks: NumPy takes 3 us to return it
 
     def load(self, line: int, bound: Grammar) -> None:
-        """All that a sequence needs goes with its request."""
+        """Do nothing: all state of a sequence is kept with its request."""
 
     def process(self, rows: Rows) -> Errors:
         errors: dict[int, BaseException] = {}
@@ -200,15 +199,15 @@ class GuidedSession(RowSession):
                     text = rows.tokens[lines[index], : lengths[index]]
                     _clear_bits(masks[index], sequence.bound.bans.banned_after(text))
                 progresses[index] = progress
-            except BaseException as error:  # noqa: B036 - a panic of llguidance, too
+            except BaseException as error:  # noqa: B036 - includes panics of llguidance
                 errors[index] = error
                 masks[index] = 0
-        if self._apply(masks, rows) > len(errors):  # nothing may come, though nothing has failed
+        if self._apply(masks, rows) > len(errors):  # a mask permits nothing without an error
             for index in np.flatnonzero(~masks.any(axis=1)).tolist():
                 if index in progresses:
                     bound = rows.sequences[index].bound
                     errors[index] = _dead_end(progresses[index], has_bans=bound.bans is not None)
-        # a search pads its beams with dead ones, of any text, where the grammar permits too few
+        # if the grammar permits too few texts, a search has dead beams with arbitrary tokens
         return {
             index: error
             for index, error in errors.items()
@@ -216,7 +215,7 @@ class GuidedSession(RowSession):
         }
 
     def _apply(self, masks: Words, rows: Rows) -> int:
-        """Write the masks into the logits; how many permit nothing."""
+        """Apply the masks to the logits; return the number of masks that permit nothing."""
         if self._stream is None or self._uploads is None:
             return mask_logits(rows.logits, rows.index, masks)
         index, sent = self._uploads.upload((rows.index.astype(np.int32), masks))
@@ -224,7 +223,7 @@ class GuidedSession(RowSession):
         return len(masks) - int(masks.any(axis=1).sum())
 
     def _masks_for(self, rows: Rows) -> Words:
-        """Room for a mask each; those before are overwritten."""
+        """Return memory for one mask per row; the masks of the last step are overwritten."""
         count = len(rows.sequences)
         if len(self._masks) < count:  # the width is that of the manager's model, or the tokenizer's
             width = max(-(-rows.logits.shape[1] // 32), self._num_words)
@@ -235,9 +234,10 @@ class GuidedSession(RowSession):
     def _compute(
         self, masks: Words, index: int, end_ids: frozenset[int], progress: _Progress
     ) -> None:
-        """The mask of one row; the tokenizer's words, and none behind them but for the end.
+        """Compute the mask of one row. Tokens beyond the tokenizer's vocabulary are not permitted.
 
-        `end_ids`, the request's, may come where the text is complete, and nothing behind them.
+        `end_ids` are the request's. They are permitted where the text is complete, and after them
+        nothing else.
         """
         width = masks.shape[1]
         if width > self._num_words:
@@ -249,7 +249,7 @@ class GuidedSession(RowSession):
             return
         address = self._address + index * width * 4
         progress.matcher.unsafe_compute_mask_ptr(address, self._num_words * 4)
-        if progress.matcher.is_error():  # the mask permits an end, which is none of the grammar
+        if progress.matcher.is_error():  # the mask permits an end id that the grammar does not
             raise _dead_end(progress)
         for token in end_ids - self._end_ids:
             _set_bit(masks[index], token, progress.matcher.is_accepting())
@@ -266,9 +266,9 @@ class GuidedSession(RowSession):
         return progress
 
 
-def _set_bit(mask: Words, token: int, may_come: bool) -> None:
+def _set_bit(mask: Words, token: int, is_permitted: bool) -> None:
     bits, bit = mask.view(np.uint8), 1 << (token & 7)
-    bits[token >> 3] = bits[token >> 3] & (255 - bit) | (bit if may_come else 0)
+    bits[token >> 3] = bits[token >> 3] & (255 - bit) | (bit if is_permitted else 0)
 
 
 def _clear_bits(mask: Words, tokens: npt.NDArray[np.int64]) -> None:
@@ -285,9 +285,9 @@ def _dead_end(progress: _Progress, *, has_bans: bool = False) -> LogitsError:
 
 
 def _both(first: Future[Any], second: Future[Any]) -> Future[Any]:
-    """Done when both are, or when one has failed."""
+    """Return a future that is done when both are, or when one has failed."""
     joined: Future[Any] = Future()
-    joined.set_running_or_notify_cancel()  # nobody can cancel it from now on
+    joined.set_running_or_notify_cancel()  # it can no longer be cancelled
 
     def then(done: Future[Any], go_on: Callable[[], None]) -> None:
         error = CancelledError() if done.cancelled() else done.exception()

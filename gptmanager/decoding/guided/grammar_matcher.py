@@ -1,6 +1,6 @@
-"""From the source of a grammar to llguidance's matcher.
+"""Compiles the source of a grammar to a matcher of llguidance.
 
-`answerer` is for a `ChildProcess`: with llguidance alone, it starts in no time.
+`answerer` runs in a `ChildProcess`, which imports only llguidance and therefore starts fast.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 from gptmanager.decoding.guided.schema_reader import TOO_DEEP, SchemaReader
 
-NO_TEXT = "no text fits the grammar"
-_FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}  # what exhausts it takes 0.2 s
+NO_TEXT = "the grammar permits no text"
+_FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}  # used up in about 0.2 s
 
 
 class GrammarSource(NamedTuple):
     """The source of a grammar. `schemas`: the rules of a Lark grammar that are JSON schemas.
 
-    `lenient`: the rules whose keywords are left out where they cannot be enforced; "" is the rule
-    of a grammar that is one JSON schema.
+    `lenient`: the rules in which keywords that cannot be enforced are left out; "" is the rule of a
+    grammar that is a single JSON schema.
     """
 
     kind: str
@@ -35,10 +35,10 @@ class GrammarSource(NamedTuple):
 
 
 def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
-    """A matcher at its start, which is never moved on: sequences have copies.
+    """Return a matcher at its start, which is only copied, never advanced.
 
-    `text`: as `read_source` gives it. Raises ValueError for a grammar that is wrong, or that no
-    text fits.
+    `text`: the result of `read_source`. Raises ValueError for an invalid grammar, or one that
+    permits no text.
     """
     make = llguidance.LLMatcher
     if kind == "regex":
@@ -57,7 +57,7 @@ def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def _first_fault(matcher: Any, end_ids: list[int]) -> str:
-    """Return the fault of the first steps, of which the first is the slow one; "" if none."""
+    """Return the fault of the first two steps, or ""; the first step is the slow one."""
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
     fault = fault_of(matcher)
     for end_id in end_ids:
@@ -67,17 +67,17 @@ def _first_fault(matcher: Any, end_ids: list[int]) -> str:
     lowest = mask & -mask
     matcher.consume_token(lowest.bit_length() - 1)
     fault = fault_of(matcher)
-    return "" if fault == NO_TEXT and mask != lowest else fault  # another may do
+    return "" if fault == NO_TEXT and mask != lowest else fault  # another token may continue
 
 
 def fault_of(matcher: Any) -> str:
-    """Why a matcher can go on no more, empty if it can or has come to an end."""
+    """Return why a matcher cannot continue; empty if it can, or is at its end."""
     fault = str(matcher.get_error()).removesuffix("\n<non-verbose/>")
     return NO_TEXT if fault.startswith("NoExtension") else fault
 
 
 def text_of(schema: Any) -> str:
-    """A schema as JSON, if it is not given as such. ValueError if it is nested too deeply."""
+    """Return a schema as JSON text. ValueError if it is nested too deeply."""
     if isinstance(schema, str):
         return schema
     try:
@@ -89,10 +89,10 @@ def text_of(schema: Any) -> str:
 def read_source(
     llguidance: Any, source: GrammarSource, *, expands: bool = True
 ) -> tuple[str, list[str]]:
-    """The text of a grammar with its schemas as the parser can enforce them, and what is left out.
+    """Return the text of a grammar with schemas that the parser can enforce, and what is left out.
 
-    That is a rule and a pointer to a keyword each, such as "x#/items/uniqueItems". ValueError for
-    what is not a schema, or cannot be enforced.
+    Each left-out keyword is a rule and a pointer, such as "x#/items/uniqueItems". ValueError for an
+    invalid schema, or one that cannot be enforced.
     """
     make = llguidance.LLMatcher
     unenforced: list[str] = []
@@ -122,10 +122,10 @@ def new_tokenizer(llguidance: Any, text: str, end_ids: list[int]) -> Any:
 
 
 def answerer(tokenizer: str, end_ids: list[int]) -> Callable[[list[Any]], tuple[str, list[str]]]:
-    """The function that compiles grammars on trial, in a process of its own."""
+    """Return the function that compiles grammars on trial, in the child process."""
     llguidance = importlib.import_module("llguidance")
     made = new_tokenizer(llguidance, tokenizer, end_ids)
-    new_matcher(llguidance, made, "regex", "a")  # starts threads, which need memory of their own
+    new_matcher(llguidance, made, "regex", "a")  # starts the threads before memory is limited
 
     def answer(question: list[Any]) -> tuple[str, list[str]]:
         source = GrammarSource(*question)
@@ -134,7 +134,7 @@ def answerer(tokenizer: str, end_ids: list[int]) -> Callable[[list[Any]], tuple[
         except ValueError:
             if not source.lenient:
                 raise
-            return compiled(source, expands=False)  # it may have become too large
+            return compiled(source, expands=False)  # the expanded schema may be too large
 
     def compiled(source: GrammarSource, *, expands: bool) -> tuple[str, list[str]]:
         text, unenforced = read_source(llguidance, source, expands=expands)

@@ -1,7 +1,7 @@
-"""`GrammarTrials`: a grammar is compiled in a process of its own first, which may be ended.
+"""`GrammarTrials`: compiles a grammar in a child process first, which can be killed.
 
-What takes too long, too much memory, or the parser with it, does so there and not in the manager.
-Knows nothing of requests, nor of what is right about a grammar.
+A grammar that takes too long or too much memory, or crashes the parser, then does not harm the
+manager. Knows nothing of requests, nor of grammars.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import orjson
 from gptmanager.decoding.guided.grammar_matcher import GrammarSource
 from gptmanager.lifecycle.child_process import ChildProcess
 
-MAX_BYTES = 1 << 30  # that a grammar may take
+MAX_BYTES = 1 << 30  # memory for one grammar
 
 
 class GrammarTrials:
-    """Processes for trials: as many as threads try at once. `tokenizer`: its text.
+    """Child processes for trials, one for each concurrent thread. `tokenizer`: its JSON text.
 
-    A grammar may take `timeout_s` seconds and `max_bytes` of memory (where there is Linux).
+    A grammar may take `timeout_s` seconds and, on Linux, `max_bytes` of memory.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class GrammarTrials:
     ) -> tuple[str, list[str]]:
         """Compile a grammar; return what `read_source` returns.
 
-        Raises RefusedError for one that is wrong, NoAnswerError for one that does not compile in
-        time and memory or that nobody wants any more, and NotStartedError without a process.
+        Raises RefusedError for an invalid grammar, NoAnswerError for one that exceeds time or
+        memory or is not wanted any more, and NotStartedError if no process can be started.
         """
         try:
             child = self._idle.pop()

@@ -1,7 +1,7 @@
 """Guided decoding: output that fits a JSON schema, a regular expression, a choice, or a grammar.
 
-Grammars are compiled in threads of their own, on trial in a bounded process first, and requests
-wait for theirs; llguidance parses.
+Grammars are compiled in background threads, after a trial in a bounded child process, and requests
+wait for them. llguidance is the parser.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from gptmanager.lifecycle.child_process import (
     TooSlowError,
 )
 
-MAX_TEXTS = 10_000  # of a choice
+MAX_TEXTS = 10_000  # in a choice
 MAX_GRAMMAR_BYTES = 1 << 20
-# Of the grammars that are kept: compiled, one takes up to ten times the bytes of its text.
+# For the grammars that are kept: a compiled one takes up to ten times the bytes of its text.
 MAX_KEPT_BYTES = 4 << 20
 _MAX_TRIALS = 4  # at once
 logger = logging.getLogger("gptmanager")
 
 
 class GuidedDecoding(RowProcessor):
-    """Grammars for one tokenizer; each method gives what a request brings as its post-processor.
+    """Grammars for one tokenizer; each method returns a request's post-processor.
 
-    `tokenizer`: a `tokenizers.Tokenizer`. `end_ids`: tokens that end a text, none: those that the
-    tokenizer's names suggest. They, and the end ids of a request, may come exactly where the
-    output is complete. Equal grammars are compiled once; the last `max_grammars` are kept, fewer
-    if their texts have more than 4 MiB. One that does not compile, in `compile_timeout_s`
-    seconds, ends its request. One that nobody refers to any more is not compiled. Raises
-    ConfigError without llguidance.
+    `tokenizer`: a `tokenizers.Tokenizer`. `end_ids`: tokens that end a text; empty: those that the
+    names of the tokenizer's special tokens suggest. These and a request's own end ids are permitted
+    only where the output is complete. Equal grammars are compiled once. The last `max_grammars` are
+    kept, fewer if their texts exceed 4 MiB. A grammar that does not compile within
+    `compile_timeout_s` seconds ends its request. A grammar that is no longer referenced is not
+    compiled. Raises ConfigError without llguidance.
 
     A grammar has at most 1 MiB, and a choice 10,000 texts: the methods raise ValueError for more.
     """
@@ -81,7 +81,7 @@ class GuidedDecoding(RowProcessor):
         try:
             given = tokenizer.to_str(), list(end_ids)
             self._tokenizer = new_tokenizer(self._llguidance, *given)
-        except Exception as error:  # llguidance raises what it likes
+        except Exception as error:  # llguidance documents no exception types
             raise ConfigError(f"llguidance cannot use the tokenizer: {error}") from error
         self.vocab_size: int = self._tokenizer.vocab_size
         self.end_ids = frozenset(end_ids) or frozenset(self._tokenizer.eos_tokens)
@@ -91,12 +91,12 @@ class GuidedDecoding(RowProcessor):
         self._lock = threading.Lock()
         self._trials = GrammarTrials(*given, compile_timeout_s)
         self._start()
-        # compiled here, not when the first request runs
+        # compiled here, before the first request runs
         mask_logits(torch.zeros(1, 1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
 
     def _start(self) -> None:
-        """Begin with nothing that waits; also in a forked process, which has no threads."""
-        # referred to by those who wait for them, so that nobody compiles for clients that are gone
+        """Start threads, with nothing waiting; again in a forked process, which has no threads."""
+        # referenced by the waiting requests only, so that grammars of closed connections are dropped
         self._waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
         self._waiting = weakref.WeakValueDictionary()
         num_trials = max(2, min(os.cpu_count() or 1, _MAX_TRIALS))
@@ -110,28 +110,28 @@ class GuidedDecoding(RowProcessor):
         whitespace_flexible: bool = False,
         lenient: bool = False,
     ) -> Grammar:
-        """JSON that `schema` (an object, or its text) permits, its properties in that order.
+        """Guide by a JSON schema (an object, or its text); properties follow the schema's order.
 
-        `whitespace_flexible`: with any white space between its parts; a model may then produce
-        nothing else for long. `lenient`: keywords that cannot be enforced are left out, and
-        `unenforced` of the grammar lists them. ValueError for an object that is nested too deeply.
+        `whitespace_flexible`: permit any white space between JSON tokens; a model may then produce
+        long runs of it. `lenient`: keywords that cannot be enforced are left out, and the grammar's
+        `unenforced` lists them. ValueError for an object that is nested too deeply.
         """
         kind = "json_schema" if not whitespace_flexible else "json_schema with white space"
         return self._grammar(GrammarSource(kind, text_of(schema), lenient=("",) if lenient else ()))
 
     def regex(self, pattern: str) -> Grammar:
-        """Text that `pattern`, in the syntax of Rust's regex, matches from its start to its end."""
+        """Guide by `pattern`, in the syntax of Rust's regex, which must match the whole text."""
         return self._grammar(GrammarSource("regex", pattern))
 
     def choice(self, options: Sequence[str]) -> Grammar:
-        """One of the texts, at most 10,000 of any characters."""
+        """Guide to one of these texts, at most 10,000, of any characters."""
         if isinstance(options, str):
-            raise TypeError(f"options = {options!r} is one text, expected several")
+            raise TypeError(f"options must be a list of texts, got the text {options!r}")
         if not options:
-            raise ValueError("options is empty: no text would be allowed")
+            raise ValueError("`options` is empty: at least one text is needed")
         if len(options) > MAX_TEXTS:
             raise ValueError(f"options has {len(options)} texts, at most {MAX_TEXTS} are allowed")
-        # a single terminal: the parser cannot hold so many alternatives of a rule
+        # a single terminal: the parser cannot hold this many alternatives of a rule
         alternatives = " | ".join(map(_quoted, options))
         return self._grammar(GrammarSource("choice", f"start: TEXT\nTEXT: {alternatives}"))
 
@@ -142,12 +142,12 @@ class GuidedDecoding(RowProcessor):
         schemas: Mapping[str, Mapping[str, Any] | bool | str] | None = None,
         lenient: Collection[str] = (),
     ) -> Grammar:
-        """Text of a grammar in llguidance's kind of Lark syntax; its start rule is `start`.
+        """Guide by a grammar in llguidance's variant of Lark syntax; its start rule is `start`.
 
-        `schemas`: rule -> JSON schema, for rules that the grammar uses and does not have. Their
-        JSON has a space behind commas and colons, as `json.dumps` writes it. `lenient`: those of
-        the rules whose keywords are left out where they cannot be enforced. ValueError for an
-        object that is nested too deeply.
+        `schemas`: rule -> JSON schema, for rules that the grammar uses but does not define. Their
+        JSON has a space after commas and colons, as `json.dumps` writes it. `lenient`: the rules
+        among them in which keywords that cannot be enforced are left out. ValueError for an object
+        that is nested too deeply.
         """
         rules = tuple((name, text_of(schema)) for name, schema in (schemas or {}).items())
         return self._grammar(GrammarSource("lark", grammar, rules, tuple(sorted(lenient))))
@@ -178,7 +178,7 @@ class GuidedDecoding(RowProcessor):
     def _compile_waiting(
         self, source: GrammarSource, waiting: weakref.ref[CompiledGrammar]
     ) -> None:
-        """Compile a grammar unless, or until, nobody waits for it."""
+        """Compile a grammar, unless no request waits for it any more."""
 
         def is_wanted() -> bool:
             return waiting() is not None
@@ -188,14 +188,14 @@ class GuidedDecoding(RowProcessor):
         if is_wanted():
             try:
                 result, unenforced = self._compile(source, is_wanted)
-            except BaseException as raised:  # noqa: B036 - a panic of llguidance, too
+            except BaseException as raised:  # noqa: B036 - includes panics of llguidance
                 error = raised
         compiled = waiting()
         if compiled is None:
             return
         with self._lock:
             self._waiting.pop(source, None)
-            if not isinstance(error, CapacityError):  # another time there may be a process
+            if not isinstance(error, CapacityError):  # a process may be available later
                 self._num_kept_bytes += source.num_bytes if source not in self._compiled else 0
                 self._compiled[source] = compiled
             while len(self._compiled) > self._max_grammars or self._num_kept_bytes > MAX_KEPT_BYTES:
@@ -210,7 +210,7 @@ class GuidedDecoding(RowProcessor):
     def _compile(
         self, source: GrammarSource, is_wanted: Callable[[], bool]
     ) -> tuple[Any, tuple[str, ...]]:
-        """A matcher at its start, which is never moved on; and what it does not enforce."""
+        """Return a matcher at its start, which is only copied, and the keywords not enforced."""
         kind, where = source.kind, f"logits_post_processor {source.kind}"
         try:
             text, unenforced = self._trials.run(source, is_wanted)
@@ -222,11 +222,11 @@ class GuidedDecoding(RowProcessor):
         except (ValueError, TypeError, RefusedError, NoAnswerError) as error:
             raise InvalidRequestError(f"{where}: {error}") from None
         if unenforced:
-            logger.warning("%s: keywords that are not enforced: %s", where, ", ".join(unenforced))
+            logger.warning("%s: these keywords are not enforced: %s", where, ", ".join(unenforced))
         return matcher, tuple(unenforced)
 
 
 def _quoted(text: str) -> str:
-    """A text as a grammar has it, which escapes more than JSON must."""
+    """Quote a text for a grammar, which needs more escapes than JSON."""
     quoted = json.dumps(text, ensure_ascii=False)
     return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", quoted)

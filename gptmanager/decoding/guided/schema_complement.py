@@ -1,6 +1,6 @@
 """Complements of JSON schemas, as schemas: for `not`, `if`, and branches of `oneOf`.
 
-Decides what can be said exactly, given the schema around it; None for the rest.
+Decides which complements can be written exactly, given the enclosing schema; None for the others.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ ANNOTATIONS = frozenset(
     }
 )
 _SOME = r"[\s\S]+"
-Alternatives = list[dict[str, Any]]  # of which one must fit
+Alternatives = list[dict[str, Any]]  # a value must fit one of them
 
 
 def complement(
     schema: Any, around: Any, resolve: Resolve, depth: int = 6, *, partial: bool = False
 ) -> Alternatives | None:
-    """Schemas of which one fits where `schema` does not, given that `around` fits.
+    """Return schemas such that one fits if `schema` does not, given that `around` fits.
 
-    `partial`: those that can be said, instead of None where some cannot.
+    `partial`: leave out alternatives that cannot be written; otherwise return None for these.
     """
     schema, around = resolve(schema), resolve(around)
     if schema == around:
@@ -53,7 +53,7 @@ def complement(
 
 
 def _of_additional(schema: Mapping[str, Any], around: Any) -> Alternatives | None:
-    """For a closed object: one of the properties around that it has not."""
+    """Complement of a closed object: it has one of the properties that only `around` has."""
     if schema["additionalProperties"] is True:
         return []
     is_closed = isinstance(around, Mapping) and around.get("additionalProperties") is False
@@ -67,7 +67,7 @@ def _of_additional(schema: Mapping[str, Any], around: Any) -> Alternatives | Non
 def _of_type(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
     others = types_of(around) - types_of({"type": value})
     if "integer" in types_of({"type": value}):
-        others -= {"number"}  # which would hold integers, too
+        others -= {"number"}  # "number" includes integers
     return [{"type": sorted(others)}] if others else []
 
 
@@ -89,7 +89,7 @@ def _of_values(values: Any, around: Any, resolve: Resolve, depth: int) -> Altern
 
 
 def _other_text(texts: Sequence[str]) -> str:
-    """A regular expression for each text that is not one of these, without look-ahead."""
+    """Return a regular expression for every text except these, without look-ahead."""
     firsts = sorted({text[0] for text in texts if text})
     if not firsts:
         return _SOME if texts else f"(?:{_SOME})?"
@@ -123,7 +123,7 @@ def _of_properties(value: Any, around: Any, resolve: Resolve, depth: int) -> Alt
 
 
 def _of_items(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
-    """Arrays of which no item fits: exact if the items around have the types of one branch."""
+    """Arrays in which no item fits: exact if the items around have the types of one branch."""
     given = around.get("items", True) if isinstance(around, Mapping) else True
     own = complement(value, given, resolve, depth)
     if own is None or isinstance(value, list) or isinstance(given, list):
@@ -159,7 +159,7 @@ def _of_not(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternativ
 
 
 def _of_least(kind: str, keyword: str) -> Callable[..., Alternatives | None]:
-    """For the least length: what is shorter."""
+    """Return the complement of a minimum length: shorter values."""
 
     def make(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
         return [{"type": kind, keyword: value - 1}] if value > 0 else []
@@ -168,7 +168,7 @@ def _of_least(kind: str, keyword: str) -> Callable[..., Alternatives | None]:
 
 
 def _of_most(kind: str, keyword: str) -> Callable[..., Alternatives | None]:
-    """For the greatest length: what is longer."""
+    """Return the complement of a maximum length: longer values."""
 
     def make(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
         return [{"type": kind, keyword: value + 1}]

@@ -1,8 +1,8 @@
-"""Numbers of a JSON schema as the parser can hold them.
+"""Numbers of a JSON schema, adapted to the parser's number types.
 
-It has bounds of 64 bits and constants of double precision, and takes others for the nearest ones,
-so that what it permits would not fit the schema. Bounds are narrowed to what it can hold; what
-cannot be held is refused by name.
+The parser has bounds of 64 bits and constants of double precision, and silently rounds others, so
+that it would permit values that do not fit the schema. Bounds are narrowed to the nearest number
+that it can hold; others raise an error with the keyword's name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EXACT = 2**53
 
 
 def narrowed(name: str, bound: float) -> float:
-    """The bound, or the nearest one inside of it that is both a double and a 64-bit integer."""
+    """Return the bound, or the nearest stricter one that is both a double and a 64-bit integer."""
     up = UP[name]
     if abs(bound) <= _EXACT:
         return bound
@@ -26,7 +26,7 @@ def narrowed(name: str, bound: float) -> float:
     near = float(max(-_MOST, min(bound, _MOST)))
     if abs(bound) < _MOST and (near < bound if up else near > bound):
         near = math.nextafter(near, math.inf if up else -math.inf)
-    return int(near)  # whose digits are read exactly
+    return int(near)  # printed without an exponent, so that it is read exactly
 
 
 def check_value(name: str, value: Any) -> None:
@@ -36,11 +36,11 @@ def check_value(name: str, value: Any) -> None:
             check_value(name, part)
     elif isinstance(value, int | float) and abs(value) > _EXACT:
         raise ValueError(
-            f"{name} holds {shown(value)}, which double precision does not hold as it is written"
+            f"{name} holds {shown(value)}, which double precision cannot represent exactly"
         )
 
 
 def shown(value: Any) -> str:
-    """A value as an error quotes it."""
+    """Return a value as text for an error, shortened to 40 characters."""
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,7 +1,7 @@
-"""Whether two JSON schemas exclude each other, so that `oneOf` may be read as `anyOf`.
+"""Decides whether two JSON schemas exclude each other, so that `oneOf` may be read as `anyOf`.
 
-Decides what can be told without a search: types, values, ranges, and required properties. Where
-nothing can be told, two schemas are taken to overlap.
+Compares what needs no search: types, values, ranges, and required properties. If these do not
+decide, two schemas are assumed to overlap.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-_MAX_DEPTH = 8  # of references and properties that are looked into
+_MAX_DEPTH = 8  # of references and properties to follow
 _RANGES = {
     "string": ("minLength", "maxLength"),
     "array": ("minItems", "maxItems"),
     "integer": ("minimum", "maximum"),
     "number": ("minimum", "maximum"),
 }
-Resolve = Callable[[Any], Any]  # a schema, of which the references have been followed
+Resolve = Callable[[Any], Any]  # follows the references of a schema
 
 
 def excluding_property(one: Any, other: Any, resolve: Resolve) -> str | None:
-    """A property by which two objects exclude each other if both have it; None if there is none.
+    """Return a property by which two objects exclude each other if both have it, or None.
 
-    Only for schemas of objects, such as the members of a union with a tag.
+    Only for schemas of objects, such as the members of a tagged union.
     """
     one, other = resolve(one), resolve(other)
     if not all(types_of(it) == {"object"} for it in (one, other)):
@@ -39,7 +39,7 @@ def excluding_property(one: Any, other: Any, resolve: Resolve) -> str | None:
 
 
 def excludes(one: Any, other: Any, resolve: Resolve, depth: int = _MAX_DEPTH) -> bool:
-    """Whether no value can fit both."""
+    """Return whether no value can fit both schemas."""
     if not depth:
         return False
     one, other = resolve(one), resolve(other)
@@ -67,7 +67,7 @@ def excludes(one: Any, other: Any, resolve: Resolve, depth: int = _MAX_DEPTH) ->
 def _excludes_of(
     kind: str, one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, depth: int
 ) -> bool:
-    """Whether no value of the type `kind` can fit both."""
+    """Return whether no value of the type `kind` can fit both schemas."""
     if kind in _RANGES:
         low, high = _RANGES[kind]
         lows = [it.get(low, -math.inf) for it in (one, other)]
@@ -85,7 +85,7 @@ def _excludes_of(
 
 
 def _misses(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a value is of another type than a schema, or a text that its pattern does not fit."""
+    """Return whether a value has another type than a schema, or does not match its pattern."""
     if not set(_types_of_value(value)) & types_of(schema):
         return True
     pattern = schema.get("pattern")
@@ -98,7 +98,7 @@ def _misses(value: Any, schema: Mapping[str, Any]) -> bool:
 def _excludes_by(
     name: str, one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, depth: int
 ) -> bool:
-    """Whether the property `name`, which `one` requires, keeps an object from fitting both."""
+    """Return whether the property `name`, which `one` requires, keeps objects from fitting both."""
     own, theirs = (it.get("properties") or {} for it in (one, other))
     if name in theirs:
         is_needed = name in _required(other) or theirs[name] is False
@@ -113,7 +113,7 @@ def _required(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """The types of the values that a schema may permit."""
+    """Return the types of the values that a schema may permit."""
     if not isinstance(schema, Mapping):
         return _TYPES if schema is not False else frozenset()
     given = schema.get("type", list(_TYPES))
@@ -137,7 +137,7 @@ def _types_of_value(value: Any) -> tuple[str, ...]:
 
 
 def listed_values(schema: Any) -> list[Any] | None:
-    """The values that a schema lists; None if it does not."""
+    """Return the values that a schema lists; None if it does not list values."""
     if not isinstance(schema, Mapping):
         return None
     if "const" in schema:
@@ -147,6 +147,6 @@ def listed_values(schema: Any) -> list[Any] | None:
 
 
 def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """The values that a schema lists, as texts that are equal if the values are; None: no list."""
+    """Return the listed values as texts that are equal if the values are; None: no list."""
     values = listed_values(schema)
     return None if values is None else frozenset(json.dumps(it, sort_keys=True) for it in values)

@@ -1,8 +1,8 @@
-"""A JSON schema as the parser can enforce it, and what of it is not enforced.
+"""Rewrites a JSON schema into one that the parser can enforce, and reports what it cannot.
 
-The parser refuses some keywords and has no references but within a document. A schema is written
-anew: what says nothing is left out, and each reference becomes one to a definition of its own. What
-cannot be enforced is refused by name, or, if the reader is `lenient`, left out and reported.
+The parser rejects some keywords, and follows references only within a document. In the new schema
+keywords without effect are left out, and each reference points to a definition of its own. Keywords
+that cannot be enforced raise an error or, if the reader is `lenient`, are left out and reported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FORMATS = frozenset(
         "uri",
     }
 )
-_KNOWN = ("type", "enum", "const", "properties", "required")  # what a complement may ask for
+_KNOWN = ("type", "enum", "const", "properties", "required")  # the keywords complements depend on
 _NOTHING: Mapping[str, Any] = {}
 _NAMED = ("properties", "patternProperties")
 _SHAPES: Mapping[str, tuple[Any, str]] = {
@@ -58,20 +58,20 @@ _SHAPES: Mapping[str, tuple[Any, str]] = {
     "dependentSchemas": (dict, "an object"),
     **dict.fromkeys(("minProperties", "maxProperties"), (int, "an integer")),
     **dict.fromkeys(("minItems", "maxItems"), (int | float, "an integer")),
-    **dict.fromkeys(("format", "$ref"), (str, "a text")),
+    **dict.fromkeys(("format", "$ref"), (str, "a string")),
 }
-_MAX_BRANCHES = 30  # of which each can be said not to fit the others
-_MAX_SET = 6  # values of which any number may be there, each once
-_MAX_LISTED = 20  # properties of which one must be there
+_MAX_BRANCHES = 30  # of `oneOf`, to be made exclusive in pairs
+_MAX_SET = 6  # values of unique items, to be listed in all combinations
+_MAX_LISTED = 20  # properties, to be listed as alternatives
 TOO_DEEP = "the schema is nested too deeply"
-HOW = "lenient=True, or in the server strict: false or --lenient, leaves it out and reports it"
+HOW = "to leave it out and report it, pass lenient=True (server: strict: false or --lenient)"
 
 
 class SchemaReader:
     """Reads one schema. `unenforced`: pointers to the keywords that were left out, in order.
 
-    `regex_fault`: what is wrong with a regular expression, for a lenient reader; empty: nothing.
-    `expands`: keywords are said in other words where they can be, which may take many.
+    `regex_fault`: returns the error of a regular expression, for a lenient reader; "" if valid.
+    `expands`: replace keywords by equivalent schemas where possible, which may become large.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class SchemaReader:
         self.unenforced: list[str] = []
 
     def read(self, text: str) -> str:
-        """The schema that is written for `text`; what is not JSON is left for the parser to tell.
+        """Return the rewritten schema `text`. Text that is not JSON is returned as it is.
 
-        ValueError for what is not a schema, or cannot be enforced.
+        ValueError for an invalid schema, or one that cannot be enforced.
         """
         try:
             schema = json.loads(text)
@@ -103,7 +103,7 @@ class SchemaReader:
         if schema is True:
             return "{}"
         if schema is False:
-            raise ValueError("the schema is false: no text fits it")
+            raise ValueError("the schema is false: it permits no text")
         if not isinstance(schema, dict):
             raise ValueError(f"the schema is {shown(schema)}, expected an object, true or false")
         try:
@@ -114,7 +114,7 @@ class SchemaReader:
             return json.dumps(root)
         except RecursionError:
             raise ValueError(TOO_DEEP) from None
-        except (TypeError, AttributeError) as error:  # found before the keyword itself was read
+        except (TypeError, AttributeError) as error:  # raised before the keyword itself is checked
             raise ValueError(f"a keyword has a value of a wrong type: {error}") from None
 
     # What is left out ---------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class SchemaReader:
     # Keywords -----------------------------------------------------------------------------------
 
     def _read(self, schema: Any, at: str, around: Mapping[str, Any] = _NOTHING) -> Any:
-        """`around`: the schema that has this one in its `allOf`, so that both must fit."""
+        """Rewrite a schema. `around`: the schema with this one in its `allOf`: both must fit."""
         if not isinstance(schema, dict):
             return schema
         schema, own = self._joined(around, schema), schema
@@ -162,21 +162,21 @@ class SchemaReader:
                 found.update(self._reference(value, at))
             elif name in ENFORCED:
                 self._read_enforced(name, value, at, found, schema)
-        for name in (it for it in own if it in SOMETIMES):  # which may change the others
+        for name in (it for it in own if it in SOMETIMES):  # these may change the others
             getattr(self, f"_read_{_snake(name)}")(schema, schema[name], at, found)
         return found
 
     def _demand(self, found: dict[str, Any], at: str, keyword: str, made: list[Any] | None) -> None:
-        """Let one of the schemas `made` fit, too, in place of a keyword; None: nothing is known."""
+        """Replace a keyword by requiring one of the schemas `made`; drop it if there are none."""
         if not made or not self._enforces(found, at, made):
             self._drop(at, keyword)
 
     def _enforces(self, found: dict[str, Any], at: str, made: list[Any]) -> bool:
-        """Let one of the schemas `made` fit, too; False if these cannot be enforced."""
+        """Require one of the schemas `made` in addition; False if they cannot be enforced."""
         if not self._expands:
             return False
         before = dict(self._names), dict(self._definitions), self._lenient
-        self._lenient = False  # what is made has no place in the schema that could be reported
+        self._lenient = False  # a keyword in `made` has no place in the schema to be reported by
         try:
             read = [self._read(it, at) for it in made]
         except ValueError:
@@ -188,7 +188,7 @@ class SchemaReader:
         return True
 
     def _joined(self, around: Mapping[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-        """Return a schema with what is known of a value that fits both."""
+        """Return a schema with the properties of both, for a value that fits both."""
         properties = {**(around.get("properties") or {}), **(schema.get("properties") or {})}
         return {**around, **schema, **({"properties": properties} if properties else {})}
 
@@ -217,12 +217,12 @@ class SchemaReader:
         found[name] = value
 
     def _read_format(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """An unknown one is an annotation, as the specification has it."""
+        """Leave out an unknown format: it is an annotation, according to the specification."""
         if value in FORMATS:
             found["format"] = value
 
     def _read_unique_items(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """The values of a short list come in the order of the list."""
+        """List the combinations of a few possible values, in the order of the schema's list."""
         low, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
         if not value or most <= 1:
             return
@@ -238,7 +238,7 @@ class SchemaReader:
     def _read_unevaluated_properties(
         self, schema: Any, value: Any, at: str, found: dict[str, Any]
     ) -> None:
-        """None but those that the schema names, or a part of its `allOf`."""
+        """Permit only properties that the schema or a part of its `allOf` names."""
         made = None
         if value is False:
             closed = {name: dict.fromkeys(self._named(schema, name), True) for name in _NAMED}
@@ -247,7 +247,7 @@ class SchemaReader:
             self._demand(found, at, "unevaluatedProperties", made)
 
     def _named(self, schema: Any, keyword: str, depth: int = 6) -> set[str]:
-        """The names, or patterns, of properties that any value of a schema may have."""
+        """Return names, or patterns, of the properties that a schema and its parts define."""
         if not isinstance(schema, Mapping) or not depth:
             return set()
         found = set(schema.get(keyword) or ())
@@ -256,7 +256,7 @@ class SchemaReader:
         return found.union(*(self._named(part, keyword, depth - 1) for part in parts))
 
     def _read_contains(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """The first item is one that must be there."""
+        """Require the contained item to be the first one."""
         if schema.get("minContains") == 0 and "maxContains" not in schema:
             return
         is_one = schema.get("minContains", 1) == 1 and "maxContains" not in schema
@@ -265,7 +265,7 @@ class SchemaReader:
         self._demand(found, at, "contains", made if is_free else None)
 
     def _read_min_properties(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """At least one: one of those that have a name."""
+        """Read a minimum of 1 as one of the named properties being required."""
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         if value <= len(set(required)):
             return
@@ -277,7 +277,7 @@ class SchemaReader:
             self._demand(found, at, "minProperties", made)
 
     def _read_max_properties(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """At most one: one of those that have a name, or none."""
+        """Read a maximum of 1 as at most one of the named properties being there."""
         properties, patterns = schema.get("properties") or {}, schema.get("patternProperties")
         if schema.get("additionalProperties") is False and not patterns:
             if len(properties) <= value:
@@ -295,7 +295,7 @@ class SchemaReader:
         self._demand(found, at, "not", complement(value, schema, self._references.resolve))
 
     def _read_if(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """The condition and `then`, or what does not fit the condition and `else`."""
+        """Read as: the condition and `then`, or the condition's complement and `else`."""
         others = complement(value, schema, self._references.resolve)
         made = None
         if others is not None:
@@ -324,7 +324,7 @@ class SchemaReader:
             self._demand(found, at, "dependentSchemas", made)
 
     def _read_property_names(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """One that says nothing is left out; a list of names, or a pattern, becomes properties."""
+        """Leave out one without effect; rewrite a list of names, or a pattern, as properties."""
         value = self._references.resolve(value)
         says = (
             {k: v for k, v in value.items() if k in ENFORCED | SOMETIMES | DROPPED}
@@ -360,13 +360,14 @@ class SchemaReader:
             return None
         branches = [self._read(it, f"{at}/oneOf/{index}") for index, it in enumerate(value)]
         if made != value:
-            self._drop(at, "oneOf", "has branches of which two may fit")
+            self._drop(at, "oneOf", "has branches that may fit the same value")
         return _add(found, {"anyOf": branches})
 
     def _exclusive(self, given: list[Any]) -> list[Any] | None:
-        """The branches, made to exclude each other where they do not; None if that cannot be.
+        """Return the branches, made to exclude each other; None if that is not possible.
 
-        A tag that does it becomes required; else a branch is what is known not to fit the other.
+        A tag that distinguishes two branches becomes required. Otherwise each branch is limited to
+        values known not to fit the other.
         """
         more: list[list[Any]] = [[] for _ in given]
         for index, one in enumerate(given):
@@ -388,7 +389,7 @@ class SchemaReader:
 
 
 def _add(found: dict[str, Any], schema: dict[str, Any]) -> None:
-    """Add what must fit, too."""
+    """Add a schema that must fit as well."""
     if "anyOf" in found:
         found["allOf"] = [*found.get("allOf", ()), schema]
     else:

@@ -1,4 +1,4 @@
-"""Where the references of a JSON schema point to: by pointers, anchors, and addresses of parts."""
+"""Resolves the references of a JSON schema: by pointers, anchors, and addresses of parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-# beside a reference these say nothing
+# next to a reference these have no effect
 _ANNOTATIONS = frozenset({"$ref", "$defs", "definitions", "title", "description", "default"})
 
 
@@ -19,7 +19,7 @@ class SchemaReferences:
         self._find_anchors(schema, "", "#")
 
     def _find_anchors(self, part: Any, base: str, at: str) -> None:
-        """Where each address points to that the schema gives to a part of its own."""
+        """Record the address and the anchor that the schema gives to each of its parts."""
         if isinstance(part, list):
             for index, one in enumerate(part):
                 self._find_anchors(one, base, f"{at}/{index}")
@@ -39,7 +39,7 @@ class SchemaReferences:
                 self._find_anchors(value, base, f"{at}/{escaped(name)}")
 
     def target(self, reference: Any) -> tuple[Any, str] | None:
-        """The part of the schema that a reference points to, and its pointer."""
+        """Return the part of the schema that a reference points to, and its pointer, or None."""
         if not isinstance(reference, str):
             return None
         address = urljoin(self._base, reference) if not reference.startswith("#") else reference
@@ -61,17 +61,17 @@ class SchemaReferences:
         return part, at
 
     def resolve(self, schema: Any) -> Any:
-        """A schema, of which a reference that stands alone has been followed."""
+        """Follow the reference of a schema that has no other keywords with an effect."""
         for _ in range(10):
             if not (isinstance(schema, Mapping) and "$ref" in schema):
                 return schema
             found = self.target(schema["$ref"])
             if found is None or schema.keys() - _ANNOTATIONS:
-                return True  # whatever it may be
+                return True  # unknown: permits anything
             schema = found[0]
         return True
 
 
 def escaped(name: str) -> str:
-    """A name as a pointer has it."""
+    """Escape a name for a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")

@@ -1,8 +1,7 @@
 """The parameters of a kernel over rows of logits, checked by the compiler.
 
 A launch passes bytes: with a missing parameter, or one of another type, the kernel would read
-whatever is in that place. All this module knows of compilers is that they report which
-`static_assert` failed.
+arbitrary memory. The check only needs a compiler that reports which `static_assert` failed.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ template <class T> struct IsInts {
 };
 template <class T> struct SizeOf { static constexpr unsigned long long value = sizeof(T); };
 template <> struct SizeOf<void> { static constexpr unsigned long long value = 1; };
-template <class T> struct IsParams {  // the struct itself, or what it is made of
+template <class T> struct IsParams {  // the struct itself, or a pointer to its bytes or words
     typedef typename Pointee<T>::type E;
     static constexpr bool value = !Same<E, None>::value && PARAMS_SIZE % SizeOf<E>::value == 0 &&
         (!__is_class(E) || PARAMS_SIZE == SizeOf<E>::value);
@@ -62,7 +61,7 @@ template <class F> struct Check;
 
 
 def with_signature(source: str, kernel_name: str) -> str:
-    """`source`, which no longer compiles if the kernel takes something else than it is passed."""
+    """Return `source` with a check that fails to compile if the parameters are not as passed."""
     tests = "".join(
         f"    static_assert({_TESTS[kind]}<typename At<{index}, P...>::type>::value,\n"
         f'        "parameter {index + 1} {_MARK}");\n'
@@ -100,7 +99,7 @@ def difference(log: str, source: str, kernel_name: str) -> str:
 
 
 def _declared(source: str, kernel_name: str) -> list[str]:
-    """The kernel's parameters as its text has them; empty if they are not found."""
+    """Return the kernel's parameters as declared in its source; empty if they are not found."""
     name = kernel_name.partition("<")[0].rpartition("::")[2].strip()
     text = _COMMENT.sub(" ", source)
     found = re.search(rf"\b__global__\b[^;{{}}]*?\b{re.escape(name)}\s*\(([^()]*)\)", text)

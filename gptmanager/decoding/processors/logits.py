@@ -1,10 +1,11 @@
-"""Logits post-processors: what hosts do to a step's logits before its tokens are chosen.
+"""Logits post-processors: hosts' functions that change a step's logits before tokens are chosen.
 
-Decides which processor sees which rows and with what, and what becomes of one that fails: its own
-rows end, all others go on. Knows nothing of the loop, nor of what processors do.
+Decides which processor gets which rows and arguments. If one fails, its own rows end and all others
+continue. Knows nothing of the loop, nor of how processors change logits.
 
-There are three forms. A *callable* is called row by row; an object with `process_batch` once a step
-for all rows that share it; a `RowProcessor` likewise, on the rows where they lie, in one operation.
+There are three forms. A *callable* is called for each row. An object with `process_batch` is called
+once per step with all rows that share it. A `RowProcessor` is too, and changes the rows in place in
+one operation.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from gptmanager.step import SequenceStart
 
 
 class PostProcessing:
-    """The processors of started sequences, and what they do to a step.
+    """The processors of started sequences, and how they are applied to a step.
 
-    `batched` serves sequences without their own. A call that takes longer than `budget_s` seconds
-    is named in the log, the 1st, 2nd, 4th, 8th ... time. `stream`: of the device of the logits;
-    None: they are on the CPU. `watches_streams`: one that works on another stream than the model's
-    ends its requests, at the price of waiting for the device. `sequences`, by slot, is empty where
-    no sequence has a processor.
+    `batched` serves sequences without a processor of their own. A call that takes longer than
+    `budget_s` seconds is logged the 1st, 2nd, 4th, 8th ... time. `stream`: that of the logits'
+    device; None: they are on the CPU. `watches_streams`: a processor that works on another stream
+    than the model's ends its requests; this check waits for the device. `sequences`, by slot, is
+    empty if no sequence has a processor.
     """
 
     def __init__(
@@ -73,16 +74,16 @@ class PostProcessing:
         prepare = getattr(batched, "prepare", None)
         if isinstance(batched, BoundProcessor) and callable(prepare):
             where = "cpu" if stream is None else stream.name
-            prepare(where).result()  # what is wrong with it is wrong with the manager
+            prepare(where).result()  # an error here is raised by the manager's constructor
 
     def serves(self, slots: Ints) -> bool:
-        """One of these slots has a processor."""
+        """Return whether one of these slots has a processor."""
         if self.sequences:
             self._forget_ended()
         return any(slot in self.sequences for slot in slots.tolist())
 
     def start(self, start: SequenceStart) -> None:
-        """A sequence takes a slot, and what was there is gone."""
+        """Register the processor of a sequence that starts; the slot's last one is dropped."""
         request = start.processor
         if request is None and self._batched is not None:
             request = RequestProcessor(self._batched)
@@ -95,7 +96,7 @@ class PostProcessing:
                 for beam in range(start.beam_width):
                     line = self._lines.of(start.slot, beam)
                     self._session(sequence.shared).load(line, sequence.bound)
-            except BaseException as error:  # noqa: B036 - the loop outlives any callback
+            except BaseException as error:  # noqa: B036 - no callback may end the loop
                 sequence.error = error
 
     def run(
@@ -108,12 +109,12 @@ class PostProcessing:
         firsts: Ints | None = None,
         token_tensor: Tensor | None = None,
     ) -> dict[int, BaseException]:
-        """Call the processors of a step's rows; the errors by row.
+        """Call the processors of a step's rows; return the errors by row.
 
-        `logits` float32 `[S, vocab]`, changed in place; `lengths` `[S]`: tokens of each history;
-        `tokens` int32 `[num_lines, max_seq_len]`: the histories, which lie in `lines` `[S]`.
-        `firsts` `[rows + 1]`: where each row's beams begin among the S; None: each has one.
-        `token_tensor`: `tokens` where the logits are; None: on the CPU.
+        `logits` float32 `[S, vocab]` are changed in place. `lengths` `[S]`: number of tokens in
+        each history. `tokens` int32 `[num_lines, max_seq_len]`: the histories, in `lines` `[S]`.
+        `firsts` `[rows + 1]`: index of each row's first beam among the S; None: one beam per row.
+        `token_tensor`: `tokens` on the device of the logits; None: on the CPU.
         """
         groups: dict[int, list[int]] = {}
         bounds = range(logits.shape[0] + 1) if firsts is None else firsts.tolist()
@@ -190,7 +191,7 @@ class PostProcessing:
             session = self._session(shared)
             errors = self._call(lambda: session.process(rows), step.logits)
         for index, error in errors.items():
-            sequences[index].error = self._told(error, shared)
+            sequences[index].error = self._request_error(error, shared)
 
     def _call(self, call: Callable[[], Any], logits: Tensor) -> Any:
         if self._watches_streams:
@@ -212,20 +213,20 @@ class PostProcessing:
     def fail(
         self, error: BaseException, sequences: Sequence[ProcessedSequence], shared: Any
     ) -> None:
-        """A call has raised: it ends its sequences, and they alone."""
-        told = self._told(error, shared)
+        """Log an error that a call has raised, and end the sequences that it was called for."""
+        ended_by = self._request_error(error, shared)
         logger.error(
             "logits_post_processor %s failed; it ends the requests %s",
             *(name_of(shared), [sequence.request_id for sequence in sequences]),
             exc_info=error,
         )
         for sequence in sequences:
-            sequence.error = told
+            sequence.error = ended_by
 
     def check_budget(
         self, taken_s: float, sequences: Sequence[ProcessedSequence], shared: Any
     ) -> None:
-        """Name a call that took too long."""
+        """Log a call that exceeded its budget."""
         if self._budget_s is None or taken_s <= self._budget_s:
             return
         name = name_of(shared)
@@ -234,13 +235,13 @@ class PostProcessing:
             logger.warning(
                 "logits_post_processor %s took %.3f s for %d requests (the first: %d), its budget "
                 "is %g s (logits_post_processor_budget_s); no token is generated meanwhile. It has "
-                "overstayed %d times",
+                "exceeded its budget %d times",
                 *(name, taken_s, len(sequences), sequences[0].request_id, self._budget_s, count),
             )
 
     @staticmethod
-    def _told(error: BaseException, shared: Any) -> BaseException:
-        """Return the error that ends a request, without frames: they would be kept alive."""
+    def _request_error(error: BaseException, shared: Any) -> BaseException:
+        """Return the error that ends a request, without a traceback, which holds its frames."""
         text = f"logits_post_processor {name_of(shared)}"
         if isinstance(error, _Misuse):
             return CallbackError(f"{text} {error}")
@@ -257,7 +258,7 @@ class PostProcessing:
 
 @dataclass(slots=True, eq=False)
 class _Guard:
-    """Around a call: times it, and lets no error out. No generator: it is entered for every row."""
+    """Times a call and catches its errors. A class, because generators are slow for every row."""
 
     processing: PostProcessing
     sequences: Sequence[ProcessedSequence]
@@ -279,7 +280,7 @@ class _Guard:
 
 
 class _Misuse(Exception):
-    """A processor did what it must not; says what."""
+    """A processor broke a rule; the text says which."""
 
 
 @dataclass(slots=True, eq=False)
@@ -296,7 +297,7 @@ class _Step:
     token_tensor: Tensor | None
 
     def rows(self, members: list[int]) -> Rows:
-        """All beams of the rows `members`, ascending."""
+        """Return all beams of the rows `members`, ascending."""
         sequences = [self.sequences[row] for row in members]
         beams, lines, lengths = members, self.lines, self.lengths
         if len(self.bounds) < len(lines) + 1:
@@ -312,11 +313,11 @@ class _Step:
         return Rows(self.logits, index, sequences, lines, lengths, self.tokens, histories)
 
     def beams_of(self, row: int) -> range:
-        """Which of the S are the beams of a row; one after the context, whatever comes."""
+        """Return the indices among the S of a row's beams; a context has one for all its beams."""
         return range(self.bounds[row], self.bounds[row + 1])
 
     def view(self, row: int) -> Tensor:
-        """The logits of one row as hosts see them, `[1, beam, vocab]`."""
+        """Return the logits of one row in the shape that hosts get, `[1, beam, vocab]`."""
         beams = self.beams_of(row)
         return self.logits[beams.start : beams.stop][None]
 
@@ -326,13 +327,13 @@ class _Step:
         return self.sequences[row].beams(self.tokens, lines, int(self.lengths[beams.start]))
 
     def forget_changes(self, row: int) -> None:
-        """A history that a processor has added to, or taken from, is void."""
+        """Drop a history that a processor has added tokens to or removed tokens from."""
         history = self.sequences[row].history
         if len(history) != self.lengths[self.bounds[row]]:
             history.clear()
 
     def replace(self, given: Tensor, answer: Any) -> None:
-        """Take the logits that a processor returned instead of those it was given."""
+        """Copy the logits that a processor returned, if any, over those that it was given."""
         if answer is None or answer is given:
             return
         check_answer("it", answer)

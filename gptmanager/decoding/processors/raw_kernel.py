@@ -1,7 +1,7 @@
 """A logits post-processor given as CUDA C++ source.
 
-Decides when it is compiled and how it is launched: once a step for all its rows. On a CUDA device
-by CuPy, on the CPU by the emulator, or by a twin in Python. Knows nothing of what the kernel does.
+Decides when the kernel is compiled and how it is launched: once per step for all its rows, on a
+CUDA device by CuPy, on the CPU by the emulator or as a Python twin.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from gptmanager.decoding.processors.rows import Errors, RowProcessor, Rows, RowS
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.request.post_processor import BoundProcessor
 
-_NUM_BUFFERS = 6  # a step has two copies, and few steps are under way
-# (grid, block, arguments): CuPy's and the emulator's kernels are called so
+_NUM_BUFFERS = 6  # a step copies two, and only a few steps are in flight
+# (grid, block, arguments): how CuPy's and the emulator's kernels are called
 Launch = Callable[[tuple[int], tuple[int], tuple[Any, ...]], None]
 
 
 class RawKernelLogitsPostProcessor(RowProcessor):
-    """A kernel over rows of logits; requests bring `processor.bind(...)`.
+    """A kernel over rows of logits; requests pass `processor.bind(...)`.
 
     `source`: CUDA C++ with a kernel of this signature, launched with one block of `block` threads
-    for each row, so that `blockIdx.x` says which:
+    for each row, so that `blockIdx.x` is the row's index:
 
         extern "C" __global__ void kernel_name(
             float* logits,              // [.., vocab_size], of the whole step; changed in place
             const int* rows,            // [gridDim.x] which row of the logits
             const int* slots,           // [gridDim.x] which entry of `params` and `tokens`
-            const Params* params,       // by slot: what `bind` was given
+            const Params* params,       // by slot: the values passed to `bind`
             const int* lengths,         // [gridDim.x] tokens of the history
             const int* prompt_lengths,  // [gridDim.x] how many of them the host sent
             const int* tokens,          // [.., max_seq_len], by slot: the histories
@@ -56,9 +56,9 @@ class RawKernelLogitsPostProcessor(RowProcessor):
     macro PARAMS_SIZE. `options`: macros, as `-DNAME=1`. `twin`: a callable on the same arguments as
     NumPy arrays and ints, which a manager on the CPU runs instead of emulating the kernel.
 
-    Compiled once a device, off the loop thread: a request waits for it, or ends with the compiler's
-    log, or with the parameter that is missing, too many or of another type. `compile` does it in
-    the caller's line. Raises ConfigError for what cannot be right.
+    The kernel is compiled once per device, in a thread of its own. A request waits for it, or ends
+    with the compiler's log or with the first wrong parameter. `compile` compiles in the caller's
+    thread. Raises ConfigError for invalid arguments.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         if "\n" not in source and source.endswith((".cu", ".cuh")):
             raise ConfigError(f"source = {source!r} is a path: pass the text of the file")
         if isinstance(options, str) or not all(isinstance(one, str) for one in options):
-            raise ConfigError(f"options = {options!r} is no sequence of strings")
+            raise ConfigError(f"options must be a sequence of strings, got {options!r}")
         self.source = source
         self.name = self.kernel_name = kernel_name
         self.params_dtype = _struct(params_dtype)
@@ -85,7 +85,7 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         self._compiled: dict[str, Future[Launch]] = {}  # by device
 
     def bind(self, **params: Any) -> BoundKernel:
-        """Bind a request's values, one for each field. Raises TypeError, ValueError."""
+        """Bind a request's values, one for each field. Raises TypeError or ValueError."""
         fields = self.params_dtype.names or ()
         if params.keys() != set(fields):
             given = ", ".join(params) or "nothing"
@@ -93,15 +93,15 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         return BoundKernel(self, params)
 
     def compile(self, device: str = "cpu") -> None:
-        """Compile now, if that has not been done; ConfigError with the compiler's log."""
+        """Compile now, unless compiled already; ConfigError with the compiler's log on failure."""
         if not DEVICE.fullmatch(device):
             raise ConfigError(
-                f"device = {device!r} is none of 'cpu', 'emulator', 'cuda:0' and so on"
+                f"device = {device!r} must be 'cpu', 'emulator', or 'cuda:N' with a number N"
             )
         self.prepare(device).result()
 
     def prepare(self, device: str) -> Future[Launch]:
-        """Begin to compile, in another thread, for "cpu", "emulator" or "cuda:N"."""
+        """Start to compile for "cpu", "emulator" or "cuda:N", in another thread."""
         with self._lock:
             future = self._compiled.get(device)
             if future is not None:
@@ -128,10 +128,10 @@ class RawKernelLogitsPostProcessor(RowProcessor):
                 future.set_result(module.get_function(self.kernel_name))
             else:
                 find_cupy()
-                with torch.cuda.device(device):  # a new thread begins with the first
+                with torch.cuda.device(device):  # a new thread starts with device 0
                     kernel = DeviceLauncher().load(source, self.kernel_name, self.options)
                 future.set_result(kernel)
-        except BaseException as error:  # noqa: B036 - whoever waits is told
+        except BaseException as error:  # noqa: B036 - raised where the future is waited for
             why = response_text(error)
             why = difference(why, self.source, self.kernel_name) or why
             text = f"{self.name} cannot be compiled: {why}"
@@ -139,7 +139,7 @@ class RawKernelLogitsPostProcessor(RowProcessor):
 
 
 class BoundKernel(BoundProcessor):
-    """A request's parameters of a kernel."""
+    """A kernel with a request's parameters."""
 
     owner: RawKernelLogitsPostProcessor
 
@@ -154,7 +154,7 @@ class BoundKernel(BoundProcessor):
                     self.record[name] = value
             except (TypeError, ValueError, ArithmeticError) as error:
                 raise ValueError(
-                    f"{owner.name}: {name} = {value!r} is no {kind}: {error}"
+                    f"{owner.name}: {name} = {value!r} must fit dtype {kind}: {error}"
                 ) from None
 
     def prepare(self, device: str) -> Future[Launch]:
@@ -162,16 +162,16 @@ class BoundKernel(BoundProcessor):
 
 
 class _Session(RowSession):
-    """Parameters by line, and the numbers of a step's rows, in device memory that never moves.
+    """Parameters by line, and the arguments of a step's rows, in device memory that never moves.
 
-    `launch` allocates nothing, reads nothing on the CPU and waits for nothing. It can be recorded
-    in a CUDA graph after a first step, and run again behind any `update` for as many blocks.
+    `launch` allocates nothing, reads nothing on the CPU and does not wait. It can be captured in a
+    CUDA graph after a first step, and replayed after any `update` with at most as many rows.
     """
 
     def __init__(
         self, launch: Launch, block: int, shape: tuple[int, int], stream: Stream | None
     ) -> None:
-        """`shape`: how many lines, and the bytes of the parameters of each."""
+        """`shape`: number of lines, and bytes of parameters per line."""
         self._launch = launch
         self._block = block
         device = torch.device("cpu") if stream is None else stream.device
@@ -189,10 +189,10 @@ class _Session(RowSession):
         return {}
 
     def update(self, rows: Rows, spare_row: int = 0) -> None:
-        """Write down what the next launch works on.
+        """Write the arguments of the next launch.
 
-        Blocks beyond the rows do what the first one does, to the logits' row `spare_row`, which
-        should be nobody's.
+        Blocks beyond the rows repeat the work of the first row, on the unused row `spare_row` of
+        the logits.
         """
         if self._started:
             self._place_params()
@@ -205,7 +205,7 @@ class _Session(RowSession):
         self._write(self._numbers, numbers)
 
     def launch(self, logits: Tensor, tokens: Tensor, num_blocks: int) -> None:
-        """For the rows of the last `update`, with the tensors that it was for."""
+        """Launch for the rows of the last `update`, with the tensors that it was called for."""
         index, lines, lengths, prompt_lengths = self._numbers.unbind()
         arguments = (
             *(logits, index, lines, self._params, lengths, prompt_lengths, tokens),
@@ -223,7 +223,7 @@ class _Session(RowSession):
             self._params.index_copy_(0, *self._uploads.upload((lines, records)))
 
     def _write(self, memory: Tensor, array: npt.NDArray[Any]) -> None:
-        """On a device nothing waits for it."""
+        """Copy an array to the arguments; on a device without waiting."""
         if self._uploads is None:
             memory.numpy()[:] = array
         else:
@@ -248,23 +248,22 @@ def _checked_twin(twin: Callable[..., None]) -> Callable[..., None]:
         inspect.signature(twin).bind(*PARAMETERS)
     except TypeError as error:
         raise ConfigError(
-            f"twin = {twin!r} does not take what it is called with, {error}: "
-            f"({', '.join(PARAMETERS)})"
+            f"twin = {twin!r} must accept these arguments ({error}): ({', '.join(PARAMETERS)})"
         ) from None
-    except ValueError:  # a callable of another language tells nothing
+    except ValueError:  # a callable in another language may have no signature
         pass
     return twin
 
 
 def _check_kind(value: Any, dtype: np.dtype[Any]) -> None:
-    """Raise TypeError where NumPy would cut a fraction off, or take None for NaN."""
+    """Raise TypeError if NumPy would truncate a fraction, or convert None to NaN."""
     given = np.asarray(value).dtype
     if given.kind == "O" or (given.kind in "fc" and dtype.base.kind in "biu"):
-        raise TypeError(f"it is of dtype {given}")
+        raise TypeError(f"its dtype is {given}")
 
 
 def _struct(params_dtype: Any) -> np.dtype[Any]:
-    """A structured dtype that lies in memory as the struct in C++ does."""
+    """Return a structured dtype with the memory layout of the C++ struct."""
     dtype: np.dtype[Any] = np.dtype(params_dtype)
     if not dtype.names:
         raise ConfigError(f"params_dtype = {dtype} is not a structured dtype with fields")
@@ -272,7 +271,7 @@ def _struct(params_dtype: Any) -> np.dtype[Any]:
     aligned = np.dtype({"names": dtype.names, "formats": formats}, align=True)
     if dtype.itemsize != aligned.itemsize or dtype.fields != aligned.fields:
         raise ConfigError(
-            f"params_dtype = {dtype} does not lie in memory as a struct in C++ does: make it with "
-            "align=True"
+            f"params_dtype = {dtype} does not have the memory layout of a C++ struct: create it "
+            "with align=True"
         )
     return dtype

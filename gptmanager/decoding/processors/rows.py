@@ -25,7 +25,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 class ModelStream:
-    """The stream that the logits of `device` are computed on; on the CPU it stands for none."""
+    """The stream on which the logits of `device` are computed; on the CPU there is none."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -46,11 +46,11 @@ class ModelStream:
         return -1 if self._stream is None else int(self._stream.device_index)
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """By CUDA's stream protocol, as `cupy.cuda.Stream.from_external` reads it."""
+        """Implement CUDA's stream protocol, which `cupy.cuda.Stream.from_external` reads."""
         return 0, self.cuda_stream
 
     def synchronize(self) -> None:
-        """Wait until all that was enqueued has run."""
+        """Wait until all enqueued work has run."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -67,9 +67,9 @@ class ModelStream:
 
 
 class ProcessedSequence:
-    """A sequence whose logits somebody processes.
+    """A sequence with a logits post-processor.
 
-    `shared`: what its rows of a step are called by: its own callable, or what it shares.
+    `shared`: the object that is called for its rows: its own callable, or a shared processor.
     """
 
     __slots__ = (
@@ -86,7 +86,7 @@ class ProcessedSequence:
         self.orig_prompt_len = start.orig_prompt_len
         self.end_ids = frozenset(start.sampling.end_ids)
         self.client_id = start.client_id
-        self.request_id = -1  # its first row tells
+        self.request_id = -1  # set by its first row
         self.history: list[int] = []
         self.error: BaseException | None = None
 
@@ -95,8 +95,8 @@ class ProcessedSequence:
         return self.request.post_processor is None
 
     def beams(self, tokens: Tokens, lines: Ints, length: int) -> list[list[int]]:
-        """The histories as hosts see them; of one beam only what came since the last call."""
-        if self.beam_width > 1:  # they go on from one another
+        """Return the histories as lists; with one beam the same list, extended by new tokens."""
+        if self.beam_width > 1:  # beams fork, so their histories change
             beams: list[list[int]] = tokens[lines, :length].tolist()
             return beams
         history = self.history
@@ -108,10 +108,10 @@ class ProcessedSequence:
 class Rows:
     """The rows of one step that share a processor.
 
-    Each beam has a row. `logits` float32 `[S, vocab]`, the whole step's, to be changed in place in
-    the rows `index` `[n]`; `lines` `[n]`: each row's in `tokens` int32 `[num_lines, max_seq_len]`,
-    the histories; `lengths` `[n]`: how many tokens they have. `token_tensor`: the same histories
-    where the logits are.
+    Each beam has a row. `logits` float32 `[S, vocab]` are those of the whole step, to be changed in
+    place in the rows `index` `[n]`. `lines` `[n]`: the line of each row in `tokens` int32
+    `[num_lines, max_seq_len]`, the histories. `lengths` `[n]`: number of tokens in each history.
+    `token_tensor`: the same histories on the device of the logits.
     """
 
     logits: Tensor
@@ -131,18 +131,19 @@ class RowSession(ABC):
 
     @abstractmethod
     def load(self, line: int, bound: Any) -> None:
-        """A sequence, or a beam of one, starts in `line`, with what its request has bound."""
+        """Load a sequence, or one of its beams, that starts in `line` with a bound processor."""
 
     @abstractmethod
     def process(self, rows: Rows) -> Errors:
-        """Change the logits; an error returned ends its own row only, one raised ends all."""
+        """Change the logits; a returned error ends its own row only, a raised one ends all rows."""
 
 
 class RowProcessor(ABC):
-    """Serves all rows of a step whose requests brought a `BoundProcessor` of it."""
+    """Serves all rows of a step with a `BoundProcessor` that belongs to it."""
 
     @abstractmethod
     def open(self, num_lines: int, stream: Stream | None) -> RowSession:
-        """For a manager that has so many lines, and logits on the stream's device, or, without
-        one, on the CPU; called on its loop thread.
+        """Open a session for a manager of `num_lines` lines; called on its loop thread.
+
+        The logits are on the stream's device, without a stream on the CPU.
         """

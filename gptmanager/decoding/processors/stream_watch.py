@@ -1,7 +1,7 @@
 """`watched`: finds logits post-processors that work on another stream than the model's.
 
-For debugging: what runs elsewhere may read logits that are not there yet, or write to those that
-are sampled from already, and mostly does neither.
+For debugging: work on another stream may read logits before they are computed, or write to them
+after they were sampled from, though in most runs neither happens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from gptmanager.kernels.torch_operations import TorchOperations
 
 _HELD_CYCLES = 500_000_000  # of the device's clock: a quarter of a second
-_SETTLED_S = 0.02  # work that waits for no one has been done by then
+_SETTLED_S = 0.02  # work on other streams has finished by then
 
 
 def watched(call: Callable[[], Any], logits: Tensor) -> tuple[Any, str]:
