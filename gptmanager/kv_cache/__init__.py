@@ -1,4 +1,4 @@
-"""The paged KV cache's accounts: `KvCacheManager` and the values that it hands out."""
+"""The block accounting of the paged KV cache: `KvCacheManager` and the values that it returns."""
 
 from gptmanager.kv_cache.block import BlockCopy, KvCacheReport, LedgerError
 from gptmanager.kv_cache.manager import KvCacheManager

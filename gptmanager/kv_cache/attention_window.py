@@ -1,6 +1,6 @@
 """`AttentionWindow`: which positions of a sequence are kept, and in which of its blocks.
 
-Pure arithmetic of positions. Knows nothing of who holds a block, nor of how attention is computed.
+Pure arithmetic of positions. Knows nothing of block owners, nor of how attention is computed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 class AttentionWindow:
     """A token at position p sees p - size + 1 to p, and the first `sink` positions.
 
-    A sequence keeps `num_blocks` blocks at most. Those of the sink stay, each later position lies
-    in the ring of the others: one more than the window fills, since it seldom begins on a block.
-    Blocks are whole, so the sink needs no padding.
+    A sequence keeps at most `num_blocks` blocks. Those of the sink stay; later positions use the
+    others as a ring buffer. The ring has one block more than the window fills, because the window
+    seldom begins at a block boundary. Sink blocks are whole, so the sink needs no padding.
     """
 
     size: int
@@ -36,18 +36,18 @@ class AttentionWindow:
 
     @property
     def num_tokens(self) -> int:
-        """Return the length up to which the blocks hold a sequence whole."""
+        """Length up to which the blocks hold all positions of a sequence."""
         return self.num_blocks * self.tokens_per_block
 
     def index(self, block: int) -> int:
-        """Which of the blocks held, in the order they were taken, stands for the sequence's."""
+        """Return the index, in the sequence's block table, of the table entry used for `block`."""
         first = self.num_sink_blocks
         return block if block < first else first + (block - first) % self.num_ring_blocks
 
     def pieces(self, position: int, end: int) -> Iterator[tuple[int, int]]:
-        """(position, end) of pieces whose keys may be written before their queries look back.
+        """Yield (position, end) of pieces that can write all their keys before their queries run.
 
-        None of them writes over what a query of its own still sees.
+        No piece overwrites a key that one of its own queries still sees.
         """
         while position < end:
             oldest = max(0, position + 1 - self.size) // self.tokens_per_block

@@ -1,6 +1,6 @@
-"""Blocks of the KV cache: which are free, which tables hold the others, and the proof of both.
+"""Blocks of the KV cache: which are free, which tables hold the others, and a check of both.
 
-Decides which block is handed out next. Knows nothing of requests, needs, or what a block holds.
+Decides which block is handed out next. Knows nothing of requests, needs, or block contents.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 from gptmanager.errors import GptManagerError
 
-NEVER = -1  # as a count that no sequence reaches
+NEVER = -1  # a number of slots that no sequence reaches
 
 
 class LedgerError(GptManagerError, AssertionError):
-    """The accounts of a cache contradict each other: a defect of the library, not a host's."""
+    """The accounts of a cache contradict each other: a bug of the library, not of a host."""
 
 
 class BlockCopy(NamedTuple):
-    """The first `num_tokens` positions of block `source` belong in block `destination` too.
+    """Copy the first `num_tokens` positions of block `source` to block `destination`.
 
-    A block from the pool's `num_blocks` on lies in the host tier. Copies run in their order. Among
-    those of one fork no block is both a source and a destination: they may run all at once.
+    Block ids from the pool's `num_blocks` on are in the host tier. Copies run in order. Among those
+    of one fork no block is both a source and a destination, so they may run in parallel.
     """
 
     source: int
@@ -35,12 +35,13 @@ class BlockCopy(NamedTuple):
 class BlockTables:
     """The blocks of one request: a block table for each beam, all of the same length.
 
-    `num_slots` counts positions stored, padding of the sink tokens included; past the attention
-    window it goes on counting although nothing grows. A block is due at `grows_at` slots.
-    `peak_slots` is the most that there were at any rewind so far, 0 before one.
-    `total_blocks` is the need of a whole life of `life_tokens` tokens and `remaining_blocks` what
-    is not held of it; with beams `life_tokens` is NEVER, and both are meaningless.
-    `may_share`: other sequences may hold its full blocks; its first `num_cached` tokens were found.
+    `num_slots` counts stored positions, including padding of the sink tokens; past the attention
+    window it still increases although the tables do not. The next block is taken at `grows_at`
+    slots. `peak_slots` is the maximum of `num_slots` at all rewinds so far, 0 before the first.
+    `total_blocks` is the need of a whole life of `life_tokens` tokens, and `remaining_blocks` the
+    part that is not held yet; with beams `life_tokens` is NEVER, and both are meaningless.
+    `may_share`: other sequences may hold its full blocks. `num_cached`: number of leading tokens
+    that were found in the cache.
     """
 
     request_id: int
@@ -56,11 +57,11 @@ class BlockTables:
 
 
 class BlockPool:
-    """The blocks `0..num_blocks-1`, counted by reference.
+    """The blocks `0..num_blocks-1`, with reference counts.
 
-    `ref_counts[block]` is the number of block tables that hold the block; a block that all beams
-    of a sequence share counts once for each beam. `free` holds the blocks without a reference,
-    the least recently freed first: the order in which they are handed out.
+    `ref_counts[block]` is the number of block tables that hold the block; a block that all beams of
+    a sequence share counts once for each beam. `free` holds the blocks without a reference, least
+    recently freed first: the order in which they are handed out.
     """
 
     __slots__ = ("free", "num_blocks", "ref_counts")
@@ -68,11 +69,11 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        # Ordered and keyed: a free block whose content is reused leaves from the middle.
+        # ordered and keyed, because a free block with reusable content is removed from the middle
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     def take(self, count: int, references: int = 1) -> list[int]:
-        """`count` free blocks, each with so many references. The caller knows that they exist."""
+        """Take `count` free blocks with `references` each. The caller ensures that they exist."""
         popitem = self.free.popitem
         blocks = [popitem(last=False)[0] for _ in range(count)]
         ref_counts = self.ref_counts
@@ -81,7 +82,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One table less holds each of `blocks`; those that none holds are free, in this order."""
+        """Remove one reference from each of `blocks`; those without any become free, in order."""
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] -= 1
@@ -91,9 +92,9 @@ class BlockPool:
     def fork(
         self, tables: list[list[int]], parents: Sequence[int], num_full: int, num_tail: int
     ) -> tuple[list[list[int]], tuple[BlockCopy, ...]]:
-        """The tables when beam i goes on from beam `parents[i]`, and the copies that this takes.
+        """Return the tables after beam i continues beam `parents[i]`, and the copies needed first.
 
-        The first `num_full` blocks become shared; the one after them, if it holds `num_tail` > 0
+        The first `num_full` blocks become shared. The block after them, if it holds `num_tail` > 0
         positions, stays private to each beam.
         """
         moved = [beam for beam, parent in enumerate(parents) if beam != parent]
@@ -114,10 +115,10 @@ class BlockPool:
 
 
 def _inherited_tails(parents: Sequence[int]) -> list[int]:
-    """For each beam, whose partial block it gets; the fewest copies, none from a block written to.
+    """Return for each beam the beam that it gets the partial block of, with the fewest copies.
 
-    One child of each parent takes over the parent's own block, itself if it is among them; the
-    others get the blocks of beams without a child.
+    One child of each parent takes over the parent's own block, the parent itself if it is a child.
+    The others get the blocks of beams without a child. No copy reads a block that another writes.
     """
     heirs: dict[int, int] = {}
     for beam, parent in enumerate(parents):
@@ -130,9 +131,9 @@ def _inherited_tails(parents: Sequence[int]) -> list[int]:
 
 
 class WhatIf:
-    """How many blocks would be free if some sequences were removed from `pool` as it is now.
+    """Counts how many blocks would be free if some sequences were removed from `pool`.
 
-    `share` says that a sequence to come will hold `blocks` too, which are held now.
+    `share` records that a future sequence will also hold `blocks`, which are held now.
     """
 
     __slots__ = ("num_free", "_pool", "_released", "_removed")
@@ -144,7 +145,7 @@ class WhatIf:
         self._removed: set[int] = set()
 
     def remove(self, sequence: BlockTables) -> None:
-        """Removing it again changes nothing."""
+        """Remove a sequence; a second call for the same sequence changes nothing."""
         if sequence.request_id in self._removed:
             return
         self._removed.add(sequence.request_id)
@@ -167,9 +168,9 @@ class WhatIf:
 class KvCacheReport:
     """The owners of blocks at one moment: `owners` maps each held block to the ids that hold it.
 
-    `cached` counts the blocks, held or free, whose content can be found again. `problem` is the
+    `cached` counts the blocks, held or free, with content that can be found again. `problem` is the
     first contradiction in the accounts, None if they are consistent. A host block is either free
-    or used: a used one holds cached content.
+    or used; a used one holds cached content.
     """
 
     total: int
@@ -195,8 +196,8 @@ def audit(
     max_slots: int,
     private_tails: bool,
 ) -> KvCacheReport:
-    """Count everything anew. `max_slots` is where a sequence stops growing; `private_tails`: a
-    partial last block may be in one table only."""
+    """Recount all blocks. `max_slots`: where a sequence stops growing. `private_tails`: a partial
+    last block may be in one table only."""
     holders: dict[int, list[int]] = {}
     problem = None
     for sequence in sequences:
@@ -226,7 +227,7 @@ def _table_problem(sequence: BlockTables, length: int) -> str | None:
             return f"{where} holds {len(table)} blocks for {stored}, not {length}; {last}"
         if len(set(table)) != length:
             twice = next(block for block in table if table.count(block) > 1)
-            return f"block {twice} stands twice in the table of {where}"
+            return f"block {twice} is twice in the table of {where}"
     return None
 
 
@@ -236,7 +237,7 @@ def _tail_problem(sequence: BlockTables, pool: BlockPool) -> str | None:
         if references > 1:
             return (
                 f"block {table[-1]}, which beam {beam} of request {sequence.request_id} is "
-                f"writing to, stands in {references} tables"
+                f"writing to, is in {references} tables"
             )
     return None
 

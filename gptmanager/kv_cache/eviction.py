@@ -1,6 +1,6 @@
-"""`EvictionQueue`: which of the blocks that nobody holds goes first.
+"""`EvictionQueue`: the order in which blocks without a holder are evicted.
 
-Decides by priority, then by age. Knows nothing of tiers, nor why a block may not go.
+Decides by priority, then by age. Knows nothing of tiers, nor why a block may not be evicted.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from gptmanager.kv_cache.prefix_tree import PrefixTree
 
 
 class EvictionQueue:
-    """Goes with `blocks`, the least recently freed first, which `tree` gives priorities.
+    """Orders `blocks`, least recently freed first, by the priorities that `tree` has for them.
 
-    While no priority is another than the default, `blocks` alone is the order. Otherwise a heap
-    has (priority, rank in the order, block) of each that may go, and of some that may not: they
-    leave it when they come up. Who lets one go again, or changes its priority, says `push`.
+    While all priorities are the default, the order is that of `blocks`. Otherwise a heap has
+    (priority, rank in the order, block) for each block that may be evicted, and for some that may
+    not: these are dropped when they reach the top. A block that may be evicted again, or has
+    another priority, must be added by `push`.
     """
 
     __slots__ = ("blocks", "_back", "_era", "_front", "_heap", "_ranks", "_tree")
@@ -25,13 +26,13 @@ class EvictionQueue:
     def __init__(self, tree: PrefixTree, blocks: Iterable[int] = ()) -> None:
         self.blocks: OrderedDict[int, None] = OrderedDict.fromkeys(blocks)
         self._tree = tree
-        self._era = 0  # of the tree's priorities, which the heap is of
+        self._era = 0  # the tree's `priority_era` that the heap was built for
         self._heap: list[tuple[int, int, int]] = []
         self._ranks: dict[int, int] = {}
         self._front = self._back = 0
 
     def add(self, block: int) -> None:
-        """Nobody holds it any more. What holds nothing to be found stands in front."""
+        """Add a block without a holder, at the front if it has no content that can be found."""
         blocks, in_front = self.blocks, block not in self._tree
         blocks[block] = None
         if in_front:
@@ -47,7 +48,7 @@ class EvictionQueue:
         self.push(block)
 
     def push(self, block: int) -> None:
-        """It may go now, perhaps, or has another priority; nothing if somebody holds it."""
+        """Update the heap for a block that may have become evictable or changed its priority."""
         if not self._has_heap or block not in self.blocks:
             return
         if len(self._heap) > 2 * len(self.blocks) + 64:
@@ -57,7 +58,7 @@ class EvictionQueue:
             heappush(self._heap, (self._tree.priority(block), rank, block))
 
     def first(self, may_go: Callable[[int], bool]) -> int | None:
-        """The first of the lowest priority among those that may go; it stays. None of none."""
+        """Return the first evictable block of the lowest priority, without removing it, or None."""
         if not self._tree.num_prioritized:
             return next(filter(may_go, self.blocks), None)
         if not self._has_heap:

@@ -1,6 +1,6 @@
-"""`Lookups`: what of the prompts that wait is cached, remembered until it may have changed.
+"""`Lookups`: the cached part of waiting prompts, remembered until it may have changed.
 
-Schedulers ask for all that wait, again in each iteration. Knows nothing of blocks in use.
+Schedulers look up all waiting requests in each iteration. Knows nothing of blocks in use.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from gptmanager.kv_cache.needs import UNBOUNDED
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
 from gptmanager.request.llm_request import LlmRequest
 
-_MAX_LOOKUPS = 10_000  # who forgets to tell that a request has ended loses the oldest
+_MAX_LOOKUPS = 10_000  # the oldest is dropped, in case ended requests are not reported
 
 
 class Lookup:
-    """The cached full blocks of a prompt, and the first that is missing, while `node` stands.
+    """The cached full blocks of a prompt and its first missing block, valid while `node` exists.
 
-    `node` is the last block's, which had stored `num_stored` children when the search ended. What
-    is missing is a number, the same for who misses the same: it is compared often.
+    `node` is that of the last block, with `num_stored` children stored when the search ended.
+    `missing` is a number, equal for requests that miss the same block, so that it compares fast.
     """
 
     __slots__ = (
@@ -46,7 +46,7 @@ class Lookup:
             self.missing = number(self.key)
 
     def stands(self, request: LlmRequest, tree: PrefixTree) -> bool:
-        """Whether a new search for `request` would end where this one did."""
+        """Return whether a new search for `request` would find the same blocks."""
         if self.request is not request or self.prompt_len != request.prompt_len:
             return False
         if self.version == tree.version:
@@ -81,7 +81,7 @@ _NOTHING = Answer(-1, [], [], [], [])
 
 
 class Lookups:
-    """Lookups by request id. `max_tokens`: requests that may become longer take no part."""
+    """Lookups by request id. `max_tokens`: requests that may become longer do not reuse blocks."""
 
     __slots__ = ("max_tokens", "_last", "_lookups", "_numbers", "_tree", "_unused", "_users")
 
@@ -90,19 +90,19 @@ class Lookups:
         self.max_tokens = max_tokens
         self._lookups: dict[int, Lookup] = {}
         self._numbers: dict[Hashable, int] = {}
-        self._users: dict[Hashable, int] = {}  # of a number, by the same key: how many lookups
-        self._unused = itertools.count()  # numbers, none of which is ever given twice
+        self._users: dict[Hashable, int] = {}  # by key of a number: how many lookups use it
+        self._unused = itertools.count()  # numbers; none is used twice
         self._last = _NOTHING
 
     def applies_to(self, request: LlmRequest) -> bool:
         return request.prompt_len + request.max_new_tokens <= self.max_tokens
 
     def forget(self, request_id: int) -> None:
-        """The request waits no more: it has started, or ended."""
+        """Drop a request that no longer waits: it has started or ended."""
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
             self._release(lookup)
-            self._last = _NOTHING  # which may name the request
+            self._last = _NOTHING  # it may contain the request
 
     def find(self, request: LlmRequest) -> Lookup:
         """Return which part of the prompt is cached."""
@@ -112,19 +112,19 @@ class Lookups:
         lookup = self._lookups[request.request_id] = Lookup(request, self._tree, self._number)
         if len(self._lookups) > _MAX_LOOKUPS:
             self.forget(next(iter(self._lookups)))
-        if known is not None:  # now: what it misses may be missed still, and keeps its number
+        if known is not None:  # only now, so that a block still missing keeps its number
             self._release(known)
         return lookup
 
     def cached_blocks(self, request: LlmRequest) -> list[int]:
-        """The full blocks of the prompt that a new sequence would share, in order."""
+        """Return the full blocks of the prompt that a new sequence would share, in order."""
         if not request.reads_cache:
             return []
         blocks = self.find(request).blocks
         return blocks and blocks[: (request.prompt_len - 1) // self._tree.tokens_per_block]
 
     def all_cached(self, requests: Sequence[LlmRequest]) -> list[int]:
-        """How many `cached_blocks` each has; 0 of those that take no part."""
+        """Return the number of `cached_blocks` of each; 0 for those that do not reuse blocks."""
         num_found = self.find_all(requests).num_found
         if not any(num_found):
             return num_found
@@ -134,7 +134,7 @@ class Lookups:
         ]
 
     def find_all(self, requests: Sequence[LlmRequest]) -> Answer:
-        """Look up all requests in one call: most of them have waited before."""
+        """Look up all requests in one call, which is fast if most have waited before."""
         tree, last = self._tree, self._last
         lengths = [request.prompt_len for request in requests]
         bounded = self.max_tokens < UNBOUNDED
@@ -143,7 +143,7 @@ class Lookups:
             and last.prompt_lens == lengths
             and last.requests == requests
             and not bounded
-        ):  # a decision asks twice, and the next one again
+        ):  # one scheduling decision asks twice, and the next one asks again
             return last
         version, find = tree.version, self._lookups.get
         missing: list[int | None] = []
@@ -187,5 +187,5 @@ def root_key(request: LlmRequest) -> Hashable:
 
 
 def key_of(adapter_key: int | str | None, salt: Hashable) -> Hashable:
-    # 1 and True are equal, and not the same salt
+    # 1 and True are equal, but they are different salts
     return adapter_key, type(salt).__name__, salt

@@ -1,6 +1,6 @@
-"""`KvCacheManager`: whether there are blocks for what a scheduler wants to run.
+"""`KvCacheManager`: answers whether there are blocks for the requests that a scheduler may run.
 
-Decides nothing: it answers, from the accounts of the sequences and from what requests need.
+Makes no decisions: it answers from the sequences' block tables and the requests' needs.
 """
 
 from __future__ import annotations
@@ -24,34 +24,36 @@ _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 class KvCacheManager:
     """Counts blocks of `tokens_per_block` positions; ids are request ids.
 
-    What cannot be had raises and leaves no change. An id that holds nothing is a ValueError.
+    A call that cannot be satisfied raises and changes nothing. An id without blocks is a
+    ValueError.
 
-    *For capacity schedulers.* Who promises completion compares the remaining blocks with the free
-    ones, or the needed resource, which includes what is held, with `get_max_resource_count`;
-    never across. Who may pause calls `start_scheduling`, adds up `get_needed_blocks_one_step` of
-    what it takes, and asks `scheduling_has_free_blocks(sum)`. A request whose needed resource
-    exceeds `get_max_resource_count` could not run even alone.
+    *For capacity schedulers.* A scheduler that guarantees completion compares the remaining blocks
+    with the free ones, or the needed resource, which includes blocks already held, with
+    `get_max_resource_count`; never one with the other. A scheduler that may pause requests calls
+    `start_scheduling`, adds up `get_needed_blocks_one_step` of the requests that it takes, and
+    calls `scheduling_has_free_blocks(sum)`. A request with a needed resource above
+    `get_max_resource_count` could not run even alone.
 
-    *Block reuse.* Blocks found in the cache need not be taken if a live sequence holds their
-    beginning: they are not in the needs of a request that has not started. Who may pause says
-    `scheduling_add_sequence` for such a request, so that a later victim does not free them.
+    *Block reuse.* Cached blocks that a live sequence holds from its beginning on need not be taken:
+    they are not in the needs of a request that has not started. A scheduler that may pause requests
+    calls `scheduling_add_sequence` for such a request, so that a later victim does not free them.
 
-    *Priorities.* Of the cached blocks that are free those of the lowest priority go first. What a
-    request stores has its `retention_priority`, from 0 to 100, 35 unless something else is said.
+    *Priorities.* Of the cached free blocks those of the lowest priority are evicted first. What a
+    request stores has its `retention_priority`, from 0 to 100, by default 35.
 
-    *Host tier.* With `num_host_blocks`, whose ids begin at `num_blocks`, what a cached block holds
-    moves to one of those when the block is handed out, if it has `min_offload_tokens` and its
-    priority is at least `secondary_offload_min_priority`. With `onboard_blocks` it is found there,
-    and takes a block of the pool again when a request that shares it starts. The copies are
-    returned by what hands out blocks; see `take_moves`.
+    *Host tier.* With `num_host_blocks`, with ids from `num_blocks` on, the content of a cached
+    block moves to a host block when the block is handed out, if it has `min_offload_tokens` and a
+    priority of at least `secondary_offload_min_priority`. With `onboard_blocks` it is found there,
+    and moves back to a block of the pool when a request that shares it starts. Calls that hand out
+    blocks return the copies; see `take_moves`.
 
-    *Attention window.* A sequence of more than `max_attention_window` tokens is cyclic: a new
-    token lies where the oldest one lay, and nothing grows. Beams share their prompt's blocks
-    there too, so who executes must not let beams pass the window; `fork` refuses them. A request
-    that may become cyclic neither reuses nor is reused.
+    *Attention window.* A sequence of more than `max_attention_window` tokens is cyclic: a new token
+    replaces the oldest one, and the tables do not grow. Beams share their prompt's blocks there,
+    too, so an executor must not let beams pass the window; `fork` raises for them. A request that
+    may become cyclic neither reuses blocks nor stores them for reuse.
 
-    *Sink tokens.* The first `sink_token_length` tokens stay for ever. They are padded to whole
-    blocks at the front, so that position = token + padding and the others begin on a block.
+    *Sink tokens.* The first `sink_token_length` tokens always stay. They are padded to whole blocks
+    at the front, so that position = token + padding and the others begin at a block boundary.
 
     *Cross.* `cross=True` counts a cross attention cache: a request needs `encoder_len` positions
     from its first context chunk on, shared by all beams, and never more.
@@ -107,84 +109,84 @@ class KvCacheManager:
         self._begin(reuse)
 
     def reset(self) -> None:
-        """Begin anew: no sequence, all blocks free, nothing cached; whatever happened before."""
+        """Reset to no sequences, all blocks free and nothing cached, in any state."""
         reuse = self._sequences.reuse
         self._begin(None if reuse is None else reuse.anew())
 
-    # What sequences do ----------------------------------------------------------------------
+    # Changes of sequences -------------------------------------------------------------------
 
     def add_sequence(self, request: LlmRequest) -> tuple[BlockCopy, ...]:
-        """Take the blocks of the whole prompt, also when only its first chunk runs now.
+        """Take the blocks of the whole prompt, even if only its first chunk runs now.
 
-        All beams share them but for a last, partial block, which each beam has for itself. With
-        block reuse the context of `request` moves on to behind what is cached: in the first beam,
-        so that the context must be computed there, and the others forked from it. The copies that
-        are returned must be made, in order, before anything is written, after those of earlier
-        calls; those that `add_token` left to be made are among them. Raises
-        DuplicateRequestIdError, or CapacityError when there are not enough free blocks.
+        All beams share them, except a last, partial block, which each beam has for itself. With
+        block reuse the context of `request` starts after its cached tokens, in the first beam: the
+        context must be computed there, and the other beams forked from it. The returned copies must
+        be made, in order, before anything is written and after those of earlier calls; they include
+        copies that `add_token` left. Raises DuplicateRequestIdError, or CapacityError if there are
+        not enough free blocks.
         """
         return self._sequences.add_sequence(request)
 
-    @property  # called for each row of each step: a method would be one more call for each
+    @property  # called for each row of each step: a method would add one call for each
     def add_token(self) -> Callable[[int], tuple[int, ...]]:
         """`add_token(request_id)` stores one more position in each beam of the request.
 
-        It returns the blocks that this took, one a beam, mostly (). With a host tier `take_moves`
-        has what must be copied before they are written. Raises CapacityError when there are not
-        enough free blocks.
+        It returns the blocks that were taken, one per beam; usually (). With a host tier
+        `take_moves` returns the copies to make before they are written. Raises CapacityError if
+        there are not enough free blocks.
         """
         return self._sequences.add_token
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
-        """Forget the last `num_tokens` positions; blocks that held nothing else become free.
+        """Remove the last `num_tokens` positions; blocks that become empty are freed.
 
-        ValueError for beams, for more than is stored, and past the attention window for more than
-        the last token: what the window lost to the others is needed again. Also for an end inside
-        a block that other sequences share.
+        ValueError for beams, for more tokens than are stored, past the attention window for more
+        than the last token, because the others need overwritten positions again, and for an end
+        inside a block that other sequences share.
         """
         self._sequences.rewind(request_id, num_tokens)
 
     def fork(self, request_id: int, parents: Sequence[int]) -> tuple[BlockCopy, ...]:
-        """Beam i goes on from what beam `parents[i]` holds; never allocates.
+        """Let beam i continue from the blocks of beam `parents[i]`; never allocates.
 
-        Full blocks become shared, a partial last block stays private to each beam. Returns what
-        the device must copy before the next position is stored, as `add_sequence` does. The block
-        tables change in every beam but those that are their own parent. ValueError past the
-        attention window.
+        Full blocks become shared, a partial last block stays private to each beam. Returns the
+        copies to make before the next position is stored, as `add_sequence` does. The block tables
+        change in every beam except those that are their own parent. ValueError past the attention
+        window.
         """
         return self._sequences.fork(request_id, parents)
 
     def take_moves(self) -> tuple[BlockCopy, ...]:
-        """The copies, in order, that no call has returned yet: none without a host tier."""
+        """Return the copies, in order, that no call has returned yet; () without a host tier."""
         return self._sequences.take_moves()
 
     def store_context(self, request: LlmRequest) -> None:
-        """The context of `request` is computed: its full blocks may be reused from now on.
+        """Make the full blocks of the computed context of `request` available for reuse.
 
-        What is written later is computed after it, so a launched context counts as computed.
+        Steps run in order, so the context counts as computed once it is launched.
         """
         self._sequences.store_context(request)
 
     def remove(self, request_id: int, store: bool = True) -> None:
-        """End the sequence. `store`: what it held may be reused, all but for its newest token.
+        """End the sequence. `store`: its content may be reused, except its newest token.
 
-        Its tokens are those of the request that was added, as far as they are confirmed. Blocks
-        become free from the last one to the first, so that a prefix outlives its ends.
+        Its tokens are the confirmed tokens of the request that was added. Blocks are freed from the
+        last one to the first, so that a prefix is evicted after its continuations.
         """
         self._sequences.remove(request_id, store)
 
     def withdraw(self, request_id: int) -> None:
         """Make the blocks of a sequence impossible to find, now and after its end.
 
-        The same holds for every sequence that shares some of them.
+        This includes every sequence that shares some of them.
         """
         self._sequences.withdraw(request_id)
 
     def clear_cached(self) -> None:
-        """Forget what blocks hold, live sequences' included: the weights have been replaced."""
+        """Drop all cached content, including that of live sequences: the weights have changed."""
         self._sequences.clear_cached()
 
-    # What is held ---------------------------------------------------------------------------
+    # Blocks held ----------------------------------------------------------------------------
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._sequences.live
@@ -194,47 +196,47 @@ class KvCacheManager:
         return len(self._sequences.pool.free)
 
     def block_ids(self, request_id: int) -> list[list[int]]:
-        """The block table of each beam, as the caller's own lists."""
+        """Return the block table of each beam, as new lists."""
         return self._sequences.block_ids(request_id)
 
     def num_tokens(self, request_id: int) -> int:
-        """Positions stored in each beam; past the attention window, ever stored."""
+        """Return the positions stored in each beam; past the attention window, ever stored."""
         return self._sequences.num_tokens(request_id)
 
     def num_cached_tokens(self, request_id: int) -> int:
-        """Tokens of the prompt that were found in the cache when the sequence was added."""
+        """Return the prompt tokens that were found in the cache when the sequence was added."""
         return self._sequences.num_cached_tokens(request_id)
 
     def audit(self) -> KvCacheReport:
-        """Everything counted anew, each held block with its owners."""
+        """Recount all blocks; the report has the owners of each held block."""
         return self._sequences.audit()
 
     def check(self) -> None:
-        """Raises LedgerError, naming block and owner, unless every count agrees with the tables."""
+        """Raise LedgerError, with block and owner, unless every count agrees with the tables."""
         problem = self.audit().problem
         if problem is not None:
             raise LedgerError(problem)
 
-    # What requests need ---------------------------------------------------------------------
+    # Needs of requests ----------------------------------------------------------------------
 
     def get_max_resource_count(self) -> int:
-        """Blocks of the pool, free or not."""
+        """Return the number of blocks in the pool, free or not."""
         return self.num_blocks
 
     @property
     def max_kept_tokens(self) -> int:
-        """Tokens that a sequence keeps: from there on a new one takes no block."""
+        """Tokens that a sequence keeps: beyond these, a new token takes no block."""
         return self._needs.window
 
     def get_num_free_blocks(self) -> int:
         return len(self._sequences.pool.free)
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Blocks that the request fills in its whole life, INCLUDING what it holds already."""
+        """Return the blocks that the request fills in its whole life, INCLUDING those held."""
         return self._needs.whole_life(request)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
-        """Blocks that the request must still take to come to its end: whole life minus held."""
+        """Return the blocks that the request must still take to complete: whole life minus held."""
         held = self._sequences.live.get(request.request_id)
         if held is None:
             needed = self._needs.remaining(request, 0)
@@ -247,7 +249,7 @@ class KvCacheManager:
         return self._needs.remaining(request, len(held.tables[0]))
 
     def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """The sum of `get_remaining_blocks_to_completion` over `requests`, in one go."""
+        """Return the sum of `get_remaining_blocks_to_completion` over `requests`, in one call."""
         find = self._sequences.live.get
         total = 0
         for request in requests:
@@ -261,7 +263,7 @@ class KvCacheManager:
     def get_needed_blocks_one_step(
         self, request: LlmRequest, two_step_lookahead: bool = False
     ) -> int:
-        """Blocks that the request takes if it runs now: one step, or two with the lookahead."""
+        """Return the blocks that the request takes in one step, or two with the lookahead."""
         needed = self._needs.one_step(request, two_step_lookahead)
         if needed and self._lookups is not None and request.state < _IN_PROGRESS:
             needed -= len(self._held_prefix(request, self._what_if.is_held))
@@ -270,29 +272,29 @@ class KvCacheManager:
     def sum_needed_blocks_one_step(
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
     ) -> int:
-        """The sum of `get_needed_blocks_one_step` over generating `requests`, in one go."""
+        """Return the sum of `get_needed_blocks_one_step` over generating `requests`."""
         return self._needs.sum_one_step(requests, two_step_lookahead)
 
     def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """No less than `get_remaining_blocks_to_completion` of all of `requests`; much faster."""
+        """Return an upper bound of `sum_remaining_blocks_to_completion`, much faster."""
         return self._needs.most_to_completion(requests)
 
     def most_blocks_one_step(
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
     ) -> int:
-        """No less than `get_needed_blocks_one_step` of all of `requests`; much faster."""
+        """Return an upper bound of the `get_needed_blocks_one_step` of all `requests`, faster."""
         return self._needs.most_in_one_step(requests, two_step_lookahead)
 
     # What if --------------------------------------------------------------------------------
 
     def start_scheduling(self) -> None:
-        """Begin a what-if from the present accounts; the one before it is forgotten."""
+        """Start what-if accounts from the present state; earlier ones are dropped."""
         self._what_if = WhatIf(self._sequences.pool)
 
     def scheduling_remove_sequence(self, request_id: int) -> None:
         """Count the blocks that only this sequence holds as free, in the what-if accounts.
 
-        A sequence that holds nothing frees nothing.
+        A sequence without blocks frees nothing.
         """
         sequence = self._sequences.live.get(request_id)
         if sequence is not None:
@@ -306,7 +308,7 @@ class KvCacheManager:
         return self._what_if.num_free
 
     def scheduling_add_sequence(self, request: LlmRequest) -> None:
-        """Count the blocks of live sequences that the request would share as held by it, too."""
+        """Count blocks of live sequences that the request would share as also held by it."""
         if self._lookups is not None:
             self._what_if.share(self._held_prefix(request, self._what_if.is_held))
 
@@ -330,23 +332,23 @@ class KvCacheManager:
         )
 
     def get_reusable_tokens(self, request: LlmRequest) -> int:
-        """Tokens of the full cached blocks that the request would find if it started now."""
+        """Return the tokens in full cached blocks that the request would find if started now."""
         lookups = self._lookups
         if lookups is None or not lookups.applies_to(request):
             return 0
         return len(lookups.cached_blocks(request)) * self.tokens_per_block
 
     def get_all_reusable_tokens(self, requests: Sequence[LlmRequest]) -> list[int]:
-        """`get_reusable_tokens` of each, in one go."""
+        """Return `get_reusable_tokens` of each request, in one call."""
         if self._lookups is None:
             return [0] * len(requests)
         return [count * self.tokens_per_block for count in self._lookups.all_cached(requests)]
 
     def find_new_context_block(self, request: LlmRequest) -> Hashable | None:
-        """The prompt up to and including its first full block that is not cached; None: all are.
+        """Return a key of the prompt up to and including its first full block that is not cached.
 
-        An opaque key, to be compared with those of other requests before anything changes. None
-        also for a request that takes no part in reuse.
+        An opaque key, to be compared with those of other requests before anything changes. None if
+        all full blocks are cached, and for a request that does not reuse blocks.
         """
         lookups = self._lookups
         if lookups is None or not lookups.applies_to(request):
@@ -354,22 +356,22 @@ class KvCacheManager:
         return lookups.find(request).missing
 
     def find_new_context_blocks(self, requests: Sequence[LlmRequest]) -> Sequence[Hashable | None]:
-        """`find_new_context_block` of each, in one go."""
+        """Return `find_new_context_block` of each request, in one call."""
         if self._lookups is None:
             return [None] * len(requests)
         return self._lookups.find_all(requests).missing
 
     def holding_cached(self, requests: Iterable[LlmRequest]) -> AbstractContextManager[None]:
-        """While one of `requests` starts, what `get_reusable_tokens` said of the others holds."""
+        """Keep all blocks that `requests` would reuse cached while one of them starts."""
         reuse = self._sequences.reuse
         return nullcontext() if reuse is None else reuse.holding(requests)
 
     def forget_waiting(self, request_id: int) -> None:
-        """A request that was asked about has ended, started or not."""
+        """Drop the lookup of a request that has ended, whether it had started or not."""
         if self._lookups is not None:
             self._lookups.forget(request_id)
 
-    # Inside ---------------------------------------------------------------------------------
+    # Private --------------------------------------------------------------------------------
 
     def _begin(self, reuse: BlockReuse | None) -> None:
         self._sequences = KvSequences(self.num_blocks, self._needs, reuse)
@@ -377,7 +379,7 @@ class KvCacheManager:
         self.start_scheduling()
 
     def _held_prefix(self, request: LlmRequest, is_held: Callable[[int], int | bool]) -> list[int]:
-        """The blocks that the request would share with live sequences from its beginning on."""
+        """Return the blocks of its prefix that the request would share with live sequences."""
         lookups = self._lookups
         if lookups is None or request.request_id in self or not lookups.applies_to(request):
             return []

@@ -1,6 +1,6 @@
-"""How many blocks a request takes: when it starts, in its next step, in its whole life.
+"""The number of blocks that a request takes at its start, in its next step, in its whole life.
 
-Pure counting from a request's lengths. Knows nothing of which block is free or who holds what.
+Pure counting from a request's lengths. Knows nothing of which blocks are free or held.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ UNBOUNDED = 1 << 62
 
 
 class BlockNeeds:
-    """Needs of self attention. A *slot* is a stored position, padding of sink tokens included.
+    """Needs of self attention. A *slot* is a stored position, including padding of sink tokens.
 
-    `bubble` is that padding; `max_slots` where a sequence stops growing because its attention
-    window is full.
+    `bubble`: number of padding slots. `max_slots`: where a sequence stops growing because its
+    attention window is full.
     """
 
     __slots__ = ("bubble", "max_slots", "max_table_length", "tokens_per_block", "window")
@@ -46,21 +46,21 @@ class BlockNeeds:
         self.max_table_length = self.table_length(self.max_slots)
 
     def table_length(self, num_slots: int) -> int:
-        """Blocks of one beam that stores so many positions."""
+        """Return the blocks of one beam that stores `num_slots` positions."""
         return -(-min(num_slots, self.max_slots) // self.tokens_per_block)
 
     def context_slots(self, request: LlmRequest) -> int:
-        """Positions that the context stores, whether or not the window holds them all."""
+        """Return the positions that the context stores, whether the window holds them or not."""
         return request.prompt_len + self.bubble
 
     def context(self, request: LlmRequest, num_drafts: int = 0) -> tuple[int, int]:
-        """Blocks when the context begins: those that all beams share, those of one beam only."""
+        """Return the blocks when the context starts: shared by all beams, and private ones."""
         tokens = min(request.prompt_len + num_drafts, self.window)
         shared, partial = divmod(tokens + self.bubble, self.tokens_per_block)
         return shared, request.beam_width if partial else 0
 
     def life(self, request: LlmRequest) -> tuple[int, int]:
-        """Full blocks of the context, and blocks of the whole life, both in one beam."""
+        """Return the full blocks of the context, and the blocks of the whole life, of one beam."""
         context = min(request.prompt_len, self.window) + self.bubble
         return context // self.tokens_per_block, self._life_length(request)
 
@@ -70,12 +70,12 @@ class BlockNeeds:
         return -(-slots // self.tokens_per_block)
 
     def whole_life(self, request: LlmRequest) -> int:
-        """Blocks in all beams, from the first token to the last."""
+        """Return the blocks of all beams, from the first token to the last."""
         context, total = self.life(request)
         return (total - context) * request.beam_width + context
 
     def remaining(self, request: LlmRequest, held: int) -> int:
-        """Blocks still to take where each beam's table has `held` entries."""
+        """Return the blocks still to take if each beam's table has `held` entries."""
         if request.beam_width == 1:
             return max(0, self._life_length(request) - held)
         context, total = self.life(request)
@@ -84,10 +84,10 @@ class BlockNeeds:
         return max(0, total - held) * request.beam_width
 
     def one_step(self, request: LlmRequest, two_step_lookahead: bool) -> int:
-        """Blocks that the request takes if it runs now: one step, or two with the lookahead.
+        """Return the blocks that the request takes in one step, or two with the lookahead.
 
-        A first context chunk takes the whole prompt's and its drafts', a later one none. In
-        generation all tokens but the newest are stored; the step to come stores that one.
+        A first context chunk takes those of the whole prompt and its drafts, a later chunk none. In
+        generation all tokens but the newest are stored; the next step stores that one.
         """
         if request.state < _IN_PROGRESS:
             if not request.is_first_context_chunk:
@@ -97,7 +97,7 @@ class BlockNeeds:
         if request.state >= _COMPLETE:
             return 0
         beyond_prompt = request.num_tokens - request.prompt_len - 1
-        if beyond_prompt < 0:  # its first token is still to come
+        if beyond_prompt < 0:  # without its first token
             beyond_prompt = 0
         growth = request.num_draft_tokens + 1
         if two_step_lookahead:
@@ -115,7 +115,7 @@ class BlockNeeds:
         return ((end - 1) // size - (stored - 1) // size) * request.beam_width
 
     def sum_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
-        """The sum of `one_step` over `requests`, in one go."""
+        """Return the sum of `one_step` over `requests`, in one call."""
         size, bubble, last = self.tokens_per_block, self.bubble, self.max_slots
         total = 0
         for request in requests:
@@ -126,7 +126,7 @@ class BlockNeeds:
                 and not two_step_lookahead
                 and stored >= request.prompt_len
                 and stored + bubble < last
-            ):  # one token is stored: it takes blocks if it is the first of one
+            ):  # one token is stored: it takes blocks if it is the first token of a block
                 if not (stored + bubble) % size:
                     total += request.beam_width
             else:
@@ -134,7 +134,7 @@ class BlockNeeds:
         return total
 
     def most_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """No less than `remaining` of all of `requests`, whatever they hold; fast."""
+        """Return an upper bound of `remaining` over all `requests`, for any held blocks; fast."""
         size, more = self.tokens_per_block, self.bubble + self.tokens_per_block - 1
         return sum(
             [
@@ -144,7 +144,7 @@ class BlockNeeds:
         )
 
     def most_in_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
-        """No less than `one_step` of all of `requests`; fast."""
+        """Return an upper bound of `one_step` over all `requests`; fast."""
         size, bubble, steps = self.tokens_per_block, self.bubble, 1 + two_step_lookahead
         total = 0
         for request in requests:
@@ -157,7 +157,7 @@ class BlockNeeds:
 
 
 class CrossBlockNeeds(BlockNeeds):
-    """Needs of cross attention: the encoder's positions, shared by all beams, never more."""
+    """Needs of cross attention: the encoder's positions, shared by all beams, and never more."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
-"""`PrefixTree`: blocks found again by what they hold.
+"""`PrefixTree`: finds blocks by their content.
 
-Decides which blocks hold a given beginning of a sequence. Knows nothing of who holds a block, nor
-of when one is handed out; whoever hands it out, to be written to, tells the tree to forget it.
+Decides which blocks hold a given prefix of a sequence. Knows nothing of block holders, nor of when
+a block is handed out; before a block is written to, its content must be removed by `forget`.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import NamedTuple
 Tokens = tuple[int, ...]
 
 DEFAULT_PRIORITY = 35
-NOT_CACHED = -1  # as a priority: below all
+NOT_CACHED = -1  # as a priority: below all others
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """One block: the tokens in it, behind those of its parents. Only a leaf may be partial."""
+    """One block: its tokens, which follow those of its parents. Only a leaf may be partial."""
 
     block: int  # NO_BLOCK: a root
     tokens: Tokens
     parent: Node | None
-    root_key: Hashable = None  # of a root
+    root_key: Hashable = None  # set for a root
     children: dict[Tokens, Node] = field(default_factory=dict)
-    num_stored: int = 0  # children ever
+    num_stored: int = 0  # children stored so far, including removed ones
     ordered: list[Tokens] = field(default_factory=list)  # the keys of `children`, sorted
     priority: int = DEFAULT_PRIORITY
 
 
 NO_BLOCK = -1
-UNBOUNDED = 1 << 62  # more than there are blocks
+UNBOUNDED = 1 << 62  # more than any number of blocks
 
 
 class Match(NamedTuple):
     """The cached part of a prefix: full `blocks`, then `num_partial` tokens of one more block.
 
     `partial` is the block that holds those tokens, NO_BLOCK if `num_partial` is 0. `end`: the node
-    of the tree behind the full blocks, None if there is not even a root.
+    of the last full block, the root without full blocks, None without a root.
     """
 
     blocks: list[int]
@@ -49,15 +49,14 @@ class Match(NamedTuple):
 
 
 class PrefixTree:
-    """Blocks of `tokens_per_block` tokens, each under the block that holds the tokens before it.
+    """Blocks of `tokens_per_block` tokens, each a child of the block with the tokens before it.
 
-    A root for each `root_key`: what lies under two of them never meets. `version` is another one
-    after each change, `num_moves` after each move of a block that is cached already. Blocks from
-    `num_primary` on lie where nobody can read them before they are moved.
-    What lies behind a block from `end_findable` on is not found, nor is the block itself.
-    `num_prioritized` of the blocks have another priority than the default; `priority_era` is
-    another one each time that there are some again. As long as there are, `take_touched` tells
-    which blocks may go sooner than they might before.
+    Each `root_key` has a root of its own, and blocks under different roots are never shared.
+    `version` changes with each change, `num_moves` with each move of a cached block. Blocks from
+    `num_primary` on cannot be read before they are moved. Blocks from `end_findable` on, and all
+    blocks after them, are not found. `num_prioritized`: number of blocks with another priority than
+    the default; `priority_era` changes each time that it rises from 0. While it is not 0,
+    `take_touched` returns the blocks that may be evicted earlier than before.
     """
 
     __slots__ = (
@@ -86,12 +85,12 @@ class PrefixTree:
         return block in self._nodes
 
     def is_leaf(self, block: int) -> bool:
-        """Whether no block is cached behind this one; True also for one that is not cached."""
+        """Return whether no cached block follows this one; also True if it is not cached."""
         node = self._nodes.get(block)
         return node is None or not node.children
 
     def ends_primary(self, block: int) -> bool:
-        """Whether no primary block is cached right behind this one; True also if it is not."""
+        """Return whether no primary block directly follows this one; also True if not cached."""
         node = self._nodes.get(block)
         if node is None or not node.children:
             return True
@@ -99,21 +98,21 @@ class PrefixTree:
         return all(child.block >= first for child in node.children.values())
 
     def priority(self, block: int) -> int:
-        """The higher, the longer it is worth keeping; NOT_CACHED for one that is not."""
+        """Return a block's priority, higher is kept longer; NOT_CACHED if it is not cached."""
         node = self._nodes.get(block)
         return NOT_CACHED if node is None else node.priority
 
     def num_tokens(self, block: int) -> int:
-        """How many tokens are cached in the block; 0: it is not cached."""
+        """Return how many tokens are cached in the block; 0 if it is not cached."""
         node = self._nodes.get(block)
         return 0 if node is None else len(node.tokens)
 
     def full_blocks(
         self, root_key: Hashable, tokens: Sequence[int], end: int, *, findable_only: bool = True
     ) -> tuple[list[int], Node | None]:
-        """The cached full blocks of `tokens[:end]` from its beginning on, and the node of the last.
+        """Return the cached full blocks of `tokens[:end]` from the start, and the last one's node.
 
-        The node is the root if there are none, None if there is no root either.
+        The node is the root if there are no such blocks, None if there is no root either.
         """
         node, size = self._roots.get(root_key), self.tokens_per_block
         blocks: list[int] = []
@@ -129,7 +128,7 @@ class PrefixTree:
         return blocks, node
 
     def path(self, node: Node | None) -> list[Node]:
-        """The nodes from the first block to this one."""
+        """Return the nodes from the first block to this one."""
         nodes = []
         while node is not None and node.parent is not None:
             nodes.append(node)
@@ -140,7 +139,7 @@ class PrefixTree:
         return root_key in self._roots
 
     def holds(self, node: Node) -> bool:
-        """Whether an earlier answer, with all that led to it, still stands."""
+        """Return whether a node that was found earlier is still in the tree."""
         if node.parent is None:
             return self._roots.get(node.root_key) is node
         return self._nodes.get(node.block) is node
@@ -157,7 +156,7 @@ class PrefixTree:
         """Find the cached part of `tokens[:end]`.
 
         `may_be_partial` decides which blocks may be the partial one; None: no block may.
-        `whole_only`: only a partial block whose whole content matches.
+        `whole_only`: a partial block must match with its whole content.
         """
         blocks, node = self.full_blocks(root_key, tokens, end)
         if may_be_partial is not None and node is not None and node.ordered:
@@ -179,12 +178,12 @@ class PrefixTree:
         *,
         whole_only: bool = False,
     ) -> list[int]:
-        """`blocks` hold `tokens[:end]`. What the tree holds already stays where it is, but for
-        what is not primary: `blocks` take the place of those, which are returned.
+        """Store that `blocks` hold `tokens[:end]`; return cached blocks that were replaced.
 
-        A partial block that another one begins with is not needed, unless, with `whole_only`, it
-        is to be found as a whole. All of it has `priority` from now on; None: what it had, the
-        default if it is new.
+        Content that is cached already stays where it is, unless it is in a block that is not
+        primary: then the block in `blocks` replaces that one. A partial block is not stored if
+        another block begins with its content, except with `whole_only`, because it is then found
+        only as a whole. All blocks get `priority`; None: they keep theirs, new ones the default.
         """
         size = self.tokens_per_block
         replaced: list[int] = []
@@ -223,9 +222,9 @@ class PrefixTree:
         self.num_moves += 1
 
     def forget(self, block: int) -> list[int]:
-        """The block is going to be written to. What lies behind it cannot be found any more.
+        """Remove a block, which will be written to, and all blocks that follow it.
 
-        Returns all blocks that are forgotten with it, itself among them.
+        Returns all removed blocks, including itself.
         """
         forgotten: list[int] = []
         node = self._nodes.get(block)
@@ -243,15 +242,15 @@ class PrefixTree:
         return forgotten
 
     def clear(self) -> None:
-        """Forget all blocks: what they hold is stale."""
+        """Remove all blocks: their content is stale."""
         self.version += 1
         self.num_prioritized = 0
         self._nodes.clear()
         self._roots.clear()
 
     def take_touched(self) -> Iterable[int]:
-        """Blocks whose priority has changed since the last call, or that have lost one behind them,
-        perhaps the last; NO_BLOCK may be among them."""
+        """Return the blocks that changed their priority or lost a child since the last call.
+        NO_BLOCK may be among them."""
         touched, self._touched = self._touched, {}
         return touched
 
@@ -272,21 +271,21 @@ class PrefixTree:
 
     def _detach(self, node: Node) -> None:
         parent = node.parent
-        assert parent is not None  # only a root has none, and a root holds no block
+        assert parent is not None  # only a root has no parent, and a root holds no block
         self._touch(parent)
         del parent.children[node.tokens]
         del parent.ordered[bisect_left(parent.ordered, node.tokens)]
         if not parent.children and parent.parent is None:
             del self._roots[parent.root_key]
 
-    # Proof ------------------------------------------------------------------------------------
+    # Consistency ------------------------------------------------------------------------------
 
     def secondary_blocks(self) -> set[int]:
-        """The cached blocks that are not primary."""
+        """Return the cached blocks that are not primary."""
         return {block for block in self._nodes if block >= self.num_primary}
 
     def problem(self) -> str | None:
-        """The first contradiction in the tree; None when there is none."""
+        """Return the first contradiction in the tree; None if it is consistent."""
         found: dict[int, Node] = {}
         below = list(self._roots.values())
         while below:
@@ -310,7 +309,7 @@ class PrefixTree:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix of both."""
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other:
@@ -320,13 +319,13 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _is_covered(node: Node, key: Tokens) -> bool:
-    """Whether a child begins with `key`: it comes next in the order, if there is one."""
+    """Return whether a child begins with `key`; it would be the next one in the order."""
     index = bisect_left(node.ordered, key)
     return index < len(node.ordered) and node.ordered[index][: len(key)] == key
 
 
 def _by_whole(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
-    """The children whose tokens all begin `wanted`, and how many they are; the longest first."""
+    """Yield the children that are a prefix of `wanted`, with their lengths, the longest first."""
     for num_tokens in range(len(wanted), 0, -1):
         child = node.children.get(wanted[:num_tokens])
         if child is not None:
@@ -334,9 +333,9 @@ def _by_whole(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
 
 
 def _by_common_prefix(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
-    """The children that begin as `wanted` does, and for how long; the longest first.
+    """Yield the children that share a prefix with `wanted`, with its length, the longest first.
 
-    In sorted order what they share with `wanted` only falls on either side of its own index.
+    In sorted order the shared length only decreases on either side of `wanted`'s own index.
     """
     ordered = node.ordered
     right = bisect_left(ordered, wanted)

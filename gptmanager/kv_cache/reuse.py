@@ -1,8 +1,8 @@
-"""Block reuse: which blocks of a prompt are found in the cache, and which go into it.
+"""Block reuse: which blocks of a prompt are found in the cache, and which are stored in it.
 
-Decides what a new sequence shares, takes over or copies, and what stays to be found when one ends.
-Of beams it knows that the prompt is common to all; of windows, that sequences which may pass theirs
-take no part. Knows nothing of what a scheduler does with the answers.
+Decides what a new sequence shares, takes over or copies, and what stays cached when one ends.
+Beams share only the prompt. Sequences that may pass their attention window do not reuse blocks.
+Knows nothing of how schedulers use the answers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
 
 class ReuseCounts(NamedTuple):
-    """Since the start: prompt blocks found and not found, tokens found; blocks findable now.
+    """Since the start: prompt blocks found and not found, tokens found; blocks now in the cache.
 
-    The same of the host tier: blocks that left for it and came back, those that it holds, and all.
+    For the host tier: blocks moved there and back, blocks cached there now, and its total size.
     """
 
     reused_blocks: int = 0
@@ -58,10 +58,10 @@ class ReuseOptions(NamedTuple):
 
 
 class BlockReuse:
-    """Finds and keeps the blocks of prompts. Keyed by tokens, adapter and salt.
+    """Finds and stores the blocks of prompts. Keyed by tokens, adapter and salt.
 
-    The last token of a prompt is always computed. `max_tokens`: requests that may become longer
-    take no part.
+    The last token of a prompt is always computed. `max_tokens`: requests that may become longer do
+    not reuse blocks.
     """
 
     __slots__ = (
@@ -80,12 +80,12 @@ class BlockReuse:
             host = HostTier(tree, num_blocks, options.num_host_blocks, *least)
         self.pool = CachingBlockPool(num_blocks, tree, host)
         self._options = options
-        self._storing: dict[int, LlmRequest] = {}  # live sequences whose content may be stored
+        self._storing: dict[int, LlmRequest] = {}  # live sequences with content that may be stored
         self.lookups = Lookups(tree, max_tokens)
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
     def anew(self) -> BlockReuse:
-        """The same without anything in it; what is counted since the start goes on."""
+        """Return an empty one with the same options; counts since the start are kept."""
         host, size = self.pool.host, self.tree.tokens_per_block
         fresh = BlockReuse(self.pool.num_blocks, size, self.lookups.max_tokens, self._options)
         fresh._reused_blocks, fresh._missed_blocks = self._reused_blocks, self._missed_blocks
@@ -110,7 +110,7 @@ class BlockReuse:
             host_blocks=host.num_blocks,
         )
 
-    # What sequences do ------------------------------------------------------------------------
+    # Changes of sequences ---------------------------------------------------------------------
 
     def start(
         self,
@@ -119,13 +119,13 @@ class BlockReuse:
         num_private: int,
         require: Callable[[int, int], None],
     ) -> tuple[list[list[int]], int, tuple[BlockCopy, ...]]:
-        """Its block tables, how many tokens lie in the first of them already, what to copy first.
+        """Return a sequence's block tables, its number of cached tokens, and the copies needed.
 
-        A table for each beam: `num_shared` blocks that all have, and of `num_private` more one for
-        each. If part of such a last block is found, the first beam alone begins with it: that is
-        where the context is computed, and what the others are forked from. What to copy includes
-        what blocks handed out before have to be rid of first. `require(request_id, count)` raises
-        unless so many blocks are free.
+        There is a table for each beam, with `num_shared` blocks that all beams share and, if
+        `num_private` is not 0, one private block each. If a part of such a last block is found,
+        only the first beam's block begins with it: the context is computed there, and the others
+        are forked from it. The copies include those that must save the content of blocks handed
+        out before. `require(request_id, count)` raises unless `count` blocks are free.
         """
         match = self.tree.match(
             root_key(request),
@@ -141,7 +141,7 @@ class BlockReuse:
         pool.share(found, beams)
         tails: list[int] = []
         begun: list[int] = []
-        if match.partial != NO_BLOCK:  # first, while what it begins with is where it was found
+        if match.partial != NO_BLOCK:  # first, while its content is still where it was found
             is_shared = len(found) < num_shared
             block = self._begin(match, beams if is_shared else 1)
             (begun if is_shared else tails).append(block)
@@ -160,15 +160,15 @@ class BlockReuse:
         return tables, num_cached, pool.take_copies()
 
     def store_context(self, sequence: BlockTables, request: LlmRequest) -> None:
-        """The context is computed: its full blocks can be found from now on."""
+        """Make the full blocks of a computed context available for reuse."""
         if sequence.request_id in self._storing:
             end = request.prompt_len - request.prompt_len % self.tree.tokens_per_block
             self._store(request, end, sequence.tables[0])
 
     def end(self, sequence: BlockTables, store: bool) -> None:
-        """The sequence ends; with `store` all of it can be found but for the newest token.
+        """End a sequence; with `store` all its content but the newest token is kept for reuse.
 
-        Of several beams the prompt: what they have in common, and what `tokens` knows of them.
+        With several beams, only the prompt is kept, which they have in common.
         """
         request = self._storing.pop(sequence.request_id, None)
         if request is None or not store:
@@ -179,24 +179,24 @@ class BlockReuse:
         if (
             request.state is _CONTEXT_INIT
             and sequence.num_cached < request.context_current_position < request.prompt_len
-        ):  # it ends between two chunks: the others are not computed
+            ):  # it ends between two chunks: later chunks are not computed
             end = min(end, request.context_current_position)
         self._store(request, end, sequence.tables[0])
 
     def make_writable(self, sequence: BlockTables, num_slots: int) -> None:
-        """Before a rewind to so many positions: the next one must not change what others read."""
+        """Prepare a rewind to `num_slots` positions: later writes must not change shared blocks."""
         index, used = divmod(num_slots, self.tree.tokens_per_block)
         if used and len(sequence.tables) == 1 and index < len(sequence.tables[0]):
             self._withdraw(sequence, [sequence.tables[0][index]], "be rewound into it")
 
     def end_sharing(self, sequence: BlockTables) -> None:
-        """The sequence grows past its window after all: it writes over what it holds."""
+        """Stop sharing for a sequence that passes its window and overwrites its blocks."""
         self._withdraw(sequence, sequence.tables[0], "pass its attention window")
         self._storing.pop(sequence.request_id, None)
         sequence.may_share = False
 
     def withdraw(self, sequence: BlockTables, sequences: Iterable[BlockTables]) -> None:
-        """Forget all blocks of a sequence, and all that follow them; `sequences`: all live ones."""
+        """Remove all blocks of a sequence, and all that follow them; `sequences`: all live ones."""
         held = {block for table in sequence.tables for block in table}
         for block in held:
             self.pool.forget(block)
@@ -205,7 +205,7 @@ class BlockReuse:
                 self._storing.pop(other.request_id, None)
 
     def clear(self) -> None:
-        """All that is stored is stale, and so is what live sequences hold."""
+        """Remove all cached content, and do not store that of live sequences: it is stale."""
         self.pool.clear()
         self._storing.clear()
 
@@ -220,7 +220,7 @@ class BlockReuse:
             whole_only=not self._options.partial,
         )
         for replaced in replaced_blocks:
-            assert host is not None  # whose blocks they are
+            assert host is not None  # only host blocks are replaced
             host.drop(replaced)
 
     def _withdraw(self, sequence: BlockTables, blocks: list[int], purpose: str) -> None:
@@ -234,7 +234,7 @@ class BlockReuse:
             self.pool.forget(block)
 
     def _begin(self, match: Match, references: int) -> int:
-        """A block with so many holders, to be written to, that begins with what was found."""
+        """Return a block with `references`, to be written to, that begins with the found part."""
         if self._can_take_over(match.partial):
             self.pool.claim(match.partial, references)
             return match.partial
@@ -251,7 +251,7 @@ class BlockReuse:
 
     @contextmanager
     def holding(self, requests: Iterable[LlmRequest]) -> Iterator[None]:
-        """Inside, nothing that one of `requests` would share is handed out to another."""
+        """Keep all blocks that `requests` would share from being handed out, inside the context."""
         lookups = self.lookups
         held = [
             node
@@ -262,13 +262,13 @@ class BlockReuse:
         self.pool.share(node.block for node in held)
         try:
             yield
-        finally:  # a node's block is another one if it moved meanwhile
+        finally:  # a node has another block if it was moved meanwhile
             self.pool.release(node.block for node in reversed(held))
 
-    # Proof --------------------------------------------------------------------------------------
+    # Consistency --------------------------------------------------------------------------------
 
     def problem(self, sequences: Iterable[BlockTables]) -> str | None:
-        """The first contradiction between the tree and what sequences hold."""
+        """Return the first contradiction between the tree and the sequences' block tables."""
         problem = self.tree.problem()
         host = self.pool.host
         if problem is None and host is not None:

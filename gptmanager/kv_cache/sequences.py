@@ -1,7 +1,7 @@
 """`KvSequences`: which sequence holds which block, from its first chunk to its end.
 
-Decides by counting alone: it knows no tensor, no clock, no policy, and never waits. What it hands
-out are block ids; the pool's memory and the order of access to it are the executor's.
+Decides by counting alone, without tensors, clocks and policies, and never waits. It hands out block
+ids; the executor owns the pool's memory and orders the accesses to it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 class KvSequences:
     """The block tables of `live` sequences, by request id, and the `pool` of their blocks.
 
-    Its methods are those of `KvCacheManager`, which tells what they do. What cannot be had raises
-    and leaves no change; an unknown id is a ValueError.
+    Its methods are those of `KvCacheManager`, which documents them. A call that cannot be satisfied
+    raises and changes nothing; an unknown id is a ValueError.
     """
 
     __slots__ = ("live", "needs", "num_blocks", "pool", "reuse")
@@ -34,7 +34,7 @@ class KvSequences:
         self.pool = BlockPool(num_blocks) if reuse is None else reuse.pool
         self.live: dict[int, BlockTables] = {}
 
-    # What sequences do ----------------------------------------------------------------------
+    # Changes of sequences -------------------------------------------------------------------
 
     def add_sequence(self, request: LlmRequest) -> tuple[BlockCopy, ...]:
         request_id, beam_width = request.request_id, request.beam_width
@@ -136,7 +136,7 @@ class KvSequences:
         if self.reuse is not None:
             self.reuse.clear()
 
-    # What is held ---------------------------------------------------------------------------
+    # Blocks held ----------------------------------------------------------------------------
 
     def block_ids(self, request_id: int) -> list[list[int]]:
         return [table.copy() for table in self._sequence(request_id).tables]
@@ -167,7 +167,7 @@ class KvSequences:
             host_used=counts.cached_host_blocks,
         )
 
-    # Inside ---------------------------------------------------------------------------------
+    # Private --------------------------------------------------------------------------------
 
     def _add_reusing(
         self, reuse: BlockReuse, request: LlmRequest, shared: int, private: int
@@ -205,7 +205,7 @@ class KvSequences:
             sequence.grows_at = sequence.num_slots
         elif length < self.needs.max_table_length:
             sequence.grows_at = length * self.needs.tokens_per_block
-        else:  # what others may share must not be written over as the window moves on
+        else:  # shared blocks must not be overwritten when the window moves on
             sequence.grows_at = self.needs.max_slots if sequence.may_share else NEVER
         sequence.remaining_blocks = max(0, sequence.total_blocks - length)
 

@@ -1,7 +1,7 @@
-"""The accounts of a KV cache as data, and an empty cache brought to them.
+"""The accounts of a KV cache as data, and how an empty cache is restored from them.
 
-What follows from something else is not in the data: counts of references follow from the tables,
-lookups from the tree. Whatever the data say, the accounts are proved before anybody works on them.
+Derived values are not in the data: reference counts follow from the tables, lookups from the tree.
+Restored accounts are always checked before they are used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Salt = bool | int | str | None
 
 
 class SequenceState(NamedTuple):
-    """See `BlockTables`."""
+    """The state of a `BlockTables`."""
 
     request_id: int
     num_slots: int
@@ -39,7 +39,7 @@ _read_sequence = attrgetter(*SequenceState._fields)
 
 
 class RootState(NamedTuple):
-    """The key that blocks below a root share; `digest`: that of a request's own embeddings."""
+    """The key of a root, which all blocks below share; `digest`: that of a request's embeddings."""
 
     adapter_key: int | str | None = None
     salt: Salt = None
@@ -47,7 +47,7 @@ class RootState(NamedTuple):
 
 
 class CachedBlockState(NamedTuple):
-    """A cached block. `parent`: its number among those before it, or, below 0, ~ that of a root."""
+    """A cached block. `parent`: index of an earlier node, or, if negative, ~ that of a root."""
 
     parent: int
     block: int
@@ -56,7 +56,7 @@ class CachedBlockState(NamedTuple):
 
 
 class HostState(NamedTuple):
-    """Blocks of the host tier in their orders; see `HostTier`."""
+    """The blocks of the host tier, in order; see `HostTier`."""
 
     free: tuple[int, ...]
     evictable: tuple[int, ...]
@@ -65,7 +65,7 @@ class HostState(NamedTuple):
 
 
 class ReuseState(NamedTuple):
-    """`storing`: requests whose content may be stored; `copies`: still to be taken."""
+    """`storing`: requests with content that may be stored; `copies`: not yet taken."""
 
     roots: tuple[RootState, ...]
     nodes: tuple[CachedBlockState, ...]
@@ -98,9 +98,9 @@ def kv_cache_state(kv_cache: KvCacheManager) -> KvCacheState:
 def restore_kv_cache(
     kv_cache: KvCacheManager, state: KvCacheState, requests: Mapping[int, LlmRequest]
 ) -> None:
-    """Bring an empty cache to `state`; `requests` are those that hold blocks.
+    """Restore an empty cache to `state`; `requests` are those that hold blocks.
 
-    Raises LedgerError if the accounts would not prove right.
+    Raises LedgerError if the restored accounts are inconsistent.
     """
     sequences = kv_cache._sequences
     pool, reuse = sequences.pool, sequences.reuse
@@ -183,7 +183,7 @@ def _restore_host(host: HostTier, state: HostState) -> None:
 
 
 def _tree_state(tree: PrefixTree) -> tuple[tuple[RootState, ...], tuple[CachedBlockState, ...]]:
-    """The nodes level by level, so that each comes after its parent and in its parent's order."""
+    """Return the nodes level by level: each after its parent, and in its parent's order."""
     roots = []
     nodes: list[CachedBlockState] = []
     level: list[tuple[int, Node]] = []
@@ -202,7 +202,7 @@ def _tree_state(tree: PrefixTree) -> tuple[tuple[RootState, ...], tuple[CachedBl
 
 
 def _restore_tree(tree: PrefixTree, state: ReuseState, end: int) -> None:
-    """`end`: of the numbers of blocks."""
+    """Restore a tree; block numbers must be less than `end`."""
     roots = [Node(NO_BLOCK, (), None, _root_key(root)) for root in state.roots]
     tree._roots.update((root.root_key, root) for root in roots)
     nodes: list[Node] = []
@@ -225,7 +225,7 @@ def _restore_tree(tree: PrefixTree, state: ReuseState, end: int) -> None:
 
 
 def _root_state(key: Any) -> RootState:
-    """`key`: of `lookups.key_of`; the tree takes any."""
+    """Return the state of a root; `key` is a result of `lookups.key_of`."""
     adapter_key, _, salt = key
     return RootState(adapter_key, *(salt if isinstance(salt, tuple) else (salt, None)))
 
@@ -236,11 +236,11 @@ def _root_key(root: RootState) -> Hashable:
 
 
 def _check_blocks(blocks: Iterable[int], first: int, end: int) -> None:
-    """Each is one of the blocks `first..end - 1`, and none comes twice."""
+    """Raise unless all blocks are within `first..end - 1`, and none is there twice."""
     blocks = list(blocks)
     if blocks and not first <= min(blocks) <= max(blocks) < end:
         raise LedgerError(
             f"blocks {min(blocks)} to {max(blocks)} are not within {first}..{end - 1}"
         )
     if len(set(blocks)) != len(blocks):
-        raise LedgerError("a block stands twice where it may stand once")
+        raise LedgerError("a block occurs twice in a list of distinct blocks")

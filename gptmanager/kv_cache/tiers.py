@@ -1,7 +1,7 @@
-"""`CachingBlockPool`: free blocks keep what they hold, and it goes to the host tier as they go.
+"""`CachingBlockPool`: free blocks keep their content, which is moved to the host tier on eviction.
 
-Decides which cached content is lost when blocks are short. Knows nothing of requests, nor of what
-copying costs: it is told from how many tokens on it is worth while.
+Decides which cached content is lost when blocks are short. Knows nothing of requests, nor of the
+cost of copies: the number of tokens that is worth a copy is passed in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
 class HostCounts(NamedTuple):
     """Blocks of the host tier now, and those copied out of and back into the pool since the start.
 
-    A beginning that is copied out of a host block counts as onboarded, and stays.
+    Copying the beginning of a host block counts as onboarded, although the host block stays.
     """
 
     total_blocks: int = 0
@@ -30,11 +30,11 @@ class HostCounts(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class HostTier:
-    """Blocks `first..first + num_blocks - 1`, for cached content that the pool has no room for.
+    """Blocks `first..first + num_blocks - 1`, for cached content evicted from the pool.
 
-    `evictable`: those in use that nobody is about to read, the least recently used first; `queue`
-    tells which of them goes first. What has fewer than `min_tokens`, or a priority below
-    `min_priority`, does not come here.
+    `evictable`: used blocks that are not about to be read, least recently used first; `queue`
+    decides which of them is evicted first. Content of fewer than `min_tokens` tokens, or a priority
+    below `min_priority`, is not stored here.
     """
 
     tree: InitVar[PrefixTree]
@@ -63,7 +63,7 @@ class HostTier:
             self.drop(block)
 
     def problem(self, cached: set[int]) -> str | None:
-        """The first contradiction, given the host blocks that hold something cached."""
+        """Return the first contradiction, given the host blocks with cached content."""
         if set(self.evictable) != cached:
             return f"host blocks {sorted(cached ^ set(self.evictable))} are cached, or evictable"
         if not cached.isdisjoint(self.free):
@@ -74,17 +74,17 @@ class HostTier:
 
 
 class CachingBlockPool(BlockPool):
-    """Free blocks keep what they hold until they are handed out.
+    """A pool in which free blocks keep their content until they are handed out.
 
-    First come those that hold nothing to be found, then those of the lowest priority, of these the
-    least recently freed; leaves of the tree before their parents, whatever their priorities. A
-    block with held ones behind it goes only when there is no other.
+    Blocks without cached content are handed out first, then those of the lowest priority, among
+    these the least recently freed; leaves of the tree before their parents, whatever their
+    priorities. A block with held blocks after it in the tree is handed out only if no other is
+    free.
 
-    What a block that goes held moves to a host block, if the tier takes it: to a free one, or one
-    that holds a leaf of the tree there: of the lowest priority, but no higher than its own, the
-    least recently used. It is lost if there is none. `copies` are those that the device must make,
-    in order, before anything is written. `ref_counts` of a host block: those who are about to read
-    it.
+    The content of a block that is handed out moves to the host tier, if the tier accepts it: to a
+    free block, or to the least recently used block with a leaf of the tree of the lowest priority,
+    if that is not higher. Otherwise it is lost. `copies`: those that the device must make, in
+    order, before anything is written. `ref_counts` of a host block: number of pending reads.
     """
 
     __slots__ = ("copies", "host", "queue", "tree")
@@ -104,7 +104,7 @@ class CachingBlockPool(BlockPool):
         may_go = self.tree.is_leaf if self.host is None else self.tree.ends_primary
         for _ in range(count):
             block = self._first(self.queue, may_go)
-            if block is None:  # the caller knows that enough are free
+            if block is None:  # the caller ensures that enough are free
                 block = min(self.free, key=self.tree.priority)
             if self.host is not None:
                 self._offload(block, self.host)
@@ -113,13 +113,13 @@ class CachingBlockPool(BlockPool):
         return blocks
 
     def claim(self, block: int, references: int = 1) -> None:
-        """Take this free block to write to it."""
+        """Take a free block to write to it."""
         del self.free[block]
         self.forget(block)
         self.ref_counts[block] = references
 
     def share(self, blocks: Iterable[int], references: int = 1) -> None:
-        """Add `references` holders to each block; a block may be free before."""
+        """Add `references` holders to each block, which may be free."""
         ref_counts = self.ref_counts
         for block in blocks:
             if not ref_counts[block]:
@@ -142,11 +142,11 @@ class CachingBlockPool(BlockPool):
                 self.queue.add(gone)
 
     def onboard(self, block: int) -> int:
-        """The primary block that a host block which the caller shares moves to, with its holders.
+        """Move a host block, which the caller shares, and its holders to a pool block; return it.
 
-        The caller knows that one is free.
+        The caller ensures that a block is free.
         """
-        assert self.host is not None  # whose block it is
+        assert self.host is not None  # it has the block
         new = self.take(1)[0]
         self.copies.append(BlockCopy(block, new, self.tree.num_tokens(block)))
         self.tree.move(block, new)
@@ -156,13 +156,13 @@ class CachingBlockPool(BlockPool):
         return new
 
     def copy_beginning(self, block: int, num_tokens: int, references: int = 1) -> int:
-        """A block for the caller to write to that begins as a cached one does."""
+        """Return a block for the caller to write to, with the beginning of a cached block."""
         if self.host is None or block < self.num_blocks:
             new = self.take(1, references)[0]
             if new != block:
                 self.copies.append(BlockCopy(block, new, num_tokens))
             return new
-        self.share([block])  # the tier must not give it away meanwhile
+        self.share([block])  # keeps the host block from being evicted meanwhile
         new = self.take(1, references)[0]
         self.copies.append(BlockCopy(block, new, num_tokens))
         self.release([block])
@@ -170,7 +170,7 @@ class CachingBlockPool(BlockPool):
         return new
 
     def clear(self) -> None:
-        """Nothing is cached any more."""
+        """Drop all cached content."""
         self.tree.clear()
         if self.host is not None:
             self.host.clear()

@@ -674,13 +674,13 @@ def spoiled(spoil: Callable[[KvCacheManager], object]) -> KvCacheManager:
         ),
         (lambda kv: kv._sequences.live[1].tables[0].pop(), "beam 0 of request 1 holds 2 .*block 1"),
         (lambda kv: kv._sequences.live[1].tables[0].clear(), "request 1 holds 0 .*has none"),
-        (lambda kv: kv._sequences.live[1].tables[0].__setitem__(0, 1), "block 1 stands twice .*1"),
+        (lambda kv: kv._sequences.live[1].tables[0].__setitem__(0, 1), "block 1 is twice .*1"),
         (
             lambda kv: (
                 kv._sequences.live[2].tables[1].__setitem__(1, kv._sequences.live[2].tables[0][1]),
                 kv._sequences.pool.ref_counts.__setitem__(kv._sequences.live[2].tables[0][1], 2),
             ),
-            "block 4, which beam 0 of request 2 is writing to, stands in 2 tables",
+            "block 4, which beam 0 of request 2 is writing to, is in 2 tables",
         ),
     ],
 )
