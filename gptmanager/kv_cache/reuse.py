@@ -179,7 +179,7 @@ class BlockReuse:
         if (
             request.state is _CONTEXT_INIT
             and sequence.num_cached < request.context_current_position < request.prompt_len
-            ):  # it ends between two chunks: later chunks are not computed
+        ):  # it ends between two chunks: later chunks are not computed
             end = min(end, request.context_current_position)
         self._store(request, end, sequence.tables[0])
 

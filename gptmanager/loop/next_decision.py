@@ -14,7 +14,7 @@ from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.adapter_state import copied_adapters
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
-from gptmanager.scheduler.waiting import Wait, told_by
+from gptmanager.scheduler.waiting import Wait, reported_waits
 
 _PREPARING = LlmRequestState.PREPARING
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -65,7 +65,7 @@ class NextDecision:
         ready = [request for request in self.active if request.state is not _PREPARING]
         if loop.table.num_serial:
             ready = [*_with_drafts(ready, in_flight)]
-        return told_by(loop.scheduler, ready, in_flight)
+        return reported_waits(loop.scheduler, ready, in_flight)
 
 
 def _with_drafts(

@@ -23,7 +23,7 @@ from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.peft_cache import PeftCacheReport
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.llm_request import LlmRequestState
-from gptmanager.scheduler.waiting import Wait, WaitReason, untold
+from gptmanager.scheduler.waiting import Wait, WaitReason, unreported_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,9 @@ def _reason(
     if waits is None:
         kv_cache = loop.allocator.kv_cache
         needed = kv_cache.get_remaining_blocks_to_completion(request)
-        text = untold(type(loop.scheduler).__name__, needed, kv_cache.get_num_free_blocks())
+        text = unreported_wait(
+            type(loop.scheduler).__name__, needed, kv_cache.get_num_free_blocks()
+        )
         return "not_chosen", _NO_WAIT, f"waits {text}"
     wait = waits.get(request.request_id)
     if wait is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from gptmanager.picture.trace import Reason
 from gptmanager.request.llm_request import RequestList
 from gptmanager.scheduler.simple import RequestScheduler, SchedulerOutput
-from gptmanager.scheduler.waiting import Wait, WaitReason, told_by
+from gptmanager.scheduler.waiting import Wait, WaitReason, reported_waits
 
 _REASONS = {
     WaitReason.BATCH_FULL: Reason.BATCH,
@@ -37,13 +37,13 @@ class ToldWaits(RequestScheduler):
         self, active_requests: RequestList, inflight_request_ids: Set[int]
     ) -> SchedulerOutput:
         self.num_asked += len(active_requests)
-        self._waits = told_by(self._scheduler, [*active_requests], inflight_request_ids)
+        self._waits = reported_waits(self._scheduler, [*active_requests], inflight_request_ids)
         return self._scheduler.schedule_request(active_requests, inflight_request_ids)
 
     def why_waiting(
         self, active_requests: RequestList, inflight_request_ids: Set[int]
     ) -> Mapping[int, Wait] | None:
-        return told_by(self._scheduler, active_requests, inflight_request_ids)
+        return reported_waits(self._scheduler, active_requests, inflight_request_ids)
 
     def take(self) -> Mapping[int, Wait]:
         """The waits of the last decision, by request id; empty if it was taken, or nobody told."""

@@ -1,6 +1,6 @@
-"""Pages of LoRA adapters: whether those of the requests of one pass fit together.
+"""Pages of LoRA adapters: whether the adapters of the requests of one pass fit together.
 
-Knows nothing of what an adapter is, nor of which of them are loaded.
+Knows nothing of adapters' contents, nor of which adapters are loaded.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ class PeftCacheManager(Protocol):
     """The interface of an adapter cache for capacity schedulers. All counts are in pages."""
 
     def get_max_device_pages(self) -> int:
-        """Pages of the whole cache."""
+        """Return the number of pages in the whole cache."""
 
     def determine_num_pages(self, lora_task_id: int) -> int:
-        """Pages that one adapter takes, however many requests share it."""
+        """Return the pages that one adapter takes, independent of how many requests share it."""
 
 
 class AdapterPages:
-    """The adapter pages of one pass. An adapter counts once; without a cache none counts."""
+    """The adapter pages of one pass. An adapter counts once; without a cache all fit."""
 
     __slots__ = ("_free", "_peft_cache_manager", "_task_ids")
 
     def __init__(
         self, peft_cache_manager: PeftCacheManager | None, running: Iterable[LlmRequest] = ()
     ) -> None:
-        """`running` requests have their pages whether they fit or not."""
+        """`running` requests already hold their adapters' pages, even beyond the limit."""
         self._peft_cache_manager = peft_cache_manager
         self._task_ids: set[int] = set()
         self._free = 0
@@ -40,7 +40,7 @@ class AdapterPages:
             self._free = peft_cache_manager.get_max_device_pages() - claimed
 
     def take(self, task_id: int) -> bool:
-        """Whether the adapter's pages fit; then they are taken."""
+        """Take the adapter's pages if they fit; return whether they do."""
         if self._peft_cache_manager is None or task_id in self._task_ids:
             return True
         num_pages = self._peft_cache_manager.determine_num_pages(task_id)
@@ -51,8 +51,8 @@ class AdapterPages:
         return True
 
     def wait(self, task_id: int | None, taken: RequestList) -> Wait:
-        """The wait of one whose adapter's pages did not fit beside those of `taken`."""
+        """Return the wait of a request if its adapter did not fit next to those of `taken`."""
         cache = self._peft_cache_manager
-        assert cache is not None and task_id is not None  # `take` has refused it
+        assert cache is not None and task_id is not None  # `take` has returned False
         needed, total = cache.determine_num_pages(task_id), cache.get_max_device_pages()
         return lacking(WaitReason.ADAPTER_PAGES, needed, total, self._free, taken)

@@ -1,6 +1,6 @@
-"""`BulkCounts`: the needs of many requests in one call, from whatever KV cache there is.
+"""`BulkCounts`: the needs of many requests in one call, for any KV cache manager.
 
-Decides nothing. The numbers are those that the KV cache manager gives of one request.
+Makes no decisions. The numbers are those that the KV cache manager returns for single requests.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ class BulkCounts(Protocol):
     """Counts in blocks, over many requests. `KvCacheManager` has all four.
 
     A host's own KV cache manager may have some of them or none: a missing sum is added up request
-    by request, a missing bound takes a short cut away. Decisions are the same without them.
+    by request, a missing bound disables a short cut. Decisions are the same without them.
     """
 
     def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """The sum of `get_remaining_blocks_to_completion`."""
+        """Return the sum of `get_remaining_blocks_to_completion`."""
 
     def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """No less than that sum."""
+        """Return an upper bound of that sum."""
         return _UNKNOWN
 
     def sum_needed_blocks_one_step(
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
     ) -> int:
-        """The sum of `get_needed_blocks_one_step` over generating requests."""
+        """Return the sum of `get_needed_blocks_one_step` over generating requests."""
 
     def most_blocks_one_step(
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
     ) -> int:
-        """No less than the sum of `get_needed_blocks_one_step` over any requests."""
+        """Return an upper bound of the sum of `get_needed_blocks_one_step` over any requests."""
         return _UNKNOWN
 
 
 def bulk_counts(kv_cache_manager: Any) -> BulkCounts:
-    """The bulk counts of any object that schedulers take as their KV cache manager."""
+    """Return the bulk counts of any object that schedulers accept as their KV cache manager."""
     if isinstance(kv_cache_manager, KvCacheManager):
         return kv_cache_manager
     return _CountsInPart(kv_cache_manager)

@@ -1,8 +1,8 @@
 """Which active requests get memory in an iteration.
 
-Decides from states, block counts and adapter pages alone. Knows nothing of token budgets, of
-chunks to run, or of batches in flight (`micro_batch` decides those), and allocates nothing: it
-compares what the KV cache manager says that a request needs with what is free.
+Decides only from states, block counts and adapter pages. Knows nothing of token budgets, of chunks
+to run, or of batches in flight (`micro_batch` decides those), and allocates nothing: it compares
+the needs of requests, according to the KV cache manager, with the free blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
 class CapacityScheduler(ABC):
-    """A policy: which of the active requests get memory now. Subclass it to write another one."""
+    """A policy that decides which active requests get memory. Subclass it to write your own."""
 
     # a request is schedulable if no_schedule_until_state <= state < no_schedule_after_state
     no_schedule_until_state: ClassVar[LlmRequestState] = LlmRequestState.CONTEXT_INIT
@@ -44,26 +44,26 @@ class CapacityScheduler(ABC):
 
     @abstractmethod
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
-        """The fitting requests and the requests to pause, each in the order of the decision.
+        """Return the fitting requests and the requests to pause, each in the order of the decision.
 
-        `active_requests` stands in scheduling order, highest rank first, and is not changed.
+        `active_requests` are in scheduling order, highest rank first, and not changed.
         """
 
     def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
-        """Why `schedule_request` would now leave requests out, by id; None: it does not tell.
+        """Return by id why `schedule_request` would now leave requests out; None: not supported.
 
         Changes nothing that a decision reads.
         """
         return None
 
     def schedulable(self, active_requests: RequestList) -> RequestList:
-        """The requests whose state permits scheduling, in order."""
+        """Return the requests with a state that permits scheduling, in order."""
         states = _states(self.no_schedule_until_state, self.no_schedule_after_state)
         return [request for request in active_requests if request.state in states]
 
 
 class MaxRequestsScheduler(CapacityScheduler):
-    """The first `max_num_requests` schedulable requests: for models without a KV cache."""
+    """Takes the first `max_num_requests` schedulable requests: for models without a KV cache."""
 
     def __init__(self, max_num_requests: int) -> None:
         self.max_num_requests = at_least(1, "max_num_requests", max_num_requests)
@@ -79,7 +79,7 @@ class MaxRequestsScheduler(CapacityScheduler):
 
 @dataclass(eq=False, repr=False)
 class KvCapacityScheduler(CapacityScheduler):
-    """The base of policies over a KV cache, and their constructor's arguments."""
+    """Base class of policies over a KV cache, with their constructor's arguments."""
 
     max_num_requests: int
     kv_cache_manager: KvCacheManager
@@ -105,7 +105,7 @@ class KvCapacityScheduler(CapacityScheduler):
 
     def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
         if type(self).schedule_request is not KvCapacityScheduler.schedule_request:
-            return None  # another decision than this class's
+            return None  # a subclass overrides the decision
         waits = Waits()
         self._decide(active_requests, waits)
         return traced(waits)
@@ -114,22 +114,22 @@ class KvCapacityScheduler(CapacityScheduler):
     def _decide(
         self, active_requests: RequestList, waits: Waits | None = None
     ) -> tuple[RequestList, RequestList]:
-        """The decision; `waits` is told of those that it leaves out."""
+        """Decide, and record in `waits` why requests are left out."""
 
 
 @dataclass(eq=False, repr=False)
 class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     """A request starts only when the blocks of its whole life are free, and is never paused.
 
-    Generating requests are always taken and reserve what they may still need. Then contexts are
-    taken in order; the first whose blocks are not there stops admission, so that a large request
-    is not overtaken for ever. One whose adapter does not fit is passed over alone, and so is one
-    that soon finds in the cache what another is about to compute. A whole life covers any number
-    of steps: `two_step_lookahead` changes nothing.
+    Generating requests are always taken and reserve the blocks that they may still need. Then
+    contexts are taken in order. The first context without enough blocks stops admission, so that a
+    large request is not overtaken forever. A request is passed over without stopping admission if
+    its adapter does not fit, or if another request is about to compute blocks that it can reuse. A
+    whole life covers any number of steps, so `two_step_lookahead` has no effect.
 
-    A guard, off by default. `started_contexts_first`: contexts that have run some chunks are taken
-    before those that have not begun. Otherwise a newcomer of higher rank may stop admission in
-    front of one that holds blocks half-run, and neither ever gets what it needs.
+    `started_contexts_first`, off by default: contexts that have run some chunks are taken before
+    those that have not started. Otherwise a new request of higher rank may stop admission before a
+    partly computed context that holds blocks, and both wait for each other forever.
     """
 
     _: KW_ONLY
@@ -152,7 +152,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
         return fitting, []
 
     def _running(self, schedulable: RequestList) -> RequestList:
-        """The generating requests, as many as may run."""
+        """Return the generating requests that may run."""
         running = [
             request
             for request in schedulable
@@ -167,7 +167,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
         delay: ReuseDelay | None,
         waits: Waits | None = None,
     ) -> None:
-        """Append to `fitting`, which holds the running requests, the contexts that fit beside."""
+        """Append to `fitting`, the running requests, the contexts that fit in addition."""
         max_num_requests = self.max_num_requests
         needed_to_completion = self.kv_cache_manager.get_remaining_blocks_to_completion
         free_blocks = _unreserved_blocks(self.kv_cache_manager, fitting)
@@ -213,14 +213,14 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     def _all_that_fit_by_any_count(
         self, schedulable: RequestList, num_running: int, free_blocks: int
     ) -> RequestList:
-        """The contexts, if all of them fit, however little they find and share; else nothing.
+        """Return the contexts if an upper bound of their needs fits, without reuse; else none.
 
-        The walk would take them one by one; where much is free that is all it does.
+        The result is that of the walk, faster if many blocks are free.
         """
         bound = bulk_counts(self.kv_cache_manager).most_blocks_to_completion
         first = next((r for r in schedulable if r.state is _CONTEXT_INIT), None)
         if first is None or bound([first]) > free_blocks:
-            return []  # mostly because the first does not fit: the others are not looked at
+            return []  # in most cases the first one does not fit: skip the others
         contexts = [request for request in schedulable if request.state is _CONTEXT_INIT]
         if (
             num_running + len(contexts) > self.max_num_requests
@@ -234,7 +234,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
 class StaticBatchScheduler(GuaranteedNoEvictScheduler):
     """GUARANTEED_NO_EVICT with whole batches: a batch is filled only when the last one has ended.
 
-    No request waits for blocks that another is about to compute.
+    Requests do not wait for blocks that others are about to compute.
     """
 
     def _decide(
@@ -251,13 +251,13 @@ class StaticBatchScheduler(GuaranteedNoEvictScheduler):
 
 
 def _unreserved_blocks(kv_cache_manager: KvCacheManager, running: RequestList) -> int:
-    """Free blocks less what the running requests may still need."""
+    """Return the free blocks minus those that the running requests may still need."""
     reserved = bulk_counts(kv_cache_manager).sum_remaining_blocks_to_completion(running)
     return kv_cache_manager.get_num_free_blocks() - reserved
 
 
 @functools.cache
 def _states(first: LlmRequestState, end: LlmRequestState) -> tuple[LlmRequestState, ...]:
-    """first <= state < end; frequent ones first, as identity decides membership where it holds."""
+    """Return the states first <= state < end; frequent ones first, where `in` finds them faster."""
     members = (_IN_PROGRESS, _CONTEXT_INIT, _TO_COMPLETE, *LlmRequestState)
     return tuple(dict.fromkeys(state for state in members if first <= state < end))

@@ -1,8 +1,8 @@
 """How contexts share the tokens of a step: `context_chunk_size`, then the drafts at their ends.
 
-Each function writes what it decides into the requests. `room`: tokens that are left, `unit`: what
-sizes are multiples of, `longest`: the most tokens of one context. `prefix`: reusable tokens make
-the beginning of a context free, instead of moving its chunk on.
+Each function writes its decision to the requests. `room`: number of tokens left. `unit`: sizes are
+multiples of it. `longest`: maximum tokens of one context. `prefix`: reusable tokens make the
+beginning of a context free, instead of moving the start of its chunk.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ UNLIMITED = 1 << 62  # in requests or tokens
 
 
 def share_equally(requests: RequestList, room: int, unit: int, longest: int, prefix: bool) -> None:
-    """Rounds of one unit each. Who cannot grow once never can again, and leaves the rounds."""
+    """Give one unit each in rounds. A context that cannot grow in a round drops out of the rest."""
     sizes = [0] * len(requests)
     lengths = [r.prompt_len - r.context_current_position for r in requests]
     credits = [r.estimated_reusable_tokens and credit_of(r) for r in requests]
     growing = list(range(len(requests)))
-    size = charged = 0  # all that grow are equally large
+    size = charged = 0  # all growing contexts have the same size
     while growing and charged < room:
         grown, next_size = [], size + unit
         for index in growing:
@@ -43,7 +43,7 @@ def share_equally(requests: RequestList, room: int, unit: int, longest: int, pre
 
 
 def serve_in_order(requests: RequestList, room: int, unit: int, longest: int, prefix: bool) -> None:
-    """Each in order takes what it can; what rounding down leaves goes to the next."""
+    """Give each context in order as much as possible; tokens lost to rounding go on to the next."""
     for request in requests:
         remaining = request.prompt_len - request.context_current_position
         credit = credit_of(request) if request.estimated_reusable_tokens else 0
@@ -56,13 +56,13 @@ def serve_in_order(requests: RequestList, room: int, unit: int, longest: int, pr
             size = longest
         if size < remaining:
             size -= size % unit
-        if request.context_chunk_size != size:  # most that wait keep their 0
+        if request.context_chunk_size != size:  # most waiting requests keep their 0
             request.context_chunk_size = size
         room -= size if size < cost else cost
 
 
 def share_units(requests: RequestList, room: int, unit: int) -> None:
-    """One unit each, or nothing; reusable tokens give no credit here."""
+    """Give each context one unit or nothing; reusable tokens do not count here."""
     for request in requests:
         size = min(request.context_remaining_length, unit)
         request.context_chunk_size = size = size if size <= room else 0
@@ -70,7 +70,7 @@ def share_units(requests: RequestList, room: int, unit: int) -> None:
 
 
 def trim_drafts(requests: RequestList, room: int, unit: int, longest: int, reserves: bool) -> None:
-    """Drafts behind a last chunk must not open a unit, nor pass a limit."""
+    """Trim drafts after a last chunk, so that they need no further unit and exceed no limit."""
     if not any(request.num_draft_tokens for request in requests):
         return
     for request in requests:
@@ -86,14 +86,14 @@ def trim_drafts(requests: RequestList, room: int, unit: int, longest: int, reser
 
 
 def first_credit(request: LlmRequest) -> int:
-    """Reusable tokens of a context whose first chunk is still to come."""
+    """Return the reusable tokens of a context without a first chunk yet; 0 for others."""
     if not request.is_first_context_chunk:
         return 0
     return min(request.estimated_reusable_tokens, request.context_remaining_length)
 
 
 def credit_of(request: LlmRequest) -> int:
-    """Tokens at the beginning of the context that need no computation, while nothing of it ran."""
+    """Return the first tokens of a context that need no computation; 0 once it has started."""
     if request.context_current_position:
         return 0
     return min(request.estimated_reusable_tokens, request.prompt_len)

@@ -1,6 +1,6 @@
-"""MAX_UTILIZATION: who gets memory where requests may be paused for others.
+"""MAX_UTILIZATION: which requests get memory if requests may be paused for others.
 
-Decides by what the next step alone needs. Knows nothing of token budgets, of chunks to run, or of
+Decides only by the needs of the next step. Knows nothing of token budgets, of chunks to run, or of
 batches in flight, and allocates nothing.
 """
 
@@ -25,20 +25,20 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 class MaxUtilizationScheduler(KvCapacityScheduler):
     """A request is taken when the blocks of its next step are free; others are paused for it.
 
-    On a misfit the last started request, from the end of the list back to the misfit itself, is
-    paused, and the walk then ends before it. Requests taken earlier in the walk are safe. A context
-    that soon finds in the cache what another is about to compute is passed over; so is one that
-    is tried again after a pause, since it meets its own record.
-    `cross_kv_cache_manager` is not consulted.
+    If a request does not fit, the last started request, from the end of the list back to this
+    request itself, is paused, and the walk then ends before it. Requests taken earlier in the walk
+    are never paused. A context is passed over if another request is about to compute blocks that it
+    can reuse; also a context that is tried again after a pause, because its own prefix is recorded
+    already. `cross_kv_cache_manager` is not consulted.
 
-    Three guards against thrash, off by default. `max_pauses`: a request paused that often is
-    exempt; it is paused again only if a started request cannot go on otherwise and there is no
-    other victim. `resume_headroom_blocks`: beside others, a paused request starts again only if so
-    many blocks stay free, and pauses nobody for them. `start_headroom_steps`: beside others, a
-    request starts, again or for the first time, only if it and those taken could go on for so many
-    steps, or to their ends, before a block is lacking; but a first start may still pause requests
-    of lower rank. Under the guards started requests behind a victim or a misfit are still walked,
-    but nothing new starts there.
+    Three guards against thrashing, off by default. `max_pauses`: a request that was paused this
+    often is paused again only if a started request cannot continue otherwise and there is no other
+    victim. `resume_headroom_blocks`: while others run, a paused request starts again only if this
+    number of blocks stays free, and no request is paused for them. `start_headroom_steps`: while
+    others run, a request starts, again or for the first time, only if all requests taken could
+    continue for this number of steps, or to their ends, without lacking a block; but a first start
+    may still pause requests of lower rank. With the guards, started requests after a victim or a
+    misfit are still considered, but nothing new starts there.
     """
 
     _: KW_ONLY
@@ -66,9 +66,9 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         return _PausingWalk(self, walk, fitting, blocks, delay, waits).decide()
 
     def _generating_first(self, walk: RequestList) -> tuple[RequestList, int]:
-        """The generating requests at the head of `walk`, and their blocks, if all of them fit.
+        """Return the generating requests at the head of `walk`, and their blocks, if all fit.
 
-        The walk would take them one by one; mostly that is all it does.
+        The result is that of the walk, faster in the most frequent case.
         """
         end = 0
         for request in walk:
@@ -83,9 +83,9 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         return [], 0
 
     def _rest_fits(self, walk: RequestList, num_taken: int, blocks: int) -> bool:
-        """Whether all behind the first `num_taken`, which take `blocks`, fit by any count.
+        """Return whether an upper bound of the needs of all after the first `num_taken` fits.
 
-        The walk would take them one by one; where much is free that is all it does.
+        `blocks` are those of the first. The result is that of the walk, faster if many are free.
         """
         manager, lookahead = self.kv_cache_manager, self.two_step_lookahead
         bound = bulk_counts(manager).most_blocks_one_step
@@ -93,7 +93,7 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
             return False
         has_free_blocks = manager.scheduling_has_free_blocks
         if not has_free_blocks(blocks + bound([walk[num_taken]], lookahead)):
-            return False  # mostly: the others are not looked at
+            return False  # in most cases: skip the others
         rest = walk[num_taken:]
         headroom = self.resume_headroom_blocks
         if self.start_headroom_steps:
@@ -106,10 +106,10 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
 
 @dataclass(slots=True, eq=False)
 class _PausingWalk:
-    """Walks down `walk`, which it cuts short where requests are paused for others.
+    """Walks down `walk`, and truncates it when a request is paused.
 
-    `fitting`, the head of the walk, are taken already, with `blocks`. `waits`, if there are any,
-    are told of those that are left out.
+    `fitting`, the head of the walk, are taken already, with `blocks`. `waits`, unless None, records
+    why requests are left out.
     """
 
     policy: MaxUtilizationScheduler
@@ -122,9 +122,9 @@ class _PausingWalk:
     _pages: AdapterPages = field(init=False)
     _index: int = field(init=False)
     _paused: RequestList = field(default_factory=list)
-    _preempting: LlmRequest | None = None  # whom others have been paused for
+    _preempting: LlmRequest | None = None  # the request that others were paused for last
     _misfits: list[tuple[LlmRequest, Wait, RequestList]] = field(default_factory=list)
-    _growth: int = 0  # blocks, of the first `_num_grown` of those fitting
+    _growth: int = 0  # blocks, of the first `_num_grown` fitting requests
     _num_grown: int = 0
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class _PausingWalk:
         self._index = len(self.fitting)
 
     def decide(self) -> tuple[RequestList, RequestList]:
-        """The fitting requests and the paused."""
+        """Return the fitting and the paused requests."""
         policy, walk, fitting, delay = self.policy, self.walk, self.fitting, self.delay
         needed_one_step = policy.kv_cache_manager.get_needed_blocks_one_step
         has_free_blocks = policy.kv_cache_manager.scheduling_has_free_blocks
@@ -144,7 +144,7 @@ class _PausingWalk:
                 self._skip(request, delay)
                 continue
             needed = needed_one_step(request, policy.two_step_lookahead)
-            # `blocks` alone was found free before, and since then only more became free
+            # `blocks` fitted before, and since then the number of free blocks only increased
             fits = len(fitting) < policy.max_num_requests and (
                 not needed or has_free_blocks(self.blocks + needed)
             )
@@ -159,12 +159,12 @@ class _PausingWalk:
             else:
                 self._pause_for(request, needed, fits)
         if self.waits is not None:
-            self._tell_of_misfits(self.waits)
+            self._record_misfits(self.waits)
         return fitting, self._paused
 
     def _skip(self, request: LlmRequest, delay: ReuseDelay) -> None:
-        """It waits for a prefix; one that others were paused for only meets its own record, and
-        what it lacked then is why it waits.
+        """Pass over a request that waits for a prefix. If others were paused for it, the prefix is
+        its own, and the reported wait is for the resource that it lacked then.
         """
         if self.waits is not None:
             is_own = request is self._preempting
@@ -173,16 +173,16 @@ class _PausingWalk:
         self._index += 1
 
     def _starts_too_early(self, request: LlmRequest, needed: int, fits: bool) -> bool:
-        """Whether too little stays free beside it: then nothing new starts from here on."""
+        """Return whether too few blocks would stay free; then nothing new starts from here on."""
         fitting = self.fitting
         if not fitting or request is self._preempting or _is_started(request):
             return False
         if fits:
-            beside = self._blocks_beside(request)
-            blocks = self.blocks + needed + beside
-            if not beside or self.policy.kv_cache_manager.scheduling_has_free_blocks(blocks):
+            headroom = self._headroom_for(request)
+            blocks = self.blocks + needed + headroom
+            if not headroom or self.policy.kv_cache_manager.scheduling_has_free_blocks(blocks):
                 return False
-        started = [  # of lower rank; most of a long list waits
+        started = [  # of lower rank; most requests of a long list have not started
             other
             for other in self.walk[self._index + 1 :]
             if (other.context_current_position or other.state is not _CONTEXT_INIT)
@@ -191,13 +191,13 @@ class _PausingWalk:
         if started and not request.pause_count:
             return False  # a first start may pause requests of lower rank
         if self.waits is not None:
-            wait = self._lacking(needed, self._blocks_beside(request))
+            wait = self._lacking(needed, self._headroom_for(request))
             self.waits.end(request, wait, [*fitting, *started], self.walk)
         self.walk[self._index :] = started
         return True
 
-    def _blocks_beside(self, request: LlmRequest) -> int:
-        """Blocks that must stay free when `request` starts beside those fitting so far."""
+    def _headroom_for(self, request: LlmRequest) -> int:
+        """Return the blocks that must stay free if `request` starts next to those fitting."""
         policy, fitting = self.policy, self.fitting
         resume = policy.resume_headroom_blocks if request.pause_count else 0
         if not policy.start_headroom_steps:
@@ -208,7 +208,7 @@ class _PausingWalk:
         return max(resume, self._growth + self._growth_of([request]))
 
     def _growth_of(self, requests: RequestList) -> int:
-        """Blocks that they take in the next `start_headroom_steps`, or until their ends."""
+        """Return the blocks that they take in `start_headroom_steps` steps, or until they end."""
         steps, manager = self.policy.start_headroom_steps, self.policy.kv_cache_manager
         growth, size, kept = 0, manager.tokens_per_block, manager.max_kept_tokens
         for request in requests:
@@ -226,10 +226,10 @@ class _PausingWalk:
         return growth
 
     def _pause_for(self, request: LlmRequest, needed: int, fits: bool) -> None:
-        """Cut the walk short because the request does not fit; pause a victim if there is any.
+        """Truncate the walk because the request does not fit; pause a victim if there is one.
 
-        The victim, or without one the misfit, leaves the walk with all behind it but those that
-        `max_pauses` spared.
+        The victim, or without one the request itself, leaves the walk with all requests after it,
+        except those that `max_pauses` protects.
         """
         self._preempting = request
         if self.waits is not None:
@@ -246,11 +246,10 @@ class _PausingWalk:
             self.policy.kv_cache_manager.scheduling_remove_sequence(victim.request_id)
         self.walk[cut:] = spared
 
-    def _tell_of_misfits(self, waits: Waits) -> None:
-        """Those that did not fit, each with the walk that it stood in, in the order of the walk.
+    def _record_misfits(self, waits: Waits) -> None:
+        """Record why requests did not fit, each with the walk of that moment, in the walk's order.
 
-        One that others are paused for may be among the fitting in the end, and does not wait
-        itself.
+        A request that others are paused for may fit in the end, and then does not wait itself.
         """
         for request, wait, _ in reversed(self._misfits):
             if request not in self.fitting:
@@ -258,24 +257,25 @@ class _PausingWalk:
         for request, wait, walk in reversed(self._misfits):
             waits.all_but(self.fitting, walk, wait.of_those_behind(request.request_id))
 
-    def _lacking(self, needed: int, beside: int = 0) -> Wait:
-        """The wait of one that needs more than `fitting` leave: a cell of the batch, or blocks, of
-        which so many must stay free `beside`.
+    def _lacking(self, needed: int, headroom: int = 0) -> Wait:
+        """Return the wait for a place in the batch or for blocks, of which `fitting` leave too few.
+
+        `headroom`: number of blocks that must stay free in addition.
         """
         policy, taken = self.policy, self.fitting
         if len(taken) >= policy.max_num_requests:
             return full(taken, policy.max_num_requests)
         free = policy.kv_cache_manager.scheduling_num_free_blocks
-        return lacking(WaitReason.KV_BLOCKS, needed, free, free - self.blocks - beside, taken)
+        return lacking(WaitReason.KV_BLOCKS, needed, free, free - self.blocks - headroom, taken)
 
     def _find_victim(self) -> tuple[int | None, RequestList]:
-        """The victim's index in the walk, from the misfit's on, and the spared ones behind it."""
+        """Return the victim's index in the walk, and the protected requests after it."""
         walk, first, max_pauses = self.walk, self._index, self.policy.max_pauses
         exempt: list[int] = []
         for index in range(len(walk) - 1, first - 1, -1):
             request = walk[index]
             if request.state is _CONTEXT_INIT and not request.context_current_position:
-                continue  # as `_is_started` would say, but sooner: most of a long list waits
+                continue  # a faster `not _is_started`: most requests of a long list wait
             if _is_started(request):
                 if max_pauses is None or request.pause_count < max_pauses:
                     return index, [walk[other] for other in reversed(exempt)]
@@ -286,7 +286,7 @@ class _PausingWalk:
 
 
 def _is_started(request: LlmRequest) -> bool:
-    """In generation, or in the context past its first chunk: it holds blocks to give."""
+    """Return whether a request generates or is past its first chunk, so that it holds blocks."""
     state = request.state
     if state is _CONTEXT_INIT:
         return not request.is_first_context_chunk

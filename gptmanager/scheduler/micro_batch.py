@@ -1,8 +1,8 @@
 """Which of the fitting requests run in the next step, and how much of each context.
 
-Decides within the limits of one step: requests, tokens, context length. Knows nothing of memory
-(`capacity` has decided that) and writes nothing but `context_chunk_size` and, where drafts are
-trimmed, `num_draft_tokens`.
+Decides within the limits of one step: requests, tokens, context length. Knows nothing of memory,
+which `capacity` decides, and writes only `context_chunk_size` and, if drafts are trimmed,
+`num_draft_tokens`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
 class _Scan(NamedTuple):
-    """The requests that the scan accepted; `chunked` contexts are not charged and may be cut."""
+    """The requests that the scan accepted; `chunked` contexts are not counted yet, may be cut."""
 
     whole: RequestList
     chunked: RequestList
@@ -51,13 +51,13 @@ class MicroBatchScheduler:
     not fit are cut into chunks of multiples of `chunk_unit` tokens (default 1; unused without a
     policy). Without one, a context longer than `max_context_length` raises SchedulerError.
 
-    `draft_rule`: drafts at the end of a context are charged with the whole space that they might
-    take ("reserve"), or with the number that is kept ("kept"). `reuse_credit_rule`: the
+    `draft_rule`: drafts at the end of a context are charged with all the space that they might take
+    ("reserve"), or with the number that is kept ("kept"). `reuse_credit_rule`: the
     `estimated_reusable_tokens` of a first chunk make its beginning free ("prefix"), or move the
-    chunk on, so that only one which ends the context costs less ("shift"). `mixed_beam_widths`
-    lets generating requests of several beam widths into one step. `num_shares` steps are to run at
-    the same time, on stages of a pipeline: none takes more than its share of the requests, so that
-    all have some.
+    start of the chunk, so that only a chunk that ends the context costs less ("shift").
+    `mixed_beam_widths` permits generating requests of several beam widths in one step.
+    `num_shares`: number of steps that run at the same time, on the stages of a pipeline; each takes
+    at most its share of the requests, so that every step has some.
     """
 
     # a request is schedulable if no_schedule_until_state <= state < no_schedule_after_state
@@ -97,10 +97,10 @@ class MicroBatchScheduler:
     def schedule(
         self, fitting_requests: RequestList, inflight_request_ids: Set[int]
     ) -> tuple[RequestList, RequestList]:
-        """The context and the generation requests of the next step.
+        """Return the context and the generation requests of the next step.
 
-        Both ascend by LoRA task id, none first, and otherwise keep the list's order. If chunking
-        had to cut, contexts that it leaves unfinished stand before the others.
+        Both are sorted by LoRA task id, requests without one first, and otherwise in the list's
+        order. If contexts were cut, unfinished contexts are before the others.
         """
         most = self._most(fitting_requests)
         if inflight_request_ids:
@@ -123,9 +123,10 @@ class MicroBatchScheduler:
     def why_waiting(
         self, fitting_requests: RequestList, inflight_request_ids: Set[int]
     ) -> Mapping[int, Wait] | None:
-        """Why `schedule` would now leave contexts out, by id; None: a subclass that does not tell.
+        """Return by id why `schedule` would now leave contexts out; None: not supported.
 
-        As `schedule` it writes chunk sizes, and drafts that are trimmed.
+        Subclasses that override a decision do not support it. Like `schedule`, this writes chunk
+        sizes and trimmed drafts.
         """
         own = MicroBatchScheduler
         if (type(self).schedule, type(self).set_chunk_sizes) != (own.schedule, own.set_chunk_sizes):
@@ -149,13 +150,13 @@ class MicroBatchScheduler:
             wait = lacking(WaitReason.TOKEN_BUDGET, cost, limit, left, taken)
             waits.end(misfit, wait, taken, requests)
         running = {request.request_id for request in (*context, *generation)}
-        self._tell_of_chunks(scan, running, waits)
+        self._record_chunks(scan, running, waits)
         return waits
 
-    def _tell_of_chunks(self, scan: _Scan, running: Set[int], waits: Waits) -> None:
-        """Why contexts of the batch got no chunk: what was left when it was their turn.
+    def _record_chunks(self, scan: _Scan, running: Set[int], waits: Waits) -> None:
+        """Record why contexts of the batch got no chunk: the tokens left when they were considered.
 
-        EQUAL_PROGRESS gives each its first unit before anybody gets a second one.
+        EQUAL_PROGRESS gives all contexts a first unit before any gets a second.
         """
         limit = self.max_num_tokens or 0
         left = limit - scan.num_tokens
@@ -184,7 +185,7 @@ class MicroBatchScheduler:
         unit: int,
         max_context_length: int | None,
     ) -> None:
-        """Share `capacity` tokens out over contexts, then trim the drafts at their ends.
+        """Distribute `capacity` tokens over contexts, then trim the drafts at their ends.
 
         Sizes are multiples of `unit`, or all that remains of a context; 0: not in this step.
         """
@@ -201,16 +202,16 @@ class MicroBatchScheduler:
         trim_drafts(requests, room, unit, longest, self.draft_rule == "reserve")
 
     def _most(self, fitting_requests: RequestList) -> int:
-        """How many requests a step may have, of these that are in flight or not."""
+        """Return how many requests a step may have; requests in flight count for the shares."""
         return min(self.max_batch_size, -(-len(fitting_requests) // self.num_shares))
 
     def _scan(self, requests: RequestList, most: int) -> _Scan:
-        """Take up to `most` requests, from the front."""
+        """Take up to `most` requests from the front."""
         encoder_init, context_init, in_progress, to_complete = self._open_states()
         limit = UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
         chunking = self.context_chunking_policy is not None
         if chunking and context_init and len(requests) <= most:
-            # contexts that may be cut are charged later: what is left to look at one by one?
+            # contexts that may be cut are counted later: if there are only these, skip the scan
             contexts = [request for request in requests if request.state is context_init]
             if len(contexts) == len(requests):
                 has_adapters = any([r.lora_task_id is not None for r in contexts])
@@ -250,13 +251,13 @@ class MicroBatchScheduler:
         return _Scan(whole, chunked, generation, num_tokens, has_adapters)
 
     def _open_states(self) -> list[LlmRequestState | None]:
-        """Four states in order, None for one that is not open: the scan needs no second test."""
+        """Return four states in order, None for each that is not open, to save tests while scanning."""
         first, end = self.no_schedule_until_state, self.no_schedule_after_state
         states = (_ENCODER_INIT, _CONTEXT_INIT, _IN_PROGRESS, _TO_COMPLETE)
         return [state if first <= state < end else None for state in states]
 
     def _whole_cost(self, request: LlmRequest) -> int:
-        """Tokens of an encoder input, or of a context that runs in one piece."""
+        """Return the tokens of an encoder input, or of a context that runs in one piece."""
         if request.state is _ENCODER_INIT:
             kind, cost = "encoder", request.encoder_len
         else:
@@ -274,7 +275,7 @@ class MicroBatchScheduler:
     def _fit_contexts(
         self, contexts: RequestList, policy: ContextChunkingPolicy, num_tokens: int
     ) -> bool:
-        """Size the contexts' chunks beside `num_tokens` others; whether they had to be cut."""
+        """Set the chunk sizes next to `num_tokens` other tokens; return whether any was cut."""
         capacity, longest = self.max_num_tokens, self.max_context_length
         if capacity is not None:
             capacity -= num_tokens

@@ -1,7 +1,7 @@
-"""`ReuseCredit`: tells who shares out a step's tokens how much of a context is cached.
+"""`ReuseCredit`: records how much of each context is cached, for the scheduler of a step's tokens.
 
-Decides nothing. `MicroBatchScheduler` reads `LlmRequest.estimated_reusable_tokens`; this is where
-a manager sets them. Bare schedulers leave them to whoever steps them.
+Makes no decisions. `MicroBatchScheduler` reads `LlmRequest.estimated_reusable_tokens`, which a
+manager sets by this class. Without a manager, the caller of a scheduler sets it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from gptmanager.arguments import able
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import LlmRequestState, RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
-from gptmanager.scheduler.waiting import Wait, told_by
+from gptmanager.scheduler.waiting import Wait, reported_waits
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
 
 class ReuseCredit(CapacityScheduler):
-    """A capacity scheduler that notes on each context it lets begin what is cached of it.
+    """A capacity scheduler that sets the reusable tokens of each context that another one starts.
 
-    Only full blocks count, so that what is found when the context starts is never less, if
-    `KvCacheManager.holding_cached` keeps it until then.
+    Only full blocks count, so that a starting context never finds less, provided that
+    `KvCacheManager.holding_cached` keeps them until then.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ReuseCredit(CapacityScheduler):
         )
 
     def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
-        return told_by(self.capacity_scheduler, active_requests)
+        return reported_waits(self.capacity_scheduler, active_requests)
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, paused = self.capacity_scheduler.schedule_request(active_requests)

@@ -1,6 +1,6 @@
-"""Which contexts wait an iteration, because another one is about to compute what they begin with.
+"""Which contexts wait an iteration, because another request is about to compute their prefix.
 
-Knows only prefixes: nothing of how much memory there is, nor of who is taken.
+Compares prefixes only; knows nothing of free memory, nor of which requests are taken.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
 
 class ReuseDelay:
-    """One pass of a capacity scheduler over a cache whose blocks are reused.
+    """One pass of a capacity scheduler over a cache with block reuse.
 
-    A context contributes its prompt up to the first full block that is not cached yet. Who would
-    contribute the same as an earlier one of the pass, or as a context that is between two chunks,
-    waits: soon it can have those blocks for nothing.
+    A context contributes its prompt up to the first full block that is not cached yet. A context
+    with the same contribution as an earlier one of the pass, or as a context between two chunks,
+    waits, because it can soon reuse those blocks.
     """
 
     __slots__ = ("_contributed", "_kv_cache_manager")
@@ -34,10 +34,10 @@ class ReuseDelay:
                 and not request.is_first_context_chunk
             ):
                 self._contributed.add(kv_cache_manager.find_new_context_block(request))
-        self._contributed.discard(None)  # all of it is cached
+        self._contributed.discard(None)  # stands for contexts that are fully cached
 
     def delays(self, request: LlmRequest) -> bool:
-        """Whether the request waits. If it does not, what it contributes is recorded."""
+        """Return whether the request waits. If not, record its contribution."""
         if request.state is not _CONTEXT_INIT or not request.is_first_context_chunk:
             return False
         contribution = self._kv_cache_manager.find_new_context_block(request)
@@ -48,9 +48,10 @@ class ReuseDelay:
         return False
 
     def wait(self, request: LlmRequest, requests: RequestList) -> Wait:
-        """The wait of one that `delays` has told to wait: for the first of `requests` like it.
+        """Return the wait of a delayed request: for the first of `requests` with its contribution.
 
-        That stands before it or is between two chunks; otherwise it has met its own record.
+        That request is before it in the list or between two chunks, otherwise it is the request
+        itself, which had been recorded earlier in the pass.
         """
         find = self._kv_cache_manager.find_new_context_block
         contribution, is_before = find(request), True
@@ -66,7 +67,7 @@ class ReuseDelay:
         return Wait(WaitReason.REUSE_DELAY, behind=request.request_id)
 
     def undelayed(self, requests: RequestList) -> RequestList:
-        """Those of `requests`, asked for one after the other, that do not wait."""
+        """Return those of `requests`, considered in order, that do not wait."""
         contributed, add = self._contributed, self._contributed.add
         contributions = self._kv_cache_manager.find_new_context_blocks(requests)
         distinct = {*contributions}
@@ -74,7 +75,7 @@ class ReuseDelay:
             len(distinct) == len(contributions)
             and None not in distinct
             and contributed.isdisjoint(distinct)
-        ):  # mostly: nobody is about to compute what another wants
+        ):  # in most cases: no two requests have the same contribution
             contributed |= distinct
             return requests
         result: RequestList = []
@@ -94,7 +95,7 @@ class ReuseDelay:
 def reuse_delay(
     kv_cache_manager: KvCacheManager, active_requests: RequestList
 ) -> ReuseDelay | None:
-    """None where nothing is reused."""
+    """Return the delays of a pass; None without block reuse."""
     if getattr(kv_cache_manager, "enable_block_reuse", False):
         return ReuseDelay(kv_cache_manager, active_requests)
     return None

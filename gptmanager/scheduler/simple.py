@@ -1,6 +1,6 @@
-"""One whole scheduling decision: the interface that the loop calls, and its two-step form.
+"""One complete scheduling decision: the interface that the loop calls, and its two-step form.
 
-Knows nothing of how either step decides. Who needs no two steps implements `RequestScheduler`.
+Knows nothing of how either step decides. A policy without two steps implements `RequestScheduler`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gptmanager.arguments import able
 from gptmanager.request.llm_request import RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
 from gptmanager.scheduler.micro_batch import MicroBatchScheduler
-from gptmanager.scheduler.waiting import Wait, told_by, traced
+from gptmanager.scheduler.waiting import Wait, reported_waits, traced
 
 
 class SchedulerOutput(NamedTuple):
@@ -31,24 +31,24 @@ class RequestScheduler(ABC):
     def schedule_request(
         self, active_requests: RequestList, inflight_request_ids: Set[int]
     ) -> SchedulerOutput:
-        """Choose among `active_requests`, which stand in scheduling order, highest rank first.
+        """Choose among `active_requests`, which are in scheduling order, highest rank first.
 
-        Requests of `inflight_request_ids` are in a step that has not returned: they count for
-        memory, may be paused, which then waits for their return, and must not run.
+        Requests of `inflight_request_ids` are in a step that has not returned. They count for
+        memory and must not run; they may be paused, which takes effect when the step returns.
         """
 
     def why_waiting(
         self, active_requests: RequestList, inflight_request_ids: Set[int]
     ) -> Mapping[int, Wait] | None:
-        """Why the decision that would be made now leaves requests out, by id.
+        """Return by id why the decision that would be made now leaves requests out.
 
-        Changes nothing. None, as here: the policy does not tell.
+        Changes nothing. None, the default: not supported by this policy.
         """
         return None
 
 
 class SimpleScheduler(RequestScheduler):
-    """First who gets memory, then who runs."""
+    """Decides in two steps: which requests get memory, then which of these run."""
 
     def __init__(
         self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler
@@ -75,11 +75,11 @@ class SimpleScheduler(RequestScheduler):
             for r in active_requests
         ]
         try:
-            waits = told_by(self.capacity_scheduler, active_requests)
+            waits = reported_waits(self.capacity_scheduler, active_requests)
             if waits is None:
                 return None
             fitting, _ = self.capacity_scheduler.schedule_request(active_requests)
-            more = told_by(self.micro_batch_scheduler, fitting, inflight_request_ids)
+            more = reported_waits(self.micro_batch_scheduler, fitting, inflight_request_ids)
             return None if more is None else traced({**waits, **more})
         finally:
             for request, size, num_drafts, num_reusable in before:

@@ -1,6 +1,6 @@
 """`Wait`: why a policy leaves a request out, in the numbers that it compared.
 
-Values and sentences only: the policies fill them in, from the same walk that decides.
+Values and sentences only. The policies record them in the same walk that decides.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class WaitReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`needed` > `free` - `reserved` is why: blocks, tokens of a step, or requests, by `reason`.
+    """The reason is that `needed` > `free` - `reserved`: blocks, tokens of a step, or requests.
 
-    `running` and `starting`: how many requests that hold memory already, and how many others, were
-    taken before it, for which `reserved` is kept. `behind`: whom it waits for; with BEHIND, `cause`
-    is why that one waits, and the numbers are that one's.
+    `running` and `starting`: numbers of requests taken before it, with and without memory already;
+    `reserved` is kept for them. `behind`: id of the request that it waits for. With BEHIND, `cause`
+    and the numbers are those of that request's wait.
     """
 
     reason: WaitReason
@@ -46,19 +46,19 @@ class Wait:
     cause: WaitReason | None = None
 
     def of_those_behind(self, request_id: int) -> Wait:
-        """Why others wait that may not overtake the request `request_id`, whose wait this is."""
+        """Return the wait of requests that may not overtake `request_id`, which has this wait."""
         if self.reason in (WaitReason.BATCH_FULL, WaitReason.STATIC_BATCH, WaitReason.BEHIND):
             return self
         return replace(self, reason=WaitReason.BEHIND, behind=request_id, cause=self.reason)
 
     @property
     def text(self) -> str:
-        """Goes on behind "request 7 waits"."""
+        """A text that continues "request 7 waits"."""
         if self.reason is WaitReason.BEHIND and self.cause is not None:
             return f"behind request {self.behind}, which waits {self._compared(self.cause, 'that')}"
         return self._compared(self.reason, "it")
 
-    def _compared(self, reason: WaitReason, who: str) -> str:
+    def _compared(self, reason: WaitReason, subject: str) -> str:
         others = _others(self.running, self.starting)
         short = self.needed - (self.free - self.reserved)
         if reason is WaitReason.BATCH_FULL:
@@ -66,16 +66,16 @@ class Wait:
         if reason is WaitReason.STATIC_BATCH:
             return f"until the batch has ended: {others}"
         if reason is WaitReason.REUSE_DELAY:
-            return f"for request {self.behind}, which computes what its prompt begins with"
+            return f"for request {self.behind}, which computes the beginning of its prompt"
         if reason is WaitReason.TOKEN_BUDGET:
             return (
-                f"for tokens of a step: {who} needs {self.needed}, {self.free - self.reserved} of "
-                f"max_num_tokens = {self.free} are left by {others}, short by {short}"
+                f"for tokens of a step: {subject} needs {self.needed}, "
+                f"{self.free - self.reserved} of max_num_tokens = {self.free} are left by {others}, short by {short}"
             )
         what = "KV cache blocks" if reason is WaitReason.KV_BLOCKS else "adapter pages"
         return (
-            f"for {what}: {who} needs {self.needed}, {self.free} are free, {self.reserved} must "
-            f"stay free for {others}, short by {short}"
+            f"for {what}: {subject} needs {self.needed}, {self.free} are free, "
+            f"{self.reserved} must stay free for {others}, short by {short}"
         )
 
 
@@ -86,7 +86,7 @@ class Waits(dict[int, Wait]):
         self.setdefault(request.request_id, wait)
 
     def all_but(self, taken: RequestList, requests: RequestList, wait: Wait) -> None:
-        """All of `requests` but those `taken` wait so, if nothing else is told of them."""
+        """Record `wait` for all of `requests` except `taken`, unless another wait is recorded."""
         ids = {request.request_id for request in taken}
         for request in requests:
             if request.request_id not in ids:
@@ -95,16 +95,16 @@ class Waits(dict[int, Wait]):
     def end(
         self, request: LlmRequest, wait: Wait, taken: RequestList, requests: RequestList
     ) -> None:
-        """The walk over `requests` ends at `request`: who is not taken by then waits behind it."""
+        """Record that the walk over `requests` stopped at `request`; the rest waits behind it."""
         self.put(request, wait)
         self.all_but(taken, requests, wait.of_those_behind(request.request_id))
 
 
 def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    """Return the same waits, where each that names another request says why that one waits.
+    """Return the same waits, with those for another waiting request replaced by its own cause.
 
-    Nobody waits for the prefix of a request that itself waits, but behind it. And a request for
-    which others were paused may lack something else than it lacked then.
+    A request that waits for the prefix of a waiting request is thus reported behind it. A request
+    that others were paused for may now lack another resource than it lacked then.
     """
     found = dict(waits)
     for request_id, wait in waits.items():
@@ -119,25 +119,25 @@ def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
     return found
 
 
-def told_by(policy: Any, *decision: Any) -> Mapping[int, Wait] | None:
+def reported_waits(policy: Any, *decision: Any) -> Mapping[int, Wait] | None:
     """Return what `policy.why_waiting` reports about a decision; None if it has no such method.
 
-    A policy of a host need not subclass one of the library's, nor have that method.
+    A host's policy may be any class, with or without that method.
     """
-    tell = getattr(policy, "why_waiting", None)
-    return None if tell is None else tell(*decision)
+    report = getattr(policy, "why_waiting", None)
+    return None if report is None else report(*decision)
 
 
-def untold(policy: str, needed_blocks: int, free_blocks: int) -> str:
-    """Goes on behind "request 7 waits" where its policy, of that name, does not tell why."""
+def unreported_wait(policy: str, needed_blocks: int, free_blocks: int) -> str:
+    """Return a text that continues "request 7 waits", for a policy that reports no reasons."""
     return (
-        f"to be chosen by {policy}, which does not tell why it is not: it needs {needed_blocks} "
+        f"to be chosen by {policy}, which reports no reasons: it needs {needed_blocks} "
         f"KV cache blocks until its end, {free_blocks} are free"
     )
 
 
 def counted(taken: RequestList) -> tuple[int, int]:
-    """How many of `taken` hold memory already, and how many do not."""
+    """Return how many of `taken` hold memory already, and how many do not."""
     running = sum(
         1 for r in taken if r.state is not _CONTEXT_INIT or r.context_current_position > 0
     )
@@ -145,12 +145,12 @@ def counted(taken: RequestList) -> tuple[int, int]:
 
 
 def lacking(reason: WaitReason, needed: int, free: int, left: int, taken: RequestList) -> Wait:
-    """The wait of one that needs more than those `taken` leave of what was free."""
+    """Return the wait of a request that needs more than `taken` leave of the free resource."""
     return Wait(reason, needed, free, free - left, *counted(taken))
 
 
 def full(taken: RequestList, limit: int) -> Wait:
-    """The wait of those that find `limit` requests taken."""
+    """Return the wait of requests for which there is no place, with `limit` requests taken."""
     return lacking(WaitReason.BATCH_FULL, 1, limit, limit - len(taken), taken)
 
 

@@ -112,7 +112,7 @@ def test_with_block_reuse_who_waits_for_what_another_computes_is_told_whom():
     )  # fmt: skip
     assert first.reason == "running"
     assert (second.reason, second.behind) == ("reuse_delay", 0)
-    assert "waits for request 0, which computes what its prompt begins with" in second.text
+    assert "waits for request 0, which computes the beginning of its prompt" in second.text
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -153,4 +153,4 @@ def test_of_a_scheduler_of_the_hosts_own_nothing_is_claimed():
     config = SchedulerConfig(create_scheduler=create)
     _, second, third = explained([(20, 40), (20, 40), (2, 2)], config, tokens=64)
     assert (second.reason, third.reason) == ("not_chosen", "not_chosen")
-    assert "SimpleScheduler, which does not tell why" in second.text
+    assert "SimpleScheduler, which reports no reasons" in second.text
