@@ -1,4 +1,4 @@
-"""The accounts of the LoRA cache: `PeftCacheManager` and the values that it hands out."""
+"""The page accounting of the LoRA cache: `PeftCacheManager` and the values that it returns."""
 
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, cache_sizes
 from gptmanager.peft_cache.manager import (

@@ -1,4 +1,4 @@
-"""How adapters lie in pages: how large a page is, how many there are, which row lies where.
+"""The layout of adapters in pages: page size, number of pages, and the place of each row.
 
 Knows nothing of which adapters are cached. Sizes are in elements of the model's dtype.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gptmanager.config import PeftCacheManagerConfig
 from gptmanager.errors import AdapterError
 
-# A row begins at a multiple of this, so that kernels may read it 16 bytes at a time.
+# Rows begin at multiples of this, so that kernels may read them 16 bytes at a time.
 ALIGNMENT = 8
 
 _ATTN_QKV, _ITS_PARTS = 0, {1, 2, 3}  # ids of modules
@@ -29,23 +29,23 @@ class AdapterRow(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """`page`: among the pages of the adapter. `offset`: where A begins in it."""
+    """`page`: index among the pages of the adapter. `offset`: where A begins in it."""
 
     page: int
     offset: int
 
 
 class Packing(NamedTuple):
-    """`places`: of an adapter's rows, in their order. `lengths`: how much of each page they use."""
+    """`places`: of an adapter's rows, in order. `lengths`: number of used elements per page."""
 
     places: tuple[RowPlace, ...]
     lengths: tuple[int, ...]
 
 
 class CacheSizes(NamedTuple):
-    """Elements of a page, pages of both levels, bytes of an element, the highest rank.
+    """Elements per page, pages of both levels, bytes per element, and the highest rank.
 
-    `first_layers`: where stages but the first begin, of a model that several share.
+    `first_layers`: the first layers of all pipeline stages except the first one.
     """
 
     page_size: int
@@ -64,15 +64,15 @@ def cache_sizes(
     free_device_bytes: int,
     first_layers: tuple[int, ...] = (),
 ) -> CacheSizes:
-    """The sizes of a cache for a model whose modules, by id, have `widths` (inputs + outputs).
+    """Return the sizes of a cache for a model with modules of `widths` (inputs + outputs), by id.
 
-    Stages that share the model have caches of equal sizes, those of the stage of the most layers.
+    Pipeline stages have caches of equal sizes, those of the stage with the most layers.
 
     A page holds an adapter of `optimal_adapter_size` in all layers and modules, attn_qkv or its
     three parts; and a row of `max_adapter_size` of any module. `num_host_module_layer` and
-    `num_device_module_layer` count rows of rank 1 of the widest module, and what they need is
-    rounded up to whole pages. Sizes in bytes are limits: they are rounded down.
-    `free_device_bytes`: what `device_cache_percent` is a fraction of.
+    `num_device_module_layer` count rows of rank 1 of the widest module; the space for them is
+    rounded up to whole pages. Sizes in bytes are limits, rounded down. `free_device_bytes`: the
+    memory that `device_cache_percent` is a fraction of.
     """
     borders = 0, *first_layers, num_layers
     most = max(end - first for first, end in itertools.pairwise(borders))
@@ -101,12 +101,12 @@ def cache_sizes(
 
 
 def pack(rows: Sequence[AdapterRow], page_size: int, first_layers: Sequence[int] = ()) -> Packing:
-    """The rows in pages, each whole in one: the longest first, into the first page with room.
+    """Pack rows into pages, each row in one page: the longest first, into the first page it fits.
 
-    Each stage has the rows of its layers in pages of its own: all count those of the stage that
-    needs the most, so that they decide alike.
+    Each stage has the rows of its layers in pages of its own. All stages count the pages of the
+    stage that needs the most, so that all make the same decisions.
 
-    (First-fit decreasing: Johnson 1973. At most 11/9 of the fewest pages, and one.)
+    (First-fit decreasing: Johnson 1973. At most 11/9 of the fewest pages, plus one.)
     """
     places = [RowPlace(0, 0)] * len(rows)
     by_stage: list[list[int]] = [[] for _ in range(len(first_layers) + 1)]
@@ -116,7 +116,7 @@ def pack(rows: Sequence[AdapterRow], page_size: int, first_layers: Sequence[int]
             raise AdapterError(
                 f"row {index} of the adapter (layer {rows[index].layer}, module "
                 f"{rows[index].module_id}, adapter_size {rows[index].rank}) has "
-                f"{rows[index].num_elements} elements, and a page holds {page_size}"
+                f"{rows[index].num_elements} elements; a page holds at most {page_size}"
             )
         lengths = by_stage[bisect.bisect_right(first_layers, rows[index].layer)]
         page = next((p for p, used in enumerate(lengths) if used + size <= page_size), None)

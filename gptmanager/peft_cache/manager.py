@@ -1,6 +1,6 @@
 """`PeftCacheManager`: which LoRA adapters are cached, in which pages, and for which requests.
 
-Decides what is evicted, and says what must be copied. Knows nothing of tensors, threads or time.
+Decides what is evicted and what must be copied. Knows nothing of tensors, threads or time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gptmanager.peft_cache.pages import AdapterPages, CachedAdapter
 
 
 class PageCopy(NamedTuple):
-    """The first `num_elements` of a host page belong in a device page."""
+    """Copy the first `num_elements` of a host page to a device page."""
 
     host_page: int
     device_page: int
@@ -29,14 +29,14 @@ class Put(Enum):
 
     NEW = "the rows must be written to the adapter's host pages, and then `loaded` called"
     KNOWN = "this content is cached under this id already"
-    WAIT = "the host pages are all needed by others: try again later"
+    WAIT = "other requests need all host pages: try again later"
 
 
 class PeftCacheCounts(NamedTuple):
-    """Pages of both levels now, and what has happened since the start.
+    """Pages of both levels now, and counts of events since the start.
 
-    A request that begins, or goes on after a pause, is a hit if its adapter is on the device, and a
-    miss if it must be copied there, which `copied_bytes` counts.
+    A request that starts, or resumes after a pause, is a hit if its adapter is on the device, and a
+    miss if it must be copied there; `copied_bytes` counts the copies.
     """
 
     host_total_pages: int = 0
@@ -70,12 +70,12 @@ class PeftCacheReport:
 
 
 class PeftCacheManager:
-    """Adapters by task id, on two levels of pages. All that is on the device is on the host too.
+    """Adapters by task id, on two levels of pages. Adapters on the device are on the host, too.
 
     The life of a request's adapter: `put` or `use` when the request is accepted, `ensure` before
     each of its steps, `pause`, and `release` at its end. Until then the adapter stays on the host,
-    and from `ensure` to `pause` or `release` on the device. Of the others the least recently used
-    go when pages are short.
+    and from `ensure` to `pause` or `release` on the device. Of the other adapters the least
+    recently used are evicted when pages are short.
     """
 
     def __init__(self, sizes: CacheSizes) -> None:
@@ -90,17 +90,17 @@ class PeftCacheManager:
         self._host_evictions = self._device_evictions = 0
 
     def __contains__(self, task_id: int) -> bool:
-        """Whether a request may bring this id alone."""
+        """Return whether a request may pass this id without weights."""
         return task_id in self._by_task
 
     def get_max_device_pages(self) -> int:
-        """Pages of the device, of which each distinct adapter of a step takes its own."""
+        """Return the pages of the device; each distinct adapter of a step takes some of them."""
         return self._device.total
 
     def determine_num_pages(self, lora_task_id: int) -> int:
-        """Pages that the adapter of this id takes, with those of one it replaces that is in use.
+        """Return the pages that the adapter takes, plus those of a replaced one still in use.
 
-        AdapterError if there is none.
+        AdapterError if no adapter of this id is cached.
         """
         replaced = [a.num_pages for a in self._replaced if a.task_id == lora_task_id]
         if replaced and lora_task_id not in self._by_task:
@@ -108,10 +108,10 @@ class PeftCacheManager:
         return self._cached(lora_task_id).num_pages + sum(replaced)
 
     def put(self, request_id: int, task_id: int, digest: str, rows: Sequence[AdapterRow]) -> Put:
-        """A request brings its adapter; after any answer but WAIT it has it.
+        """Cache a request's adapter; after any result but WAIT the request has it.
 
         `digest` identifies the content: rows and their numbers. AdapterError if the id has another
-        content, or if the adapter can never be on the device.
+        content, or if the adapter can never fit on the device.
         """
         self._check_has_none(request_id)
         known = self._by_task.get(task_id)
@@ -119,7 +119,7 @@ class PeftCacheManager:
             if known.digest != digest:
                 raise AdapterError(
                     f"lora_weights or lora_config of lora_task_id {task_id} differ from those "
-                    "cached under it: forget the adapter first, or take another id"
+                    "cached under it: forget the adapter first, or use another id"
                 )
             self._give(request_id, known)
             return Put.KNOWN
@@ -137,21 +137,21 @@ class PeftCacheManager:
         return Put.NEW
 
     def use(self, request_id: int, task_id: int) -> None:
-        """A request brings an id alone. AdapterError if no adapter of this id is cached."""
+        """Give a request the cached adapter of an id; AdapterError if there is none."""
         self._check_has_none(request_id)
         self._give(request_id, self._cached(task_id))
 
     def loaded(self, adapter: CachedAdapter) -> None:
-        """Its rows are in its host pages. If they could not get there, `forget` it before."""
+        """Record that its rows are in its host pages. If loading failed, call `forget` before."""
         adapter.is_loading = False
         self._drop_if_over(adapter)
 
     def ensure(self, request_id: int) -> tuple[PageCopy, ...] | None:
-        """Before a step of the request: the copies that bring its adapter to the device.
+        """Return the copies that put a request's adapter on the device; call before each step.
 
-        After any answer but None the adapter is there until `pause` or `release`; after copies,
-        call `copied` once they are done. None: it is still loading, or the pages are all needed by
-        others, and the request must wait.
+        After any result but None the adapter stays until `pause` or `release`. After copies, call
+        `copied` once they are done. None: the adapter is still loading, or other requests need all
+        pages, and the request must wait.
         """
         adapter = self.adapter_of(request_id)
         self._touch(adapter)
@@ -174,18 +174,18 @@ class PeftCacheManager:
         return copies
 
     def copied(self, adapter: CachedAdapter) -> None:
-        """The copies of `ensure` are done."""
+        """Record that the copies returned by `ensure` are done."""
         adapter.is_copying = False
         self._drop_if_over(adapter)
 
     def pause(self, request_id: int) -> None:
-        """The request does not run for a while. Its adapter may leave the device, not the host."""
+        """Record that the request is paused. Its adapter may leave the device, but not the host."""
         adapter = self.adapter_of(request_id)
         adapter.running.discard(request_id)
         self._touch(adapter)
 
     def release(self, request_id: int) -> None:
-        """The request has ended. One that has no adapter is no error."""
+        """Record that the request has ended, with or without an adapter."""
         adapter = self._by_request.pop(request_id, None)
         if adapter is not None:
             adapter.running.discard(request_id)
@@ -194,9 +194,9 @@ class PeftCacheManager:
             self._drop_if_over(adapter)
 
     def forget(self, task_id: int) -> bool:
-        """From now on this id needs new weights. Whether there was an adapter of it.
+        """Drop the adapter of this id, so that it needs new weights; return whether there was one.
 
-        Requests that have it go on with it; it goes with the last of them.
+        Requests that have it continue with it; it is removed with the last of them.
         """
         adapter = self._by_task.pop(task_id, None)
         if adapter is None:
@@ -207,14 +207,14 @@ class PeftCacheManager:
         return True
 
     def adapter_of(self, request_id: int) -> CachedAdapter:
-        """LedgerError if the request has none."""
+        """Return the adapter of a request; LedgerError if it has none."""
         if request_id not in self._by_request:
             raise LedgerError(f"request {request_id} has no adapter")
         return self._by_request[request_id]
 
     @property
     def adapters(self) -> tuple[CachedAdapter, ...]:
-        """All on the host, the least recently used first."""
+        """All adapters on the host, the least recently used first."""
         return tuple(self._host.adapters)
 
     def find(self, request_id: int) -> CachedAdapter | None:
@@ -225,11 +225,11 @@ class PeftCacheManager:
         return self._host.adapters[adapter]
 
     def device_pages(self, adapter: CachedAdapter) -> tuple[int, ...] | None:
-        """None: it is not on the device."""
+        """Return the adapter's device pages; None if it is not on the device."""
         return self._device.adapters.get(adapter)
 
     def take_freed(self) -> tuple[int, ...]:
-        """Host pages that were freed since the last call, and still are free."""
+        """Return the host pages that were freed since the last call and are still free."""
         freed, self._freed = self._freed_pages(), []
         return freed
 
@@ -251,13 +251,13 @@ class PeftCacheManager:
         )
 
     def audit(self) -> PeftCacheReport:
-        """Count everything anew."""
+        """Recount all pages."""
         problem = self._host.problem() or self._device.problem()
         problem = problem or self._request_problem() or self._adapter_problem()
         return PeftCacheReport(self.counts(), self._host.owners(), self._device.owners(), problem)
 
     def check(self) -> None:
-        """LedgerError unless the accounts prove right."""
+        """Raise LedgerError unless the accounts are consistent."""
         problem = self.audit().problem
         if problem is not None:
             raise LedgerError(problem)
@@ -265,20 +265,20 @@ class PeftCacheManager:
     def _cached(self, task_id: int) -> CachedAdapter:
         adapter = self._by_task.get(task_id)
         if adapter is None:
-            # which other ids there are is not for whoever asks: a request may come from anybody
+            # other ids are not listed: the client must not learn which ones are cached
             raise AdapterError(
-                f"lora_task_id {task_id} is not cached: give lora_weights and lora_config with it"
+                f"lora_task_id {task_id} is not cached: pass lora_weights and lora_config with it"
             )
         return adapter
 
     def _checked(self, task_id: int, digest: str, rows: Sequence[AdapterRow]) -> CachedAdapter:
-        """A new adapter that pages can hold."""
+        """Return a new adapter; AdapterError if the pages cannot hold it."""
         sizes = self.sizes
         highest = max((row.rank for row in rows), default=0)
         if highest > sizes.max_adapter_size:
             raise AdapterError(
-                f"lora_task_id {task_id} has adapter_size {highest}, and "
-                f"max_adapter_size is {sizes.max_adapter_size}"
+                f"lora_task_id {task_id} has adapter_size {highest}, expected at most "
+                f"max_adapter_size = {sizes.max_adapter_size}"
             )
         adapter = CachedAdapter(
             task_id, digest, tuple(rows), pack(rows, sizes.page_size, sizes.first_layers)
@@ -303,7 +303,7 @@ class PeftCacheManager:
         self._touch(adapter)
 
     def _copy(self, adapter: CachedAdapter) -> tuple[PageCopy, ...]:
-        """To free device pages, which the caller knows are there."""
+        """Return the copies to free device pages; the caller ensures that there are enough."""
         self._device.take(adapter)
         adapter.is_copying = True
         lengths = adapter.packing.lengths
@@ -325,7 +325,7 @@ class PeftCacheManager:
             self._drop(adapter)
 
     def _drop(self, adapter: CachedAdapter) -> None:
-        """From both levels."""
+        """Remove an adapter from both levels."""
         if adapter in self._device.adapters:
             self._device.drop(adapter)
         self._freed += self._host.drop(adapter)
@@ -339,14 +339,14 @@ class PeftCacheManager:
             if adapter not in self._host.adapters:
                 return f"request {request_id} has adapter {adapter.task_id}, which is not cached"
             if request_id not in adapter.requests:
-                return f"adapter {adapter.task_id} does not know its request {request_id}"
+                return f"adapter {adapter.task_id} does not list its request {request_id}"
         for adapter in self._host.adapters:
             for request_id in adapter.requests:
                 if self._by_request.get(request_id) is not adapter:
-                    return f"adapter {adapter.task_id} is not that of its request {request_id}"
+                    return f"adapter {adapter.task_id} lists request {request_id} of another"
             if not adapter.running <= adapter.requests:
                 ended = sorted(adapter.running - adapter.requests)
-                return f"requests {ended} run with adapter {adapter.task_id}, which is not theirs"
+                return f"requests {ended} run with adapter {adapter.task_id}, but do not have it"
         return None
 
     def _adapter_problem(self) -> str | None:
@@ -356,17 +356,17 @@ class PeftCacheManager:
                 return f"adapter {adapter.task_id} is on the device or replaced, not on the host"
         for task_id, adapter in self._by_task.items():
             if adapter not in host or adapter.task_id != task_id or adapter.is_replaced:
-                return f"lora_task_id {task_id} leads to an adapter that it must not have"
+                return f"lora_task_id {task_id} leads to a wrong adapter"
         for adapter in host:
             where = f"adapter {adapter.task_id}"
             if adapter.stays_on_device and adapter not in device:
-                return f"{where} is needed on the device, and is not there"
+                return f"{where} is needed on the device, but is not there"
             if adapter.is_loading and adapter in device:
                 return f"{where} is on the device before it is loaded"
             if adapter.is_replaced != (adapter in self._replaced):
-                return f"{where} is one that was replaced, and is not"
+                return f"{where} is not consistently marked as replaced"
             if adapter.is_replaced and not adapter.stays_on_host:
-                return f"{where} was replaced, and nobody needs it"
+                return f"{where} was replaced and is no longer needed, but still cached"
             if not adapter.is_replaced and self._by_task.get(adapter.task_id) is not adapter:
                 return f"{where} cannot be found by its id"
         return None

@@ -1,6 +1,6 @@
 """The pages of one level, and the adapters that have them, the least recently used first.
 
-Decides which adapters go when pages are short. Is told which of them may.
+Decides which adapters are evicted when pages are short, among those that the caller permits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gptmanager.peft_cache.layout import AdapterRow, Packing
 class CachedAdapter:
     """One content under one task id; another content under this id is another adapter.
 
-    `requests` may run with it, and `running` of them must find it on the device. `is_loading`: its
-    rows are on their way to its host pages; `is_copying`: from there to the device. `is_replaced`:
-    only those who have it already may use it.
+    `requests` may run with it; those in `running` need it on the device. `is_loading`: its rows are
+    being written to its host pages; `is_copying`: they are being copied to the device.
+    `is_replaced`: only requests that have it already may use it.
     """
 
     task_id: int
@@ -38,7 +38,7 @@ class CachedAdapter:
 
     @property
     def stays_on_host(self) -> bool:
-        """Some request needs it, or something reads or writes its pages."""
+        """Whether a request needs it, or a job reads or writes its pages."""
         return bool(self.requests) or self.is_loading or self.is_copying
 
     @property
@@ -47,9 +47,9 @@ class CachedAdapter:
 
 
 class AdapterPages:
-    """Pages `0..total - 1`. Those handed out first have the lowest numbers.
+    """Pages `0..total - 1`. Those with the lowest numbers are handed out first.
 
-    `free`: a heap of pages that were given back. None from `fresh` on has ever been handed out.
+    `free`: a heap of returned pages. Pages from `fresh` on have never been handed out.
     """
 
     __slots__ = ("adapters", "free", "fresh", "total")
@@ -67,9 +67,9 @@ class AdapterPages:
     def in_the_way(
         self, num_pages: int, stays: Callable[[CachedAdapter], bool]
     ) -> list[CachedAdapter] | None:
-        """Which adapters must go so that so many pages are free; None: those that stay are in it.
+        """Return the adapters to evict so that `num_pages` are free; None if not enough can be.
 
-        None goes if not enough can.
+        `stays` returns whether an adapter must not be evicted.
         """
         found, num_free = [], self.num_free
         for adapter, pages in self.adapters.items():
@@ -81,7 +81,7 @@ class AdapterPages:
         return found if num_free >= num_pages else None
 
     def take(self, adapter: CachedAdapter) -> None:
-        """The caller knows that enough pages are free."""
+        """Give the adapter pages; the caller ensures that enough are free."""
         num_again = min(adapter.num_pages, len(self.free))
         pages = [heapq.heappop(self.free) for _ in range(num_again)]
         num_new = adapter.num_pages - num_again
@@ -89,30 +89,30 @@ class AdapterPages:
         self.fresh += num_new
 
     def drop(self, adapter: CachedAdapter) -> tuple[int, ...]:
-        """The pages of the adapter, which are free now."""
+        """Free the adapter's pages and return them."""
         pages = self.adapters.pop(adapter)
         for page in pages:
             heapq.heappush(self.free, page)
         return pages
 
     def touch(self, adapter: CachedAdapter) -> None:
-        """It has been used now, if it is here."""
+        """Mark the adapter as the most recently used one, if it is on this level."""
         if adapter in self.adapters:
             self.adapters.move_to_end(adapter)
 
     def set(self, adapters: Mapping[CachedAdapter, tuple[int, ...]]) -> None:
-        """These adapters, in this order, have these pages; the others are free."""
+        """Restore these adapters, in this order, with their pages; all other pages are free."""
         self.adapters = OrderedDict(adapters)
         taken = {page for pages in adapters.values() for page in pages}
         self.fresh = min(max(taken, default=-1) + 1, self.total)
         self.free = [page for page in range(self.fresh) if page not in taken]
 
     def owners(self) -> dict[int, int]:
-        """Page -> task id."""
+        """Return page -> task id."""
         return {page: adapter.task_id for adapter, pages in self.adapters.items() for page in pages}
 
     def problem(self) -> str | None:
-        """Counts every page anew: it is free, or it belongs to one adapter."""
+        """Recount all pages: each must be free or belong to one adapter; return a contradiction."""
         if self.fresh > self.total:
             return f"page {self.fresh - 1} is not within 0..{self.total - 1}"
         holders: dict[int, int] = dict.fromkeys(range(self.fresh), 0)
@@ -129,11 +129,11 @@ class AdapterPages:
         return None
 
 
-def _count(holders: dict[int, int], pages: Iterable[int], who: str) -> str | None:
+def _count(holders: dict[int, int], pages: Iterable[int], owner: str) -> str | None:
     for page in pages:
         if page not in holders:
-            return f"{who} page {page}, which was never handed out"
+            return f"{owner} page {page}, which was never handed out"
         if holders[page]:
-            return f"{who} page {page}, which somebody else has too"
+            return f"{owner} page {page}, which has another owner, too"
         holders[page] = 1
     return None

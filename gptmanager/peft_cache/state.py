@@ -1,7 +1,6 @@
-"""The accounts of a LoRA cache as data, an empty cache brought to them, and a copy of a cache.
+"""The accounts of a LoRA cache as data, how an empty cache is restored from them, and copies.
 
-What follows from something else is not in the data. Whatever the data say, the accounts are proved
-before anybody works on them.
+Derived values are not in the data. Restored accounts are always checked before they are used.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from gptmanager.peft_cache.pages import AdapterPages, CachedAdapter
 
 
 class AdapterState(NamedTuple):
-    """See `CachedAdapter`. `device_pages` None: it is not on the device."""
+    """The state of a `CachedAdapter`. `device_pages` None: it is not on the device."""
 
     task_id: int
     digest: str
@@ -58,7 +57,7 @@ def peft_cache_state(cache: PeftCacheManager) -> PeftCacheState:
 
 
 def restore_peft_cache(cache: PeftCacheManager, state: PeftCacheState) -> None:
-    """Bring an empty cache to `state`. LedgerError if the accounts would not prove right."""
+    """Restore an empty cache to `state`; LedgerError if the restored accounts are inconsistent."""
     adapters = [_adapter(it, cache.sizes) for it in state.adapters]
     both = [*zip(adapters, state.adapters, strict=True)]
     cache._host.set({adapter: it.host_pages for adapter, it in both})
@@ -123,7 +122,7 @@ def _adapter(state: AdapterState, sizes: CacheSizes) -> CachedAdapter:
     try:
         packing = pack(state.rows, sizes.page_size, sizes.first_layers)
     except AdapterError as error:
-        raise LedgerError(f"adapter {state.task_id} is in no page: {error}") from None
+        raise LedgerError(f"adapter {state.task_id} fits in no page: {error}") from None
     return CachedAdapter(
         state.task_id,
         state.digest,

@@ -1,7 +1,7 @@
 """The work on adapters that runs in parallel with a token loop, and its results.
 
-Reading, writing and copying take long, so other threads do it while steps run. These are plain
-values: the pages of an adapter were decided when they were made.
+Reading, writing and copying take long, so other threads do them while steps run. Jobs are plain
+values: the pages of an adapter are decided before they are created.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from gptmanager.request.adapter import AdapterTensors
 
 
 class ReadAdapter(NamedTuple):
-    """Read and check the numbers that a request brought, and keep them for `WriteAdapter`.
+    """Read and check the numbers that a request passed, and keep them for `WriteAdapter`.
 
-    `job` tells all jobs of a loop apart.
+    `job`: an id, unique among all jobs of a loop.
     """
 
     job: int
@@ -25,7 +25,7 @@ class ReadAdapter(NamedTuple):
 
 
 class WriteAdapter(NamedTuple):
-    """Write what the job `source` has read to host pages; after that nobody asks for it again."""
+    """Write the numbers that the job `source` has read to host pages, and drop them."""
 
     job: int
     source: int
@@ -35,13 +35,13 @@ class WriteAdapter(NamedTuple):
 
 
 class DropAdapter(NamedTuple):
-    """Nobody wants what the job `source` reads, or has read."""
+    """Drop the numbers that the job `source` reads or has read: they are no longer needed."""
 
     source: int
 
 
 class CopyAdapter(NamedTuple):
-    """Copy an adapter to the device, and tell kernels that it is in `slot` of their table."""
+    """Copy an adapter to the device, and register it in `slot` of the kernels' table."""
 
     job: int
     slot: int
@@ -52,7 +52,7 @@ class CopyAdapter(NamedTuple):
 
 
 class FreeHostPages(NamedTuple):
-    """Nobody needs what these pages hold."""
+    """Free these pages: their content is no longer needed."""
 
     host_pages: tuple[int, ...]
 
@@ -61,7 +61,7 @@ AdapterWork = ReadAdapter | WriteAdapter | DropAdapter | CopyAdapter | FreeHostP
 
 
 class AdapterDone(NamedTuple):
-    """A job has ended. `digest`: of what was read. `error`: why it failed; None: it did not."""
+    """The result of a job. `digest`: that of the numbers read. `error`: None if it succeeded."""
 
     job: int
     digest: str = ""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gptmanager.picture.trace import Bounds, Column, Phase, Reason, RequestRow, Span, Trace
 from gptmanager.picture.waiting import reason_of
-from gptmanager.scheduler.waiting import Wait, untold
+from gptmanager.scheduler.waiting import Wait, unreported_wait
 from gptmanager.step import BlockAppend, Row, Schedule
 
 
@@ -285,4 +285,4 @@ class TraceBuilder:
 
     def _untold(self, request: _Request, free_blocks: int) -> str:
         needed = self._blocks(request.prompt_len + request.max_new_tokens)
-        return untold(self.bounds.policy or "the scheduler", needed, free_blocks)
+        return unreported_wait(self.bounds.policy or "the scheduler", needed, free_blocks)

@@ -1,1 +1,1 @@
-"""A request before it runs: its tensors, checked, and its options."""
+"""Requests before they run: checked tensors and options."""

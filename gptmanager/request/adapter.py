@@ -1,8 +1,8 @@
-"""`Adapter`: the low-rank matrices (LoRA) of one task, checked, out of `lora_weights` and
+"""`Adapter`: the checked low-rank matrices (LoRA) of one task, from `lora_weights` and
 `lora_config`.
 
-Decides which pairs of tensors are an adapter of a model. Knows nothing of where adapters are kept,
-nor of which matrices of a network they change. (Hu et al. 2021, arXiv:2106.09685.)
+Decides which pairs of tensors are an adapter of a model. Knows nothing of where adapters are
+cached, nor of how a model uses them. (Hu et al. 2021, arXiv:2106.09685.)
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LORA_MODULE_IDS: Mapping[str, int] = {name: i for i, name in enumerate(LORA_MODU
 class LoraModule(NamedTuple):
     """A part of a model's layer that adapters may change.
 
-    It takes the `input_width` elements of the input of one of the network's matrices, `matrix`,
-    and adds to `num_columns` of its outputs from `first_column` on.
+    Its input is that of the network's matrix `matrix`, with `input_width` elements. It adds to
+    `num_columns` of that matrix's outputs, from `first_column` on.
     """
 
     matrix: str
@@ -49,12 +49,12 @@ class LoraModule(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Elements that an adapter has of it for each of its ranks."""
+        """Number of elements of an adapter's row for each of its ranks."""
         return self.input_width + self.num_columns
 
 
 class LoraCut(NamedTuple):
-    """The part of a module that one of several processes keeps: a range of its input, and ranges
+    """The part of a module that one of several processes keeps: a range of its inputs, and ranges
     of its columns, concatenated.
     """
 
@@ -130,9 +130,9 @@ class AdapterRow(NamedTuple):
 class Adapter:
     """The rows of an adapter, by (layer, module id) in ascending order.
 
-    Their values are contiguous CPU tensors of the model's dtype, which nobody else writes.
-    `digest`: blake2b of the values, and of what they are; the same for the same content, whatever
-    the order of rows and their padding were. `num_elements` counts those of all rows.
+    Their values are contiguous CPU tensors of the model's dtype, which are never changed.
+    `digest`: blake2b of the values and their layout. It is the same for the same content,
+    independent of the order of rows and of padding. `num_elements`: total of all rows.
     """
 
     __slots__ = ("digest", "num_elements", "rows")
@@ -149,15 +149,15 @@ class Adapter:
 
 
 class AdapterTensors:
-    """`lora_weights` and `lora_config` that fit a model; their numbers have not been looked at.
+    """`lora_weights` and `lora_config` that fit a model; their numbers are not read yet.
 
-    The first is cheap to find out. `read` takes as long as a copy does, and may run on any thread.
+    The constructor is fast. `read` takes as long as a copy does, and may run on any thread.
     """
 
     __slots__ = ("_dtype", "_modules", "_rows", "_weights", "_widths")
 
     def __init__(self, weights: Any, config: Any, limits: AdapterLimits) -> None:
-        """InvalidRequestError for what is no adapter, AdapterError for one of another model."""
+        """Raise InvalidRequestError for invalid tensors, AdapterError if the model does not fit."""
         self._rows = _read_config(config, limits)
         self._weights = as_float_rows("lora_weights", weights)
         self._dtype, self._modules = limits.dtype, limits.modules
@@ -166,8 +166,8 @@ class AdapterTensors:
         count, width = self._weights.shape
         if count != len(self._rows):
             raise InvalidRequestError(
-                f"lora_weights has {count} rows, lora_config {len(self._rows)}: each row of one "
-                "belongs to a row of the other"
+                f"lora_weights has {count} rows, lora_config {len(self._rows)}: they must have the "
+                "same number of rows"
             )
         for row, (module_id, layer, rank) in enumerate(self._rows):
             module = limits.modules[module_id]
@@ -179,9 +179,9 @@ class AdapterTensors:
                 )
 
     def row_sizes(self) -> list[tuple[int, int, int, int]]:
-        """Layer, module id, rank and number of elements of each row of `Adapter`, in its order.
+        """Return layer, module id, rank and number of elements of each row of `Adapter`, in order.
 
-        The number is that of what is kept.
+        The number counts the elements that this process keeps.
         """
         return sorted(
             (layer, module_id, rank, rank * self._widths[module_id])
@@ -190,7 +190,7 @@ class AdapterTensors:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no code of the host's runs when it is read, and no other device is waited for."""
+        """Whether reading runs no code of the host's and waits for no device."""
         given = self._weights
         if isinstance(given, np.ndarray):
             return True
@@ -201,9 +201,9 @@ class AdapterTensors:
         return whole(self.read_in_pieces())
 
     def read_in_pieces(self) -> Pieces[Adapter]:
-        """The adapter, in the model's dtype: a copy; numbers of other dtypes are rounded to it.
+        """Return a copy of the adapter in the model's dtype, rounded from other dtypes.
 
-        InvalidRequestError for one that is not finite, or not in the model's dtype.
+        InvalidRequestError for a number that is not finite, before or after rounding.
         """
         rows = []
         for row, (module_id, layer, rank) in enumerate(self._rows):
@@ -217,19 +217,19 @@ class AdapterTensors:
 
 
 class LoraInputs(NamedTuple):
-    """A request's adapter; `tensors` None: only the id, of an adapter that is cached."""
+    """A request's adapter; `tensors` None: the request has only the id of a cached adapter."""
 
     task_id: int
     tensors: AdapterTensors | None
 
 
 def read_lora(tensors: Mapping[str, Any], limits: AdapterLimits) -> LoraInputs | None:
-    """`lora_task_id [1]`, `lora_weights` and `lora_config` of a request; None: it has no adapter.
+    """Read `lora_task_id [1]`, `lora_weights` and `lora_config`; None without an adapter.
 
     `lora_weights [n, width]` or `[1, n, width]`, of any float dtype: row i is A `[D, Hi]` and then
-    B `[Ho, D]`, flattened, with the scale in B, and what follows is padding. `lora_config [n, 3]`
-    or `[1, n, 3]`, of any integer dtype: module id, layer, and D. Weights and config come together
-    and with an id; an id may come alone. Errors as of `AdapterTensors`.
+    B `[Ho, D]`, flattened, with the scale in B, followed by padding. `lora_config [n, 3]` or
+    `[1, n, 3]`, of any integer dtype: module id, layer, and D. Weights and config must be passed
+    together and with an id; an id may be passed alone. Errors are those of `AdapterTensors`.
     """
     given = [name for name in ("lora_weights", "lora_config") if name in tensors]
     if len(given) == 1:
@@ -250,7 +250,7 @@ def read_lora(tensors: Mapping[str, Any], limits: AdapterLimits) -> LoraInputs |
 
 
 def _read_config(config: Any, limits: AdapterLimits) -> list[tuple[int, int, int]]:
-    """(module id, layer, rank) of each row."""
+    """Return (module id, layer, rank) of each row."""
     array = read_int_rows("lora_config", config, 3)
     most = limits.num_layers * len(limits.modules)
     if len(array) > most:

@@ -1,8 +1,8 @@
 """The values between host and manager: `InferenceRequest`, `NamedTensor`, callback signatures.
 
 Setting a tensor never validates: a request is checked as a whole when Get has returned it, and
-errors are answered through SendResponse. Only an unknown property or keyword and an
-impossible id raise in the host's own line.
+errors are answered through SendResponse. Only an unknown property or keyword and an invalid id
+raise where the host constructs the request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TensorLike = Union[torch.Tensor, np.ndarray]
 
 
 class NamedTensor(NamedTuple):
-    """One tensor of a response: a CPU torch tensor, the host's to keep, never overwritten."""
+    """One tensor of a response: a CPU torch tensor that the host may keep; never overwritten."""
 
     name: str
     tensor: torch.Tensor
@@ -63,7 +63,7 @@ TENSORS = (
     *("include_stop_in_output", "prompt_embedding_table", "prompt_vocab_size"),
     *("lora_task_id", "lora_weights", "lora_config", "draft_input_ids", "draft_logits"),
 )
-# the Python properties, and other spellings of the public sources, that are called otherwise
+# Python properties, and other spellings in public sources, that differ from the tensor's name
 TENSOR_ALIASES: dict[str, str] = {
     "max_new_tokens": "request_output_len",
     "length_penalty": "len_penalty",
@@ -74,21 +74,20 @@ _WORD_LISTS = ("bad_words_list", "stop_words_list")
 
 
 class InferenceRequest:
-    """A request: its id, its tensors by name, and what is not a tensor.
+    """A request: its id, its tensors by name, and options that are not tensors.
 
-    Every tensor name is also a property (`request.temperature = ...`); reading one that is not
-    set raises AttributeError ("Undefined tensor: ..."). Tensors are torch tensors or NumPy
-    arrays; shapes `[n]` and `[1, n]`, scalar and `[1]` are taken alike.
+    Every tensor name is also a property (`request.temperature = ...`); reading one that is not set
+    raises AttributeError ("Undefined tensor: ..."). Tensors are torch tensors or NumPy arrays;
+    shapes `[n]` and `[1, n]`, and scalars and `[1]`, are equivalent.
 
     `is_streaming`: one response per new token instead of one at the end. `priority`: higher runs
     first, equals keep their order. `deadline_s` and `queue_timeout_s` count from the moment Get
-    returns the request: the whole life, and the time until its first computation; None, or
-    infinity: no limit.
-    `client_id` is passed to the logits post-processor. `cache_salt` keeps requests with another
-    salt from sharing cached blocks. `retention_priority`, from 0 to 100: of the cached blocks that
-    hold its tokens, those of a lower one are evicted sooner; None leaves it to other requests.
+    returns the request and limit its whole life, and the time until its first computation; None or
+    infinity: no limit. `client_id` is passed to the logits post-processor. Requests share cached
+    blocks only with requests of an equal `cache_salt`. `retention_priority`, from 0 to 100: cached
+    blocks of a lower priority are evicted first; None: the blocks keep the priority that they have.
 
-    Raises ValueError for an id outside 0..2**64-1, TypeError for one that is no integer.
+    Raises ValueError for an id outside 0..2**64-1, TypeError for an id of another type.
     """
 
     is_streaming: bool
@@ -139,10 +138,10 @@ class InferenceRequest:
         max_new_tokens: int,
         **by_name: Any,
     ) -> InferenceRequest:
-        """A request from plain Python values.
+        """Create a request from plain Python values.
 
         `by_name`: any tensor name with a scalar or a list (word lists as lists of lists of token
-        ids), and the constructor's keywords. None stands for "not given".
+        ids), and the constructor's keywords. None means "not given".
         """
         keywords = {key: by_name.pop(key) for key in KEYWORDS if key in by_name}
         request = cls(request_id, **{k: v for k, v in keywords.items() if v is not None})
@@ -167,7 +166,7 @@ class InferenceRequest:
 
     def __getattr__(self, name: str) -> Any:
         if name in _TENSOR_OF_PROPERTY:
-            tensors = self.__dict__.get("tensors", {})  # a subclass's constructor may read one
+            tensors = self.__dict__.get("tensors", {})  # a subclass's constructor may read it early
             if _TENSOR_OF_PROPERTY[name] in tensors:
                 return tensors[_TENSOR_OF_PROPERTY[name]]
             raise AttributeError(f"Undefined tensor: {_TENSOR_OF_PROPERTY[name]}")
@@ -177,7 +176,7 @@ class InferenceRequest:
         return self._copied(dict(self.tensors))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InferenceRequest:
-        """The logits post-processor is shared: it may hold what cannot be copied."""
+        """Copy the tensors; share the logits post-processor, which may hold uncopyable objects."""
         return self._copied(copy.deepcopy(self.tensors, memo))
 
     def _copied(self, tensors: dict[str, TensorLike]) -> InferenceRequest:
@@ -198,15 +197,15 @@ class InferenceRequest:
         return f"InferenceRequest({self.request_id}, tensors={sorted(self.tensors)})"
 
 
-KEYWORDS = tuple(InferenceRequest.__annotations__)  # of the constructor; no tensors
+KEYWORDS = tuple(InferenceRequest.__annotations__)  # of the constructor, without tensors
 
 
 def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
-    """Token words as the tensor `[1, 2, L]` int32: concatenated ids, inclusive ends with -1 pads.
+    """Return token words as a tensor `[1, 2, L]` int32: concatenated ids, then their end offsets.
 
-    `[[5, 7, 3], [9, 2]]` becomes `[[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]]`. An id that needs a
-    wider dtype gets it: whether it is one of the vocabulary's is checked with the request.
-    TypeError for words that are not sequences of integers.
+    `[[5, 7, 3], [9, 2]]` becomes `[[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]]`. Larger ids get a wider
+    dtype: whether an id is in the vocabulary is checked with the request. TypeError for words that
+    are not sequences of integers.
     """
     found = [_word(index, word) for index, word in enumerate(words)]
     ids = [token for word in found for token in word]
@@ -223,7 +222,7 @@ def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
 
 
 def _word(index: int, word: Any) -> list[int]:
-    if isinstance(word, (str, bytes)):  # the characters of a text are no ids
+    if isinstance(word, (str, bytes)):  # iterating a text would yield characters
         raise TypeError(f"word {index} = {word!r} is not a sequence of integers")
     try:
         return [as_integer(token) for token in word]
@@ -232,7 +231,7 @@ def _word(index: int, word: Any) -> list[int]:
 
 
 def _as_tensor(value: Any, *, is_word_list: bool) -> Any:
-    """`value` as it is if it is a tensor, or cannot become one: then admission says so."""
+    """Convert a value to an array; return it unchanged if that fails, to be rejected later."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value
     try:
@@ -241,11 +240,11 @@ def _as_tensor(value: Any, *, is_word_list: bool) -> Any:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError):
         return value
-    return array if _says_the_same(array, value) else value
+    return array if _keeps_types(array, value) else value
 
 
-def _says_the_same(array: np.ndarray, value: Any) -> bool:
-    """Whether the tensor made of a list still tells which of its elements are no numbers."""
+def _keeps_types(array: np.ndarray, value: Any) -> bool:
+    """Return whether an array made of a list still shows which elements were not numbers."""
     if not isinstance(value, (list, tuple)):
         return True
     kinds = _kinds(value)
@@ -253,12 +252,12 @@ def _says_the_same(array: np.ndarray, value: Any) -> bool:
         return True
     are_numbers = all(kind in (int, float) or issubclass(kind, np.number) for kind in kinds)
     are_floats = any(issubclass(kind, (float, np.floating)) for kind in kinds)
-    # NumPy makes floats of large integers, too
+    # NumPy also converts large integers to floats
     return are_numbers and array.dtype.kind in ("f" if are_floats else "iu")
 
 
 def _kinds(value: Any) -> set[type]:
-    """The types of what a nested list holds."""
+    """Return the types of all elements of a nested list."""
     kinds = set(map(type, value))
     if kinds.isdisjoint((list, tuple)):
         return kinds

@@ -1,8 +1,8 @@
-"""`HostRows`: rows of numbers that a request brought for the executor: embeddings, draft logits,
+"""`HostRows`: rows of numbers that a request passes to the executor: embeddings, draft logits,
 biases.
 
-They travel from admission to the executor in plain sight of schedules and recordings, which know
-them by their digest only. Decides when two are the same; knows nothing of what they mean.
+Schedules and recordings contain them, but treat them as opaque values with a digest. Decides when
+two are equal; knows nothing of their meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKEN_BIAS = np.dtype([("token", np.int32), ("bias", np.float32)])
 class HostRows:
     """`numbers` float32 `[n, width]`, or TOKEN_BIAS `[n]`; None: read from a recording.
 
-    `count`: n, if it is known. Equal to one that holds the same.
+    `count`: n, if known. Two are equal if their numbers are.
     """
 
     __slots__ = ("count", "digest", "numbers")
@@ -37,7 +37,7 @@ class HostRows:
         self.count = count
 
     def first(self, count: int) -> HostRows:
-        """The first `count` of the rows; those of a recording were cut already."""
+        """Return the first `count` rows; rows of a recording are truncated already."""
         if self.numbers is None or count == self.count:
             return self
         return HostRows(self.numbers[:count])
@@ -68,7 +68,7 @@ def token_bias(tokens: Sequence[int] | Array, values: Sequence[float] | Array) -
 def split_bias(
     bias: HostRows | None,
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Tokens int32 `[n]`, and what is added to their logits float32 `[n]`."""
+    """Return tokens int32 `[n]`, and the values added to their logits float32 `[n]`."""
     numbers = np.empty(0, dtype=TOKEN_BIAS)
     if bias is not None and bias.numbers is not None:
         numbers = bias.numbers

@@ -1,8 +1,8 @@
-"""`LlmRequest`: what schedulers and the KV cache know of a request. Ints only, no tensors.
+"""`LlmRequest`: the data of a request for schedulers and the KV cache. Only ints, no tensors.
 
-A request counts two things apart. *Launched*: the positions whose computation has been enqueued;
-memory and policy read these. *Confirmed*: the tokens whose values are known; responses and
-history read these. Without run-ahead both agree between iterations.
+A request has two counts of tokens. *Launched*: positions with an enqueued computation; memory and
+policies read these. *Confirmed*: tokens with known values; responses and history read these.
+Without run-ahead both are equal between iterations.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ RETENTION_PRIORITIES = (0, 100)  # the lowest and the highest
 
 
 class LlmRequest:
-    """One request as schedulers see it; constructible and steppable by hand.
+    """One request as schedulers see it; can be constructed and stepped by hand.
 
-    `tokens` is the prompt, or its length when only lengths matter. After a pause the tokens
-    generated so far belong to the prompt: `prompt_len` grows, `max_new_tokens` shrinks, and
+    `tokens` is the prompt, or its length if only lengths matter. After a pause the tokens generated
+    so far belong to the prompt: `prompt_len` grows, `max_new_tokens` shrinks, and
     `orig_prompt_len` keeps the length that the host sent.
     """
 
@@ -119,13 +119,13 @@ class LlmRequest:
         self.encoder_len = encoder_len
         self.estimated_reusable_tokens = estimated_reusable_tokens
         self.arrival_time = arrival_time
-        self.cache_salt = cache_salt  # only requests with an equal one share cached blocks
-        # of the blocks that it stores in the KV cache; None: as they were
+        self.cache_salt = cache_salt  # requests with equal salts share cached blocks
+        # of the blocks that it stores in the KV cache; None: unchanged
         self.retention_priority = retention_priority
         self.prompt_len = self.orig_prompt_len = self.num_tokens = len(self.tokens)
         self.pause_count = 0
         self.slot = -1  # the executor's row storage; -1: none, the request has not started
-        self.epoch = 0  # which start of this request a result row belongs to
+        self.epoch = 0  # counts starts, to match result rows with the start that they belong to
         self.state = LlmRequestState(state)
         if context_current_position > self.prompt_len:
             raise ValueError(
@@ -146,16 +146,16 @@ class LlmRequest:
             f"context={self.context_current_position}+{self._context_chunk_size})"
         )
 
-    # What policies read ---------------------------------------------------------------------
+    # Read by policies -----------------------------------------------------------------------
 
     @property
     def num_generated(self) -> int:
-        """Launched tokens beyond the present prompt."""
+        """Launched tokens beyond the current prompt."""
         return self.num_tokens - self.prompt_len
 
     @property
     def has_started(self) -> bool:
-        """It holds memory, or did when something went wrong between."""
+        """Whether it holds memory, or did before an error."""
         return self.slot >= 0 or self.state >= _IN_PROGRESS or self.context_current_position > 0
 
     @property
@@ -191,13 +191,13 @@ class LlmRequest:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether a context may begin behind cached blocks; what it computes is cached anyway."""
+        """Whether its context may begin after cached blocks; its own blocks are always stored."""
         return True
 
-    # What steps it --------------------------------------------------------------------------
+    # Steps ----------------------------------------------------------------------------------
 
     def move_to(self, state: LlmRequestState) -> None:
-        """The one place that changes the state; raises ValueError off the table."""
+        """Change the state; raises ValueError for a change that is not in NEXT_STATES."""
         if state not in NEXT_STATES[self.state]:
             raise ValueError(
                 f"request {self.request_id}: {self.state.name} cannot become {state.name}"
@@ -205,7 +205,7 @@ class LlmRequest:
         self.state = state
 
     def move_to_next_context_chunk(self) -> None:
-        """The chunk has been launched; after the last one the request is in generation."""
+        """Record the launch of a chunk; after the last one the request generates."""
         if self.state is not _CONTEXT_INIT:
             raise ValueError(f"request {self.request_id} is in {self.state.name}, not in context")
         size = self._context_chunk_size
@@ -218,10 +218,10 @@ class LlmRequest:
             self.state = _IN_PROGRESS
 
     def skip_cached_context(self, num_tokens: int, tokens_per_block: int) -> None:
-        """The context begins behind `num_tokens` that lie in the KV cache already.
+        """Start the context after `num_tokens` tokens that are in the KV cache already.
 
-        The chunk moves on. If it does not end the context it ends on a block, so that the next
-        one begins there; but never with nothing left to compute.
+        The chunk keeps its size. If it does not end the context, it is shortened to end at a block
+        boundary, so that the next one begins there, unless no token would be left to compute.
         """
         size = self._context_chunk_size
         self.context_current_position = num_tokens
@@ -233,33 +233,33 @@ class LlmRequest:
         self.context_chunk_size = size
 
     def launch_token(self) -> None:
-        """One more token is being computed; the last permitted one ends the launching."""
+        """Record one more token being computed; the last permitted one changes the state."""
         self.num_tokens += 1
         if self.num_tokens - self.prompt_len >= self.max_new_tokens and self.state is _IN_PROGRESS:
             self.state = _TO_COMPLETE
 
     def launch_drafts(self, num_accepted: int) -> None:
-        """`num_accepted` drafts of the last launch were right: they are launched as well."""
+        """Record that `num_accepted` drafts of the last launch were right, as launched tokens."""
         for _ in range(num_accepted):
             self.launch_token()
 
     def confirm_token(self, token: int) -> None:
-        """The value of the next launched token is known."""
+        """Record the value of the next launched token."""
         self.tokens.append(token)
 
     def add_token(self, token: int = 0) -> None:
-        """Launch and confirm at once: stepping by hand."""
+        """Launch and confirm a token at once, when stepping by hand."""
         self.launch_token()
         self.tokens.append(token)
 
     def pause(self, max_input_len: int) -> None:
-        """Back to the start of the context; what was generated becomes prompt.
+        """Go back to the start of the context; generated tokens become part of the prompt.
 
-        With beams the generated tokens are discarded. Otherwise the new prompt is cut to
-        `max_input_len`, and `max_new_tokens` shrinks by what moved into it. A launched token
-        that is not confirmed yet is forgotten: it will be computed again.
+        With beams the generated tokens are discarded. Otherwise the new prompt is truncated to
+        `max_input_len`, and `max_new_tokens` shrinks by the tokens that became prompt. A launched
+        token that is not confirmed yet is dropped: it will be computed again.
         """
-        # a list of its own: of the other one a copied state may remember its length alone
+        # a new list: a copied state may refer to the old one by its length only
         if self.beam_width > 1:
             self.tokens = self.tokens[: self.prompt_len]
         else:

@@ -1,4 +1,4 @@
-"""`OutputOptions`: how a request wants its output, and `OutputConfig`: what besides tokens."""
+"""`OutputOptions`: how a request gets its output; `OutputConfig`: its outputs besides tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 class OutputConfig(NamedTuple):
     """The outputs of a request besides its tokens. `normalized`: log probabilities, not logits.
 
-    `num_top_log_probs`: how many of the best tokens at each output position.
-    `num_prompt_log_probs`: how many of the best tokens at each position of the prompt, in addition
-    to the prompt token's own log probability; -1: neither.
+    `num_top_log_probs`: number of best tokens at each output position. `num_prompt_log_probs`:
+    number of best tokens at each prompt position, in addition to the prompt token's own log
+    probability; -1: no prompt log probabilities.
     """
 
     log_probs: bool = False
@@ -22,12 +22,12 @@ class OutputConfig(NamedTuple):
 
     @property
     def asks_of_prompt(self) -> bool:
-        """Anything that comes of computing the whole prompt."""
+        """Whether it asks for outputs that require computing the whole prompt."""
         return self.context_logits or self.num_prompt_log_probs >= 0
 
     @property
     def asks(self) -> bool:
-        """Anything at all."""
+        """Whether it asks for any output besides tokens."""
         of_output = self.log_probs or self.generation_logits or self.num_top_log_probs > 0
         return of_output or self.asks_of_prompt
 
@@ -41,7 +41,7 @@ NO_EXTRAS = OutputConfig()
 
 
 class OutputOptions(NamedTuple):
-    """`pad_id` fills `output_ids` behind the output. `config`: what is wanted besides tokens."""
+    """`pad_id` fills `output_ids` after the output. `config`: the outputs besides tokens."""
 
     is_streaming: bool = False
     pad_id: int = 0

@@ -1,4 +1,4 @@
-"""Work that is done in pieces: who does it may rest between two, or leave the next to another."""
+"""Work in pieces: between two pieces the caller may pause, or continue on another thread."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-PIECE = 1 << 15  # numbers of an adapter that are read, or moved, at once
+PIECE = 1 << 15  # numbers of an adapter that are read or copied at once
 Pieces = Generator[None, None, Result]
 
 
 def whole(pieces: Pieces[Result]) -> Result:
-    """All of it at once."""
+    """Run all pieces and return the result."""
     while True:
         try:
             next(pieces)

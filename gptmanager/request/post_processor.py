@@ -1,6 +1,6 @@
 """A request's logits post-processor, on its way from admission to the executor.
 
-Decides what passes for one, and what it is called in messages. Knows nothing of logits: only the
+Decides which objects are valid and how messages name them. Knows nothing of logits: only the
 executor calls it.
 """
 
@@ -13,10 +13,10 @@ from gptmanager.lifecycle.callables import kind_of_deferred
 
 
 class BoundProcessor:
-    """A request's share in a processor that serves all its rows of a step in one call.
+    """A request's parameters for a processor that serves all its rows of a step in one call.
 
-    `owner`: a `decoding.logits.RowProcessor`. A subclass adds what the owner must know of the
-    request.
+    `owner`: a `decoding.logits.RowProcessor`. Subclasses add the data of the request that the owner
+    needs.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -28,11 +28,11 @@ class BoundProcessor:
 
 
 class RequestProcessor:
-    """A request's own processor; opaque to all but the executor.
+    """A request's processor; opaque to everything but the executor.
 
-    The same object comes with every start of the request, so that `kept`, which is the
-    processor's, survives pauses. `prepares`: the request waits until the processor is ready. Two
-    are equal if their names are: a recording knows no more. `post_processor` is None once the
+    Every start of the request passes the same object, so that `kept`, the processor's state,
+    survives pauses. `prepares`: the request waits until the processor is ready. Two are equal if
+    their names are, because a recording has only the names. `post_processor` is None once the
     request has ended.
     """
 
@@ -45,7 +45,7 @@ class RequestProcessor:
         self.kept: Any = None
 
     def end(self) -> None:
-        """The request has ended: rows that are still under way for it need no processing."""
+        """Drop the processor when the request has ended: its rows in flight need no processing."""
         self.post_processor = self.kept = None
 
     def __eq__(self, other: object) -> bool:
@@ -70,8 +70,8 @@ def read_post_processor(value: Any) -> RequestProcessor | None:
 
 
 def problem_of(value: Any, expected: str = "") -> str:
-    """Return what is wrong with a processor, "" if nothing is. `expected`: what it may be besides
-    an object with `process_batch`.
+    """Return why a value is not a valid processor, "" if it is. `expected`: text that describes
+    other valid values than an object with `process_batch`.
     """
     if isinstance(value, BoundProcessor):
         return ""
@@ -80,7 +80,7 @@ def problem_of(value: Any, expected: str = "") -> str:
         kind = type(value).__name__
         return f"a {kind}, expected {expected}an object with a method process_batch"
     deferred = kind_of_deferred(process if callable(process) else value)
-    return f"{deferred}: nobody would await it" if deferred else ""
+    return f"{deferred}, which would never be awaited" if deferred else ""
 
 
 def is_post_processor(value: Any) -> bool:
@@ -88,7 +88,7 @@ def is_post_processor(value: Any) -> bool:
 
 
 def name_of(processor: Any) -> str:
-    """Its `name`, if it says one; else that of the function or class."""
+    """Return the `name` of a processor, if it has one; else that of the function or class."""
     for attribute in ("name", "__qualname__"):
         name = getattr(processor, attribute, None)
         if isinstance(name, str) and name:

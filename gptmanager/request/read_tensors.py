@@ -1,8 +1,8 @@
-"""Reading a request's tensors: one typed value out of whatever a host put under a name.
+"""Reads a request's tensors: converts a host's value to one typed value, or raises.
 
-Any integer dtype whose values fit is taken for an integer field, floats never; `[n]` and `[1, n]`,
-scalar and `[1]` alike. Every function raises InvalidRequestError naming the tensor, what it is,
-and what it must be.
+An integer field accepts any integer dtype if the values fit, but never floats. `[n]` and `[1, n]`,
+and scalars and `[1]`, are equivalent. Every function raises InvalidRequestError with the tensor's
+name, its value, and what it must be.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from gptmanager.request.input_rows import HostRows, token_bias
 from gptmanager.request.pieces import PIECE, Pieces
 
 INT32 = (-(2**31), 2**31 - 1)
-MAX_END_IDS = 1024  # of a request
-_MOST_WORD_IDS = 2**18  # of one list of words: more than any vocabulary has tokens
-# numbers that only an executor reads
+MAX_END_IDS = 1024  # per request
+_MOST_WORD_IDS = 2**18  # per list of words: more than any vocabulary has tokens
+# numbers that only executors read
 ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
 _MOST_ROW_ELEMENTS, _MOST_ELEMENTS = 2**28, 2**22
 
 
 def read_int(name: str, value: Any, low: int, high: int) -> int:
-    """A scalar of an integer dtype within `low..high`."""
+    """Read a scalar of an integer dtype within `low..high`."""
     number = _scalar(name, _integers(name, value))
     if not low <= number <= high:
         raise InvalidRequestError(f"{name} = {number} is outside {low}..{high}")
@@ -36,7 +36,7 @@ def read_int(name: str, value: Any, low: int, high: int) -> int:
 
 
 def read_end_ids(value: Any, highest: int) -> tuple[int, ...]:
-    """Read `end_id`: a scalar, `[n]` or `[1, n]` of token ids up to `highest`. -1 stands for none.
+    """Read `end_id`: a scalar, `[n]` or `[1, n]` of token ids up to `highest`; -1 means no id.
 
     Return each id once, in the order given.
     """
@@ -56,7 +56,7 @@ def read_end_ids(value: Any, highest: int) -> tuple[int, ...]:
 
 
 def read_float(name: str, value: Any, low: float, high: float = math.inf) -> float:
-    """A finite scalar within `low..high`; integers are taken too."""
+    """Read a finite scalar within `low..high`; integers are accepted, too."""
     number = float(_scalar(name, _numbers(name, value)))
     if not math.isfinite(number):
         raise InvalidRequestError(f"{name} = {number} is not finite")
@@ -67,7 +67,7 @@ def read_float(name: str, value: Any, low: float, high: float = math.inf) -> flo
 
 
 def read_bool(name: str, value: Any) -> bool:
-    """A scalar of dtype bool, or the integers 0 and 1."""
+    """Read a scalar of dtype bool, or the integer 0 or 1."""
     array = _array(name, value)
     if array.dtype.kind == "b":
         return bool(_scalar(name, array))
@@ -75,7 +75,7 @@ def read_bool(name: str, value: Any) -> bool:
 
 
 def read_token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
-    """Token ids of shape `[n]` or `[1, n]`, each within the vocabulary."""
+    """Read token ids of shape `[n]` or `[1, n]`, each within the vocabulary."""
     array = _integers(name, value)
     if array.ndim == 2:
         if array.shape[0] != 1:
@@ -92,9 +92,9 @@ def read_token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
 
 
 def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
-    """Words out of `[1, 2, L]` or `[2, L]`: ids concatenated, end offsets padded with -1.
+    """Read words from `[1, 2, L]` or `[2, L]`: ids concatenated, end offsets padded with -1.
 
-    L is at most 2**18: what is made of the words takes the loop's time, and everybody's.
+    L is at most 2**18, because compiling the words takes time of the loop.
     """
     array = _integers(name, value)
     if array.size > 2 * _MOST_WORD_IDS:
@@ -120,9 +120,9 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
 
 
 def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostRows:
-    """Finite numbers of shape `[n, width]` or `[1, n, width]`, n >= 1, as a float32 copy.
+    """Read finite numbers of shape `[n, width]` or `[1, n, width]`, n >= 1, as a float32 copy.
 
-    `bans`: -inf is taken, too. What a recording knows of them stands for them.
+    `bans`: -inf is accepted, too. Rows read from a recording are returned as they are.
     """
     if isinstance(value, HostRows):
         return value
@@ -130,7 +130,7 @@ def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostR
     if array.dtype.kind != "f":
         raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
     _check_rows(name, array.shape, width)
-    with np.errstate(over="ignore"):  # what float32 cannot hold is told below
+    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite: checked below
         rows: np.ndarray = array.reshape(-1, width).astype(np.float32)
     is_good = np.isfinite(rows)
     if bans:
@@ -142,9 +142,9 @@ def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostR
 
 
 def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
-    """Token ids and values of what is not zero in `[vocab]` or `[1, vocab]`, in float32.
+    """Read the nonzero values of `[vocab]` or `[1, vocab]` and their token ids, in float32.
 
-    None: all is zero. What a recording knows of them stands for them.
+    None if all are zero. Rows read from a recording are returned as they are.
     """
     if isinstance(value, HostRows):
         return value if value.count else None
@@ -164,7 +164,7 @@ def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
 
 
 def read_int_rows(name: str, value: Any, width: int) -> np.ndarray:
-    """Integers of shape `[n, width]` or `[1, n, width]`, n >= 1, as `[n, width]`."""
+    """Read integers of shape `[n, width]` or `[1, n, width]`, n >= 1, as `[n, width]`."""
     array = _integers(name, value)
     _check_rows(name, array.shape, width)
     if array.dtype.kind == "O":
@@ -174,15 +174,15 @@ def read_int_rows(name: str, value: Any, width: int) -> np.ndarray:
 
 
 def as_float_rows(name: str, value: Any) -> np.ndarray | torch.Tensor:
-    """Floats of shape `[n, width]` or `[1, n, width]`, n >= 1, as `[n, width]`.
+    """Check floats of shape `[n, width]` or `[1, n, width]`, n >= 1; return a view `[n, width]`.
 
-    A view of what the host gave, of any size: nothing has been read of it. See `read_start`.
+    The numbers, which may be many, are not read. See `read_start`.
     """
     if not isinstance(value, (np.ndarray, torch.Tensor)):
         value = _array(name, value)
     is_torch = isinstance(value, torch.Tensor)
     if not is_torch:
-        value = np.asarray(value)  # rows of np.matrix would be matrices again
+        value = np.asarray(value)  # a row of np.matrix would be a matrix
     dtype = value.dtype
     if is_torch and (value.layout is not torch.strided or value.is_nested or value.is_meta):
         raise InvalidRequestError(
@@ -202,7 +202,7 @@ def read_start(
     length: int,
     dtype: torch.dtype,
 ) -> Pieces[torch.Tensor]:
-    """The first numbers of a row of `as_float_rows`, rounded to `dtype`: a copy on the CPU."""
+    """Read the first numbers of a row of `as_float_rows`, rounded to `dtype`: a copy on the CPU."""
     numbers = torch.empty(length, dtype=dtype)
     for first in range(0, length, PIECE):
         piece = numbers[first : first + PIECE]
@@ -225,8 +225,8 @@ def read_start(
 
 
 def _not_finite(numbers: torch.Tensor) -> torch.Tensor:
-    """Which of them are not. A sum that is finite has no such terms, and takes a fifth of the time
-    that looking at each takes.
+    """Return the indices of numbers that are not finite. A finite sum has only finite terms, and
+    takes a fifth of the time of testing each number.
     """
     if numbers.sum(dtype=torch.float32).isfinite():
         return numbers.new_empty(0)
@@ -236,7 +236,7 @@ def _not_finite(numbers: torch.Tensor) -> torch.Tensor:
 def _on_cpu(given: np.ndarray | torch.Tensor) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
         return given.detach().to("cpu")
-    with np.errstate(over="ignore"):  # of any byte order and strides
+    with np.errstate(over="ignore"):  # converts any byte order and strides
         return torch.from_numpy(given.astype("f4" if given.dtype.itemsize <= 4 else "f8"))
 
 
@@ -251,7 +251,7 @@ def _check_rows(name: str, shape: Sequence[int], width: int | None) -> None:
 
 
 def is_too_large(name: str, value: Any) -> bool:
-    """Refused before anything is made of it: a view of one number may claim to have any number."""
+    """Return whether an array is too large to be read: a view can have any size without memory."""
     if not isinstance(value, (torch.Tensor, np.ndarray)):
         return False
     return math.prod(value.shape) > _most_elements(name)
@@ -274,10 +274,10 @@ def _array(name: str, value: Any) -> np.ndarray:
         try:
             array = np.asarray(value)
         except (ValueError, OverflowError) as error:
-            raise InvalidRequestError(f"{name} is no tensor: {error}") from None
+            raise InvalidRequestError(f"{name} cannot become a tensor: {error}") from None
         if array.dtype.kind in "biuf":
             return array
-        is_object = array.dtype.kind == "O"  # of integers that no dtype holds, or of anything
+        is_object = array.dtype.kind == "O"  # integers beyond all dtypes, or any other objects
         items = array.tolist() if is_object else value
         odd = _first_odd(items, (bool, int, float, np.number))
         if odd is None and is_object:
@@ -303,7 +303,7 @@ def _from_torch(name: str, value: torch.Tensor) -> np.ndarray:
 
 
 def _numbers(name: str, value: Any) -> np.ndarray:
-    """Floats and integers, no bools."""
+    """Return floats or integers, but no bools."""
     array = _array(name, value)
     if array.dtype.kind == "O" or (isinstance(value, (list, tuple)) and array.dtype.kind in "iuf"):
         items = array.tolist() if array.dtype.kind == "O" else value
@@ -312,14 +312,14 @@ def _numbers(name: str, value: Any) -> np.ndarray:
         try:
             return array.astype(np.float64)
         except OverflowError as error:
-            raise InvalidRequestError(f"{name} is no float: {error}") from None
+            raise InvalidRequestError(f"{name} must fit a float: {error}") from None
     if array.dtype.kind not in "fiu":
         raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
     return array
 
 
 def _integers(name: str, value: Any) -> np.ndarray:
-    """Those of a dtype that NumPy has, or as objects where they are too large for any."""
+    """Return integers of a NumPy dtype, or as objects if they are too large for any."""
     if isinstance(value, (list, tuple)):
         _refuse_odd(name, value, (int, np.integer), "an integer")
     array = _array(name, value)
@@ -327,7 +327,7 @@ def _integers(name: str, value: Any) -> np.ndarray:
         _refuse_odd(name, array.tolist(), (int, np.integer), "an integer")
         return array
     if array.dtype.kind == "f" and array.size and isinstance(value, (list, tuple)):
-        return np.array(value, dtype=object)  # what NumPy makes of large integers
+        return np.array(value, dtype=object)  # NumPy has converted large integers to floats
     if array.dtype.kind not in "iu" and array.size:
         dtype = getattr(value, "dtype", array.dtype)
         raise InvalidRequestError(f"{name} has dtype {dtype}, expected an integer dtype")
@@ -341,7 +341,10 @@ def _refuse_odd(name: str, items: Any, kinds: tuple[type, ...], expected: str) -
 
 
 def _first_odd(items: Any, kinds: tuple[type, ...]) -> tuple[str, Any] | None:
-    """Where in nested lists something is of none of these kinds, and what; a bool is no int."""
+    """Return the index in nested lists and the value of the first element of no such kind.
+
+    A bool does not count as an int.
+    """
     if not isinstance(items, (list, tuple)):
         if isinstance(items, (np.ndarray, torch.Tensor)):
             return _first_odd(items.tolist(), kinds)

@@ -251,7 +251,7 @@ class MicroBatchScheduler:
         return _Scan(whole, chunked, generation, num_tokens, has_adapters)
 
     def _open_states(self) -> list[LlmRequestState | None]:
-        """Return four states in order, None for each that is not open, to save tests while scanning."""
+        """Return four states in order, None for each that is not open."""
         first, end = self.no_schedule_until_state, self.no_schedule_after_state
         states = (_ENCODER_INIT, _CONTEXT_INIT, _IN_PROGRESS, _TO_COMPLETE)
         return [state if first <= state < end else None for state in states]

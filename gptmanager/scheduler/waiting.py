@@ -70,7 +70,8 @@ class Wait:
         if reason is WaitReason.TOKEN_BUDGET:
             return (
                 f"for tokens of a step: {subject} needs {self.needed}, "
-                f"{self.free - self.reserved} of max_num_tokens = {self.free} are left by {others}, short by {short}"
+                f"{self.free - self.reserved} of max_num_tokens = {self.free} are left by "
+                f"{others}, short by {short}"
             )
         what = "KV cache blocks" if reason is WaitReason.KV_BLOCKS else "adapter pages"
         return (

@@ -94,7 +94,7 @@ def bad_weights(w):
         "nothing": (None, "Cannot set nullptr when calling lora_weights"),
         "a text": ("x", "lora_weights is a str, expected numbers"),
         "one dimension": (w[0], "lora_weights has shape [352], expected [n, width]"),
-        "ragged": ([[1.0], [1.0, 2.0]], "lora_weights is no tensor"),
+        "ragged": ([[1.0], [1.0, 2.0]], "lora_weights cannot become a tensor"),
         "short": (w[:, :5], "lora_weights[0] has 5 elements"),
         "raises": (w.as_subclass(Raises), "SystemExit: no"),
         "raises when read": (w.as_subclass(RaisesWhenRead), "could not be read: KeyboardInterrupt"),

@@ -294,7 +294,7 @@ def test_parameters_may_be_qualified_and_have_names_of_their_own():
 
 def test_a_twin_takes_what_the_kernel_takes():
     with pytest.raises(
-        ConfigError, match="twin = .* called with, missing a required argument: 'vocab_size'"
+        ConfigError, match="twin = .* these arguments \\(missing a required argument: 'vocab_size'"
     ):
         raise_one(twin=lambda *others, vocab_size: None)
 
@@ -334,7 +334,7 @@ def test_a_number_that_its_field_cannot_hold():
     ("dtype", "text"),
     [
         (np.int32, "is not a structured dtype"),
-        ([("a", np.int32), ("b", np.float64)], "make it with align=True"),
+        ([("a", np.int32), ("b", np.float64)], "create it with align=True"),
     ],
 )
 def test_a_dtype_that_is_no_struct_is_refused(dtype, text):

@@ -400,5 +400,5 @@ def test_an_empty_batch() -> None:
     "logits", [torch.zeros(1, 15), torch.zeros(2, 16), torch.zeros(1, 16).double()]
 )
 def test_other_logits_are_refused(logits: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError, match="logits must be"):
         sampler_of([params()], 16).sample(logits, np.array([0]), np.array([0]))

@@ -379,7 +379,7 @@ def test_whatever_a_host_sends_is_accepted_or_refused_by_a_request_error(tensors
         ({"stop_words_list": [5, 6]}, "stop_words_list"),
         ({"stop_words_list": 5}, "stop_words_list"),
         ({"temperature": object()}, "temperature"),
-        ({"temperature": [[1.0], [1.0, 2.0]]}, "temperature is no tensor"),
+        ({"temperature": [[1.0], [1.0, 2.0]]}, "temperature cannot become a tensor"),
     ],
 )
 def test_plain_values_are_answered_at_admission_too(by_name, text):

@@ -106,7 +106,7 @@ def test_mixed_lists_say_which_element_it_is():
     assert refusal(True, input_ids=[5, True]) == "input_ids[1] = True is not an integer"
     assert refusal(True, input_ids=[[5, None]]) == "input_ids[0][1] = None is not an integer"
     assert refusal(True, input_ids=[5, "42"]) == "input_ids[1] = '42' is not an integer"
-    assert refusal(True, input_ids=[[1], [2, 3]]).startswith("input_ids is no tensor")
+    assert refusal(True, input_ids=[[1], [2, 3]]).startswith("input_ids cannot become a tensor")
     array = np.array([5, True, 6], dtype=object)
     assert refusal(input_ids=array) == "input_ids[1] = True is not an integer"
     assert refusal(input_ids=np.array(None, dtype=object)).startswith("input_ids has dtype object")

@@ -81,7 +81,7 @@ def test_rows_lie_whole_in_pages_and_aligned():
     packing = pack([AdapterRow(0, 1, 1, size) for size in (20, 50, 30, 9)], 64)
     assert packing.places == ((1, 32), (0, 0), (1, 0), (2, 0))
     assert packing.lengths == (56, 56, 16)
-    with pytest.raises(AdapterError, match="row 1 .*layer 3, module 5.* 65 elements.* holds 64"):
+    with pytest.raises(AdapterError, match="row 1 .*layer 3, module 5.* 65 elements.* at most 64"):
         pack([AdapterRow(0, 1, 1, 8), AdapterRow(3, 5, 1, 65)], 64)
 
 
@@ -162,7 +162,7 @@ def test_what_can_never_be_on_the_device_is_refused():
         it.put(1, 7, "a", rows(3))
     with pytest.raises(AdapterError, match="takes 5 pages of 64, and the host cache has 4"):
         it.put(1, 7, "a", rows(5))
-    with pytest.raises(AdapterError, match="adapter_size 9, and max_adapter_size is 8"):
+    with pytest.raises(AdapterError, match="adapter_size 9, expected at most max_adapter_size = 8"):
         it.put(1, 7, "a", rows(1, rank=9))
     assert it.counts().host_used_pages == 0 and 7 not in it
 
@@ -290,19 +290,19 @@ def test_schedulers_count_its_pages():
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (lambda it: it._host.free.append(0), "the free pages have page 0, which somebody else"),
+        (lambda it: it._host.free.append(0), "the free pages have page 0, which has another owner"),
         (lambda it: setattr(it._host, "fresh", 2), "page 1 is neither free nor"),
         (lambda it: setattr(it._host, "fresh", 9), "page 8 is not within"),
         (lambda it: it._device.free.append(2), "page 2, which was never handed out"),
         (lambda it: it._host.adapters.popitem(), "neither free"),
         (lambda it: it._by_task.clear(), "cannot be found by its id"),
-        (lambda it: it.adapter_of(1).requests.clear(), "does not know its request 1"),
-        (lambda it: it._by_request.clear(), "is not that of its request 1"),
+        (lambda it: it.adapter_of(1).requests.clear(), "does not list its request 1"),
+        (lambda it: it._by_request.clear(), "lists request 1 of another"),
         (lambda it: it.adapter_of(1).running.add(9), r"requests \[9\] run"),
-        (lambda it: it._device.drop(it.adapter_of(1)), "is needed on the device, and is not"),
+        (lambda it: it._device.drop(it.adapter_of(1)), "is needed on the device, but is not"),
         (lambda it: setattr(it.adapter_of(1), "is_loading", True), "before it is loaded"),
-        (lambda it: setattr(it.adapter_of(1), "is_replaced", True), "that it must not have"),
-        (lambda it: it._replaced.add(it.adapter_of(1)), "is one that was replaced, and is not"),
+        (lambda it: setattr(it.adapter_of(1), "is_replaced", True), "leads to a wrong adapter"),
+        (lambda it: it._replaced.add(it.adapter_of(1)), "is not consistently marked as replaced"),
     ],
 )
 def test_the_audit_finds_what_contradicts(spoil, problem):

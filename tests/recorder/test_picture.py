@@ -36,7 +36,7 @@ from gptmanager.picture.trace import Bounds, Phase, Reason, Span
 from gptmanager.picture.zoom_page import page
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.recording import read_recording
-from gptmanager.scheduler.waiting import Wait, WaitReason, untold
+from gptmanager.scheduler.waiting import Wait, WaitReason, unreported_wait
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
@@ -407,7 +407,7 @@ def test_where_no_scheduler_tells_a_picture_says_so_as_explain_does(tmp_path):
     trace = trace_of(dataclasses.replace(recording, header=header))
     span = trace.row(8).spans[0]
     assert (span.phase, span.reason) == (Phase.WAITING, Reason.OTHER)
-    assert span.why == untold("Mine", 5, 8 - trace.columns[0].used_blocks)
+    assert span.why == unreported_wait("Mine", 5, 8 - trace.columns[0].used_blocks)
 
 
 def picture(*arguments):

@@ -96,7 +96,7 @@ class GuidedDecoding(RowProcessor):
 
     def _start(self) -> None:
         """Start threads, with nothing waiting; again in a forked process, which has no threads."""
-        # referenced by the waiting requests only, so that grammars of closed connections are dropped
+        # referenced by waiting requests only, so that grammars of closed connections are dropped
         self._waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
         self._waiting = weakref.WeakValueDictionary()
         num_trials = max(2, min(os.cpu_count() or 1, _MAX_TRIALS))

@@ -64,7 +64,9 @@ _MAX_BRANCHES = 30  # of `oneOf`, to be made exclusive in pairs
 _MAX_SET = 6  # values of unique items, to be listed in all combinations
 _MAX_LISTED = 20  # properties, to be listed as alternatives
 TOO_DEEP = "the schema is nested too deeply"
-HOW = "to leave it out and report it, pass lenient=True (server: strict: false or --lenient)"
+HOW = (
+    "pass lenient=True, or in the server strict: false or --lenient, to leave it out and report it"
+)
 
 
 class SchemaReader:
