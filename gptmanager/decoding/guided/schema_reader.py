@@ -31,15 +31,8 @@ ENFORCED = frozenset(
 SOMETIMES = frozenset(
     {
         *("format", "oneOf", "propertyNames", "uniqueItems", "minProperties", "maxProperties"),
-        *(
-            "not",
-            "if",
-            "contains",
-            "unevaluatedProperties",
-            "dependencies",
-            "dependentRequired",
-            "dependentSchemas",
-        ),
+        *("not", "if", "contains", "unevaluatedProperties"),
+        *("dependencies", "dependentRequired", "dependentSchemas"),
     }
 )
 DROPPED = frozenset({"unevaluatedItems", "$dynamicRef", "$recursiveRef"})
