@@ -1,8 +1,10 @@
 """Settings that hold for every test, and what tests of guided decoding share."""
 
 import signal
+from collections import Counter
 
 import pytest
+from fuzz import FUZZ
 from hypothesis import HealthCheck, settings
 
 from gptmanager.callbacks import load_guided_decoding, load_tokenizer
@@ -17,6 +19,22 @@ settings.load_profile("gptmanager")
 # would the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Run each k-th case of a test that is marked `every(k)`; `make marathon` runs all of them."""
+    if FUZZ > 1:
+        return
+    counts, left_out = Counter(), []
+    for item in items:
+        marker = item.get_closest_marker("every")
+        if marker is not None and item.get_closest_marker("gpu") is None:
+            test = item.nodeid.partition("[")[0]
+            if counts[test] % marker.args[0]:
+                left_out.append(item)
+            counts[test] += 1
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in {*left_out}]
 
 
 @pytest.fixture(scope="module")

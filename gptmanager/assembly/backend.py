@@ -122,13 +122,12 @@ class Backend(ABC):
         sizes = options.adapters
         if sizes is None:
             return None
-        if sizes.torch_dtype in DTYPES:
-            self.kernels.warm_up()  # when the first one comes others run already
         return AdapterPool(
             *(sizes.cache, sizes.pages_per_host_block, sizes.torch_dtype, self.device),
             modules=dict(sizes.modules),
             num_layers=sizes.num_layers,
             share=getattr(model, "adapter_share", None),
+            warm_up=self.kernels.warm_up_adapters if sizes.torch_dtype in DTYPES else lambda: None,
         )
 
     @abstractmethod

@@ -146,6 +146,7 @@ class AdapterLoader:
             self._wake()
 
     def _read_adapter(self, work: ReadAdapter, pool: AdapterPool) -> str:
+        pool.warm_up()  # kernels of adapters, which are compiled once on a machine
         tensors = work.tensors
         adapter = self.jobs.finish(tensors.read_in_pieces(), by_loop=tensors.is_plain)
         weights = pool.kept(adapter)

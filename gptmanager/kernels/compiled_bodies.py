@@ -1,13 +1,15 @@
-"""The compiled bodies that a model needs on the CPU."""
+"""The compiled bodies that a model needs on the CPU, and those that its adapters need."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from gptmanager.kernels import token_loops
 from gptmanager.kernels.attention import paged_attention
+from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.gemm.matmul_plan import can_be_packed, matmul_bodies
 from gptmanager.kernels.lora.adapter_plan import plan_runs
 from gptmanager.kernels.lora.adapters import add as add_adapters
@@ -19,7 +21,7 @@ def bodies_of_model(
 ) -> Sequence[Body]:
     """Return the bodies in descending order of compile time. `dtype` None: no matrices.
 
-    float64 is computed by torch.
+    Those of adapters are not needed before the first adapter. float64 is computed by torch.
     """
     if dtype is torch.float64:
         return []
@@ -28,12 +30,16 @@ def bodies_of_model(
         matmuls = matmul_bodies(torch.int8 if quantized else dtype, deterministic)
     return [
         paged_attention.attention,
-        add_adapters,
         *matmuls,
         token_loops.rope_and_write,
-        plan_runs,
         token_loops.normalize,
         token_loops.activate,
         token_loops.embed,
         token_loops.convert,
     ]
+
+
+@functools.cache
+def compile_for_adapters() -> None:
+    """Compile or load, once in a process, what a step with adapters needs."""
+    compile_all([add_adapters, plan_runs])

@@ -60,6 +60,12 @@ class Kernels:
         `on_progress`: as of `compile_all`.
         """
 
+    def warm_up_adapters(self) -> None:
+        """Compile or load what the first step with an adapter would otherwise wait for.
+
+        Called on a thread of its own, while steps without adapters run.
+        """
+
     def new_step_capture(self) -> StepCapture | None:
         """Return an object that captures steps, or None: each step runs op by op."""
         return None

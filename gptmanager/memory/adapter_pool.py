@@ -5,7 +5,7 @@ Where things lie is decided in `peft_cache`. What is written and copied is known
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 from types import MappingProxyType
 
@@ -32,6 +32,7 @@ class AdapterPool:
 
     Host pages lie in blocks of `pages_per_block`, which are allocated as their first page is
     written, and given back as their last is released; they are pinned if the device is no CPU.
+    `warm_up()` is to be called before the first adapter is read, on a thread that may take seconds.
     `put` may run in any thread, `copy` on any stream. The caller orders what touches a page.
     """
 
@@ -45,11 +46,13 @@ class AdapterPool:
         modules: Mapping[int, LoraModule] = MappingProxyType({}),
         num_layers: int = 0,
         share: AdapterShare | None = None,
+        warm_up: Callable[[], None] = lambda: None,
     ) -> None:
         assert dtype.itemsize == sizes.itemsize  # both are the model's
         self.sizes = sizes
         num_elements = sizes.num_device_pages * sizes.page_size
         self.pages = torch.empty(num_elements, dtype=dtype, device=device)
+        self.warm_up = warm_up
         self._pages_per_block = pages_per_block
         self._pinned = self.pages.device.type != "cpu"
         self._modules = {module_id: number for number, module_id in enumerate(modules)}

@@ -19,6 +19,7 @@ from gptmanager import (
     OptionalParams,
 )
 from gptmanager.host import background_jobs
+from gptmanager.kernels import compiled_bodies
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 PROMPT = [5, 6, 7]
@@ -102,6 +103,29 @@ def test_a_manager_ends_while_an_adapter_is_read(made):
     assert host.final(1).error
 
 
+def test_kernels_of_adapters_are_compiled_with_the_first_adapter(made, monkeypatch):
+    """On the thread that reads it, while requests without adapters run."""
+    compiled, compile_all = [], compiled_bodies.compile_all
+
+    def watched(bodies, on_progress=None):
+        names = [body.__name__ for body in bodies]
+        compiled.append((threading.current_thread().name.rpartition("_")[0], names))
+        compile_all(bodies, on_progress)
+
+    monkeypatch.setattr(compiled_bodies, "compile_all", watched)
+    compiled_bodies.compile_for_adapters.cache_clear()
+    Slow.goes_on.set()
+    host = RecordingCallbacks([request(1, 3, {})])
+    _, manager = managed(made, host)
+    with manager:
+        assert manager.wait_idle(60)
+        assert compiled == []
+        for number in (0, 1):
+            host.submit(request(2 + number, 3, made.lora(number)))
+        assert manager.wait_idle(60)
+    assert compiled == [("gptmanager-put", ["add", "plan_runs"])]
+
+
 def test_the_loop_helps_between_its_steps(made, monkeypatch):
     """On a machine where steps want all cores, the tokens are those of merged weights."""
     monkeypatch.setattr(background_jobs, "num_cores", lambda: 1)
@@ -113,6 +137,7 @@ def test_the_loop_helps_between_its_steps(made, monkeypatch):
         "_take_turn",
         lambda self, step_s: turns.append(take_turn(self, step_s)),
     )
+    compiled_bodies.compile_for_adapters()  # to load them takes longer than the steps below
     host = RecordingCallbacks()
     checker, manager = managed(made, host)
     with manager:

@@ -92,6 +92,7 @@ def test_a_softcap_with_and_without_sinks(either, head_dim):
 CROSSED = list(crossings([(20, 110), (3, 3)], seed=1, count=24))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("rows", "options"), CROSSED, ids=map(str, (rows for rows, _ in CROSSED)))
 def test_all_of_it_crossed(machine, rows, options):
     check(machine, rows, **options)

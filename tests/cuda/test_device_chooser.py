@@ -178,6 +178,7 @@ def test_recordings_choose_where_nobody_wants_more(device, watched, monkeypatch)
     assert len(turns) >= 6 and ways.count("recorded") >= 4
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("requests", [plain, processed, wanted])
 def test_nothing_waits_for_a_choice(device, watched, requests):
     check(device, watched, requests)
@@ -194,6 +195,7 @@ def test_nothing_waits_for_many_starts_of_one_processor(device, watched):
     check(device, watched, requests, max_batch_size=8)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("requests", [plain, wanted])
 def test_logits_of_16_bits(device, watched, requests):
     """As the same logits in single precision: who reads them as floats, and who does not."""

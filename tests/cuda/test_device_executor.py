@@ -68,6 +68,7 @@ def adjusted():
     ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("requests", "run_ahead"), [(several, 1), (sampled, 1), (mixed, 0), (mixed, 1), (adjusted, 1)]
 )
@@ -97,6 +98,7 @@ def test_nothing_is_compiled_while_requests_wait(device):
     assert {name.partition("<")[0] for name in asked} >= names
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -114,6 +116,7 @@ def test_schedules(device, options):
     check_same(device, sampled, **options)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "config",
     [

@@ -122,6 +122,7 @@ def test_no_pinned(monkeypatch):
     assert [options["pin_memory"] for options in asked] == [True, False]
 
 
+@pytest.mark.every(2)
 @pytest.mark.timeout(240)  # it compiles a few kernels anew
 def test_the_tokens_are_the_same(toolchain, monkeypatch):
     def requests():

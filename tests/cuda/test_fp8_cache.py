@@ -102,6 +102,7 @@ def requests(**by_name):
     ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("dtype", "allowed"), [("float32", 1e-3), ("float16", 0.1), ("bfloat16", 0.2)]
 )
@@ -126,6 +127,7 @@ def usual(device):
 BLOCK_BYTES = 2 * 2 * 16 * 64  # keys and values, layers, tokens, elements
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("cache", "options"),
     [

@@ -130,6 +130,7 @@ def random_schedule(chance):
     return options
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("place", ["emulator", GPU])
 @pytest.mark.parametrize("seed", range(NUM_RUNS))
 def test_a_device_answers_as_the_cpu_does(seed, place, favor):

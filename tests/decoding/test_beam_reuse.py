@@ -284,6 +284,7 @@ def alone(source):
     return answers
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -59,6 +59,7 @@ def llama():
     return random_model(CONFIGS["llama"])
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("early_stopping", [0, 1, 2])
 @pytest.mark.parametrize("len_penalty", [0.0, 1.0, -0.7, 2.5])
 @pytest.mark.parametrize("width", [2, 3, 5])
@@ -254,6 +255,7 @@ def mixed_requests():
     }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "options",
     [

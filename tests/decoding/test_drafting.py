@@ -195,6 +195,7 @@ def test_a_hosts_greedy_guesses_save_steps(source):
     assert len(host.statistics) == 12 - 8
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("drawn_from", [range(96), (79, 18, 26, 20, 50)])
 def test_sampled_guesses_leave_the_distribution_as_it_is(source, drawn_from):
     """Chi-squared over first tokens, where guesses come from quite another distribution.

@@ -86,6 +86,7 @@ CASES = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("vocab_size", [300, 1000])
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_does_what_its_twin_does(case, vocab_size):

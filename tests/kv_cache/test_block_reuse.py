@@ -121,6 +121,7 @@ def alone(source):
         return outputs
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize(
     "options",

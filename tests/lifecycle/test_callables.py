@@ -78,6 +78,7 @@ def manager(host, *, requests=None, **more):
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", DEFERRED)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_callback_that_would_have_to_be_awaited_is_refused(name, kind):

@@ -369,6 +369,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("policy", [0, 1], ids=["max_utilization", "no_evict"])
 @pytest.mark.parametrize("mode", MODES)
 def test_all_ranks_decide_the_same_and_answer_as_one_does(mode, policy):

@@ -178,6 +178,7 @@ def reasons(tensors):
     return tensors.get("finish_reasons", [[]])[0]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("family", "tensor", "stages", "dtype"),
     [

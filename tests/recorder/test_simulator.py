@@ -89,6 +89,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("load", "policy", "chunked", "mode"), CHOSEN, ids=lambda it: getattr(it, "__name__", str(it))
 )
