@@ -131,10 +131,10 @@ def test_the_loop_helps_between_its_steps(made, monkeypatch):
     monkeypatch.setattr(background_jobs, "num_cores", lambda: 1)
     monkeypatch.setattr(background_jobs, "_LEAST_BUSY_S", 0.5)
     turns = []
-    take_turn = background_jobs.BackgroundJobs._take_turn
+    take_turn = background_jobs.BackgroundJobs._work_after_step
     monkeypatch.setattr(
         background_jobs.BackgroundJobs,
-        "_take_turn",
+        "_work_after_step",
         lambda self, step_s: turns.append(take_turn(self, step_s)),
     )
     compiled_bodies.compile_for_adapters()  # to load them takes longer than the steps below

@@ -67,14 +67,14 @@ def main(shape: str = "small", dtype: str = "bfloat16") -> None:
     ) as manager:  # fmt: skip
         queue.attach(manager)
         jobs: Any = manager._host.adapter_loader.jobs
-        take_turn = jobs._take_turn
+        take_turn = jobs._work_after_step
 
         def watched(step_s: float) -> None:
             began = time.perf_counter()
             take_turn(step_s)
             turns[len(ends)] = time.perf_counter() - began
 
-        jobs._take_turn = watched
+        jobs._work_after_step = watched
         running = [queue.submit([1, 2, 3, 4], LENGTH - 4) for _ in range(REQUESTS)]
         time.sleep(QUIET_S)
         quiet: list[list[float]] = []  # before each adapter, and behind the last
