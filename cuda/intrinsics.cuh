@@ -43,7 +43,7 @@ __device__ inline unsigned shared_address(const void* pointer) PTX(
 // runs. Every thread calls this before it touches global memory. It returns when the kernel before
 // has ended and all that it wrote can be seen (at once, where the launch did not begin early), and
 // only then allows the kernel behind to begin. Why nothing more is needed, for A, B, C in a stream:
-// - C begins when all blocks of B have come here or ended. Each thread of B that came here saw A end.
+// - C begins when all blocks of B have called this or ended. Each thread of B that did so saw A end.
 //   So when C begins, A has ended: no more than two kernels ever run side by side.
 // - Where C passes this line, B has ended, and therefore all that B waited for: by induction every
 //   kernel before C. So C may write what any of them read, and memory that was freed behind them.
@@ -51,7 +51,7 @@ __device__ inline unsigned shared_address(const void* pointer) PTX(
 //   then true of all before. Where such a kernel comes first, it allows nothing early: C begins when
 //   its blocks have ended, and sees here what they wrote.
 // - C has blocks on the device only when all blocks of B are there: B never waits for its room.
-// Loads before this line would need another argument: what they read may lie in a cache since before
+// Loads before this line would need another argument: their data may be in a cache since before
 // it was written. `prefetch_l2` is none, as all that reads and writes global memory goes through L2.
 __device__ inline void wait_for_previous() PTX(
     SM_90(asm volatile("griddepcontrol.wait;" ::: "memory");)
@@ -101,7 +101,7 @@ __device__ inline unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) 
 
 // 16 bytes, both addresses aligned to them; past L1, since each byte is read once. Where not `valid`,
 // nothing is read and zeros are written.
-#ifdef COPIES_AT_ONCE  // to find whether a fault comes of copies in the background
+#ifdef COPIES_AT_ONCE  // to find whether asynchronous copies cause a fault
 __device__ inline void cp_async_16(void* to, const void* from, bool valid = true) {
     *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
 }
@@ -138,7 +138,7 @@ __device__ inline void load_matrix_x4_transposed(unsigned (&registers)[4], const
         : "r"(shared_address(row)) : "memory");
 )
 
-// The matrix whose row g, columns 2 t and 2 t + 1 a lane holds, transposed: column g, those rows.
+// Transposes a matrix: a lane holds row g, columns 2 t and 2 t + 1, and gets column g, those rows.
 __device__ inline unsigned transpose_matrix(unsigned elements) PTX(
     unsigned result;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(elements));
@@ -170,7 +170,7 @@ __device__ inline void mma_m16n8k16(
 //
 // Four warps, the first a multiple of four, multiply together, in the background. What the tensor
 // cores read of shared memory was written by ordinary stores or cp.async, then by the same thread
-// `fence_proxy_async`, then a barrier. Registers of a product may not be touched from
+// `fence_proxy_async`, then a barrier. Registers of a matmul may not be touched from
 // `warpgroup_fence` before it to `warpgroup_wait` behind it.
 
 // Writes of this thread to shared memory before it are seen by what reads in the background.
@@ -206,7 +206,7 @@ template <int N> __device__ inline void settle(unsigned (&a)[N][4]) PTX(
     _Pragma("unroll") for (int i = 0; i < N; i++) asm volatile("" : PTX_ROW("+r", a, i) :: "memory");
 )
 
-// Before the first product, and after registers of one were touched: `d` is as it was set.
+// Before the first matmul, and after registers of one were touched: `d` is as it was set.
 template <int N> __device__ inline void warpgroup_fence(float (&d)[N][4]) PTX(
     settle(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -216,7 +216,7 @@ __device__ inline void warpgroup_commit() PTX(
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 )
 
-// Until all groups of products but the latest PENDING are done, that of `d` among those.
+// Waits until all groups of matmuls but the latest PENDING are done, including that of `d`.
 template <int PENDING, int N> __device__ inline void warpgroup_wait(float (&d)[N][4]) PTX(
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
     settle(d);

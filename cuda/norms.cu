@@ -2,9 +2,9 @@
 // RMSNorm: x / sqrt(mean(x^2) + eps). LayerNorm (CENTERED): (x - mean) / sqrt(variance + eps).
 #include "numerics.cuh"
 
-// A block per token, whose thread holds COUNT vectors of WIDTH elements in registers: each element is
+// A block per token; each thread holds COUNT vectors of WIDTH elements in registers: each element is
 // read once. The sum is rounded to T before it is normalized, as the next layer reads it. The weight
-// is asked for before all else, and comes while the kernel before ends and the sums are made.
+// is loaded first, while the previous kernel ends and the sums are computed.
 template <class T, int WIDTH, int COUNT, bool CENTERED, bool ADD>
 __global__ void __launch_bounds__(1024, 1) norm(
     T* out,           // [tokens, width], may be x

@@ -72,13 +72,13 @@ __device__ inline float block_sum(float x, float (&partial)[32]) {
     return warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0f);
 }
 
-// Whether this block is the last of `count` to come here: it then sees all that they have written.
+// Whether this block is the last of `count` to arrive: it then sees all their writes.
 // `arrived` is 0 before and after.
 //
 // What a block's threads have written is ordered by the barrier before the atomic, which releases it;
 // the last block's acquires it, for the threads that the second barrier lets go.
 __device__ inline bool comes_last(unsigned* arrived, int count) {
     __syncthreads();
-    unsigned last = count - 1;  // which turns the counter back to 0
+    unsigned last = count - 1;  // resets the counter to 0
     return __syncthreads_or(threadIdx.x == 0 && ptx::atomic_inc_acq_rel(arrived, last) == last);
 }

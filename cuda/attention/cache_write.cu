@@ -33,7 +33,7 @@ __device__ constexpr int lanes_of(int vectors) {
     return vectors > 16 ? 32 : vectors > 8 ? 16 : vectors > 4 ? 8 : 4;
 }
 
-// Elements i and i + N / 2 of the first N (`rotary`) turn together. A group of lanes takes a head.
+// Elements i and i + N / 2 of the first N (`rotary`) are rotated together. A group of lanes processes a head.
 template <class T, int D, int WIDTH, class C = T>
 __global__ void __launch_bounds__(128) rope_and_write(
     T* queries,              // [tokens, heads, D]

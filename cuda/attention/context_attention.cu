@@ -6,8 +6,8 @@
 #include "attention/context_softmax.cuh"
 #include "attention/context_tiles.cuh"
 
-// The left side of products with keys, of a warp's queries: in registers where these have room for
-// all of it, and else loaded again for each tile of keys.
+// A warp's queries, as the left operand of matmuls with keys: in registers if there is space for
+// all of them, otherwise loaded again for each tile of keys.
 template <class K, class T = typename K::T> struct Queries {
     const T* from;  // the row that the lane names
     unsigned held[K::HOLDS ? K::D / 16 : 1][K::MATRICES][4];

@@ -11,7 +11,7 @@ template <class K> struct WarpState {
 };
 
 template <class K> using TileScores = float[K::MATRICES][K::TOKENS / 8][4];
-// As the left side of the product with values.
+// The left operand of the matmul with values.
 template <class K> using TileWeights = unsigned[K::MATRICES][K::TOKENS / 16][4];
 
 template <class K> __device__ inline void reset(WarpState<K>& state) {
@@ -29,7 +29,7 @@ template <class K> __device__ inline void cap(TileScores<K>& scores, const Score
     }
 }
 
-// Scores of what a query must not see are -inf. `packed`: of the lane's first row, g.
+// Sets scores of keys that a query must not see to -inf. `packed`: of the lane's first row, g.
 template <class K>
 __device__ inline void hide(TileScores<K>& scores, const Work<K>& work, int packed, Tile tile,
                             Window window) {
@@ -39,7 +39,7 @@ __device__ inline void hide(TileScores<K>& scores, const Work<K>& work, int pack
         for (int half = 0; half < 2; half++) {
             int position = work.position(packed + m * 16 + half * 8);
             int key = tile.start + threadIdx.x % 4 * 2;
-            // Seen is what lies behind `low`, up to `high`.
+            // A query sees the keys after `low`, up to and including `high`.
             int low = window.size ? position - window.size : -1, high = position;
             if (K::SINK) {
                 low = tile.sinking ? -1 : max(low, work.tiles.sink - 1);
@@ -57,7 +57,7 @@ __device__ inline void hide(TileScores<K>& scores, const Work<K>& work, int pack
     }
 }
 
-// Scores of matrix `m` to weights. `factors` bring what was summed before to the new largest score.
+// Scores of matrix `m` to weights. `factors` rescale earlier sums to the new largest score.
 template <class K>
 __device__ inline void weigh(float (&scores)[K::TOKENS / 8][4], WarpState<K>& state,
                              float (&factors)[2], int m, float scale) {

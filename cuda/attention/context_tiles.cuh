@@ -13,7 +13,7 @@ struct Kind {
     static constexpr int D = HEAD_DIM;
     static constexpr bool SOFTCAP = IS_CAPPED, SINK = HAS_SINK, FP8 = IS_FP8<C>;
     // 16-row matrices of a warp: with two, each fragment of keys and values is used twice; the
-    // results of 256 dimensions leave no registers for that, nor do those of 128 beside a sink or
+    // results of 256 dimensions leave no registers for that, nor do those of 128 with a sink or
     // elements to expand.
     static constexpr int MATRICES = D > 128 || (D == 128 && (SINK || FP8)) ? 1 : 2;
     static constexpr int ROW_STAGES = 2, QUERIES = WARPS * 16 * MATRICES;

@@ -38,7 +38,7 @@ template <class K> struct Tiles {
     }
 };
 
-// What a block works on. It lies in shared memory: the registers are for its results.
+// The work of a block. It is in shared memory: the registers are for its results.
 template <class K> struct Work {
     using C = typename K::C;
     static constexpr int D = K::D;
@@ -86,8 +86,8 @@ __device__ inline void begin(Work<K>& work, Item item, Rows rows, const C* keys,
     work.value_memory = values + (work.pages.memory - keys);
 }
 
-// Where the thread's token of a tile lies in the pages, -1 where nothing is read: pages outside of the
-// item may be gone, and rows behind its end were never written.
+// The row in the pages of the thread's token of a tile; -1 if nothing is read: pages outside of the
+// item may be freed, and rows after its end were never written.
 template <class K> __device__ inline int find_row(const Work<K>& work, Tile tile) {
     int position = tile.start + threadIdx.x;
     bool seen = position >= work.tiles.first || (K::SINK && position < work.tiles.sink);

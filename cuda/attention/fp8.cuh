@@ -23,7 +23,7 @@ template <class T> constexpr int SHIFT = 0;
 template <> constexpr int SHIFT<__half> = 7;
 template <> constexpr int SHIFT<__nv_bfloat16> = 4;
 
-// From the bits of e4m3 where those of T are, whose exponents count from elsewhere.
+// Corrects the exponent's bias, after the bits of e4m3 were moved to the positions of T's.
 template <class T> __device__ inline unsigned rebase(unsigned both);
 template <> __device__ inline unsigned rebase<__half>(unsigned both) {
     __half2 result = __hmul2(*reinterpret_cast<__half2*>(&both), __float2half2_rn(256.0f));

@@ -12,7 +12,7 @@ template <class C> constexpr int STAGES = IS_FP8<C> ? 3 : 2;
 // (`resident_blocks` in the .py).
 template <int WIDTH> constexpr int BLOCKS = WIDTH <= 32 ? 5 : WIDTH <= 64 ? 4 : WIDTH <= 160 ? 3 : 2;
 
-// Tensor cores take the transposed product, keys [16 tokens, D] @ queries^T [D, 8 heads]: a group of
+// Tensor cores compute the transposed matmul, keys [16 tokens, D] @ queries^T [D, 8 heads]: a group of
 // 8 heads fills them. A warp takes every fourth tile of 16 tokens, through its own shared memory.
 template <class T, int D, int TILES> struct WarpState {
     unsigned queries[TILES][D / 16][2];
@@ -53,7 +53,7 @@ __device__ inline void copy_tile(C* keys, C* values, const C* key_memory, const 
     }
 }
 
-// A tile of keys and values as left sides of products, 16 dimensions at a time. Which of them are in
+// A tile of keys and values as left operands of matmuls, 16 dimensions at a time. Which of them are in
 // which columns (of keys) and rows (of values) is free, as long as queries and results agree: columns
 // 2t, 2t + 8 of chunk k begin dimensions 16k + COLUMN * t and LATER_COLUMN behind that, and rows g,
 // g + 8 are 16k + ROW * g and LATER_ROW behind that.
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
         int num_tiles = start < item.last ? (item.last - start + STEP - 1) / STEP : 0;
         auto rows_of = [&](int tile) {  // the table is read ahead of its use
             int position = start + tile * STEP + lane % TILE;
-            // Pages outside of the item may be gone, and rows behind its end were never written.
+            // Pages outside of the item may be freed, and rows after its end were never written.
             return position >= item.first && position < item.last ? pages.row(position) : -1;
         };
         auto copy = [&](int tile, int rows) {
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
         state.template load<Chunks<T, C, D>>(queries + first_head * D, group);
         for (int tile = 0; tile < num_tiles; tile++) {
             ptx::cp_async_wait<STAGES - 2>();
-            __syncwarp();  // this tile has come for all lanes, and all have done with the one before
+            __syncwarp();  // this tile is loaded for all lanes, and all have finished with the previous one
             copy(tile + STAGES - 1, next_rows);
             next_rows = rows_of(tile + STAGES);
             const C* from = mine + tile % STAGES * 2 * TILE_SIZE;

@@ -9,7 +9,7 @@ template <class C, int D> struct Pages {
     const C* memory;   // of the KV head in block 0
     const int* table;  // position / tokens_per_block -> block
     int tokens_per_block;
-    int shift;       // its logarithm; -1 if it is no power of two
+    int shift;       // its logarithm; -1 if it is not a power of two
     int block_rows;  // from a block to the next
 
     // The row of the token at a position, counted from `memory`.
@@ -21,7 +21,7 @@ template <class C, int D> struct Pages {
 };
 
 // How far rows of D elements are apart in shared memory: an odd number of 16 bytes, so that eight
-// rows at the same column lie in different banks.
+// rows at the same column are in different banks.
 template <class T, int D> constexpr int ROW = D + (D / WIDE<T> % 2 ? 0 : WIDE<T>);
 
 template <class C, int D>
@@ -47,11 +47,11 @@ struct Softmax {
     }
 };
 
-// A product of query and key as an exponent of 2.
+// Converts q . k to the score as an exponent of 2.
 struct Scores {
     static constexpr float LOG2_E = 1.4426950408889634f;
     float scale, softcap;  // both times log2(e)
-    float turns;           // 0 without a softcap, else from product to 2 log2(e) * score / softcap
+    float turns;           // 0 without a softcap, else from q . k to 2 log2(e) * score / softcap
     __device__ Scores(float scale, float softcap)
         : scale(scale * LOG2_E), softcap(softcap * LOG2_E),
           turns(softcap > 0 ? 2 * LOG2_E * scale / softcap : 0.0f) {}

@@ -3,7 +3,7 @@
 
 #include "attention/pages.cuh"
 
-// [first, last) of a row; partial: where its result goes, -1 if it is the row's only one.
+// [first, last) of a row; partial: index of its partial result, -1 if it is the row's only item.
 struct Item {
     int row, first, last, partial;
 };
@@ -63,7 +63,7 @@ struct Partials {
 };
 
 // Called by a whole block of WARPS warps that has written its partial results of a row, for KV head
-// blockIdx.y of gridDim.y. The last one to come writes
+// blockIdx.y of gridDim.y. The last block to arrive writes
 //     sum of 2^(log - largest log) * result / sum of 2^(log - largest log)
 // to `out` [group, D], in the order of the items, whichever block it is.
 template <int WARPS, int D, int AT_ONCE, class T>

@@ -1,8 +1,8 @@
-// Context attention by products of warpgroups (Hopper): the formula, the items and the arguments of
+// Context attention by warpgroup matmuls (Hopper): the formula, the items and the arguments of
 // context_attention.cu, for heads of 64 and of 128.
 //
 // A warpgroup has 64 queries. While tensor cores multiply its weights of a tile by values, its warps
-// make weights of the next tile's scores, as in FlashAttention-3. All threads copy: rows lie in pages
+// make weights of the next tile's scores, as in FlashAttention-3. All threads copy: rows are in pages
 // of any size, and those behind a row's end must be zero, as no bulk copy would make them.
 #include "attention/context_softmax.cuh"
 
@@ -16,7 +16,7 @@ template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK> struct Kin
     static constexpr int TOKENS = 128, ROW_STAGES = 4;
 };
 
-// Where the 8 elements from 8 * `vector` on of a row lie in shared memory, as matrix_descriptor tells
+// Offset in shared memory of the 8 elements from 8 * `vector` on of a row, as matrix_descriptor says
 // of them: in columns of 64 elements, ROWS rows each, one behind the other.
 template <int ROWS> __device__ inline int swizzled(int row, int vector) {
     return (vector / 8 * ROWS + row) * 64 + (vector % 8 ^ row % 8) * 8;
@@ -64,8 +64,8 @@ __device__ inline void wait_for_copies() {
     __syncthreads();
 }
 
-// For the compiler to see that a warp's lanes go one way: products in the background do not outlast a
-// branch at which they might part.
+// Shows the compiler that a warp does not diverge: asynchronous matmuls do not outlast a
+// branch at which its lanes might diverge.
 __device__ inline int uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
 
 constexpr int PATTERN = 1024;  // bytes of 8 rows of 64 elements
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     int i = 0;
     for (; next.start < last; i++) {
         // Keys of `next` and values of the tile before it are there, and all have done with the
-        // tiles whose places the copies take.
+        // tiles that the copies overwrite.
         wait_for_copies();
         multiply_keys<K>(scores, own_queries, key_tiles + (i + 1) % 2 * TILE);
         add_values<K>(state, weights, value_tiles + i % 2 * TILE);

@@ -62,7 +62,7 @@ def _tensor(tensor: Any, what: str) -> tuple[str, int, int, int]:
 
 
 def _check_elements(kind: str, size: int, parameter: Parameter, what: str) -> None:
-    """Elements of the declared size and kind; bits may come as integers of the same size."""
+    """Check the size and kind of elements; bits may be passed as integers of the same size."""
     if (
         parameter.pointee_size == 0
         or parameter.pointee_kind == "V"

@@ -1,5 +1,5 @@
-// Atomic operations: each returns the value before it. One OS thread runs all, so that they are
-// plain updates; check mode is told.
+// Atomic operations: each returns the value before it. One OS thread runs all threads, so they are
+// plain updates, reported to check mode.
 #pragma once
 
 #include "machine.h"

@@ -20,7 +20,7 @@ bool checking;
 // The number of block barriers passed, then (in 32 bits) of a thread's warp barriers since.
 using Stamp = uint64_t;
 
-// Who accessed a byte, where, when: 0 is nobody.
+// The thread that accessed a byte, where and when; 0: no thread.
 struct Access {
     Stamp stamp;
     uint32_t bits;
@@ -284,7 +284,7 @@ void check_arrival(void* address, size_t size, Site site) {
     access(address, size, ARRIVAL, 0, site);
 }
 
-// Read by the tensor cores: the writer's fence.proxy.async lies between, and is behind a barrier.
+// Read by the tensor cores: a fence.proxy.async of the writer and then a barrier must be in between.
 void check_proxy(char* address, size_t size, Site site) {
     char buffer[256];
     Shadow* shadow = find(address);

@@ -59,7 +59,7 @@ struct dim3 {
 #endif
 
 // One OS thread runs a block. Arrays without a size are found by Python, see source.py. Without
-// __constinit g++ guards what has a constructor, even a trivial one, by a variable beside it, which
+// __constinit g++ guards a variable with a constructor, even a trivial one, by another variable, which
 // would be poisoned, and checked as if it were the kernel's.
 #define __shared__ __constinit thread_local
 #define __launch_bounds__(...)

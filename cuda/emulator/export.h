@@ -32,7 +32,7 @@ template <class T> constexpr Parameter describe() {
 template <auto kernel> struct Export;
 template <class... P, void (*kernel)(P...)> struct Export<kernel> {
     static constexpr Parameter parameters[sizeof...(P) + 1] = {describe<P>()..., {0, 0, 0, 0}};
-    // What Python wrote is no memory of the kernel.
+    // The arguments that Python wrote are not memory of the kernel.
     template <size_t... I>
     __attribute__((no_sanitize("thread"))) static void call(
         void** arguments, std::index_sequence<I...>) {

@@ -1,4 +1,4 @@
-// The CPU versions of intrinsics.cuh. They are not inlined: who calls is told by return address.
+// The CPU versions of intrinsics.cuh. They are not inlined: the return address identifies the caller.
 #pragma once
 
 #include "machine.h"

@@ -72,7 +72,7 @@ class Argument:
 
     value: bytes
     memory: tuple[int, int] | None = None  # address, bytes
-    unknown: bool = False  # it points to memory that nobody described
+    unknown: bool = False  # it points to memory without a known size
 
 
 class _Symbol(NamedTuple):
@@ -116,7 +116,7 @@ class Library:
         )
 
     def static_shared(self, number: int) -> int:
-        """Bytes of what the kernel itself declares `__shared__`; 0 without binutils."""
+        """Return the bytes of `__shared__` variables in the kernel itself; 0 without binutils."""
         if number not in self._static_shared:
             self._static_shared[number] = self._find_static_shared(number)
         return self._static_shared[number]

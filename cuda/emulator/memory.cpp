@@ -20,7 +20,7 @@ static size_t num_stacks;
 static char* dynamic;  // between two unreadable pages
 static size_t dynamic_size;
 static Span loaded, shared;
-// Memory of this thread is there only once it was used. It lies behind the kernel's: a short way past
+// Thread-local memory exists only after its first use. This is placed after the kernel's: shortly past
 // the end of an array there is poison.
 static thread_local volatile char touched[4096];
 
@@ -73,7 +73,7 @@ char* stack_of(unsigned thread) { return stacks + thread * (STACK + PAGE) + PAGE
 Span library() { return loaded; }
 Span static_shared() { return shared; }
 
-// It ends at an unreadable page, as nearly as the alignment of what is in it allows.
+// It ends at an unreadable page, as closely as the alignment of its contents allows.
 Span dynamic_span() {
     size_t alignment = 16;
     while (alignment < ALIGNMENT && dynamic_size % (2 * alignment) == 0) alignment *= 2;

@@ -1,6 +1,6 @@
 """g++ and NVIDIA's headers: where they are, and libraries that are built once and kept.
 
-Built libraries lie in the cache folder under a hash of all that they were made from. Two
+Built libraries are kept in the cache folder under a hash of all their inputs. Two
 processes may build the same one at once: each writes a file of its own and renames it.
 """
 
@@ -44,7 +44,7 @@ _INSTALL_HEADERS = (
     "NVIDIA's headers are not installed: pip install 'nvidia-cuda-runtime==13.0.*' "
     "'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'"
 )
-_SEALED = "1"  # the form of what is kept; before, nothing was sealed
+_SEALED = "1"  # version of the cached files' format; before, they had no digests
 _STDIN = re.compile(r'^(# \d+ )"<stdin>"', re.MULTILINE)
 
 

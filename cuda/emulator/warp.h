@@ -7,7 +7,7 @@ namespace emulator {
 
 template <class T> struct Exchange {
     T value, result;
-    int source;  // the lane whose value is the result; out of range: one's own
+    int source;  // the lane that provides the result; out of range: its own value
 };
 
 template <class T> void exchange(void** operands, Site site) {

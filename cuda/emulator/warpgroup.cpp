@@ -1,8 +1,8 @@
-// Products of warpgroups (wgmma). Each warp of the four makes its 16 rows by itself, so that they may
-// be as far apart as the kernel lets them; that all four came to the same products is checked.
+// Warpgroup matmuls (wgmma). Each of the four warps computes its 16 rows by itself, so they may
+// be as far apart as the kernel lets them; all four must issue the same instructions.
 //
-// A product happens when it is waited for. Until then its registers hold NaN, and what it reads of
-// shared memory must stay as it was when the product began.
+// A matmul is computed at the wait for it. Until then its registers hold NaN, and its operands in
+// shared memory must not change.
 #include "state.h"
 
 #include <cstring>
@@ -16,7 +16,7 @@ using Elements = std::vector<uint16_t>;  // [rows, DEPTH]
 struct Registers {  // of the lanes of a warp, one array of each
     char* of[WARP];
     size_t size;
-    int pending;              // products that use them
+    int pending;              // matmuls that use them
     std::vector<float> sums;  // [lane, size / 4]: what they will hold
 };
 
@@ -64,7 +64,7 @@ void warpgroup_block_end() {
     }
 }
 
-// The four warps must come to the same instructions.
+// The four warps must issue the same instructions.
 static WarpProducts& join(const char* name, Site site, uint64_t a = 0, uint64_t b = 0) {
     char buffer[256];
     if (threads.size() % (WARP * WARPS)) fail(site, "%s in a block with less than four warps", name);
@@ -104,7 +104,7 @@ static void read_vector(uint16_t (&to)[8], unsigned address, Site site) {
     if (checking) check_proxy(from, sizeof to, site);
 }
 
-// Of [rows, DEPTH] the part from `first` on. K-major: a row's elements lie together; MN-major: those of
+// Of [rows, DEPTH] the part from `first` on. K-major: a row's elements are contiguous; MN-major: those of
 // a column do.
 static Elements read_matrix(Descriptor from, bool mn_major, int first, int rows, Site site) {
     Elements elements(rows * DEPTH);

@@ -1,12 +1,12 @@
-// out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for some rows more than products.cu
+// out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for more rows than gemv.cu
 // is made for. With SILU the weight holds the rows of a gate, then those of an up projection:
 // out = gate / (1 + e^-gate) * up.
 //
 // A tile is all rows of x and 32 * N rows of the weight, so that each weight is read once. The rounds
-// of all tiles, each of DEPTH elements of the sums, stand in a line that is cut into equal shares, one
+// of all tiles, each of DEPTH elements of the sums, are concatenated and cut into equal shares, one
 // for a block. The sum of an element takes its rounds in their order; where blocks share a tile, the
-// last of them to come adds their sums, in the order of the blocks. So it depends on M, N and the
-// length of a share, and neither on the other rows nor on which block comes last.
+// last one to finish adds their sums, in the order of the blocks. So it depends on M, N and the
+// length of a share, and neither on the other rows nor on which block is last.
 #include "numerics.cuh"
 
 constexpr int THREADS = 256, WARP_ROWS = 2, WARP_COLUMNS = 4;
@@ -23,11 +23,11 @@ template <class Element, int M_, int N_, int STAGES_, int RESIDENT, bool HAS_SIL
     static constexpr int COLUMNS = WEIGHTS / (SILU ? 2 : 1);  // of the result
     static constexpr int SPAN = 8 * N / (SILU ? 2 : 1);       // those of a warp
     static constexpr int STAGE = (ROWS + WEIGHTS) * DEPTH;    // elements
-    // Matrices of x that are loaded before products: as many as there are registers for.
+    // Matrices of x that are loaded ahead of matmuls: as many as there are registers for.
     static constexpr int AT_ONCE = RESIDENT == 2 ? 1 : M == 2 ? 2 : 4;
 };
 
-// Where in its row of a stage the 8 elements from 8 * `vector` on lie: rows of a matrix share no bank.
+// Swizzled offset in a stage's row of the 8 elements from 8 * `vector` on: rows share no bank.
 __device__ inline int turned(unsigned row, int vector) { return (vector ^ row % 8) * 8; }
 
 // The copies of a block, a round at a time, which run ahead of the sums into the next tile.

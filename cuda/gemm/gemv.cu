@@ -12,7 +12,7 @@ constexpr int STEP = WARPS * LANES;               // vectors from a chunk of a w
 // Chunks of each warp that are on their way, 4 or 6 KiB: what there are registers for.
 template <int TILES> constexpr int CHUNKS_AHEAD = TILES == 4 ? 3 : 4;
 
-// Grid: any number of blocks, which take items by turns: 8 * TILES weight rows (with SILU the same
+// Grid: any number of blocks, which take items round-robin: 8 * TILES weight rows (with SILU the same
 // ones of gate and up) and up to ROWS of x. Items of the same weight rows follow each other, and find
 // these in L2. A warp's loads run ahead of its sums, into the next item.
 template <class T, int TILES, bool SILU>

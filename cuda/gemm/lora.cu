@@ -23,7 +23,7 @@ struct Entry {
 };
 
 // Calls `work(slot, first token, tokens)` for the runs that begin in this block's `group` of tokens, a
-// part of a tile of TILE. All threads call it, and come to the same runs.
+// part of a tile of TILE. All threads call it, and find the same runs.
 template <int TILE, class Work>
 __device__ inline void for_each_run(const int* slots, int num_tokens, int group, Work work) {
     int first = blockIdx.x * group, tile = first / TILE * TILE, lane = threadIdx.x % 32;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
 
 constexpr int COLUMNS = 128;  // of a block of `expand`, one for each thread
 constexpr int TILE = 16;      // tokens
-constexpr int PART = 64;      // ranks whose h is in shared memory
+constexpr int PART = 64;      // ranks of h in shared memory
 constexpr int QUAD = 4;       // tokens that are computed together
 
 // Grid: groups of tokens; parts of COLUMNS columns. The sum of an element takes one module after the

@@ -1,4 +1,4 @@
-// Sums of a warp in products of a few rows with rows of a weight, whose vectors it has in registers.
+// A warp's sums for matmuls of a few rows of x with rows of a weight in its registers.
 #pragma once
 
 #include "numerics.cuh"
@@ -10,9 +10,9 @@ template <> constexpr int ROWS<float> = 8;
 // Sums of a warp: rows of x with 8 * TILES weight rows, as mma.sync leaves them: rows g and g + 8,
 // weight rows 2t and 2t + 1 of a tile. A lane has weight row g of each tile, and its vector t.
 //
-// Tensor cores take x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. Which k stands where is free,
+// Tensor cores take x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. The order of k is free,
 // as long as both sides agree: a lane's 8 consecutive elements are 2t, 2t + 1, 2t + 8, 2t + 9 of one
-// product, then of another.
+// matmul, then of another.
 template <class T, int TILES> struct Sums {
     float result[TILES][4] = {};
 
@@ -36,7 +36,7 @@ template <class T, int TILES> struct Sums {
     __device__ void finish() {}
 };
 
-// There is no such product of float32: a lane adds its own k, for all rows, and at the end its four
+// Tensor cores have no float32 matmul: a lane adds its own k, for all rows, and at the end its four
 // lanes are added.
 template <int TILES> struct Sums<float, TILES> {
     float result[TILES][4] = {};

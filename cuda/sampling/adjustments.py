@@ -55,7 +55,7 @@ def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:
 def pack(
     params: SamplingParams, orig_prompt_len: int, vocab_size: int, lists: int
 ) -> tuple[object, ...]:
-    """A value of dtype PARAMS, for a sequence whose host sent `orig_prompt_len` tokens.
+    """Return a value of dtype PARAMS, for a sequence with `orig_prompt_len` prompt tokens.
 
     `lists`: where `pack_lists(params)` begins in the tensor of all lists; its address on the CPU.
     """
@@ -98,10 +98,10 @@ def adjust(
     """Change `logits` `[S, V]` float32 in place, bit for bit as the CPU does.
 
     `params` `[slots, PARAMS.itemsize]` uint8: an array of PARAMS, as bytes; `lists` int32: those of
-    `pack_lists`; `histories` `[slots, length]` int32, of which a row reads what stands before its
+    `pack_lists`; `histories` `[slots, length]` int32, of which a row reads the part before its
     position; `seen` `[S or more, V]` int32: zero before and after; `slots` `[S]` int32, -1: the row
     is left as it is; `positions` `[S]` int64: of the tokens to be chosen. Ids of a bias are
-    distinct and lie in the vocabulary. A slot is a beam's; several rows may share one.
+    distinct and in the vocabulary. A slot is a beam's; several rows may share one.
     ValueError for other tensors.
     """
     num_rows, vocab_size = logits.shape

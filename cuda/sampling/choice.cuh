@@ -26,7 +26,7 @@ __device__ inline float from_key(unsigned key) {
     return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
 }
 
-// The largest key that at least k of what `count(key)` counts in the block reach.
+// The largest key that at least k elements reach, as `count(key)` counts them in the block.
 template <class F> __device__ unsigned kth_key(long long k, F count) {
     unsigned key = 0;
 #pragma unroll 1

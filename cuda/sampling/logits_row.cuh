@@ -1,4 +1,4 @@
-// A row of logits as a block reads it: in pieces, each by one warp, whose sums are known one by one.
+// A row of logits as a block reads it: in pieces, each by one warp, with a known sum for each.
 #pragma once
 
 #include "sampling/choice.cuh"

@@ -7,8 +7,8 @@
 //
 // The first pass finds the best of each piece and, relative to it, the sum of its weights. It is all that
 // greedy rows and draws from all tokens need, and the pass that several blocks share if rows are few.
-// Each draw of top-p reads the row once more, as do top-k and min-p; a wide top-k twice. A piece whose
-// best says that nothing in it counts is not read.
+// Each draw of top-p reads the row once more, as do top-k and min-p; a wide top-k twice. A piece is skipped
+// if its best logit shows that nothing in it counts.
 #include "sampling/kth_best.cuh"
 
 // 53 random bits as a number in [0, 1): Philox4x32-10, key = seed, counter = (position, draw, 0).
@@ -95,7 +95,7 @@ struct Shared {
     unsigned* arrived;  // [rows], zeros before and after
 };
 
-// Whether this block has come last; then it has the pieces of all, and the best logit of its threads'
+// Whether this block is the last; then it has the pieces of all, and the best logit of its threads'
 // shares, as if it had been alone.
 __device__ inline bool gather(
     const Shared& shared, int row, int part, int parts, int count, Pieces& pieces, float& own_best) {
@@ -219,7 +219,7 @@ __device__ inline int draw_token(
     }
 }
 
-// The same of what top-k leaves.
+// The same among the tokens that top-k keeps.
 __device__ inline int draw_kept(
     const Few& kept, int size, const Params& own, long long position, float largest, Token limit,
     Pieces& pieces) {
