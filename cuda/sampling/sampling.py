@@ -107,8 +107,8 @@ def sample(
     tensors. With a `workspace`, where there are few rows several blocks share each; the bits are
     the same.
 
-    top_k keeps all that tie with the k-th best; top_p the shortest ranking with a mass of at least p in
-    single precision; min_p is a share of the best token's probability; equal logits rank by
+    top_k keeps all that tie with the k-th best; top_p the shortest ranking with a mass of at least
+    p in single precision; min_p is a share of the best token's probability; equal logits rank by
     ascending id. NOT_FINITE stands for the token of a row that holds NaN or +inf, NO_TOKEN for that
     of one of nothing but -inf.
     """
