@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -94,7 +94,7 @@ class GptManager:
             )
             check_arguments(model_type, max_beam_width, params, config)
             world = find_world(params.parallel_config)
-            callbacks = (
+            callbacks: Sequence[Any] = (
                 *(get_inference_requests_cb, send_response_cb),
                 *(poll_stop_signal_cb, return_batch_manager_stats_cb),
             )

@@ -87,7 +87,7 @@ class DeviceChooser(TokenChooser):
                 logits = logits.float()  # hosts read and change float32
         if self.gathered.any_generation:
             raw = self.gathered.generation_logits(
-                rows.slots, rows.firsts, logits, self._downloads.bring
+                rows.slots, rows.firsts, logits, self._downloads.fetch
             )
         with torch.inference_mode():
             rows, logits, failed = self._prepare(rows, logits)
