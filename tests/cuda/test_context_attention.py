@@ -268,7 +268,9 @@ def test_8_bit_pages_without_scales(machine):
 def test_a_shape_of_other_pages(machine):
     rows = PagedRows([(9, 150), (2, 2)], 2, 2, 64, cache_scales=SCALES)
     rows.shape = lambda scale: AttentionShape(2, 2, 64, scale, fp8=False)
-    with pytest.raises(ValueError, match="pages of torch.float8_e4m3fn, and fp8 = False in"):
+    with pytest.raises(
+        ValueError, match="pages of torch.float8_e4m3fn do not match fp8 = False in"
+    ):
         attend(machine, rows)
 
 

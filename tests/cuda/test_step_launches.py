@@ -179,8 +179,8 @@ def test_what_is_launched_behind_a_recording(toolchain):
 def test_a_step_with_products_as_kernels(toolchain):
     """Four products and four kernels a layer: the activation is a part of its product."""
     one, two = recorded_step(1, has_matmuls=True), recorded_step(2, has_matmuls=True)
-    layer = {"norm": 2, "multiply": 4, "rope_and_write": 1, "generation_attention": 1}
+    layer = {"norm": 2, "gemv": 4, "rope_and_write": 1, "generation_attention": 1}
     assert two - one == Counter(layer)
     rest = Counter(["index_select", "to", "locate_tokens", "zeros", "embedding", "norm"])
-    rest += Counter(["multiply", "copy_"])
+    rest += Counter(["gemv", "copy_"])
     assert one == rest + Counter(layer)

@@ -440,7 +440,7 @@ def test_memory_laid_out_otherwise_is_refused() -> None:
         pages.attend_all(CPU)
     pages = new_pages(SHAPES[0], ROWS)
     pages.keys = torch.stack((pages.keys, pages.keys), dim=1)[:, 0]
-    with pytest.raises(TypeError, match="equal strides"):
+    with pytest.raises(TypeError, match="equal block strides"):
         pages.attend_all(CPU)
     pages = new_pages(SHAPES[0], ROWS)
     pages.block_tables = pages.block_tables.long()

@@ -208,7 +208,7 @@ def test_who_watches_is_told_no_more_if_it_would_have_to_be_awaited(caplog):
         host.submit(request(1))
         served.notify()
         host.final(1)
-    assert len(seen) == 2 and "sees no more of the loop" in caplog.text
+    assert len(seen) == 2 and "gets no more events of the loop" in caplog.text
 
 
 def test_progress_that_would_have_to_be_awaited_raises(tmp_path):

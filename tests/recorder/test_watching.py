@@ -130,7 +130,7 @@ def test_one_that_raises_harms_nobody(caplog):
         manager.watch(events.append)
         host.submit(request(1))
         assert manager.wait_idle(20)
-    assert caplog.text.count("sees no more") == 1
+    assert caplog.text.count("gets no more") == 1
     assert [event.outcome for event in events if isinstance(event, Ending)] == ["LENGTH"]
     assert host.responses[-1].is_final and not host.responses[-1].error
 

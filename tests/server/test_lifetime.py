@@ -102,7 +102,7 @@ def test_a_signal_lets_requests_end_and_takes_no_new_ones(monkeypatch, number):
             refused = httpx.get(outside.url + "/health/ready")
             assert refused.headers["retry-after"] == "1"
             other = httpx.get(outside.url + "/test/stream")
-            assert b"shuts down" in other.content
+            assert b"is shutting down" in other.content
             outside.may_end.set()
             seen.extend(lines)
 

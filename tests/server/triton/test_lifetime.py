@@ -66,10 +66,10 @@ def test_a_signal_lets_calls_end_and_takes_no_new_ones(monkeypatch):
         with httpclient.InferenceServerClient(outside.url.removeprefix("http://")) as http:
             assert http.is_server_live() and not http.is_server_ready()
             assert not http.is_model_ready("ensemble") and not http.is_model_ready("other")
-            with pytest.raises(InferenceServerException, match="shuts down") as refused:
+            with pytest.raises(InferenceServerException, match="is shutting down") as refused:
                 http.infer("tensorrt_llm", inputs_of(httpclient, **prompt(9, 30, 71)))
             assert refused.value.status() == "503"
-        with pytest.raises(grpc.RpcError, match="shuts down") as error:
+        with pytest.raises(grpc.RpcError, match="is shutting down") as error:
             stub.ModelInfer(long_call_at_once(), timeout=30)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         seen.extend(responses)

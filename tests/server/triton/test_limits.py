@@ -351,7 +351,7 @@ def test_sequences_of_many_rows_are_counted(stream, server):
     }
     rows["input_ids"] = np.full((32, 1), 9)
     stream.send(**{**rows, "num_return_sequences": np.full((32, 1), 128)})
-    assert "requests at once" in str(stream.next().error)
+    assert "makes 1152 requests" in str(stream.next().error)
 
 
 def test_ids_are_short(grpc, stream):
