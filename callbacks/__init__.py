@@ -23,6 +23,7 @@ from gptmanager.callbacks.sinks.logging import LoggingSink
 from gptmanager.callbacks.sinks.observers import fan_out
 from gptmanager.callbacks.sinks.prometheus import PrometheusSink
 from gptmanager.callbacks.start import generate
+from gptmanager.callbacks.text.chat_template import ChatTemplate
 from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.text.text_stream import TextStream
 
@@ -31,6 +32,7 @@ __all__ = [
     "BannedTexts",
     "AsyncRequestQueue",
     "BannedTokens",
+    "ChatTemplate",
     "ForcedPrefix",
     "Generation",
     "GenerationPart",

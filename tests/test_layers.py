@@ -304,6 +304,10 @@ callbacks/                    ready-made callbacks that any host could have writ
     text/                     from the tokens of a model to text, and back
         checkpoint            what a checkpoint says besides weights: end tokens, tokenizer
         text_stream           tokens as text, while they come
+        template_program      a chat template filled in, here or in a process of its own (no torch)
+        templates             where chat templates are, and how one is filled in within bounds
+        control_tokens        texts of clients in a chat that never become control tokens (no torch)
+        chat_template         messages of a chat as the tokens of a prompt
     queue/                    queues between a host and its manager
         wakeups               asyncio waiters, woken from another thread
         result                what the responses to one request amount to
@@ -434,13 +438,10 @@ server/                       a manager behind HTTP and gRPC
         processors            what an output has to fit, or must not contain
         answer                all outputs of a request, while they are generated
     chat/                     from messages to a prompt, and from an answer to a message
-        template_program      a chat template filled in, here or in a process of its own (no torch)
-        templates             where chat templates are, and how one is filled in within bounds
         messages              messages of a chat, as templates want them
         functions             the deprecated functions, as tools
         tool_parsing          calls of tools in the text of a model (no torch)
         chat_answer           the text of an answer as a chat's message, and as deltas
-        control_tokens        texts of clients in a chat that never become control tokens (no torch)
         chat_prompt           from messages to the tokens of a prompt
     openai/                   what OpenAI's clients know
         models                the model and its adapters

@@ -80,6 +80,16 @@ def ids_of(ids: int | Sequence[int] | None) -> tuple[int, ...]:
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
+def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of `bos_token` and the like in a tokenizer_config.json, by name."""
+    found = {}
+    for key, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            found[key] = content
+    return found
+
+
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint folder; ConfigError if it has no readable tokenizer.json.
 

@@ -11,16 +11,16 @@ import importlib
 import json
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def _import_alone(name: str, root: str) -> Any:
+def _import_alone(name: str, roots: Sequence[str]) -> Any:
     """Import a module without running the `__init__` of the packages that it is in."""
     parts = name.split(".")
     for count in range(1, len(parts)):
         package = types.ModuleType(".".join(parts[:count]))
-        package.__path__ = ["/".join([root, *parts[1:count]])]
+        package.__path__ = ["/".join([root, *parts[1:count]]) for root in roots]
         sys.modules[package.__name__] = package
     return importlib.import_module(name)
 
@@ -46,7 +46,7 @@ def _say(answer: Mapping[str, Any]) -> None:
 def _serve() -> None:
     start = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = start["path"]
-    answer = _import_alone(start["module"], start["root"]).answerer(**start["given"])
+    answer = _import_alone(start["module"], start["roots"]).answerer(**start["given"])
     _bound_memory(start["max_bytes"])
     _say({"answer": None})
     for line in sys.stdin.buffer:

@@ -24,7 +24,7 @@ from gptmanager.lifecycle import child_loop
 _START_S = 30.0  # for the interpreter to start and import libraries
 _LOOK_S = 0.1  # how often `is_wanted` is called
 _MOST_KEPT_BYTES = 32 << 20  # that a process may hold between two questions, beyond its start
-_ROOT = Path(__file__).parents[1]
+_PACKAGE = __name__.split(".")[0]  # in a checkout it has two folders
 
 
 class NoAnswerError(Exception):
@@ -55,7 +55,7 @@ class ChildProcess:
         self._start_line = orjson.dumps(
             {
                 "path": sys.path,
-                "root": str(_ROOT),
+                "roots": list(sys.modules[_PACKAGE].__path__),
                 "module": module,
                 "given": given,
                 "max_bytes": max_bytes,

@@ -10,14 +10,14 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from gptmanager.errors import ConfigError
-from gptmanager.server.chat.template_program import TemplateError, fill_in
-from gptmanager.server.chat.templates import (
+from gptmanager.callbacks.text.template_program import TemplateError, fill_in
+from gptmanager.callbacks.text.templates import (
     TemplateProcess,
     pick,
     read_chat_templates,
     read_template_file,
 )
+from gptmanager.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "chat_templates"
 TEMPLATES = {path.stem: path.read_text() for path in FOLDER.glob("*.jinja")}

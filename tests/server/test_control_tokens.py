@@ -5,7 +5,7 @@ import pytest
 from running_server import MODEL, running_server, settings_of
 
 from gptmanager.callbacks import load_tokenizer
-from gptmanager.server.chat.control_tokens import ControlTokens
+from gptmanager.callbacks.text.control_tokens import ControlTokens
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 TEMPLATE = (

@@ -12,20 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gptmanager.callbacks.text.control_tokens import ControlTokens
+from gptmanager.callbacks.text.template_program import TemplateError
+from gptmanager.callbacks.text.templates import (
+    TemplateProcess,
+    pick,
+    read_chat_templates,
+    read_template_file,
+)
 from gptmanager.lifecycle.child_process import NotStartedError
-from gptmanager.server.chat.control_tokens import ControlTokens
 from gptmanager.server.chat.messages import (
     MESSAGES_SCHEMA,
     count_items,
     one_call_each,
     read_messages,
-)
-from gptmanager.server.chat.template_program import TemplateError
-from gptmanager.server.chat.templates import (
-    TemplateProcess,
-    pick,
-    read_chat_templates,
-    read_template_file,
 )
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError

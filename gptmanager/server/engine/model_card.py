@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gptmanager.callbacks import TokenDefaults, load_tokenizer
+from gptmanager.callbacks.text.checkpoint import special_tokens_of
 from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.models.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
@@ -73,19 +74,9 @@ class ModelCard:
             sampling_defaults={
                 key: generation[key] for key in _SAMPLING if generation.get(key) is not None
             },
-            special_tokens=_special_tokens(tokenizer_config),
+            special_tokens=special_tokens_of(tokenizer_config),
         )
 
 
 def _read(path: Path) -> dict[str, Any]:
     return read_object(path) if os.path.lexists(path) else {}
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and the like; each is a string, or an object with `content`."""
-    found = {}
-    for key, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            found[key] = content
-    return found

@@ -15,6 +15,8 @@ from typing import Any
 
 import orjson
 
+from gptmanager.callbacks.text import template_program
+from gptmanager.callbacks.text.template_program import TemplateError
 from gptmanager.errors import ConfigError
 from gptmanager.lifecycle.child_process import (
     ChildProcess,
@@ -22,8 +24,6 @@ from gptmanager.lifecycle.child_process import (
     NotStartedError,
     RefusedError,
 )
-from gptmanager.server.chat import template_program
-from gptmanager.server.chat.template_program import TemplateError
 
 MAX_SECONDS = 5.0  # to render a template
 MAX_BYTES = 1 << 29  # of memory
@@ -121,7 +121,7 @@ class TemplateProcess:
             "continue_final_message": continue_final_message,
         }
         try:
-            filling = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, given)
+            filling = asyncio.get_running_loop().run_in_executor(self._thread, self.ask, given)
         except RuntimeError as error:  # the thread cannot be started
             raise NotStartedError(f"no process can be started: {error}") from None
         return await filling
@@ -130,7 +130,8 @@ class TemplateProcess:
         """End the process; the next request starts it again."""
         self._thread.submit(self._child.stop).result()
 
-    def _ask(self, given: Mapping[str, Any]) -> str:
+    def ask(self, given: Mapping[str, Any]) -> str:
+        """Do what `fill_in` does with the named arguments `given`. For one thread at a time."""
         try:
             return str(self._child.ask(orjson.dumps(given), self._max_seconds))
         except TypeError as error:

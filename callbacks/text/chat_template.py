@@ -1,0 +1,121 @@
+"""`ChatTemplate`: the messages of a chat as the token ids of a prompt.
+
+The template of a checkpoint runs in a process of its own, bounded in time and memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from gptmanager.callbacks.text.checkpoint import load_tokenizer, special_tokens_of
+from gptmanager.callbacks.text.control_tokens import ControlTokens
+from gptmanager.callbacks.text.template_program import TemplateError
+from gptmanager.callbacks.text.templates import TemplateProcess, pick, read_chat_templates
+from gptmanager.environment.distribution import install_command
+from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
+from gptmanager.lifecycle.child_process import NotStartedError
+from gptmanager.memory.checkpoint_files import read_object
+
+
+class ChatTemplate:
+    """Renders chats with the template and the tokenizer of a checkpoint folder.
+
+        with ChatTemplate.of_folder(folder) as template:
+            prompt = template.render([{"role": "user", "content": "Hello"}])
+
+    A context manager: its end ends the process. Any number of threads may render.
+    """
+
+    def __init__(
+        self, templates: Mapping[str, str], tokenizer: Tokenizer, special_tokens: Mapping[str, str]
+    ) -> None:
+        self._templates = templates
+        self._tokenizer = tokenizer
+        self._tokenizer.encode_special_tokens = True  # in plain text they are plain text
+        self._special_tokens = special_tokens
+        self._control_tokens = ControlTokens(tokenizer)
+        self._process = TemplateProcess()
+        self._lock = threading.Lock()  # guards the process, which answers one thread at a time
+        self._is_closed = False
+
+    @classmethod
+    def of_folder(cls, path: str | os.PathLike[str]) -> ChatTemplate:
+        """Read the chat template, the tokenizer and its special tokens from a checkpoint folder.
+
+        Raise ConfigError without jinja2 or a template, or for a file that cannot be read.
+        """
+        if importlib.util.find_spec("jinja2") is None:
+            command = install_command("server")
+            raise ConfigError(f"chat templates need jinja2, which is not installed: {command}")
+        tokenizer = load_tokenizer(path)
+        templates = read_chat_templates(path)
+        if pick(templates, has_tools=False) is None:
+            raise ConfigError(f"{quoted_path(path)} has no chat template: pass token ids")
+        config = Path(path) / "tokenizer_config.json"
+        special = special_tokens_of(read_object(config)) if os.path.lexists(config) else {}
+        return cls(templates, tokenizer, special)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Text in `messages` and `tools` never becomes a control token. Raise InvalidRequestError for
+        messages that the template refuses, or that take it too much time or memory, CapacityError
+        if its process cannot be started, and ValueError after `close`.
+        """
+        template = pick(self._templates, has_tools=tools is not None)
+        given = {
+            "template": template,
+            "messages": self._control_tokens.marked(messages),
+            "variables": {
+                **self._special_tokens,
+                "tools": self._control_tokens.marked(tools),
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            },
+        }
+        with self._lock:
+            if self._is_closed:
+                raise ValueError("the chat template is closed")
+            try:
+                text = self._process.ask(given)
+            except TemplateError as error:
+                raise InvalidRequestError(f"messages: the chat template: {error}") from None
+            except NotStartedError as error:
+                raise CapacityError(f"the chat template: {error}") from None
+        tokens: list[int] = []
+        for piece in self._control_tokens.pieces(text):
+            if isinstance(piece, int):
+                tokens.append(piece)
+            else:
+                tokens += self._tokenizer.encode(piece, add_special_tokens=False).ids
+        return tokens
+
+    def close(self) -> None:
+        """End the process. A `render` that runs ends first; any later one raises ValueError."""
+        with self._lock:
+            self._is_closed = True
+            self._process.close()
+
+    def __enter__(self) -> ChatTemplate:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
