@@ -52,7 +52,7 @@ __device__ inline unsigned shared_address(const void* pointer) PTX(
 //   its blocks have ended, and sees here what they wrote.
 // - C has blocks on the device only when all blocks of B are there: B never waits for its room.
 // Loads before this line would need another argument: their data may be in a cache since before
-// it was written. `prefetch_l2` is none, as all that reads and writes global memory goes through L2.
+// it was written. `prefetch_l2` is not one: all reads and writes of global memory pass through L2.
 __device__ inline void wait_for_previous() PTX(
     SM_90(asm volatile("griddepcontrol.wait;" ::: "memory");)
     SM_90(asm volatile("griddepcontrol.launch_dependents;" ::: "memory");)

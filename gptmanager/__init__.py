@@ -4,7 +4,7 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 
 _root = _Path(__file__).resolve().parent.parent
-if (_root / "setup.cfg").exists():  # a checkout: callbacks/ and cuda/ lie beside this folder
+if (_root / "setup.cfg").exists():  # a checkout: callbacks/ and cuda/ are next to this folder
     __path__.append(str(_root))
 
 from gptmanager.environment.distribution import VERSION  # noqa: E402

@@ -1,6 +1,6 @@
 """Arguments of constructors, checked by name: numbers, flags, and objects that must do something.
 
-Knows no class: who checks which argument against what is each constructor's own.
+Knows no class: each constructor decides which of its arguments to check against what.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def as_integer(value: Any) -> int:
 
 
 def as_token(value: Any) -> int:
-    """A token id; TypeError for what is no integer, ValueError outside 0..2**31-1."""
+    """A token id; TypeError unless it is an integer, ValueError outside 0..2**31-1."""
     token = as_integer(value)
     if not 0 <= token < 2**31:
         limit = "is negative" if token < 0 else f"exceeds {2**31 - 1}"

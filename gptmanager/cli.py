@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _leaving() if is_server else _terminable():
             code = _call(arguments)
-    except SystemExit as exit_:  # argparse has told what a call must be
+    except SystemExit as exit_:  # argparse has printed how to call it
         exit_.code = flushed(exit_.code if isinstance(exit_.code, int) else 2)
         raise
     if is_server and arguments is None:  # Python's own end would show a traceback
@@ -72,13 +72,13 @@ def _call(arguments: Sequence[str] | None) -> int:
     _start_log(options.region, options.verbose)
     try:
         with contextlib.ExitStack() as stack:
-            stack.callback(options.region.clear)  # before anything is told
+            stack.callback(options.region.clear)  # before anything else is printed
             command = named(options.command)
             if options.threads is not None:  # torch is loaded by now
                 importlib.import_module("torch").set_num_threads(options.threads)
             code: int = command(options)
         return code
-    except BrokenPipeError:  # the reader has gone; nobody can be told
+    except BrokenPipeError:  # the reader has closed the pipe: nothing can be printed
         return 1
     except (GptManagerError, OSError, MemoryError) as error:
         tell(str(error) or "no memory for that")
@@ -105,7 +105,7 @@ def _terminable() -> contextlib.AbstractContextManager[None]:
 
 
 def _leaving() -> contextlib.AbstractContextManager[None]:
-    """A server handles signals itself while it serves. Before that and after it nobody waits for
+    """A server handles signals itself while it serves. Before and after that no request depends on
     it, so it leaves at once, with status 0, also as the first process of a container, which would
     be deaf to signals. No exception does that: imports swallow some.
     """

@@ -1,7 +1,7 @@
 """The configuration of a manager: enums, and plain mutable dataclasses.
 
 The camelCase names of TensorRT-LLM's optional parameters exist here as snake_case fields with
-their documented defaults; a name that is no field raises AttributeError where it is set.
+their documented defaults; setting an unknown name raises AttributeError.
 `assembly.options` says which values a manager takes.
 """
 
@@ -120,10 +120,10 @@ class ParallelConfig:
     """One model over several processes, each with a manager of its own: its rank.
 
     `tensor_parallel_size` ranks share each layer, `pipeline_parallel_size` groups of them share the
-    layers. Their product is the number of ranks. `timeout_s`: a rank that is waited for longer has
-    failed. `respond_on_all_ranks`: SendResponse and ReturnStats are called on each rank, not on
-    rank 0 alone. `replicate_logits_post_processors`: each rank that has logits calls its own host's
-    post-processors.
+    layers; the number of ranks is one times the other. `timeout_s`: a rank that does not answer for
+    longer has failed. `respond_on_all_ranks`: SendResponse and ReturnStats are called on each rank,
+    not on rank 0 alone. `replicate_logits_post_processors`: each rank that has logits calls its own
+    host's post-processors.
     """
 
     tensor_parallel_size: int = 1
@@ -174,7 +174,7 @@ class OptionalParams:
     error for each request.
 
     Logits post-processors. `logits_post_processor_batched`: an object with a method
-    `process_batch`, or a callable with its signature. It serves all requests that bring no
+    `process_batch`, or a callable with its signature. It serves all requests that have no
     post-processor. `logits_post_processor_budget_s`: the log names a call that takes longer. None:
     no limit. `check_logits_post_processor_streams`: for debugging. A post-processor that works on
     another CUDA stream than the model's ends its request, and each call waits for the device.

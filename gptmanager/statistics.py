@@ -1,7 +1,7 @@
 """The statistics record of one iteration, as the JSON string that ReturnBatchManagerStats gets.
 
 The flat integer keys are the documented ones, some of which depend on the batching scheme;
-everything of ours lies under "gptmanager". The JSON Schema beside this file
+keys of this library are under "gptmanager". The JSON Schema next to this file
 (`statistics.schema.json`) describes both.
 """
 
@@ -159,8 +159,9 @@ class StatisticsReport:
                 "Generation Requests": counts.generation,
                 "MicroBatch ID": counts.micro_batch_id,
             }
-        # A batch keeps the slots that it began with. One whose request has ended is empty until
-        # all have ended. Tokens and empty slots come to the batch's size times its longest output.
+        # A batch keeps the slots that it began with. The slot of a request that has ended is empty
+        # until all have ended. Tokens and empty slots add up to the batch's size times its longest
+        # output.
         return {
             "Total Generation Tokens": counts.sampled,
             "Empty Generation Slots": self._num_slots - counts.context - counts.generation,

@@ -191,8 +191,8 @@ class TopLogProbs(NamedTuple):
 
 
 class PromptLogProbs(NamedTuple):
-    """Log probabilities of the n tokens of a prompt that stand behind `position` and those after
-    it: float32 `[n]`; and of the k best tokens there, best first: float32 and int32 `[n, k]`.
+    """Log probabilities of the n tokens of a prompt that follow `position` and the positions
+    after it: float32 `[n]`; and of the k best tokens there, best first: float32 and int32 `[n, k]`.
     """
 
     request_id: int
@@ -225,8 +225,8 @@ class StepResult:
     `tokens` int32 `[rows, n]`; `num_tokens` int32 `[rows]`: how many of the n count, None: all;
     the last of these may be NO_TOKEN or NOT_FINITE. `now`: the time of the result, in seconds of
     the clock of `Intake.now`. `beams`: one entry for each row with several beams; the token of
-    such a row does not count. `failures`: requests whose logits post-processor failed, or whose
-    rows could not run; the tokens of their rows do not count.
+    such a row does not count. `failures`: requests with a logits post-processor that failed, or
+    with rows that could not run; the tokens of their rows do not count.
     `stale`: some blocks were not computed although they are marked as if they were. `extras` is
     not recorded: a replay has none.
     """

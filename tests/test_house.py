@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from banned_forms import BANNED, banned_forms
 
 import gptmanager
 from gptmanager import GptManager, InferenceRequest, ModelType
@@ -17,6 +18,9 @@ from gptmanager.testing import RecordingCallbacks
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("gptmanager", "callbacks", "cuda")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    path for kind in ("*.cu", "*.cuh", "*.cpp", "*.h") for path in ROOT.glob(f"cuda/**/{kind}")
+)
 
 # What a host or a checkpoint configures, and what schedulers see of a request.
 MANY_ATTRIBUTES = {"OptionalParams", "ModelSpec", "LlmRequest"}
@@ -92,6 +96,76 @@ def test_a_dangling_docstring_is_found():
     text = '"""As others."""\nclass C:\n    """Of a step."""\n' + method
     assert dangling_docstrings(text) == ["module", "C"]
     assert dangling_docstrings("async def g():\n    '''What it is.'''") == ["g"]
+
+
+# Their texts are still to be rewritten; a package that has no banned form leaves the list.
+TO_REWRITE = (
+    *("callbacks", "cuda", "gptmanager/assembly", "gptmanager/bench", "gptmanager/bindings"),
+    *("gptmanager/manager", "gptmanager/memory", "gptmanager/models", "gptmanager/picture"),
+    *("gptmanager/ranks", "gptmanager/server/http", "gptmanager/server/triton"),
+    *(f"gptmanager/server/{name}.py" for name in "app command errors fields live openapi".split()),
+    *("gptmanager/server/serving.py", "gptmanager/server/settings.py", "gptmanager/terminal"),
+)
+
+
+def is_rewritten(path):
+    parts = path.relative_to(ROOT).as_posix()
+    return not any(parts == name or parts.startswith(f"{name}/") for name in TO_REWRITE)
+
+
+def forms_of(path):
+    return banned_forms(path.read_text(encoding="utf-8"), path.suffix)
+
+
+@pytest.mark.parametrize(
+    "path", list(filter(is_rewritten, FILES)), ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_no_text_has_a_banned_form(path):
+    assert forms_of(path) == []
+
+
+@pytest.mark.parametrize("name", TO_REWRITE)
+def test_what_is_to_be_rewritten_has_banned_forms(name):
+    inside = (path for path in [*FILES, *SOURCES] if str(path).startswith(str(ROOT / name)))
+    assert any(map(forms_of, inside))
+
+
+PLANTED = [
+    "'x' is no number",
+    "the block stands in the pool",
+    "where its pages lie",
+    "a request that bears weights",
+    "what comes behind it",
+    "a client that has gone",
+    "the table beside it",
+    "so many blocks",
+    "the host is told",
+    "requests whose pages",
+    "each one who waits",
+    "turned matrices",
+    "this turn of the loop",
+    "the product of both matrices",
+    "rounded rows",
+    "it brings an adapter",
+    "a deputy of the loop",
+    "its time was over",
+    "nobody waits for it",
+    "as good as done",
+    "sums of what was read",
+]
+
+
+@pytest.mark.parametrize("text", PLANTED)
+def test_a_planted_form_is_found(text):
+    python = f"def f():\n    x = 1  # {text}\n"
+    assert [it.partition(":")[0] for it in banned_forms(python, ".py")] == ["2"]
+    assert banned_forms(f'raise ValueError(f"{text}")', ".py")
+    assert banned_forms(f"int x;  // {text}", ".cu") and banned_forms(f"/* {text} */", ".cuh")
+
+
+def test_every_banned_form_is_planted_and_code_has_none():
+    assert all(any(re.search(form, text) for text in PLANTED) for form in BANNED)
+    assert banned_forms("turned = who = product  # there is no block of 8\n", ".py") == []
 
 
 def test_a_decode_step_passes_few_files(monkeypatch, capsys):

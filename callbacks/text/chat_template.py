@@ -58,7 +58,7 @@ class ChatTemplate:
         tokenizer = load_tokenizer(path)
         templates = read_chat_templates(path)
         if pick(templates, has_tools=False) is None:
-            raise ConfigError(f"{quoted_path(path)} has no chat template: pass token ids")
+            raise ConfigError(f"{quoted_path(Path(path))} has no chat template: pass token ids")
         config = Path(path) / "tokenizer_config.json"
         special = special_tokens_of(read_object(config)) if os.path.lexists(config) else {}
         return cls(templates, tokenizer, special)

@@ -1,6 +1,6 @@
 """Limits of Linux control groups, of both versions: what containers and systemd give a process.
 
-A limit of any group above counts too. It knows nothing of what the limits are used for.
+A limit of any group above counts too. It does not know how the limits are used.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@ from importlib import metadata
 from pathlib import Path
 
 VERSION = "0.1.0"
-DISTRIBUTION = "gptmanager-engine"  # "gptmanager" on the package index is somebody else's
+DISTRIBUTION = "gptmanager-engine"  # "gptmanager" on the package index is another project
 
 
 def install_command(extra: str) -> str:
     """A command that installs what `extra` asks for, wherever this package came from."""
     try:
         needed = metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:  # a checkout that nobody has installed
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
         return f"pip install -e '{Path(__file__).resolve().parents[2]}[{extra}]'"
     names = [line.partition(";") for line in needed]
     wanted = [name.strip() for name, _, when in names if f'extra == "{extra}"' in when]

@@ -23,8 +23,8 @@ def give_back() -> None:
     """Return the free pages of every arena; does nothing where the C library is not glibc.
 
     That keeps freed memory in the arena of the thread that asked for it, and once a large block has
-    been freed it keeps what is no larger for the next one: tens of megabytes that a loop's thread
-    held, when the thread is long gone.
+    been freed it keeps blocks of up to that size for the next request: tens of megabytes of a
+    loop's thread, long after the thread has ended.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none

@@ -134,7 +134,7 @@ class RankStep:
 class RankExecutor(ABC):
     """The part of a rank's executor that is the same on rank 0 and on the others.
 
-    `share`: the share of a stage whose next forward may be enqueued before its tokens are known
+    `share`: the share of a stage that may enqueue its next forward before its tokens are known
     on the CPU; None if there is no such stage.
     """
 
@@ -160,7 +160,7 @@ class RankExecutor(ABC):
         return self._executor.take_gil_wait_us()
 
     def close(self, timeout_s: float) -> bool:
-        """End what runs beside the loop; False: it has not ended in time."""
+        """End the work in parallel with the loop; False: it has not ended in time."""
         return self._executor.close(timeout_s)
 
     def mark(self) -> threading.Event | None:
@@ -170,7 +170,7 @@ class RankExecutor(ABC):
         return self._executor.mark()
 
     def forward(self, schedule: Schedule) -> RankStep:
-        self.on_decision(schedule)  # before ranks whose rows differ compute together
+        self.on_decision(schedule)  # before ranks compute different rows together
         for start in schedule.starts:
             self._starts[start.slot] += 1
         slots = [row.slot for row in schedule.sampling_rows]
@@ -183,11 +183,11 @@ class RankExecutor(ABC):
     def result(self, step: RankStep) -> StepResult: ...
 
     def _write(self, step: RankStep, result: StepResult) -> None:
-        """The tokens of a result are their sequences' next inputs.
+        """Write the tokens of a result as the next inputs of their sequences.
 
-        Not those of a sequence that has ended while its step was under way, and whose slot another
-        one has taken: that one's tokens stand there. Those of several beams come with the forks of
-        the next schedule. What is written behind a wrong draft is overwritten before it is read.
+        Leave out a sequence that ended during its step if another one has taken its slot: the slot
+        holds the other's tokens. Tokens of several beams are written with the forks of the next
+        schedule. Tokens after a wrong draft are overwritten before they are read.
         """
         rows = step.inner.computed().rows
         wanted = step.num_starts == self._starts[rows.slots]
@@ -248,7 +248,7 @@ class LeadingExecutor(RankExecutor):
 class FollowingExecutor(RankExecutor):
     """Every other rank's: runs the same schedules, and receives what was chosen.
 
-    `chooses`: it also chooses by itself, and must come to the same.
+    `chooses`: it also chooses by itself, and its choice must be the same.
     """
 
     def __init__(

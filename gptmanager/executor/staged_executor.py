@@ -1,8 +1,8 @@
-"""`StagedExecutor`: one stage of a pipeline on the CPU, whose forwards run beside the loop.
+"""`StagedExecutor`: one stage of a pipeline on the CPU. Its forwards run in parallel to the loop.
 
 The loop launches micro batches while earlier ones are computed. So tokens are chosen, on the loop's
-thread, when forwards of later steps may have run: what the choice depends on is brought up to date
-with each result, in the order of the steps.
+thread, when forwards of later steps may have run: the inputs of the choice are updated with each
+result, in the order of the steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptmanager.step import Schedule, SequenceStart, StepResult
 
 
 class NoChooser:
-    """The chooser of an executor whose tokens another rank chooses."""
+    """The chooser of an executor that receives its tokens from another rank."""
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
@@ -46,7 +46,7 @@ class StagedStep:
 
 
 class StagedExecutor:
-    """`executor` has a `NoChooser`. `chooser`: stands on `histories`, tables that nothing else
+    """`executor` has a `NoChooser`. `chooser`: uses `histories`, tables that nothing else
     writes to; None: this rank receives its tokens.
 
     Chosen tokens are not written to the tables of `executor`: see `rank_executor`.

@@ -40,7 +40,7 @@ from gptmanager.request.read_tensors import (
 )
 from gptmanager.request.sampling_params import SamplingParams
 
-# inputs whose support has not landed
+# inputs that are not supported yet
 _LATER = ("position_ids",)
 _LORA_TENSORS = ("lora_task_id", "lora_weights", "lora_config")
 

@@ -1,6 +1,6 @@
 """`HeldExtras`: log probabilities and logits that requests asked for, until they are sent.
 
-Lies beside the requests, which hold no tensors, and survives their pauses. Decides what has been
+Kept next to the requests, which hold no tensors, and survives their pauses. Decides what has been
 sent; knows nothing of when a request ends. Indices count generated tokens, pauses or not.
 """
 
@@ -54,7 +54,7 @@ class RequestExtras:
         self.prompt_is_sent = False
 
     def add_context(self, prompt_len: int, position: int, logits: Tensor) -> None:
-        """Logits `[n, vocab]` of the prompt from `position` on; a restart brings them again."""
+        """Logits `[n, vocab]` of the prompt from `position` on; a restart repeats them."""
         if self._context is None:
             self._context = torch.empty(prompt_len, self._vocab_size)
         end = position + len(logits)
@@ -62,7 +62,7 @@ class RequestExtras:
         self._context_end = end
 
     def add_prompt(self, prompt_len: int, found: PromptLogProbs) -> None:
-        """Those of a part of the prompt; a restart brings them again."""
+        """Log probabilities of a part of the prompt; a restart repeats them."""
         if self._prompt is None:
             shape = prompt_len - 1, found.top_ids.shape[1]
             self._prompt = _PromptScores(
@@ -91,7 +91,7 @@ class RequestExtras:
         self._log_probs[index:] = log_probs
 
     def take_context(self) -> Tensor:
-        """`[1, n, vocab]`: of the whole prompt, or of what was computed of it; once."""
+        """`[1, n, vocab]`: of the whole prompt, or of its computed part; returned once."""
         context, end = self._context, self._context_end
         self._context, self._context_end = None, 0
         if context is None:
@@ -99,8 +99,8 @@ class RequestExtras:
         return context[None, :end]
 
     def take_prompt(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`[1, n]` and, of the `count` best, twice `[1, n, count]`: of all tokens behind the first
-        one, or of what was computed of them; once.
+        """`[1, n]` and, of the `count` best, twice `[1, n, count]`: of all tokens after the first
+        one, or of those that were computed; returned once.
         """
         found, end = self._prompt, self._prompt_end
         self._prompt, self._prompt_end, self.prompt_is_sent = None, 0, True

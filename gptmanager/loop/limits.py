@@ -17,7 +17,7 @@ class Limits:
     `pool_limited`: the KV cache bounds `max_seq_len`. `max_run_len` bounds prompt +
     new tokens - 1 where a request may have to run its whole history as one context again (an
     evicting policy without chunks). `max_num_requests`: how many may run at once; `max_waiting`:
-    how many may wait beside them, None: any number. `hidden_size` 0: the model takes no embeddings
+    how many more may wait, None: any number. `hidden_size` 0: the model takes no embeddings
     of prompts. `adapters` None: it takes none of those.
     """
 

@@ -24,7 +24,7 @@ class NextDecision:
     """The decision over the active requests of `loop`, and over a `newcomer` behind its equals.
 
     `adapters`: as they are once the iteration has given out their pages. `active`: the requests as
-    they stand before the scheduler then, in their order; a request that changes until then is a
+    the scheduler will see them, in its order; a request that changes until then is a
     copy. One that the iteration ends with an error is missing.
     """
 
@@ -55,7 +55,7 @@ class NextDecision:
         self.active = [r for r in self.active if r.request_id not in failed]
 
     def find(self, request_id: int) -> ActiveRequest | None:
-        """The request as it stands before the scheduler; None: the iteration ends it."""
+        """The request as the scheduler will see it; None: the iteration ends it."""
         return self._by_id.get(request_id)
 
     @functools.cached_property

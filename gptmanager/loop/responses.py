@@ -1,8 +1,8 @@
 """The tensors of responses, in the order of the contract's table.
 
 Knows what a request has generated and sent; never decides when it ends. With several beams they
-hold a row a beam, the best one first. While the search goes on only what all its beams share may be
-sent, since it is all that no later step changes; the beams part in the final response.
+hold a row for each beam, the best one first. During the search only the tokens that all beams share
+may be sent, since later steps cannot change them; the beams differ in the final response.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REQUEST_METRICS = (
 )
 
 _NEVER = float("-inf")  # the log probability of a beam that there is not
-# tensors beside the tokens, in the order of the table
+# tensors in addition to the tokens, in the order of the table
 _EXTRAS = (
     *("context_logits", "generation_logits", "output_log_probs", "cum_log_probs"),
     *("top_log_probs", "top_log_prob_ids"),
@@ -159,9 +159,9 @@ def _top(
 
 
 def _tokens(request: ActiveRequest, start: int, end: int, beams: Beams | None) -> list[NamedTensor]:
-    """Tokens, a row a beam, and lengths; and where they go on if the request streams.
+    """Tokens, a row for each beam, and lengths; and their first position if the request streams.
 
-    Of a request that does not stream they stand behind the prompt.
+    The tokens of a request that does not stream follow its prompt.
     """
     rows = [request.tokens[start:end]] if beams is None else beams.tokens
     is_streaming, prompt_len = request.output.is_streaming, request.orig_prompt_len

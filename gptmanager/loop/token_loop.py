@@ -1,8 +1,8 @@
 """`TokenLoop`: the token generation loop, one `iterate()` at a time.
 
-Decides who runs, and applies the results. Owns no thread, clock, file or model: the world is a
-`Host`, the network an `Executor`, so that a manager, a replay, a simulation and the tests drive the
-very same object.
+Decides which requests run, and applies the results. Owns no thread, clock, file or model: it talks
+to a `Host` and an `Executor`, so that a manager, a replay, a simulation and the tests drive the
+same object.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 class LoopState(NamedTuple):
     """A token loop between two iterations: with it a recording may begin in the middle.
 
-    A field that is missing here is missing in every black box. `pending`: the schedules whose
-    results are not applied yet, oldest first. `failing`: ids of active requests that failed in a
-    result.
-    `drafts`, `num_logits_errors`: since the start.
+    A field that is missing here is missing in every black box. `pending`: the schedules with
+    results that are not applied yet, oldest first. `failing`: ids of active requests that failed in
+    a result. `drafts`, `num_logits_errors`: since the start.
     """
 
     request_table: RequestTableState
@@ -51,8 +50,8 @@ class TokenLoop:
     """In-flight batching of requests over one executor and one KV cache.
 
     `max_active` None: unbounded. `run_ahead` 1: a request is scheduled again before its last
-    token is known. `num_micro_batches`: so many micro batches of different requests are in flight,
-    as far as there are requests: one is launched before the result of the oldest. `adapters` None:
+    token is known. `num_micro_batches`: how many micro batches of different requests are in flight,
+    if there are enough requests: one is launched before the result of the oldest. `adapters` None:
     no request has one. `final` makes the tensors of final responses.
     """
 
@@ -85,7 +84,7 @@ class TokenLoop:
         self.num_micro_batches = num_micro_batches
         self.phase_times = phase_times
         self.scheduler_timer = CallbackTimer("Scheduler")
-        # run-ahead, micro batches: the steps whose results are not applied yet, oldest first
+        # run-ahead, micro batches: the steps with results that are not applied yet, oldest first
         self.pending: tuple[Any, ...] = ()
 
     @property

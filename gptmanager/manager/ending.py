@@ -47,7 +47,7 @@ class Ending:
         self._turn = turn
         self._on_end = on_end
 
-    # On the loop's thread or its stand-in ------------------------------------------------------
+    # On the loop's thread or a stand-in --------------------------------------------------------
 
     def end_requests(self, loop: TokenLoop, error: GptManagerError) -> None:
         """Send a final error for each request, including those that the loop has lost."""

@@ -58,7 +58,7 @@ class Explanation:
     `reserved_blocks`: those of the `free_blocks` that are reserved for `num_running` requests that
     hold memory and `num_starting` others before it. With "token_budget", `needed_tokens` and
     `free_tokens` are the same for the tokens of a step. If the request is "behind" another one,
-    all numbers are those of that request, whose id is `behind`.
+    all numbers are those of that request; `behind` is its id.
     """
 
     request_id: int

@@ -1,7 +1,7 @@
-"""Replay: a recorded run once more, without the model, and where it goes another way.
+"""Replay: run a recorded run again without the model, and find where it differs.
 
-The loop, its scheduler and its block accounting are the real ones; the world says what the
-recording says, and the executor returns the recorded tokens.
+The loop, its scheduler and its block accounting are the real ones; the host answers as recorded,
+and the executor returns the recorded tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """`compared`: iterations whose schedule was compared, all but those that raised. `broke_off`:
+    """`compared`: iterations with a compared schedule, all but those that raised. `broke_off`:
     the recorded run failed in its last iteration; the text says whether the replay did too.
     """
 
@@ -104,8 +104,8 @@ def completed(
 ) -> Iterator[tuple[Iteration, TokenLoop]]:
     """Each iteration with its schedule and ends, also where they were not recorded; and the loop.
 
-    The loop is as it stands after the iteration, to be read only. `wrap` gives what stands in the
-    place of its scheduler, and decides as that does. Raises RecordingError at a divergence.
+    The loop is as it is after the iteration, to be read only. `wrap` returns a replacement for its
+    scheduler that decides as the scheduler does. Raises RecordingError at a divergence.
     """
     run = _Replay(recording, create_scheduler, wrap)
     for iteration in recording.iterations:
@@ -158,7 +158,7 @@ class _Replay:
         world, number = self.world, self._num_steps
         self._num_steps += 1
         world.begin(iteration)
-        if iteration.recovered is not None:  # how far it came nobody knows
+        if iteration.recovered is not None:  # how far it got is not recorded
             where = self._recording.where(number)
             with located(f"{where}: the state after iteration {iteration.index}"):
                 self.loop = self._new_loop(iteration.recovered)
@@ -224,9 +224,9 @@ class _Step:
 def finish_reasons(
     request: ActiveRequest, reason: FinishReason, end: int, extras: HeldExtras
 ) -> list[NamedTensor]:
-    """A final response for a world that listens to nothing but why a request ended.
+    """A final response for a host that reads only why a request ended.
 
-    A true one holds as many tokens as were asked for, whoever asked: nobody reads them here.
+    A real one holds as many tokens as the request asked for; nothing reads them here.
     """
     reasons = [reason]
     if request.search is not None:
@@ -266,10 +266,10 @@ class _RecordedWorld:
         """When it was done they say, too."""
 
     def fail(self, failure: Failure) -> None:
-        """Failures come with the recorded intakes."""
+        """Do nothing: failures are in the recorded intakes."""
 
     def poll(self) -> None:
-        """Stops come with the recorded intakes."""
+        """Do nothing: stops are in the recorded intakes."""
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         """Nobody asks."""

@@ -1,7 +1,7 @@
 """The view of a run for a person: requests join, generate their texts, and leave.
 
-On a terminal a table whose running rows are redrawn in place; in a file or a pipe a line for each
-event. Decides nothing about requests.
+On a terminal a table with running rows that are redrawn in place; in a file or a pipe a line for
+each event. Decides nothing about requests.
 """
 
 from __future__ import annotations

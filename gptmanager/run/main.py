@@ -92,7 +92,7 @@ def serve_file(
         name = "the standard input" if options.requests == "-" else options.requests
         view.note(f"{name} holds no requests")
     with ExitStack() as stack:
-        # files first: a path that cannot be is told before anything slow
+        # files first: an impossible path is reported before anything slow
         file: Any = None
         if options.output is not None:
             is_stdout = options.output == _STDOUT

@@ -86,7 +86,7 @@ def read_file(path: str, tokenizer: Tokenizer | None, **options: Any) -> list[Re
 
 
 def built_apart(lines: Sequence[RequestLine]) -> SimpleQueue[tuple[float, RequestLine]]:
-    """Build lines that take long, in their order, in a thread that nobody waits for.
+    """Build lines that take long, in their order, in a thread that is never joined.
 
     Each result is in the queue with the `time.monotonic()` at which it was known.
     """

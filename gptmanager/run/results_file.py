@@ -91,5 +91,5 @@ class Results:
                 line = line[self.file.write(line) :]
         except OSError as error:
             name = getattr(self.file, "name", "")
-            self.file = None  # what comes behind a gap would be misread
+            self.file = None  # anything after a gap would be misread
             raise GptManagerError(f"--output {name}: {error.strerror}") from error

@@ -53,7 +53,7 @@ class TextEncoder:
         self._max_tokens = max_tokens
 
     def encode(self, name: str, text: Any, *, special: bool) -> list[int]:
-        """Token ids; InvalidRequestError names the field for what is no text, or is too long."""
+        """Return token ids. InvalidRequestError names the field if it is not a text or too long."""
         if not isinstance(text, str):
             raise InvalidRequestError(f"{name} = {quoted(text)} is not a text")
         if self._tokenizer is None:
