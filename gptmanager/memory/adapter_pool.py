@@ -1,6 +1,6 @@
 """`AdapterPool`: the pages of adapters, on the host and on the device, as flat tensors.
 
-Where things lie is decided in `peft_cache`. What is written and copied is known here.
+`peft_cache` decides which pages an adapter gets; this module writes and copies them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ Layout = dict[str, tuple[AdapterModule, ...]]
 
 
 class AdapterPool:
-    """`pages [num_device_pages * page_size]`: those on the device, in one tensor, which stays where
-    it is, as recorded steps need it. On a CPU memory is taken as pages are written. Where in it
-    adapters lie stands in a table for kernels, which has a slot for each page. `modules`: those of
-    a layer of the model, by id. `share`: what is kept of an adapter; None: all.
+    """Pages of adapters on the device and on the host.
 
-    Host pages lie in blocks of `pages_per_block`, which are allocated as their first page is
-    written, and given back as their last is released; they are pinned if the device is no CPU.
-    `warm_up()` is to be called before the first adapter is read, on a thread that may take seconds.
-    `put` may run in any thread, `copy` on any stream. The caller orders what touches a page.
+    `pages [num_device_pages * page_size]`: the device's pages in one tensor that never moves,
+    because captured steps hold its address. On a CPU, memory is taken as pages are written. A table
+    for kernels has a slot for each page and holds the addresses of adapters. `modules`: the modules
+    of a layer of the model, by id. `share`: the part of an adapter that is kept; None: all.
+
+    Host pages are in blocks of `pages_per_block`. A block is allocated when its first page is
+    written and freed when its last page is released; it is pinned unless the device is the CPU.
+    Call `warm_up()` before the first adapter is read, on a thread that may take seconds.
+    `put` may run in any thread, `copy` on any stream. The caller orders accesses to a page.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class AdapterPool:
         with self._lock:
             self._written.update(host_pages)  # from now on `release` leaves their blocks alone
             missing = {page // per_block for page in host_pages} - self._blocks.keys()
-        for number in missing:  # pinning takes long: nobody waits for it here
+        for number in missing:  # pinning takes long, so it is done without the lock
             num_pages = min(per_block, sizes.num_host_pages - number * per_block)
             block = torch.empty(
                 (num_pages, sizes.page_size), dtype=self.pages.dtype, pin_memory=self._pinned

@@ -1,6 +1,6 @@
-"""Files of a checkpoint, which somebody else wrote: what they are is asked before they are read.
+"""Files of a checkpoint, which are not trusted: their kind and size are checked before reading.
 
-Decides how large and how deep such a file may be; knows nothing of what it says.
+Decides how large and how deeply nested such a file may be; does not interpret its content.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`DeviceKvPool`: a `KvPool` on a device, whose blocks are copied by a kernel on its stream.
+"""`DeviceKvPool`: a `KvPool` on a device. A kernel on the device's stream copies its blocks.
 
-Blocks from `num_blocks` on lie in pinned memory. The kernel reads and writes it where it is, and
-nothing waits.
+Blocks from `num_blocks` on are in pinned memory, which the kernel reads and writes directly: no
+thread waits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`HostMemory`: tensors of the host that a device reads and writes where they are.
 
-Decides how memory is pinned. Knows nothing of what is kept in it.
+Decides how memory is pinned. Does not know its content.
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ class KvPool:
     `keys` `[layers, blocks, kv_heads, head_dim, tokens_per_block]`: transposed inside a block, so
     that the scores of one query against a block run along contiguous memory.
     `values` `[layers, blocks, kv_heads, tokens_per_block, head_dim]`.
-    Of `dtype` float8_e4m3fn an element times a scale, which is the model's, is a value.
-    `token_major`: keys lie in memory as values do, and `keys` shows them transposed; CUDA kernels
-    read whole tokens. `contiguous`: that, and the values of a block right behind its keys, so that
-    both are views of one tensor.
+    With `dtype` float8_e4m3fn, a value is an element times a scale of the model.
+    `token_major`: keys have the memory layout of values, and `keys` is a transposed view; CUDA
+    kernels read whole tokens. `contiguous`: in addition, the values of a block follow its keys, so
+    that both are views of one tensor.
 
-    `num_host_blocks` more lie in CPU memory, with the ids from `num_blocks` on: they are copied
-    to and from, and never computed with.
+    `num_host_blocks` more are in CPU memory, with the ids from `num_blocks` on: they are copied
+    to and from the device, and never used by a step.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Where tensors of a checkpoint come from: a state dict, or a folder of safetensors.
 
-Decides how files are found and read in pieces. Knows nothing of where a tensor goes.
+Decides how files are found and read in pieces. Does not know how a tensor is used.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class SafetensorsFolder:
     def pieces(
         self, name: str, max_bytes: int, region: Sequence[range] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """The tensor in slices along its first dimension: (first index, slice), all in order.
+        """Yield the tensor in slices along its first dimension: (first index, slice), all in order.
 
         `region`: what is wanted, a range for each dimension; indices count from its beginning. A
-        slice is valid until the next one is asked for: it may lie in a mapped file.
+        slice is valid until the next one is asked for: it may be part of a mapped file.
         """
         shape, dtype = self._tensors[name]
         if not shape:

@@ -1,9 +1,9 @@
 """`Weights`: a model's parameters, in storage that is owned here and filled by tensor name.
 
 Decides how a tensor reaches its storage: whole, or as rows of a fused parameter, transposed or
-not, converted to the storage's dtype while it is copied. The storage never moves: a parameter that
-somebody holds has the values that are loaded later. Knows nothing of models: `Place`s tell which
-tensor belongs where.
+not, converted to the storage's dtype while it is copied. The storage never moves: a reference
+to a parameter sees the values that are loaded later. Knows nothing of models: each `Place` says
+which parameter a tensor belongs to.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ NewMatrix = Callable[[int, int, torch.dtype, bool], PackedMatrix | None]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one tensor of a checkpoint goes.
+    """The destination of one tensor of a checkpoint.
 
-    It fills `num_rows` rows of `parameter` from `first_row` on (None: all). `transposed`:
+    The tensor fills `num_rows` rows of `parameter` from `first_row` on (None: all). `transposed`:
     the checkpoint holds the transpose. `twin`: another tensor fills this storage (tied
     embeddings); this one may be missing, and where it is present it must be equal. `scale`: one
     number for all of the rows, or one for each, kept as float32; it may be missing, which means 1.
@@ -71,13 +71,13 @@ class _Part(NamedTuple):
 class Weights:
     """Parameters by our names, filled from tensors by the checkpoint's names.
 
-    `places` says where each tensor goes; its name may come with `prefix` or without. Tensors
-    whose name matches `ignored` are passed over; any other that has no place is an error.
-    `cuts`: what is kept of each parameter, and nothing of one that it has not; None: all. Names
-    and shapes are those of whole tensors all the same.
+    `places` has the destination of each tensor; its name may have `prefix` or not. Tensors with a
+    name that matches `ignored` are skipped; any other tensor without a place is an error.
+    `cuts`: the kept part of each parameter; a parameter that it lacks is dropped; None: keep all.
+    Names and shapes are still those of whole tensors.
     The first `load` makes the storage: tensors, and for those in `matrices` what
     `new_matrix(rows, columns, dtype, quantized)` returns, if it is not None.
-    `version` counts the loads, so that what was computed with older weights can be told apart.
+    `version` counts the loads, so that results of older weights can be recognized.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class Weights:
         return self._storage[name]
 
     def tensor(self, name: str) -> Tensor:
-        """`self[name]`, which is no packed matrix."""
+        """Return `self[name]`, which must not be a packed matrix."""
         return cast(Tensor, self._storage[name])
 
     @property
     def matrices(self) -> list[Matrix]:
-        """Those of products."""
+        """The matrices of matmuls."""
         return [self._storage[name] for name in self._storage if name in self._matrices]
 
     def __contains__(self, name: str) -> bool:
@@ -137,7 +137,7 @@ class Weights:
         """Copy tensors into their storage, converting the dtype; the storage stays where it is.
 
         `partial`: tensors may be missing once all were loaded; what they fill is left as it is.
-        `on_progress`: is told "weights", the bytes that are copied, and those that will be.
+        `on_progress` is called with "weights", the bytes copied so far, and all bytes to copy.
         `ConfigError` names the tensors that are missing, unknown, double, misshapen, not of a
         floating dtype, the bytes that there is no memory for (nothing is allocated or copied then),
         or the tensor that is not equal to its twin.
