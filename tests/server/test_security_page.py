@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 from gptmanager.callbacks import LivePage
+from gptmanager.callbacks.text import templates
 from gptmanager.decoding.guided import guided
 from gptmanager.server import errors
-from gptmanager.server.chat import chat_prompt, templates
+from gptmanager.server.chat import chat_prompt
 from gptmanager.server.http import access, body, http_protocol, json_text
 from gptmanager.server.http.body import LARGE_BODY
 from gptmanager.server.openai import completions
