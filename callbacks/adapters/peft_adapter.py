@@ -84,7 +84,7 @@ def load_peft_adapter(
     """
     path = Path(folder)
     if not path.is_dir():
-        raise ConfigError(f"{quoted_path(path)} is no folder: one is needed that PEFT has saved")
+        raise ConfigError(f"{quoted_path(path)} is not a folder: pass a folder that PEFT saved")
     config = PeftConfig(path / _CONFIG)
     source = SafetensorsFolder(path, _TENSORS)
     where = quoted_path(path / _TENSORS)

@@ -114,7 +114,7 @@ class PeftConfig:
 
     def _read_rank(self, field: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value < 2**31:
-            raise self.error(field, f"{quoted(value)} is no positive integer")
+            raise self.error(field, f"{quoted(value)} must be a positive integer")
         return value
 
     def _read_alpha(self, field: str, value: Any) -> float:
@@ -123,7 +123,7 @@ class PeftConfig:
         except OverflowError:
             alpha = math.inf
         if not math.isfinite(alpha):
-            raise self.error(field, f"{quoted(value)} is no finite number")
+            raise self.error(field, f"{quoted(value)} must be a finite number")
         return alpha
 
     def _flag(self, field: str) -> bool:

@@ -36,7 +36,7 @@ class TokenDefaults:
     def of_folder(cls, folder: str | os.PathLike[str]) -> TokenDefaults:
         """From `generation_config.json`, or else from `config.json`, as transformers does.
 
-        ConfigError if the path is no folder, or a value is no id.
+        ConfigError if the path is not a folder, or a value is no id.
         """
         for name in ("generation_config.json", "config.json"):
             path = Path(folder) / name
@@ -44,7 +44,7 @@ class TokenDefaults:
                 return cls.of_config(read_object(path), str(path))
         if not os.path.isdir(folder):
             raise ConfigError(
-                f"{quoted(os.fspath(folder))} is no folder: a checkpoint folder is needed"
+                f"{quoted(os.fspath(folder))} is not a folder: a checkpoint folder is needed"
             )
         return cls()
 
@@ -99,7 +99,9 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     if not os.path.lexists(path):
         where = quoted(os.fspath(folder))
         if not os.path.isdir(folder):
-            raise ConfigError(f"{where} is no folder: text prompts need one with a tokenizer.json")
+            raise ConfigError(
+                f"{where} is not a folder: text prompts need one with a tokenizer.json"
+            )
         raise ConfigError(
             f"{where} holds no tokenizer.json, which text prompts need: pass token ids, or a "
             "tokenizer"

@@ -233,7 +233,7 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     if not os.path.lexists(file):
         why = f"there is no {file.name} in it" if os.path.isdir(folder) else "it does not exist"
         if os.path.lexists(folder) and not os.path.isdir(folder):
-            why = "it is no folder"
+            why = "it is not a folder"
         raise ConfigError(
             f"model_path = {quoted(os.fspath(folder))}: a checkpoint folder with a config.json is "
             f"needed, and {why}"

@@ -87,7 +87,7 @@ def device(text: str) -> str:
 
 def folder(text: str) -> Path:
     if not Path(text).is_dir():
-        raise ArgumentTypeError(f"{text!r} is no folder")
+        raise ArgumentTypeError(f"{text!r} is not a folder")
     return Path(text)
 
 
@@ -97,7 +97,7 @@ def writable(text: str) -> Path:
     if path.is_dir():
         raise ArgumentTypeError(f"{text!r} is a folder")
     if not path.parent.is_dir():
-        raise ArgumentTypeError(f"{str(path.parent)!r} is no folder")
+        raise ArgumentTypeError(f"{str(path.parent)!r} is not a folder")
     return path
 
 

@@ -26,7 +26,7 @@ def test_a_folder_that_says_nothing_gives_no_defaults(tmp_path):
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     for source in (TokenDefaults.of_folder, RequestQueue.for_checkpoint):
-        with pytest.raises(ConfigError, match=r"tiny_lama.* is no folder"):
+        with pytest.raises(ConfigError, match=r"tiny_lama.* is not a folder"):
             source(tmp_path / "tiny_lama")
 
 

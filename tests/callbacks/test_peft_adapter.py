@@ -125,15 +125,18 @@ def test_names_may_lack_the_prefix_of_their_family(tmp_path):
         ({"use_qalora": True}, "use_qalora = True"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora = {'nblocks': 2}"),
         ({"some_new_field": 0.5}, "some_new_field = 0.5: not supported"),
-        ({"r": 0}, "r = 0: 0 is no positive integer"),
+        ({"r": 0}, "r = 0: 0 must be a positive integer"),
         ({"r": True}, "r = True"),
         ({"r": 4}, "by adapter_config.json the rank of model.layers.1.self_attn.q_proj is 4"),
         ({"rank_pattern": {"q_proj": 9}}, "q_proj is 9"),
-        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern = {'q_proj': '8'}: '8' is no positive"),
+        (
+            {"rank_pattern": {"q_proj": "8"}},
+            "rank_pattern = {'q_proj': '8'}: '8' must be a positive",
+        ),
         ({"rank_pattern": [8]}, "rank_pattern = [8]: an object is needed"),
         ({"lora_alpha": "16"}, "lora_alpha = '16'"),
-        ({"lora_alpha": math.nan}, "lora_alpha = nan: nan is no finite number"),
-        ({"lora_alpha": 10**400}, "is no finite number"),
+        ({"lora_alpha": math.nan}, "lora_alpha = nan: nan must be a finite number"),
+        ({"lora_alpha": 10**400}, "must be a finite number"),
         ({"use_rslora": 1}, "use_rslora = 1: true or false"),
         ({"alpha_pattern": {"(": 3}}, "alpha_pattern = {'(': 3}: '(.*\\\\.)?(()$': missing ')'"),
         ({"target_modules": r"(\w)\1.*"}, "is not supported"),
@@ -203,7 +206,7 @@ def test_tensors_of_other_shapes_and_dtypes_are_refused(tmp_path, part, tensor, 
 
 
 def test_a_folder_without_its_files_says_what_it_needs(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere is no folder"):
+    with pytest.raises(ConfigError, match=r"nowhere is not a folder"):
         load_peft_adapter(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"adapter_config\.json does not exist"):
         load_peft_adapter(tmp_path)

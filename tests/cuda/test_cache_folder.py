@@ -14,7 +14,7 @@ from gptmanager.errors import ConfigError
 
 @pytest.fixture
 def temporary(monkeypatch, tmp_path):
-    """The folder for temporary files; the user's cache is no folder."""
+    """The folder for temporary files; the user's cache is not a folder."""
     (tmp_path / "file").touch()
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

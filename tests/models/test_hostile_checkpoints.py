@@ -416,9 +416,9 @@ def test_tokens_that_are_none(folder: Path, fields: dict[str, Any], text: str) -
 
 def test_a_folder_that_is_not_there_is_told_as_that(tmp_path: Path) -> None:
     for missing in (tmp_path / "nowhere", "a\0b"):
-        with pytest.raises(ConfigError, match="is no folder: text prompts need one"):
+        with pytest.raises(ConfigError, match="is not a folder: text prompts need one"):
             generate(missing, "Once")
-        with pytest.raises(ConfigError, match="is no folder: a checkpoint folder is needed"):
+        with pytest.raises(ConfigError, match="is not a folder: a checkpoint folder is needed"):
             generate(missing, [1, 2])
 
 
