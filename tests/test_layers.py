@@ -160,7 +160,7 @@ cuda/                         every CUDA kernel with its launcher, and an emulat
         beam_step             the best continuations of beams
     kernels                   the override for CUDA: which kernel serves which op
     matrix                    every kernel in every instantiation, compiled
-ranks/                        one process a rank: who has which part, and what they tell each other
+ranks/                        one process per rank: its part of the model, and their messages
     layout                    which part of the model a rank has (no torch)
     frames                    messages on a socket (no torch)
     watch                     which rank has failed (no torch)

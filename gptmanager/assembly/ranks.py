@@ -77,7 +77,7 @@ class Ranks(NamedTuple):
         return RankPlace(
             self.collectives.layout,
             Results(self.links),
-            self.collectives.share,
+            self.collectives.broadcast,
             sends_extras=config.respond_on_all_ranks,
             replicates=config.replicate_logits_post_processors,
         )

@@ -256,7 +256,7 @@ class FollowingHost:
         frame = self._links.receive()
         if frame != (Message.DECISION, _DIGEST.pack(schedule_digest(schedule))):
             text = f"decided differently in iteration {schedule.iteration}"
-            self._links.tell_difference(text, to_json(schedule))
+            self._links.report_difference(text, to_json(schedule))
 
     def _check_alone(self) -> None:
         """Fail if Get has returned requests here: rank 0 does not iterate, so it got none."""
@@ -275,7 +275,7 @@ class FollowingHost:
     ) -> NoReturn:
         """Fail: the answers differ from those on rank 0 in iteration `turn`; 0: rank 0 got none."""
         plain = {"turn": turn, "answers": answers_of(requests, stops)}
-        self._links.tell_difference("differs from rank 0", to_json(plain))
+        self._links.report_difference("differs from rank 0", to_json(plain))
 
     def _await_own(self, intake: Intake) -> None:
         """Wait until the adapters and processors that are ready on rank 0 are ready here."""

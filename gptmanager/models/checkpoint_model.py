@@ -226,7 +226,7 @@ class CheckpointModel:
 
     def _sum(self, partial: Tensor) -> Tensor:
         """Over the ranks that share this layer."""
-        return partial if self._collectives is None else self._collectives.sum(partial)
+        return partial if self._collectives is None else self._collectives.all_reduce(partial)
 
     def _embed(self, batch: Batch, table: Matrix) -> Tensor:
         embedded = self._sum(self._look_up(batch.token_ids, table))

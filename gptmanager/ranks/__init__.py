@@ -1,1 +1,1 @@
-"""One process a rank: which part of the model each has, and what they tell each other."""
+"""One process per rank: which part of the model each one has, and the messages between them."""

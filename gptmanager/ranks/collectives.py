@@ -1,11 +1,11 @@
-"""`Collectives`: what the network of a rank does with those of the others, in the middle of a step.
+"""`Collectives`: the collective operations of a model that is split over ranks, within a step.
 
-`GroupCollectives` stand on process groups of torch: on a CPU gloo's, on CUDA NCCL's, whose work is
-enqueued on the current stream and may be recorded. They know nothing of layers and weights, nor of
-how a group is made or how a failure is noticed.
+`GroupCollectives` implements them with process groups of torch: gloo on a CPU, NCCL on CUDA. NCCL's
+work is enqueued on the current stream and may be captured in a CUDA graph. This module knows
+nothing of layers and weights, of how a group is made or of how a failure is noticed.
 
-Each rank of a stage calls the same methods in the same order with equal shapes and dtypes: any
-that gloo and NCCL can send.
+Each rank of a stage calls the same methods in the same order, with equal shapes and with equal
+dtypes that gloo and NCCL support.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from gptmanager.ranks.layout import RankLayout
 from gptmanager.ranks.small_tensors import MOST_BYTES, SmallTensors
 
-# gloo's ring pays from here on: elements of a sum. Below, one exchange of all parts is faster.
+# Number of elements from which gloo's ring is faster. Below, one exchange of all parts is.
 _MIN_RING = 1 << 16
 
 Group = Any  # a torch.distributed.ProcessGroup
@@ -28,47 +28,50 @@ Wait = Callable[[Any], None]
 
 
 class Collectives(Protocol):
-    """The collective operations of one rank. Errors are those of `wait` (`GroupCollectives`)."""
+    """The collective operations of one rank. They raise what `wait` raises (`GroupCollectives`)."""
 
     layout: RankLayout
 
-    def sum(self, partial: Tensor) -> Tensor:
-        """Over the ranks of the stage, in place; the tensor itself."""
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """Sum `partial` over the ranks of the stage, in place. Return it."""
         ...
 
     def gather(self, columns: Tensor, widths: Sequence[int]) -> Tensor:
-        """`[S, widths[part]]` of each part -> `[S, sum(widths)]` side by side.
+        """Concatenate the columns of all parts: `[S, widths[part]]` -> `[S, sum(widths)]`.
 
-        On part 0 of the stage, or on all of them if results are replicated; elsewhere `[S, 0]`.
+        Part 0 of the stage gets the result, or all parts if results are replicated. The others get
+        `[S, 0]`.
         """
         ...
 
-    def share(self, tensor: Tensor) -> None:
-        """Fill it with what it is on part 0 of the stage."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` with its values on part 0 of the stage."""
         ...
 
     def send(self, hidden: Tensor) -> None:
-        """To the next stage, which receives it; nobody may write to it any more."""
+        """Send `hidden` to the next stage. The caller must not write to it afterwards."""
         ...
 
     def receive(self, hidden: Tensor) -> Tensor:
-        """Fill `hidden` with what the previous stage sends; the tensor itself."""
+        """Overwrite `hidden` with what the previous stage sends. Return it."""
         ...
 
     def close(self) -> None:
-        """No more is sent or received."""
+        """Release the connections. No other method may be called afterwards."""
         ...
 
 
 class GroupCollectives:
-    """`stage_group`: the ranks of the stage, by part. `from_previous` and `to_next`: two ranks
-    each, the sender first; None where there is no such stage.
+    """Collectives on process groups of torch.
 
-    `wait` is given each `Work`: it returns when that is done, or enqueued on CUDA's current
-    stream, and raises what is to end the step. `replicates`: `gather` gives its result to each
-    rank of the stage. `deterministic`: a sum of several parts has the same bits whatever else is
-    in the tensor; a ring adds in an order that depends on the place of an element.
-    `small_tensors`: on a CPU a quicker way for those; None: there is none.
+    `stage_group`: the ranks of the stage, by part. `from_previous` and `to_next`: two ranks each,
+    the sender first; None if there is no such stage.
+
+    `wait` is called with each `Work`. It returns when the work is done, or is enqueued on the
+    current CUDA stream, and raises the error that ends the step. `replicates`: `gather` returns its
+    result on each rank of the stage. `deterministic`: the sum of an element has the same bits
+    whatever else is in the tensor; a ring adds in an order that depends on the element's position.
+    `small_tensors`: a faster exchange of small tensors on a CPU, or None.
     """
 
     def __init__(
@@ -88,16 +91,17 @@ class GroupCollectives:
         self._stage, self._from_previous, self._to_next = stage_group, from_previous, to_next
         self._wait = wait
         self._replicates, self._deterministic = replicates, deterministic
-        self._sent: tuple[Any, Tensor] | None = None  # and not waited for; its tensor must live
+        # sent and not yet waited for; keeps the tensor alive
+        self._sent: tuple[Any, Tensor] | None = None
 
-    def sum(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         if self.layout.tensor_parallel_size == 1 or not partial.numel():
             return partial
         is_small = partial.device.type == "cpu" and partial.numel() < _MIN_RING
         if not (self._deterministic or is_small):
             self._wait(self._stage.allreduce([partial]))
             return partial
-        first, *others = self._of_all(partial)
+        first, *others = self._all_gather(partial)
         total = first.to(torch.promote_types(first.dtype, torch.float32))
         for other in others:
             total += other
@@ -108,16 +112,18 @@ class GroupCollectives:
             return columns
         parts: list[Tensor] = []
         if len(columns):
-            # the parts of a gather are equally large
+            # a gather needs parts of equal size
             columns = torch.nn.functional.pad(columns, (0, max(widths) - columns.shape[1]))
-            parts = self._of_all(columns) if self._replicates else self._to_first(columns)
+            parts = (
+                self._all_gather(columns) if self._replicates else self._gather_to_first(columns)
+            )
         if parts:
             own = [part[:, :width] for part, width in zip(parts, widths, strict=True)]
             return torch.cat(own, dim=1)
         has_result = self._replicates or self.layout.part == 0
         return columns.new_empty(len(columns), sum(widths) if has_result else 0)
 
-    def share(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor) -> None:
         if self.layout.tensor_parallel_size > 1 and tensor.numel():
             self._wait(self._stage.broadcast([tensor]))
 
@@ -125,8 +131,8 @@ class GroupCollectives:
         if not hidden.numel():
             return
         assert self._to_next is not None
-        # gloo's sender would wait until the next stage has come so far, which computes another
-        # step meanwhile: it does so with the next tensor
+        # With gloo, waiting here would last until the next stage receives the tensor, and that
+        # stage computes another step meanwhile. So wait before the next tensor is sent.
         self._finish_sending()
         self._sent = self._to_next.broadcast([hidden]), hidden
         if hidden.device.type != "cpu":
@@ -139,10 +145,10 @@ class GroupCollectives:
         return hidden
 
     def close(self) -> None:
-        """No more is sent or received: the groups end, and with them their threads.
+        """Release the groups, which ends their threads. No operation may be in progress.
 
-        Such a thread may still be about to let go of a tensor, which at the end of a process is too
-        late. Nothing may be under way.
+        A thread of a group may still be about to release a tensor. At the exit of the process that
+        would be too late.
         """
         self._sent = None
         self._stage = self._from_previous = self._to_next = None
@@ -152,16 +158,16 @@ class GroupCollectives:
             self._wait(self._sent[0])
         self._sent = None
 
-    def _of_all(self, tensor: Tensor) -> list[Tensor]:
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         small = self._small_tensors
         if small is not None and tensor.nbytes <= MOST_BYTES and tensor.device.type == "cpu":
-            return small.of_all(tensor)
+            return small.all_gather(tensor)
         parts = [torch.empty_like(tensor) for _ in self.layout.stage_ranks]
         self._wait(self._stage.allgather([parts], [tensor]))
         return parts
 
-    def _to_first(self, tensor: Tensor) -> list[Tensor]:
-        """Those of all parts on part 0, none elsewhere."""
+    def _gather_to_first(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all parts on part 0, and an empty list on the others."""
         options, parts = torch.distributed.GatherOptions(), []
         options.rootRank = 0
         if self.layout.part == 0:

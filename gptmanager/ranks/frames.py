@@ -1,6 +1,6 @@
-"""`Frames`: messages of known kinds on a socket, read and written without waiting for ever.
+"""`Frames`: messages with a kind on a socket, read and written with bounded waits.
 
-Decides how a message lies on the wire. Knows nothing of what it says, nor of who has failed.
+Defines the format on the wire. Knows nothing of the contents of messages or of failed ranks.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import NamedTuple
 from gptmanager.errors import RankError
 
 _HEAD = struct.Struct("<QB")  # bytes that follow, kind
-_MOST_BYTES = 1 << 36  # of a message: weights of adapters; what has not come takes no memory
+_MOST_BYTES = 1 << 36  # of a message, for weights of adapters; memory is taken as bytes arrive
 _AT_ONCE = 1 << 16
 _SMALL = 1 << 12
 _LARGE = 1 << 20
 
 
 class Frame(NamedTuple):
-    """`kind`: 0 to 255, of meaning to who sends and who receives."""
+    """One message. `kind`: 0 to 255; sender and receiver agree on its meaning."""
 
     kind: int
     payload: bytes
 
 
 class Wakener:
-    """Ends the wait of another thread in `Frames`; may be rung from any thread."""
+    """Ends the wait of another thread in `Frames`. Any thread may call `ring`."""
 
     def __init__(self) -> None:
         self._reading, self._writing = socket.socketpair()
@@ -40,7 +40,7 @@ class Wakener:
         return self._reading.fileno()
 
     def ring(self) -> None:
-        with suppress(OSError):  # it is full, so that it rings already, or closed
+        with suppress(OSError):  # the socket is full, so it has been rung already, or it is closed
             self._writing.send(b"!")
 
     def clear(self) -> None:
@@ -54,8 +54,10 @@ class Wakener:
 
 
 class Frames:
-    """One connection. `between()` is called whenever a wait is interrupted by `wakener`, and every
-    `pause_s` seconds: what it raises ends the wait.
+    """The messages of one connection.
+
+    While a method waits, `between()` is called every `pause_s` seconds and whenever `wakener` is
+    rung. An error that it raises ends the wait.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Frames:
         pause_s: float,
     ) -> None:
         connection.setblocking(False)
-        with suppress(OSError):  # no TCP
+        with suppress(OSError):  # not a TCP connection
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._wakener = wakener
@@ -77,9 +79,11 @@ class Frames:
         self._wait_out = _poll(select.POLLOUT, connection, wakener)
 
     def send(self, kind: int, payload: bytes | bytearray | memoryview) -> None:
-        """EOFError when the other end is closed; RankError when the message is too long."""
+        """Send a message. EOFError if the other end is closed, RankError if it is too long."""
         if len(payload) > _MOST_BYTES:
-            raise RankError(f"a message of {len(payload)} bytes: {_MOST_BYTES} may be sent at once")
+            raise RankError(
+                f"a message has {len(payload)} bytes, but must have at most {_MOST_BYTES}"
+            )
         head = _HEAD.pack(len(payload), kind)
         if len(payload) <= _AT_ONCE:
             self._send(memoryview(head + payload))
@@ -88,9 +92,9 @@ class Frames:
             self._send(memoryview(payload))
 
     def receive(self, *, returns_when_rung: bool = False) -> Frame | None:
-        """The next message; EOFError when the other end is closed.
+        """Return the next message. EOFError if the other end is closed.
 
-        None: somebody rang, with `returns_when_rung`.
+        With `returns_when_rung`, return None when the wakener is rung.
         """
         while True:
             frame = self._taken()
@@ -109,7 +113,7 @@ class Frames:
             self._buffer += piece
 
     def poll(self) -> Frame | None:
-        """A message that is there already; EOFError as of `receive`."""
+        """Return a message that has already arrived, else None. EOFError as in `receive`."""
         frame = self._taken()
         if frame is not None:
             return frame
@@ -129,8 +133,9 @@ class Frames:
 
     @property
     def address(self) -> str:
-        """This end's, by which the other end's machine can reach it."""
-        return str(self._connection.getsockname()[0]).removeprefix("::ffff:")  # IPv4 in IPv6
+        """This end's address, at which the machine of the other end can reach it."""
+        # an IPv4 address may be written as an IPv6 one
+        return str(self._connection.getsockname()[0]).removeprefix("::ffff:")
 
     def close(self) -> None:
         self._connection.close()
@@ -145,7 +150,7 @@ class Frames:
                 raise EOFError(str(error)) from error
 
     def _missing(self) -> int:
-        """Bytes of the message that has begun."""
+        """Return how many bytes of the current message have not arrived yet."""
         if len(self._buffer) < _HEAD.size:
             return 0
         size: int = _HEAD.unpack_from(self._buffer)[0]
@@ -156,7 +161,10 @@ class Frames:
             return None
         size, kind = _HEAD.unpack_from(self._buffer)
         if size > _MOST_BYTES:
-            raise EOFError(f"a message of {size} bytes cannot be: the connection is broken")
+            raise EOFError(
+                f"a message of {size} bytes is over the limit of {_MOST_BYTES}: the stream of "
+                "messages is broken"
+            )
         end = _HEAD.size + size
         if len(self._buffer) < end:
             return None
@@ -165,7 +173,7 @@ class Frames:
         return Frame(kind, payload)
 
     def _rest(self, waits: select.poll) -> bool:
-        """Wait; did somebody ring?"""
+        """Wait for an event, the wakener or the pause. Return whether the wakener was rung."""
         events = waits.poll(self._pause_ms)
         bell = self._wakener
         rung = bell is not None and any(number == bell.fileno() for number, _ in events)

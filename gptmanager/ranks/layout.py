@@ -1,4 +1,4 @@
-"""`RankLayout`: which part of the model a rank has."""
+"""`RankLayout`: the part of the model that a rank has."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The place of one rank among `tensor_parallel_size` x `pipeline_parallel_size` ranks.
+    """The position of one rank among `tensor_parallel_size` x `pipeline_parallel_size` ranks.
 
-    Stages are groups of ranks with the same layers. The first one embeds, the last one has the
-    logits. Rank 0 is in the last: it chooses tokens and answers the host, so that logits and
-    tokens need not travel to it from another stage.
+    A stage is the group of ranks with the same layers. The first stage has the embedding, the last
+    one computes the logits. Rank 0 is in the last stage: it chooses tokens and answers the host,
+    and so logits and tokens need not be sent to it from another stage.
     """
 
     rank: int = 0
@@ -24,12 +24,12 @@ class RankLayout:
 
     @property
     def part(self) -> int:
-        """Which part of each layer, of `tensor_parallel_size`."""
+        """The index of this rank's part of each layer, below `tensor_parallel_size`."""
         return self.rank % self.tensor_parallel_size
 
     @property
     def stage(self) -> int:
-        """Which layers, of `pipeline_parallel_size` ranges in order."""
+        """The index of this rank's range of layers, below `pipeline_parallel_size`."""
         return self.pipeline_parallel_size - 1 - self.rank // self.tensor_parallel_size
 
     @property
@@ -48,10 +48,10 @@ class RankLayout:
 
     @property
     def previous_stage_rank(self) -> int:
-        """Where hidden states come from; of no meaning in the first stage."""
+        """The rank that sends hidden states to this one. Undefined in the first stage."""
         return self.rank + self.tensor_parallel_size
 
     @property
     def next_stage_rank(self) -> int:
-        """Where hidden states go; of no meaning in the last stage."""
+        """The rank that this one sends hidden states to. Undefined in the last stage."""
         return self.rank - self.tensor_parallel_size

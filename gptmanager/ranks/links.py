@@ -1,7 +1,8 @@
-"""`Links`: what the managers of all ranks tell each other, beside what their models exchange.
+"""`Links`: the messages between the managers of all ranks. Their models exchange tensors elsewhere.
 
-A connection from each rank to rank 0 carries the messages of loops, in order; a second one is the
-watch's. Every wait ends: with what was waited for, or with a RankError that names a rank.
+One connection from each rank to rank 0 carries the messages of the loops, in order. A second one
+belongs to the watch. Every wait ends: with the awaited event, or with a RankError that names a
+rank.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from gptmanager.ranks.frames import Frame, Frames, Wakener
 from gptmanager.ranks.meeting import Blame, Channel, Store, call, is_loopback, meet
 from gptmanager.ranks.watch import Watch
 
-_GRACE_S = 0.3  # the watch notices first what it can notice
-_VERDICT_S = 1.2  # how long a rank that has lost another waits to be told which one failed
-_SEND_S = 0.2  # how long the watch waits for room
-_PAUSE_S = 0.1  # how often a wait for a collective looks up
+_GRACE_S = 0.3  # added to timeouts: the watch should notice a failure before a timeout does
+_VERDICT_S = 1.2  # how long a rank that has lost another waits for the watch's verdict
+_SEND_S = 0.2  # how long the watch waits until a connection takes a message
+_PAUSE_S = 0.1  # how often a wait checks whether a rank has failed
 
 
 class Message(IntEnum):
     """The kinds of messages between loops."""
 
-    EXCHANGE = 1  # while managers start
+    EXCHANGE = 1  # data that managers exchange at the start
     INTAKE = 2  # rank 0's intake: an iteration begins
-    ASK = 3  # Get is called on every rank
-    DECISION = 4  # digest of what rank 0 has decided: a step begins
-    RESULT = 5  # what a step yielded
+    ASK = 3  # call Get on every rank
+    DECISION = 4  # digest of rank 0's decisions: a step begins
+    RESULT = 5  # the result of a step
     ABORT = 6  # rank 0 ends its requests with an error
-    END = 7  # rank 0 has answered all
+    END = 7  # rank 0 has answered all requests
 
 
 class _Wait(threading.local):
@@ -50,11 +51,11 @@ class _Wait(threading.local):
 
 
 class Links:
-    """The connections of one rank to the others; all share `store`. `host`: the address of rank 0.
+    """The connections of one rank to the others.
 
-    `timeout_s`: how long a rank may be silent, or keep others waiting. The constructor returns when
-    all ranks are connected, or raises RankError after `boot_s`. `on_failure` runs in
-    another thread when a rank has failed.
+    All ranks share `store`. `host`: the address of rank 0. `timeout_s`: how long a rank may be
+    silent, or keep others waiting. The constructor returns when all ranks are connected, or raises
+    RankError after `boot_s`. `on_failure` runs in another thread when a rank has failed.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class Links:
         self.rank, self.size = rank, size
         self.timeout_s = timeout_s
         self._host_failure = on_failure
-        self.abort_collectives: Callable[[], None] = lambda: None  # where nobody waits on the CPU
+        # ends collectives for which no CPU thread waits
+        self.abort_collectives: Callable[[], None] = lambda: None
         self._wakener = Wakener()
         self._watch = Watch(rank, timeout_s, Wakener(), self._on_failure)
         self._wait = _Wait()
@@ -92,7 +94,7 @@ class Links:
                     self._loops[other] = Frames(connection, self._wakener, self._between, _PAUSE_S)
             self._watch.start(watched)
             if blame is not None:
-                self._watch.tell_blame(*blame)
+                self._watch.report_blame(*blame)
                 self._watch.failed.wait(_VERDICT_S)
                 self.check()
         except BaseException as error:
@@ -103,28 +105,31 @@ class Links:
 
     @property
     def failure(self) -> RankError | None:
-        """The first rank that failed; None: none has."""
+        """The error of the first rank that failed, or None."""
         return self._watch.failure
 
     @property
     def address(self) -> str:
-        """Where the others reach this rank; no loopback if some are on other machines."""
+        """The address at which the others reach this rank.
+
+        It is not a loopback address if a rank is on another machine.
+        """
         known = sorted((it.address for it in self._loops.values()), key=is_loopback)
         return known[0]
 
     def wake(self) -> None:
-        """End a `receive` that may be woken."""
+        """End a `receive` with `may_be_woken`."""
         self._wakener.ring()
 
-    # On the loop's thread; `wait` on that of its forwards, too -------------------------------
+    # On the loop's thread; `wait` also on the thread of its forward passes --------------------
 
     def check(self) -> None:
-        """Raises RankError when a rank has failed."""
+        """Raise RankError if a rank has failed."""
         if self._watch.failure is not None:
             raise self._watch.failure
 
     def send(self, kind: Message, payload: bytes = b"") -> None:
-        """To rank 0, or from it to all. RankError when a rank has failed."""
+        """Send a message to rank 0, or from rank 0 to all. RankError if a rank has failed."""
         self.check()
         self._begin(f"room for a message ({kind.name})")
         try:
@@ -136,8 +141,9 @@ class Links:
             self._end()
 
     def receive(self, *, from_rank: int = 0, may_be_woken: bool = False) -> Frame | None:
-        """The next message. None: `wake` was called, and `may_be_woken`; then it may take any time,
-        else RankError says whose fault it is that none came within `timeout_s`.
+        """Return the next message. RankError names the rank to blame if none arrives in time.
+
+        With `may_be_woken` there is no time limit, and the result is None after a call of `wake`.
         """
         self.check()
         self._begin(f"a message of rank {from_rank}", bounded=not may_be_woken)
@@ -149,7 +155,7 @@ class Links:
             self._end()
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks. For the start: it waits as long as all are alive."""
+        """Return the payloads of all ranks, by rank. For the start: there is no time limit."""
         kind = Message.EXCHANGE
         if self.rank:
             self.send(kind, payload)
@@ -159,7 +165,7 @@ class Links:
         return parts
 
     def wait(self, work: Any, what: str = "a collective") -> None:
-        """For a `torch.distributed.Work`, or its like. RankError when a rank has failed."""
+        """Wait for a `torch.distributed.Work` or similar. RankError if a rank has failed."""
         self._begin(what)
         try:
             while True:
@@ -167,7 +173,7 @@ class Links:
                 try:
                     work.wait(timedelta(seconds=_PAUSE_S))
                     return
-                except RuntimeError as error:  # it failed, or takes longer
+                except RuntimeError as error:  # the work failed, or is not done yet
                     if is_over:
                         raise self._lost(error) from error
                 self._between()
@@ -176,7 +182,7 @@ class Links:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Around what waits on connections that `frames` has made."""
+        """Enclose waits on connections that `frames` has made; `what` is for errors."""
         self._begin(what)
         try:
             yield
@@ -186,29 +192,35 @@ class Links:
             self._end()
 
     def frames(self, connection: socket.socket) -> Frames:
-        """Another connection to a rank; waits on it end when one has failed. `close` closes it."""
+        """Return `Frames` on another connection to a rank, which `close` closes.
+
+        Waits on it end when a rank has failed.
+        """
         frames = Frames(connection, None, self._between, _PAUSE_S)
         self._others.append(frames)
         return frames
 
     def explain_difference(self, explain: Callable[[int, Any], str]) -> None:
-        """Rank 0: `explain(rank, data)` says how what a rank has decided differs. Of any thread."""
+        """Rank 0: set the function that describes how a rank's decisions (`data`) differ.
+
+        `explain(rank, data)` may be called in any thread.
+        """
         self._watch.explain = explain
 
     def blame(self, rank: int, why: str) -> NoReturn:
-        """RankError: all ranks find by themselves that this one has failed."""
+        """Raise RankError: every rank has found by itself that `rank` has failed."""
         self._watch.fail(rank, why)
         self.check()
         raise AssertionError
 
-    def tell_difference(self, text: str, data: bytes) -> NoReturn:
-        """This rank has decided otherwise than rank 0, which says how: RankError."""
-        self._watch.tell_failure(text, orjson.loads(data))
+    def report_difference(self, text: str, data: bytes) -> NoReturn:
+        """Raise RankError: this rank's decisions (`data`) differ from rank 0's, which says how."""
+        self._watch.report_failure(text, orjson.loads(data))
         self._raise_verdict(text)
 
     def give_up(self, text: str) -> NoReturn:
-        """This rank cannot go on, as it says in the same words as the others: RankError."""
-        self._watch.tell_failure(text)
+        """Raise RankError: this rank cannot continue. All ranks raise the same text."""
+        self._watch.report_failure(text)
         self._raise_verdict(f"failed: {text}")
 
     def _raise_verdict(self, text: str) -> NoReturn:
@@ -219,22 +231,23 @@ class Links:
     # The end ---------------------------------------------------------------------------------
 
     def fail(self, error: BaseException, text: str) -> None:
-        """This rank ends by `error`: the others end, too. Of one that another rank has caused, all
-        know already.
+        """Report that this rank ends with `error`, which ends the others, and close.
+
+        An error that another rank has caused is not reported again.
         """
         if error is not self._watch.failure:
-            self._watch.tell_failure(text)
+            self._watch.report_failure(text)
         self.close()
 
     def close(self) -> None:
-        """Nothing is sent or received any more. Idempotent."""
+        """Close all connections. Idempotent."""
         self.is_closed = True
         self._watch.close()
         for connection in (*self._loops.values(), *self._others):
             connection.close()
         self._wakener.close()
 
-    # How they wait ---------------------------------------------------------------------------
+    # Waiting ---------------------------------------------------------------------------------
 
     def _begin(self, what: str, bounded: bool = True) -> None:
         self._wait.what = what
@@ -247,7 +260,7 @@ class Links:
     def _between(self) -> None:
         self.check()
         if monotonic() > self._wait.deadline:
-            self._watch.tell_expired(self._wait.what)
+            self._watch.report_timeout(self._wait.what)
             self._watch.failed.wait(_VERDICT_S)
             self.check()
             raise RankError(
@@ -264,10 +277,10 @@ class Links:
 
     def _received(self, rank: int, kind: Message) -> bytes:
         frame = None
-        while frame is None:  # it may take any time: only a rank that fails ends it
+        while frame is None:  # no time limit: only a failed rank ends this wait
             frame = self.receive(from_rank=rank, may_be_woken=True)
         if frame.kind != kind:
-            raise RankError(f"rank {rank} sent message {frame.kind} where {kind.name} was due")
+            raise RankError(f"rank {rank} sent message {frame.kind}, expected {kind.name}")
         return frame.payload
 
     def _on_failure(self) -> None:
@@ -277,8 +290,8 @@ class Links:
 
 
 def _give_up() -> None:
-    """The watch waits for nobody: what does not take a few bytes hangs."""
-    raise EOFError("it takes no message")
+    """End a wait of the watch: a connection that does not accept a few bytes hangs."""
+    raise EOFError("it accepts no message")
 
 
 def _joined(parts: Sequence[bytes]) -> bytes:

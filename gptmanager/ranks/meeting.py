@@ -1,7 +1,7 @@
-"""How ranks find each other: rank 0 listens, each of the others calls twice.
+"""How ranks connect: rank 0 listens, and each other rank opens two connections to it.
 
-Where it listens, and by which token ranks know each other from strangers, a store tells that all
-share.
+Rank 0 publishes its port in a store that all ranks share, with a token that proves that a
+connection comes from a rank.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gptmanager.lifecycle.clock import monotonic
 
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sIB")  # token, rank, channel
-_HELLO_S = 10.0  # how long one may take to say who it is
+_HELLO_S = 10.0  # how long a new connection may take to identify itself
 _BACKLOG = 512
 _LOOPBACK = ("localhost", "::1", "127.")
 
 
 class Store(Protocol):
-    """A key-value store, that of torch.distributed or one like it."""
+    """A key-value store: torch.distributed's or a similar one."""
 
     def set(self, key: str, value: Any) -> None: ...
 
@@ -40,36 +40,38 @@ class Channel(IntEnum):
 
 
 Found = dict[tuple[int, Channel], socket.socket]  # by the rank at the other end
-Blame = tuple[int, str]  # the rank that has failed, and what it has done
+Blame = tuple[int, str]  # the rank that has failed, and how
 
 
 def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blame | None]:
-    """Rank 0: the connections of all `size` - 1 others. If not all came within `boot_s` seconds,
-    who is to blame: those that did come are to be told.
+    """Rank 0: return the connections of all `size` - 1 other ranks.
+
+    If some are missing after `boot_s` seconds, also return the rank to blame, which the caller
+    reports to the connected ranks.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
-    with _listener(host) as listener, _Hall(listener, token, size) as hall:
+    with _listener(host) as listener, _Reception(listener, token, size) as reception:
         port = listener.getsockname()[1]
         try:
             store.set("links", f"{port}:{token.hex()}:{socket.gethostname()}".encode())
         except (OSError, RuntimeError) as error:
-            raise RankError(f"rank 0 cannot say where it is: {error}") from error
+            raise RankError(f"rank 0 cannot publish its address: {error}") from error
         deadline = monotonic() + boot_s
-        while hall.blame is None and len(hall.found) < 2 * (size - 1):
+        while reception.blame is None and len(reception.found) < 2 * (size - 1):
             left = deadline - monotonic()
             if left > 0:
-                hall.let_in(left)
+                reception.serve(left)
                 continue
-            known = [rank for rank in range(1, size) if (rank, Channel.WATCH) in hall.found]
+            known = [rank for rank in range(1, size) if (rank, Channel.WATCH) in reception.found]
             late = min(set(range(1, size)).difference(known), default=1)
-            hall.blame = late, f"has not come within {boot_s:g} s"
-        return hall.found, hall.blame
+            reception.blame = late, f"has not connected within {boot_s:g} s"
+        return reception.found, reception.blame
 
 
 def call(store: Store, host: str, rank: int, boot_s: float) -> Found:
-    """Another rank: its connections to rank 0. RankError when there is no way to it.
+    """Another rank: connect to rank 0 and return the connections. RankError if that fails.
 
-    `host` "": rank 0's machine is called what it says itself.
+    `host` "": use the host name that rank 0 has published.
     """
     found: Found = {}
     try:
@@ -86,8 +88,11 @@ def call(store: Store, host: str, rank: int, boot_s: float) -> Found:
         raise RankError(f"rank 0 cannot be reached at {host}: {error}") from error
 
 
-class _Hall:
-    """Where those wait that have connected and not said who they are: strangers hold nobody up."""
+class _Reception:
+    """Accepts connections, and identifies those of ranks.
+
+    Reads from all of them at once, so that a stranger that sends nothing delays no rank.
+    """
 
     def __init__(self, listener: socket.socket, token: bytes, size: int) -> None:
         self.found: Found = {}
@@ -96,15 +101,15 @@ class _Hall:
         self._waiting: dict[int, tuple[socket.socket, bytearray, float]] = {}
         listener.setblocking(False)
 
-    def __enter__(self) -> _Hall:
+    def __enter__(self) -> _Reception:
         return self
 
     def __exit__(self, *_: object) -> None:
         for connection, _hello, _until in self._waiting.values():
             connection.close()
 
-    def let_in(self, seconds: float) -> None:
-        """Wait for somebody to come, or to say more, at most so long."""
+    def serve(self, seconds: float) -> None:
+        """Wait at most `seconds` for a connection or for bytes of one, and read what arrived."""
         waits = select.poll()
         for number in (self._listener.fileno(), *self._waiting):
             waits.register(number, select.POLLIN)
@@ -120,7 +125,7 @@ class _Hall:
                 connection.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it has gone again
+        with suppress(OSError):  # the client has disconnected already
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             until = monotonic() + _HELLO_S
@@ -143,19 +148,19 @@ class _Hall:
         if not known or not 0 < rank < self._size or channel not in list(Channel):
             return False
         if (rank, channel) in self.found:
-            self.blame = rank, "has come twice: two processes have its number"
+            self.blame = rank, "has connected twice: two processes have its number"
             return False
         self.found[rank, Channel(channel)] = connection
         return True
 
 
 def is_loopback(host: str) -> bool:
-    """An address, or a name, of this machine alone."""
+    """Return whether `host` is a loopback address or name."""
     return host.startswith(_LOOPBACK)
 
 
 def _listener(host: str) -> socket.socket:
-    """For this machine alone where the others look for it there, else at all of its addresses."""
+    """Return a listening socket: on the loopback `host`, else on all addresses."""
     if is_loopback(host):
         for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with suppress(OSError):

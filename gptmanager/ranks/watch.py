@@ -1,7 +1,7 @@
-"""`Watch`: which rank has failed, told to all of them by a thread of its own.
+"""`Watch`: a thread that notices failed ranks and reports them to all ranks.
 
-Rank 0 hears of every rank, the others of rank 0: it decides who is to blame, so that all say the
-same. Knows nothing of what ranks compute.
+Rank 0 is connected to every rank, the others only to rank 0. Rank 0 decides which rank is to blame,
+so that all ranks raise the same text. The watch knows nothing of computations.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
 from gptmanager.ranks.frames import Frames, Wakener
 
-_BEATS = 4  # in the time after which a rank that is silent has failed
-_ANSWER_S = 0.5  # how long rank 0 waits for who is alive to say what it does
+_BEATS = 4  # heartbeats in the time after which a silent rank has failed
+_ANSWER_S = 0.5  # how long rank 0 waits for the answers to "do you wait for another rank?"
 _KIND = 0
 
 
 class Watch:
-    """`connections`: those of this rank, by rank. `timeout_s`: how long one may be silent.
+    """The watch of one rank. `timeout_s`: how long another rank may be silent.
 
-    `failure`: what has become of the first rank that failed, the same text on each rank.
-    `waiting`: this rank's threads that wait for another now. `on_failure` is called in the watch's
+    `failure`: the error of the first rank that failed, with the same text on each rank. `waiting`:
+    this rank's threads that currently wait for another rank. `on_failure` is called in the watch's
     thread.
     """
 
@@ -38,7 +38,7 @@ class Watch:
     ) -> None:
         self.failure: RankError | None = None
         self.failed = Latch()
-        self.waiting: set[int] = set()  # its threads that wait for another rank
+        self.waiting: set[int] = set()
         self.explain: Callable[[int, Any], str] = lambda rank, decided: ""
         self._rank = rank
         self._timeout_s = timeout_s
@@ -48,9 +48,9 @@ class Watch:
         self._heard: dict[int, float] = {}
         self._outbox: list[dict[str, Any]] = []
         self._is_closing = False
-        self._expired_at = 0.0  # when it was asked who waits; 0: it was not
-        self._expired = ""
-        self._answers: dict[int, bool] = {}
+        self._poll_until = 0.0  # deadline of answers to "do you wait?"; 0: no question is open
+        self._timeout_text = ""
+        self._answers: dict[int, bool] = {}  # whether a rank waits for another, by rank
         self._thread = threading.Thread(target=self._run, name="gptmanager-ranks", daemon=True)
 
     def start(self, connections: Mapping[int, Frames]) -> None:
@@ -60,20 +60,20 @@ class Watch:
 
     # From any thread -------------------------------------------------------------------------
 
-    def tell_failure(self, text: str, decided: Any = None) -> None:
-        """This rank has failed: the others are told why. `decided`: what rank 0 is to `explain`."""
+    def report_failure(self, text: str, decided: Any = None) -> None:
+        """Report that this rank has failed. `decided`: data for rank 0's `explain`."""
         self._post({"failed": text, "decided": decided})
 
-    def tell_blame(self, rank: int, why: str) -> None:
-        """Rank 0: another one has failed, which no watch can see."""
+    def report_blame(self, rank: int, why: str) -> None:
+        """Rank 0: report that another rank has failed in a way that the watch cannot see."""
         self._post({"blames": [rank, why]})
 
-    def tell_expired(self, what: str) -> None:
-        """This rank has waited too long for `what`: rank 0 finds out who is to blame."""
+    def report_timeout(self, what: str) -> None:
+        """Report that this rank has waited too long for `what`. Rank 0 finds the rank to blame."""
         self._post({"expired": what})
 
     def close(self) -> None:
-        """This rank leaves, and nobody is to blame. What was posted is sent before."""
+        """Leave without blame, after sending the posted messages."""
         self._is_closing = True
         self._wakener.ring()
         if self._thread.ident is None:
@@ -92,7 +92,7 @@ class Watch:
             self._watch()
         except Exception as error:
             logger.exception("the watch over ranks ends")
-            self.fail(self._rank, f"can watch no other: {response_text(error)}")
+            self.fail(self._rank, f"cannot watch the others: {response_text(error)}")
         finally:
             for connection in self._connections.values():
                 connection.close()
@@ -111,23 +111,23 @@ class Watch:
                 self._send_all({"beat": True})
                 next_beat = now + self._timeout_s / _BEATS
             oldest = min(self._heard.values(), default=now)
-            due = min(next_beat, self._expired_at or next_beat, oldest + self._timeout_s)
+            due = min(next_beat, self._poll_until or next_beat, oldest + self._timeout_s)
             for number, _ in waits.poll(max(1, int((due - monotonic()) * 1000))):
                 rank = by_number.get(number)
                 if rank is None:
                     self._wakener.clear()
-                elif not self._hear(rank):
+                elif not self._read(rank):
                     waits.unregister(number)
                     del by_number[number]
             while self._outbox:
-                self._say(self._outbox.pop(0))
+                self._forward(self._outbox.pop(0))
             if self._is_closing:
                 self._send_all({"bye": True})
                 return
             self._judge(monotonic())
 
-    def _hear(self, rank: int) -> bool:
-        """Read what there is; False: nothing will come any more."""
+    def _read(self, rank: int) -> bool:
+        """Handle the messages that have arrived. Return False if the connection has ended."""
         connection = self._connections[rank]
         try:
             while (frame := connection.poll()) is not None:
@@ -136,14 +136,14 @@ class Watch:
                 if "bye" in message:
                     self._drop(rank)
                     return False
-                self._take(rank, message)
+                self._handle(rank, message)
         except (EOFError, ValueError) as error:
             self._drop(rank)
             self._blame(rank, f"has died: {error}")
             return False
         return True
 
-    def _take(self, rank: int, message: dict[str, Any]) -> None:
+    def _handle(self, rank: int, message: dict[str, Any]) -> None:
         if "verdict" in message:
             number, why = message["verdict"]
             if self._rank:
@@ -151,7 +151,7 @@ class Watch:
             else:
                 self._blame(int(number), str(why))
         elif "failed" in message:
-            self._blame(rank, self._told(rank, message))
+            self._blame(rank, self._explained(rank, message))
         elif "expired" in message:
             self._ask(f"rank {rank} waits for {message['expired']}")
         elif "ask" in message:
@@ -159,16 +159,16 @@ class Watch:
         elif "answer" in message:
             self._answers[rank] = bool(message["answer"])
 
-    def _told(self, rank: int, message: dict[str, Any]) -> str:
+    def _explained(self, rank: int, message: dict[str, Any]) -> str:
         if message["decided"] is None:
             return f"failed: {message['failed']}"
         try:
             return f"{message['failed']}: {self.explain(rank, message['decided'])}"
-        except Exception as error:  # the ranks end at any rate
+        except Exception as error:  # the ranks end anyway
             return f"{message['failed']}: {response_text(error)}"
 
-    def _say(self, message: dict[str, Any]) -> None:
-        """Send on a message that another thread of this rank has posted."""
+    def _forward(self, message: dict[str, Any]) -> None:
+        """Handle a message that another thread of this rank has posted."""
         if self._rank:
             self._send(0, message)
         elif "blames" in message:
@@ -179,9 +179,9 @@ class Watch:
             self._ask(f"rank 0 waits for {message['expired']}")
 
     def _ask(self, what: str) -> None:
-        """Ask which rank does not wait for another."""
-        if not self._expired_at:
-            self._expired, self._expired_at = what, monotonic() + _ANSWER_S
+        """Ask every rank whether it waits for another."""
+        if not self._poll_until:
+            self._timeout_text, self._poll_until = what, monotonic() + _ANSWER_S
             self._answers = {0: bool(self.waiting)}
             self._send_all({"ask": True})
 
@@ -190,24 +190,24 @@ class Watch:
             if now - heard > self._timeout_s:
                 self._blame(rank, f"has not been heard of for {self._timeout_s:g} s")
         silent = [rank for rank in self._heard if rank not in self._answers]
-        if not self._expired_at or (silent and now < self._expired_at):
+        if not self._poll_until or (silent and now < self._poll_until):
             return
-        self._expired_at = 0.0
+        self._poll_until = 0.0
         busy = [rank for rank, waits in sorted(self._answers.items()) if not waits]
-        after = f"for {self._timeout_s:g} s ({self._expired})"
+        after = f"for {self._timeout_s:g} s ({self._timeout_text})"
         if silent:
             self._blame(silent[0], f"has not answered {after}")
         elif busy:
             self._blame(busy[0], f"has kept the others waiting {after}")
 
     def _blame(self, rank: int, why: str) -> None:
-        """Report a failed rank to all, itself included: it may only be stopped, and go on later."""
+        """Report a failed rank to all ranks, also to itself: it may only be paused for a while."""
         if self.failure is None and not self._is_closing:
             self._send_all({"verdict": [rank, why]})
             self.fail(rank, why)
 
     def fail(self, rank: int, why: str) -> None:
-        """This rank knows which one has failed. Of any thread."""
+        """Store the verdict on this rank and call `on_failure`. Any thread may call this."""
         if self.failure is None:
             self.failure = RankError(f"rank {rank} {why}")
             self.failed.set()
@@ -221,5 +221,5 @@ class Watch:
             self._send(rank, message)
 
     def _send(self, rank: int, message: dict[str, Any]) -> None:
-        with suppress(EOFError):  # that it is gone is seen by who reads
+        with suppress(EOFError):  # the next read notices that the connection has ended
             self._connections[rank].send(_KIND, orjson.dumps(message))

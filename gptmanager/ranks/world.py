@@ -1,6 +1,7 @@
-"""`World`: which rank this process is, and where it finds the others.
+"""`World`: the rank of this process, and the address of the others.
 
-As torchrun and its like say it in the environment, or a process group that is there already.
+Both come from environment variables that torchrun and other launchers set, or from an existing
+process group.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from gptmanager.ranks.layout import RankLayout
 
 dist: Any = torch.distributed  # its stubs lack half of it
 
-BOOT_S = 60.0  # at least so long ranks wait for each other at the start
+BOOT_S = 60.0  # how long ranks wait for each other at the start, at least
 
-# what launchers call them: torchrun and its like, Open MPI, MPICH and its like
+# the variables of launchers: torchrun and similar, Open MPI, MPICH and similar
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _NEEDED = ("MASTER_ADDR", "MASTER_PORT")
-_stores: dict[tuple[Any, ...], Any] = {}  # by process, rank, and where it is
+_stores: dict[tuple[Any, ...], Any] = {}  # by process, rank and address
 
 
 class World(NamedTuple):
-    """`group`: the process group that was there already; None: there was none."""
+    """All ranks. `group`: the process group that existed already, or None."""
 
     layout: RankLayout
-    host: str = ""  # of rank 0; "": not known
+    host: str = ""  # the host of rank 0; "": unknown
     group: Any = None
 
     def store(self, timeout_s: float) -> Any:
-        """A `torch.distributed.Store` for one manager of each rank: their first ones have the same,
-        and so on. RankError when no other rank can be reached.
+        """Return a `torch.distributed.Store` that the n-th managers of all ranks share.
+
+        RankError if rank 0 cannot be reached.
         """
         rank = self.layout.rank
         try:
@@ -46,12 +48,15 @@ class World(NamedTuple):
                 store = self._rendezvous(timedelta(seconds=timeout_s))
             number = store.add(f"gptmanager/managers-of-{rank}", 1)
         except (RuntimeError, ValueError, OSError) as error:
-            raise RankError(f"rank {rank} finds no other rank at {self.host}: {error}") from error
+            raise RankError(
+                f"rank {rank} cannot reach the store at {self.host}: {error}"
+            ) from error
         return dist.PrefixStore(f"gptmanager/{number}", store)
 
     def _rendezvous(self, timeout: timedelta) -> Any:
-        """The store that the launcher has, or rank 0's process. That one counts managers as long as
-        it lives: so it does until the process ends.
+        """Return the store of the launcher or of rank 0's process.
+
+        The store counts managers, and so it lives until the process ends.
         """
         where = os.getpid(), self.layout.rank, *map(os.environ.get, _NEEDED)
         if where not in _stores:
@@ -63,8 +68,9 @@ class World(NamedTuple):
 
 
 def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = os.environ) -> World:
-    """None: one rank, whatever the environment says. ConfigError, which names the variable, where
-    ranks are asked for and the environment does not tell them apart.
+    """Return the world that `config` describes; None is one rank, whatever the environment says.
+
+    ConfigError names the variable that is missing or wrong.
     """
     if config is None:
         return World(RankLayout())
@@ -79,26 +85,26 @@ def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = o
     rank, size = _number(_RANK, environment), _number(_SIZE, environment)
     _check_size(parts, stages, size, "WORLD_SIZE")
     if not 0 <= rank < size:
-        raise ConfigError(f"RANK = {rank} is none of the {size} ranks of WORLD_SIZE")
+        raise ConfigError(f"RANK = {rank} must be from 0 to {size - 1}: WORLD_SIZE is {size}")
     if size > 1:
         for name in _NEEDED:
             if not environment.get(name):
                 raise ConfigError(
-                    f"{name} is not set: ranks find each other by it, as torchrun does"
+                    f"{name} is not set: ranks find each other by it; torchrun sets it"
                 )
     return World(RankLayout(rank, parts, stages), environment.get("MASTER_ADDR", ""))
 
 
 def launched_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many processes a launcher says that it has started; 1: it says nothing."""
-    told = next((environment[name] for name in _SIZE if name in environment), "")
-    return int(told) if told.isdecimal() else 1
+    """Return the number of processes that a launcher has started; 1 if it does not say."""
+    given = next((environment[name] for name in _SIZE if name in environment), "")
+    return int(given) if given.isdecimal() else 1
 
 
 def find_all(environment: Mapping[str, str] = os.environ) -> World:
-    """All ranks that there are, however they are to share a model. ConfigError as `find_world`."""
-    is_there = dist.is_available() and dist.is_initialized()
-    size = dist.get_world_size() if is_there else _number(_SIZE, environment)
+    """Return the world of all launched ranks. ConfigError as in `find_world`."""
+    has_group = dist.is_available() and dist.is_initialized()
+    size = dist.get_world_size() if has_group else _number(_SIZE, environment)
     return find_world(ParallelConfig(tensor_parallel_size=size), environment)
 
 
@@ -108,10 +114,10 @@ def _number(names: tuple[str, ...], environment: Mapping[str, str]) -> int:
             try:
                 return int(environment[name])
             except ValueError:
-                raise ConfigError(f"{name} = {environment[name]!r} is no integer") from None
+                raise ConfigError(f"{name} must be an integer, got {environment[name]!r}") from None
     raise ConfigError(
-        f"{names[0]} is not set: start one process a rank with torchrun, or set RANK, WORLD_SIZE, "
-        "MASTER_ADDR and MASTER_PORT"
+        f"{names[0]} is not set: start one process per rank with torchrun, or set RANK, "
+        "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
     )
 
 
@@ -119,18 +125,18 @@ def _check_size(parts: int, stages: int, size: int, where: str) -> None:
     if parts * stages != size:
         raise ConfigError(
             f"ParallelConfig.tensor_parallel_size = {parts} x pipeline_parallel_size = {stages} "
-            f"are {parts * stages} ranks, {where} has {size}"
+            f"need {parts * stages} ranks, but {where} has {size}"
         )
 
 
 def new_group(
     store: Any, name: str, rank: int, size: int, timeout_s: float, backend: str, address: str
 ) -> Any:
-    """A process group of its own, of `size` ranks of which this one is number `rank`.
+    """Return a new process group of `size` ranks, in which this one is number `rank`.
 
-    `backend`: "gloo" or "nccl". `address`: where the others can reach this rank; gloo would take
-    that of the host's name, which may be known on this machine alone. GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME name an interface instead.
+    `backend`: "gloo" or "nccl". `address`: where the others can reach this rank. By default gloo
+    would use the address of the host name, which may be valid only on this machine.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME select an interface instead.
     """
     own, timeout = dist.PrefixStore(name, store), timedelta(seconds=timeout_s)
     if backend == "gloo":

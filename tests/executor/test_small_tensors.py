@@ -35,7 +35,8 @@ def test_all_parts_get_those_of_all_in_their_order(size):
         def exchange(part):
             # a transposed one is not contiguous
             return [
-                tensors[part].of_all(it.mul(part + 1).t() if it.dim() > 1 else it) for it in made
+                tensors[part].all_gather(it.mul(part + 1).t() if it.dim() > 1 else it)
+                for it in made
             ]
 
         for found in at_once(exchange, range(size)):
@@ -53,7 +54,7 @@ def test_a_part_that_fails_ends_the_wait_of_the_others():
             if part == 1:
                 links[1].fail(ValueError("boom"), "ValueError: boom")
                 return None
-            return outcome(lambda: tensors[part].of_all(torch.ones(4)))
+            return outcome(lambda: tensors[part].all_gather(torch.ones(4)))
 
         first, _, last = at_once(run, range(3))
     for error in (first, last):
@@ -62,7 +63,7 @@ def test_a_part_that_fails_ends_the_wait_of_the_others():
 
 def test_a_part_that_sends_nothing_is_named():
     with parts(2, timeout_s=0.6) as (tensors, _):
-        error = outcome(lambda: tensors[0].of_all(torch.ones(4)))
+        error = outcome(lambda: tensors[0].all_gather(torch.ones(4)))
     assert isinstance(error, RankError) and str(error).startswith(
         "rank 1 has kept the others waiting"
     )

@@ -21,7 +21,7 @@ def part_of(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
 def test_a_sum_is_that_of_all_parts_in_place(dtype, rows):
     def body(collectives):
         own = part_of(collectives.layout.part, rows, 256, dtype=dtype)
-        assert collectives.sum(own) is own
+        assert collectives.all_reduce(own) is own
         return own
 
     expected = sum(part_of(part, rows, 256, dtype=dtype).double() for part in range(3))
@@ -36,7 +36,7 @@ def test_a_deterministic_sum_of_a_row_does_not_depend_on_the_others(rows):
     def body(collectives):
         own = part_of(collectives.layout.part, rows, 256)
         alone = own[3:4].clone()
-        return collectives.sum(own)[3:4], collectives.sum(alone)
+        return collectives.all_reduce(own)[3:4], collectives.all_reduce(alone)
 
     for beside, alone in World(4).run(body, deterministic=True):
         assert torch.equal(beside, alone)
@@ -44,7 +44,7 @@ def test_a_deterministic_sum_of_a_row_does_not_depend_on_the_others(rows):
 
 def test_a_stage_sums_its_own_parts_only():
     def body(collectives):
-        return collectives.sum(torch.tensor([float(collectives.layout.rank)]))
+        return collectives.all_reduce(torch.tensor([float(collectives.layout.rank)]))
 
     assert [it.item() for it in World(2, 2).run(body)] == [1, 1, 5, 5]
 
@@ -103,8 +103,8 @@ def test_a_sender_does_not_wait_for_the_next_stage():
 def test_what_part_0_has_is_shared_in_the_stage():
     def body(collectives):
         tensor = torch.full((3,), collectives.layout.rank, dtype=torch.int32)
-        collectives.share(tensor)
-        collectives.share(tensor[:0])
+        collectives.broadcast(tensor)
+        collectives.broadcast(tensor[:0])
         return tensor.tolist()
 
     assert World(2, 2).run(body) == [[0] * 3, [0] * 3, [2] * 3, [2] * 3]

@@ -74,7 +74,7 @@ def test_a_length_that_cannot_be_is_the_end_and_takes_no_memory(pair):
     frames, other = pair
     other.sendall(struct.pack("<QB", 1 << 63, 0))
     for read in (frames.receive, frames.poll):
-        with pytest.raises(EOFError, match="cannot be"):
+        with pytest.raises(EOFError, match="is over the limit"):
             read()
 
 
@@ -239,7 +239,7 @@ def test_a_rank_that_never_comes_is_named_on_all():
         return found
 
     texts = {str(it) for it in at_once(meet, [0, 1, 3])}
-    assert texts == {"rank 2 has not come within 0.3 s"}
+    assert texts == {"rank 2 has not connected within 0.3 s"}
 
 
 def test_a_number_that_two_have_is_an_error():
@@ -254,7 +254,7 @@ def test_a_number_that_two_have_is_an_error():
         return found
 
     first, *_ = at_once(start, [0, 1, 1])
-    assert str(first) == "rank 1 has come twice: two processes have its number"
+    assert str(first) == "rank 1 has connected twice: two processes have its number"
 
 
 def test_where_nobody_listens_is_said():
@@ -273,7 +273,7 @@ def test_a_store_that_vanishes_is_a_rank_error():
 
         get = set
 
-    for rank, text in ((0, "rank 0 cannot say where it is"), (1, "rank 0 cannot be reached")):
+    for rank, text in ((0, "rank 0 cannot publish its address"), (1, "rank 0 cannot be reached")):
         with pytest.raises(RankError, match=text):
             Links(rank, 2, Gone(), "127.0.0.1", timeout_s=20, boot_s=1)
 
@@ -422,9 +422,9 @@ def test_the_shortest_timeout_is_one():
 def test_a_watch_that_breaks_ends_its_rank_and_the_others():
     with linked(3) as links:
         links[1]._watch._judge = None  # raises
-        links[1]._watch.tell_expired("nothing")
+        links[1]._watch.report_timeout("nothing")
         first, own, last = failures(links)
-    assert own.startswith("rank 1 can watch no other: TypeError")
+    assert own.startswith("rank 1 cannot watch the others: TypeError")
     assert first == last
     assert first.startswith("rank 1 ")
 
@@ -432,12 +432,12 @@ def test_a_watch_that_breaks_ends_its_rank_and_the_others():
 def test_what_a_rank_decided_otherwise_is_explained_by_rank_0():
     with linked(3) as links:
         links[0].explain_difference(lambda rank, data: f"{data} of {rank}")
-        found = outcome(lambda: links[2].tell_difference("went another way", b'{"a": 1}'))
+        found = outcome(lambda: links[2].report_difference("went another way", b'{"a": 1}'))
         assert {str(found), *failures(links)} == {"rank 2 went another way: {'a': 1} of 2"}
     with linked(2) as links:
         links[0].explain_difference(lambda rank, data: 1 / 0)
         with pytest.raises(RankError, match="went: ZeroDivisionError"):
-            links[1].tell_difference("went", b"0")
+            links[1].report_difference("went", b"0")
 
 
 # Collectives -----------------------------------------------------------------------------------

@@ -49,18 +49,26 @@ def test_one_rank_needs_no_environment():
 @pytest.mark.parametrize(
     ("config", "environment", "text"),
     [
-        (ParallelConfig(2), {}, "RANK is not set: start one process a rank with torchrun"),
+        (ParallelConfig(2), {}, "RANK is not set: start one process per rank with torchrun"),
         (ParallelConfig(2), {"RANK": "1"}, "WORLD_SIZE is not set"),
-        (ParallelConfig(2), {"RANK": "one", "WORLD_SIZE": "2"}, "RANK = 'one' is no integer"),
-        (ParallelConfig(2), {"RANK": "0", "WORLD_SIZE": "2.0"}, "WORLD_SIZE = '2.0' is no integer"),
+        (
+            ParallelConfig(2),
+            {"RANK": "one", "WORLD_SIZE": "2"},
+            "RANK must be an integer, got 'one'",
+        ),
+        (
+            ParallelConfig(2),
+            {"RANK": "0", "WORLD_SIZE": "2.0"},
+            "WORLD_SIZE must be an integer, got '2.0'",
+        ),
         (
             ParallelConfig(2, 2),
             {"RANK": "0", "WORLD_SIZE": "2"},
-            "tensor_parallel_size = 2 x pipeline_parallel_size = 2 are 4 ranks, WORLD_SIZE has 2",
+            "pipeline_parallel_size = 2 need 4 ranks, but WORLD_SIZE has 2",
         ),
-        (ParallelConfig(), {"RANK": "0", "WORLD_SIZE": "2"}, "are 1 ranks, WORLD_SIZE has 2"),
-        (ParallelConfig(2), {"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 is none of the 2 ranks"),
-        (ParallelConfig(2), {"RANK": "-1", "WORLD_SIZE": "2"}, "RANK = -1 is none of the 2 ranks"),
+        (ParallelConfig(), {"RANK": "0", "WORLD_SIZE": "2"}, "need 1 ranks, but WORLD_SIZE has 2"),
+        (ParallelConfig(2), {"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 must be from 0 to 1"),
+        (ParallelConfig(2), {"RANK": "-1", "WORLD_SIZE": "2"}, "RANK = -1 must be from 0 to 1"),
         (ParallelConfig(2), {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
         (
             ParallelConfig(2),
