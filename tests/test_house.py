@@ -102,9 +102,7 @@ def test_a_dangling_docstring_is_found():
 TO_REWRITE = (
     *("callbacks", "cuda", "gptmanager/assembly", "gptmanager/bench", "gptmanager/bindings"),
     *("gptmanager/manager", "gptmanager/models", "gptmanager/picture"),
-    *("gptmanager/server/http", "gptmanager/server/triton"),
-    *(f"gptmanager/server/{name}.py" for name in "app command errors fields live openapi".split()),
-    *("gptmanager/server/serving.py", "gptmanager/server/settings.py", "gptmanager/terminal"),
+    *("gptmanager/server/triton", "gptmanager/terminal"),
 )
 
 

@@ -1,4 +1,4 @@
-"""`gptmanager serve`: a manager behind HTTP and gRPC, for clients that exist already.
+"""`gptmanager serve`: serves a manager over HTTP and gRPC to clients of OpenAI's and Triton's APIs.
 
-Importing it needs no extra; `server.main` loads what does when a server is started.
+This package can be imported without its extras; `server.main` loads them when a server starts.
 """

@@ -27,7 +27,7 @@ from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import http as triton
 
 Routes = Callable[[Engine, ServerSettings], list[BaseRoute]]
-# paths that are served only if an option asks for them
+# paths that are served only if this option is given
 _ASKED_FOR = {
     "/v2": "--triton",
     "/v1/load_lora_adapter": "--adapter-dir",
@@ -47,10 +47,11 @@ _FRONTS: Sequence[Routes] = (
 
 
 class _App(Starlette):
-    """Streams write to the server itself: the head of a response alone passes the middleware.
+    """The application. Only the head of a response passes the middleware; streams write their
+    frames directly to the server.
 
-    A response that comes before the request is read to its end closes the connection: who has not
-    shown a key yet cannot make the server read on.
+    A response that is sent before the request has arrived completely closes the connection: a
+    client without a key cannot make the server read the rest.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +67,10 @@ class _App(Starlette):
 
 
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
-    """Every error of an endpoint becomes one error object; `--api-key` guards all but health."""
+    """Return the application with all endpoints and with the guards that `settings` ask for.
+
+    Every error of an endpoint is answered with an error object.
+    """
     guards = []
     if settings.max_connections_per_address is not None:
         guards.append(Middleware(AddressLimit, most=settings.max_connections_per_address))
@@ -85,10 +89,10 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
             Exception: _refuse,
         },
     )
-    app.router.redirect_slashes = False  # a 404 tells more than an empty redirection
+    app.router.redirect_slashes = False  # a 404 with a message is clearer than a redirect
     app.state.settings = settings
     app.state.engine = engine
-    app.state.body_room = engine.body_room
+    app.state.body_budget = engine.body_budget
     app.state.huge_bodies = asyncio.Semaphore(1)
     return app
 
@@ -96,12 +100,12 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
 def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, (ApiError, GptManagerError)):
         return error_response(api_error(error), request.url.path)
-    refusal = ApiError(500, "the server failed; its log tells more")
+    refusal = ApiError(500, "the server failed; its log has the details")
     return error_response(refusal, request.url.path)
 
 
 def _refuse_http(request: Request, error: Exception) -> Response:
-    """Answer what the router itself refuses: 404 and 405."""
+    """Answer an error of the router itself: 404 or 405."""
     assert isinstance(error, HTTPException)
     messages = {
         404: f"there is nothing at {request.url.path}{_hint(request)}",
@@ -113,7 +117,7 @@ def _refuse_http(request: Request, error: Exception) -> Response:
 
 
 def _hint(request: Request) -> str:
-    """Which option of the server would serve what a client has asked for in vain."""
+    """Return a hint at the server option that would enable the requested path, or ''."""
     path, settings = request.url.path, request.app.state.settings
     option = _ASKED_FOR.get("/v2" if path.startswith("/v2/") else path)
     is_on = settings.serves_triton if option == "--triton" else settings.adapter_dir is not None
@@ -121,4 +125,4 @@ def _hint(request: Request) -> str:
 
 
 def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # for the log alone
+    return Response(status_code=499)  # only logs see it

@@ -16,15 +16,16 @@ from gptmanager.terminal.options import (
 _HELP = """\
 Serve a model over HTTP, for clients of OpenAI's API.
 
-It answers at /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health,
-/metrics, and shows its schedule, live, at /. Ctrl-C or SIGTERM ends it: running requests end first.
+The endpoints are /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize,
+/health and /metrics; / shows the schedule live. Ctrl-C or SIGTERM ends the server after the running
+requests have finished.
 """
 _EXAMPLES = """\
 examples:
   gptmanager serve --model examples/tiny_llama
   gptmanager serve --model examples/tiny_llama --port 8080 --api-key secret --max-queued-requests 64
 
-exit status: 0 ended by a signal, 1 something failed, 2 the call was wrong
+exit status: 0 ended by a signal, 1 the server failed, 2 an argument was wrong
 """
 
 
@@ -41,62 +42,69 @@ def add_command(commands: Any) -> None:
     add_model(parser, required=True)
     add = parser.add_argument
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
-    add("--served-model-name", metavar="NAME", help="(default: the name of the folder)")
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="(default %(default)s)")
-    add("--port", type=natural, default=8000, metavar="N", help="0: any (default %(default)s)")
-    add("--max-concurrency", help="requests that run at once (default: a batch)", **number)
-    told = "requests that may wait beyond those; more get a 429 (default %(default)s)"
-    add("--max-queued-requests", type=natural, default=1024, metavar="N", help=told)
-    told = "of the prompts of those that wait (default: any number)"
-    add("--max-queued-tokens", type=natural, metavar="N", help=told)
-    told = "the most beams of a request (default %(default)s)"
-    add("--max-beam-width", default=1, help=told, **number)
-    told = "what runs longer is ended (default: no limit)"
-    add("--request-timeout", type=seconds, metavar="S", help=told)
-    told = "how long requests may go on after a signal (default %(default)g)"
-    add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help=told)
-    told = "clients may load adapters from below it (default: they load none)"
-    add("--adapter-dir", type=folder, metavar="DIR", help=told)
-    told = "adapters that may be loaded at once (default %(default)s)"
-    add("--max-adapters", default=128, help=told, **number)
-    add("--chat-template", type=Path, metavar="FILE", help="(default: the checkpoint's)")
-    told = "a request may bring a chat template of its own"
-    add("--trust-request-chat-template", action="store_true", help=told)
-    told = "the name of a special token in a client's text is plain text"
-    add("--no-special-tokens-in-text", action="store_true", help=told)
-    add("--lenient", action="store_true", help="unknown fields are a warning, no error")
-    add("--triton", action="store_true", help="serve Triton's protocol below /v2, too")
-    add("--grpc-port", type=natural, metavar="N", help="the same over gRPC; implies --triton")
-    told = "of the names of metrics (default %(default)s)"
-    add("--metrics-prefix", default="gptmanager", metavar="NAME", help=told)
+    text = "the model's name for clients (default: the name of the folder)"
+    add("--served-model-name", metavar="NAME", help=text)
+    text = "the address to listen at (default %(default)s)"
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
+    text = "the port to listen at, 0: any free one (default %(default)s)"
+    add("--port", type=natural, default=8000, metavar="N", help=text)
+    text = "requests that run at once (default: as many as fit a batch)"
+    add("--max-concurrency", help=text, **number)
+    text = "requests that may wait; further ones get a 429 (default %(default)s)"
+    add("--max-queued-requests", type=natural, default=1024, metavar="N", help=text)
+    text = "prompt tokens of the waiting requests together (default: no limit)"
+    add("--max-queued-tokens", type=natural, metavar="N", help=text)
+    text = "maximum number of beams of a request (default %(default)s)"
+    add("--max-beam-width", default=1, help=text, **number)
+    text = "seconds after which a request is ended (default: no limit)"
+    add("--request-timeout", type=seconds, metavar="S", help=text)
+    text = "seconds that running requests may take after a signal (default %(default)g)"
+    add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help=text)
+    text = "let clients load adapters from this folder (default: they cannot load any)"
+    add("--adapter-dir", type=folder, metavar="DIR", help=text)
+    text = "adapters that may be loaded at once (default %(default)s)"
+    add("--max-adapters", default=128, help=text, **number)
+    text = "a file with the chat template (default: the checkpoint's)"
+    add("--chat-template", type=Path, metavar="FILE", help=text)
+    text = "allow a chat template in a request"
+    add("--trust-request-chat-template", action="store_true", help=text)
+    text = "treat names of special tokens in clients' texts as plain text"
+    add("--no-special-tokens-in-text", action="store_true", help=text)
+    text = "ignore unknown fields with a warning instead of a 400"
+    add("--lenient", action="store_true", help=text)
+    add("--triton", action="store_true", help="also serve Triton's protocol below /v2")
+    text = "serve Triton's protocol over gRPC at this port; implies --triton"
+    add("--grpc-port", type=natural, metavar="N", help=text)
+    text = "prefix of all metric names (default %(default)s)"
+    add("--metrics-prefix", default="gptmanager", metavar="NAME", help=text)
     _add_access(parser.add_argument)
     add_manager_options(parser)
 
 
 def _add_access(add: Callable[..., Any]) -> None:
-    """Options of `AccessSettings`."""
+    """Add the options of `AccessSettings`."""
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
-    add("--api-key", metavar="KEY", help="what clients must bring (default: nothing)")
-    told = "a file with the key, which SIGHUP reloads"
-    add("--api-key-file", type=Path, metavar="FILE", help=told)
-    told = "a name that clients may call this server by, besides localhost; may be repeated"
+    add("--api-key", metavar="KEY", help="the key that clients must send (default: no key)")
+    text = "a file with the key; SIGHUP reloads it"
+    add("--api-key-file", type=Path, metavar="FILE", help=text)
+    text = "another host name of this server, in addition to localhost; may be repeated"
     add(
         "--allowed-host",
         action="append",
         dest="allowed_hosts",
         default=[],
         metavar="NAME",
-        help=told,
+        help=text,
     )
-    told = "connections at once (default: three quarters of the descriptors)"
-    add("--max-connections", help=told, **number)
-    told = "of one client (default: any number)"
-    add("--max-connections-per-address", help=told, **number)
-    told = "proxies whose X-Forwarded-For names the client (default: those of this machine)"
-    add("--forwarded-allow-ips", nargs="+", default=("127.0.0.1", "::1"), metavar="IP", help=told)
-    told = "how long an idle connection stays open (default %(default)g)"
-    add("--keep-alive-timeout", type=seconds, default=130.0, metavar="S", help=told)
-    told = "in which a request must have arrived (default %(default)g)"
-    add("--read-timeout", type=seconds, default=60.0, metavar="S", help=told)
-    told = "of a request (default: 4 MiB, 64 MiB where tensors are sent)"
-    add("--max-body-bytes", help=told, **number)
+    text = "open connections (default: three quarters of the descriptor limit)"
+    add("--max-connections", help=text, **number)
+    text = "open connections of one client (default: no limit)"
+    add("--max-connections-per-address", help=text, **number)
+    text = "proxies with a trusted X-Forwarded-For (default: those on this machine)"
+    add("--forwarded-allow-ips", nargs="+", default=("127.0.0.1", "::1"), metavar="IP", help=text)
+    text = "seconds that an idle connection stays open (default %(default)g)"
+    add("--keep-alive-timeout", type=seconds, default=130.0, metavar="S", help=text)
+    text = "seconds within which a request must arrive (default %(default)g)"
+    add("--read-timeout", type=seconds, default=60.0, metavar="S", help=text)
+    text = "size of a request's body (default: 4 MiB, 64 MiB where tensors are sent)"
+    add("--max-body-bytes", help=text, **number)

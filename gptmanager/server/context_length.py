@@ -1,6 +1,6 @@
-"""`ContextLength`: whether prompt and output fit into the model's context.
+"""`ContextLength`: checks that prompt and output fit into the model's context.
 
-Decides the words of a refusal: clients look for them when they shorten a chat by themselves.
+The wording of its errors is fixed: clients match it to shorten a chat automatically.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from gptmanager.server.errors import ApiError
 
 
 class ContextLength:
-    """The most tokens that prompt and output may have together."""
+    """The maximum number of tokens in prompt and output together."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -18,9 +18,9 @@ class ContextLength:
     def check(
         self, length: int, max_new_tokens: int, *, prompt: str = "prompt", most: str = "max_tokens"
     ) -> None:
-        """Check that prompt and output fit; the manager would cut the output silently.
+        """Check that prompt and output fit: the manager would silently shorten the output.
 
-        ApiError 400 names the fields `prompt` and `most`.
+        Raises ApiError 400, which calls the two fields `prompt` and `most`.
         """
         if not length:
             raise ApiError(400, "the prompt is empty, at least 1 token is needed", param=prompt)
@@ -37,14 +37,14 @@ class ContextLength:
             )
 
     def check_scored(self, length: int) -> None:
-        """Check that a prompt of which nothing else is wanted can be scored. ApiError 400."""
+        """Check the length of a prompt that is only scored. Raises ApiError 400."""
         most = self._most - 1
         if length > most:
             raise self.exceeded(
-                "prompt", f"However, your prompt has {length} tokens; {most} can be scored at most."
+                "prompt", f"However, your prompt has {length} tokens; at most {most} can be scored."
             )
 
     def exceeded(self, param: str, details: str) -> ApiError:
-        """Return the refusal for the field `param`."""
+        """Return the error for the field `param`."""
         start = f"This model's maximum context length is {self._most} tokens."
         return ApiError(400, f"{start} {details}", param=param, code="context_length_exceeded")

@@ -1,4 +1,4 @@
-"""`ApiError`: a refusal as every client gets it, one JSON object with a status."""
+"""`ApiError`: an error that a client gets, as an HTTP status and one JSON object."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ LONGEST = 1000
 
 
 class ApiError(Exception):
-    """Ends the handling of an HTTP request with `status`.
+    """An error response with `status`.
 
-    `type` None: the usual one of the status. `param`: the field that is wrong. `code`: a word for
-    programs. `headers`: of the response.
+    `type`: OpenAI's name of the kind of error; None: the usual one for the status. `param`: the
+    wrong field. `code`: a machine-readable name. `headers`: further response headers.
     """
 
-    def __init__(  # noqa: B042 - nobody pickles it
+    def __init__(  # noqa: B042 - it is never pickled
         self,
         status: int,
         message: str,
@@ -71,22 +71,22 @@ class ApiError(Exception):
             self.headers.setdefault("Retry-After", str(RETRY_AFTER_S))
 
     def body(self) -> dict[str, Any]:
-        """Return the error object that the client gets, as JSON values."""
+        """Return the error object for the client, as JSON values."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 def _cut(text: str) -> str:
-    """Cut a text that may quote what a client has sent: no answer grows with that."""
+    """Shorten a text that may quote a client's input, to bound the size of the answer."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def api_error(error: BaseException) -> ApiError:
-    """An error of the library as clients get it; what nobody expected is a 500."""
+    """Return `error` as an ApiError, with status 500 for an unexpected class."""
     if isinstance(error, ApiError):
         return error
     status = next((status for cls, status in _STATUSES if isinstance(error, cls)), 500)
     message = str(error) or type(error).__name__
     if isinstance(error, LogitsError) and "NaN" not in message:
-        status = 400  # no token is left by what the request itself bans
+        status = 400  # the request itself bans every token
     return ApiError(status, message, code=type(error).__name__)

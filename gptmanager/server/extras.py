@@ -1,4 +1,4 @@
-"""Modules that need an extra of this package, loaded when they are needed."""
+"""Load modules that need an optional dependency, at the time they are needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES = {
 
 
 def load_extra(extra: str, module: str) -> Any:
-    """A module of this package. ConfigError: a package of the extra is not installed."""
+    """Import and return `module`. Raises ConfigError if a package of `extra` is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

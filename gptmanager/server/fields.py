@@ -1,6 +1,7 @@
-"""Fields of JSON bodies: one table reads a body, and describes it in the OpenAPI document.
+"""Fields of JSON bodies: one table both validates a body and describes it in the OpenAPI document.
 
-Decides what a value may be. Knows nothing of what it is for. An absent field and null are the same.
+This module checks types and ranges only; the endpoints give values their meaning. A field with the
+value null counts as absent.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from gptmanager.server.errors import ApiError
 
 
 class Kind(Protocol):
-    """The values that a field may have."""
+    """The type and range of a field."""
 
     def read(self, where: str, value: Any) -> Any:
-        """The value as the server takes it; ApiError 400 names `where`, the value and the limit."""
+        """Return the checked value. Raises ApiError 400 with `where`, the value and the limit."""
 
     def schema(self) -> dict[str, Any]:
-        """The same as a JSON schema."""
+        """Return the JSON schema of the allowed values."""
 
 
 class Field(NamedTuple):
-    """A key of a body. `help` goes into the OpenAPI document."""
+    """A key of a body. `help` is its description in the OpenAPI document."""
 
     name: str
     kind: Kind
@@ -35,9 +36,9 @@ class Field(NamedTuple):
 def read_fields(
     body: Mapping[str, Any], fields: Mapping[str, Field], *, lenient: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """The values that are given, by name, and the names that are unknown (only if `lenient`).
+    """Return the given values by name, and the unknown names (empty unless `lenient`).
 
-    Raises ApiError 400 for a wrong value, a required one that is missing, and an unknown name.
+    Raises ApiError 400 for a wrong value, a missing required field, and an unknown name.
     """
     unknown = [name for name, value in body.items() if name not in fields and value is not None]
     if unknown and not lenient:
@@ -61,7 +62,7 @@ def by_name(*groups: Sequence[Field]) -> dict[str, Field]:
 
 
 def object_schema(fields: Mapping[str, Field], *, closed: bool = True) -> dict[str, Any]:
-    """A body of these fields. `closed`: with no others."""
+    """Return the JSON schema of a body with `fields`. `closed`: other keys are not allowed."""
     properties = {}
     for name, field in fields.items():
         schema = field.kind.schema()
@@ -85,8 +86,8 @@ def wrong(where: str, message: str, *, code: str | None = None) -> ApiError:
 
 
 class Number(NamedTuple):
-    """A finite number within `low..high`; `or_zero`: or 0, which lies below. `excludes_low`:
-    `low` itself lies outside.
+    """A finite number from `low` to `high`. `or_zero`: 0 is allowed in addition. `excludes_low`:
+    `low` itself is not allowed.
     """
 
     low: float = -math.inf
@@ -96,11 +97,11 @@ class Number(NamedTuple):
 
     def read(self, where: str, value: Any) -> float:
         if type(value) not in (int, float) or not math.isfinite(value):
-            raise wrong(where, f"{where} = {quoted(value)} is no number")
+            raise wrong(where, f"{where} must be a number, got {quoted(value)}")
         if not (self.low <= value <= self.high or (self.or_zero and value == 0)):
-            outside = _outside(self.low, self.high)
-            told = f"{outside}, and not 0" if self.or_zero else outside
-            raise wrong(where, f"{where} = {quoted(value)} is {told}")
+            except_zero = ", and not 0" if self.or_zero else ""
+            problem = _range_problem(self.low, self.high)
+            raise wrong(where, f"{where} = {quoted(value)} {problem}{except_zero}")
         if self.excludes_low and value == self.low:
             raise wrong(where, f"{where} = {quoted(value)} must be more than {self.low:g}")
         return float(value)
@@ -113,7 +114,7 @@ class Number(NamedTuple):
 
 
 class Integer(NamedTuple):
-    """An integer within `low..high`; 5.0 is one, too."""
+    """An integer from `low` to `high`; 5.0 counts as one."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -121,11 +122,13 @@ class Integer(NamedTuple):
     def read(self, where: str, value: Any) -> int:
         whole = int(value) if type(value) is float and value.is_integer() else value
         if type(whole) is not int:
-            raise wrong(where, f"{where} = {quoted(value)} is no integer")
+            raise wrong(where, f"{where} must be an integer, got {quoted(value)}")
         if not self.low <= whole <= self.high:
-            raise wrong(where, f"{where} = {quoted(value)} is {_outside(self.low, self.high)}")
+            raise wrong(where, f"{where} = {quoted(value)} {_range_problem(self.low, self.high)}")
         if whole is not value and abs(whole) >= 2**53:
-            raise wrong(where, f"{where} = {quoted(value)} is no exact integer")
+            raise wrong(
+                where, f"{where} = {quoted(value)} is not exact as a float: send it as an integer"
+            )
         return whole
 
     def schema(self) -> dict[str, Any]:
@@ -135,7 +138,7 @@ class Integer(NamedTuple):
 class Flag(NamedTuple):
     def read(self, where: str, value: Any) -> bool:
         if not isinstance(value, bool):
-            raise wrong(where, f"{where} = {quoted(value)} is neither true nor false")
+            raise wrong(where, f"{where} must be true or false, got {quoted(value)}")
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -143,18 +146,22 @@ class Flag(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A text of `shortest..longest` characters."""
+    """A string of `shortest` to `longest` characters."""
 
     shortest: int = 0
     longest: int | None = None
 
     def read(self, where: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise wrong(where, f"{where} = {quoted(value)} is no text")
+            raise wrong(where, f"{where} must be a string, got {quoted(value)}")
         if len(value) < self.shortest:
-            raise wrong(where, f"{where} is a text of {len(value)} characters: too short")
+            raise wrong(
+                where, f"{where} has {len(value)} characters, at least {self.shortest} needed"
+            )
         if self.longest is not None and len(value) > self.longest:
-            raise wrong(where, f"{where} has {len(value)} characters, {self.longest} are allowed")
+            raise wrong(
+                where, f"{where} has {len(value)} characters, at most {self.longest} are allowed"
+            )
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -167,13 +174,15 @@ class Text(NamedTuple):
 
 
 class OneOf(NamedTuple):
-    """One of several texts."""
+    """One of the strings `values`."""
 
     values: tuple[str, ...]
 
     def read(self, where: str, value: Any) -> str:
         if not isinstance(value, str) or value not in self.values:
-            raise wrong(where, f"{where} = {quoted(value)} is none of {', '.join(self.values)}")
+            raise wrong(
+                where, f"{where} must be one of {', '.join(self.values)}, got {quoted(value)}"
+            )
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -181,7 +190,7 @@ class OneOf(NamedTuple):
 
 
 class ListOf(NamedTuple):
-    """A list of `shortest..longest` values of one kind."""
+    """A list of `shortest` to `longest` values of one kind."""
 
     kind: Kind
     shortest: int = 0
@@ -189,11 +198,13 @@ class ListOf(NamedTuple):
 
     def read(self, where: str, value: Any) -> list[Any]:
         if not isinstance(value, list):
-            raise wrong(where, f"{where} = {quoted(value)} is no list")
+            raise wrong(where, f"{where} must be a list, got {quoted(value)}")
         if len(value) < self.shortest:
             raise wrong(where, f"{where} has {len(value)} items, at least {self.shortest} needed")
         if self.longest is not None and len(value) > self.longest:
-            raise wrong(where, f"{where} has {len(value)} items, {self.longest} are allowed")
+            raise wrong(
+                where, f"{where} has {len(value)} items, at most {self.longest} are allowed"
+            )
         if isinstance(self.kind, Integer) and are_integers(value, self.kind.low, self.kind.high):
             return value
         return [self.kind.read(f"{where}[{index}]", item) for index, item in enumerate(value)]
@@ -208,13 +219,13 @@ class ListOf(NamedTuple):
 
 
 class TokenIds(NamedTuple):
-    """A list of token ids, none of which is read yet: `check_token_ids` does that when the model
-    has said how many there may be.
+    """A list of token ids. Its items are checked later, by `check_token_ids`, after its length has
+    been compared with the model's limit.
     """
 
     def read(self, where: str, value: Any) -> list[Any]:
         if not isinstance(value, list):
-            raise wrong(where, f"{where} = {quoted(value)} must be a list of token ids")
+            raise wrong(where, f"{where} must be a list of token ids, got {quoted(value)}")
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -222,8 +233,8 @@ class TokenIds(NamedTuple):
 
 
 class TextOrTexts(NamedTuple):
-    """A text, or a list of at most `longest`, as a list; none of them empty. `longest_text`:
-    characters of each.
+    """A string or a list of at most `longest` strings, read as a list. No string may be empty.
+    `longest_text`: the maximum number of characters of each.
     """
 
     longest: int
@@ -233,7 +244,9 @@ class TextOrTexts(NamedTuple):
         if isinstance(value, str):
             return [self._text.read(where, value)]
         if not isinstance(value, list):
-            raise wrong(where, f"{where} = {quoted(value)} is neither a text nor a list of texts")
+            raise wrong(
+                where, f"{where} must be a string or a list of strings, got {quoted(value)}"
+            )
         return ListOf(self._text, longest=self.longest).read(where, value)
 
     def schema(self) -> dict[str, Any]:
@@ -246,13 +259,13 @@ class TextOrTexts(NamedTuple):
 
 
 class Object(NamedTuple):
-    """An object. `fields`: the keys that are read, others are left out; None: all, as they are."""
+    """An object. `fields`: the keys to read, others are dropped; None: all keys, unchecked."""
 
     fields: Mapping[str, Field] | None = None
 
     def read(self, where: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise wrong(where, f"{where} = {quoted(value)} is no object")
+            raise wrong(where, f"{where} must be an object, got {quoted(value)}")
         if self.fields is None:
             return value
         inner = {f"{where}.{name}": value[name] for name in self.fields.keys() & value.keys()}
@@ -266,7 +279,7 @@ class Object(NamedTuple):
 
 
 class AsItIs(NamedTuple):
-    """Whatever JSON it is: read elsewhere, or without effect. `described`: its JSON schema."""
+    """Any JSON value: it is checked elsewhere or has no effect. `described`: its JSON schema."""
 
     described: Mapping[str, Any] | None = None
 
@@ -278,7 +291,7 @@ class AsItIs(NamedTuple):
 
 
 def check_token_ids(where: str, ids: Sequence[Any], vocab_size: int) -> None:
-    """ApiError 400 names the first that is not a token id of the vocabulary."""
+    """Raise ApiError 400 for the first item that is not a token id of the vocabulary."""
     last = vocab_size - 1
     if not ids or are_integers(ids, 0, last):
         return
@@ -289,22 +302,22 @@ def check_token_ids(where: str, ids: Sequence[Any], vocab_size: int) -> None:
     )
     at = f"{where}[{index}]"
     if type(odd) is not int:
-        raise wrong(at, f"{at} = {quoted(odd)} is no token id")
+        raise wrong(at, f"{at} must be a token id, got {quoted(odd)}")
     raise wrong(where.partition("[")[0], f"{at} = {quoted(odd)} is outside 0 to {last}")
 
 
 def are_integers(values: Sequence[Any], low: float, high: float) -> bool:
-    """Whether all are integers within `low..high`; quick for millions of them."""
+    """Return whether all values are integers from `low` to `high`; fast for millions of values."""
     return set(map(type, values)) == {int} and low <= min(values) and max(values) <= high
 
 
-def _outside(low: float, high: float) -> str:
+def _range_problem(low: float, high: float) -> str:
     least, most = (str(it) if type(it) is int else f"{it:g}" for it in (low, high))
     if math.isinf(high):
-        return f"less than {least}"
+        return f"must be at least {least}"
     if math.isinf(low):
-        return f"more than {most}"
-    return f"outside {least} to {most}"
+        return f"must be at most {most}"
+    return f"is outside {least} to {most}"
 
 
 def _bounds(low: float, high: float) -> dict[str, Any]:

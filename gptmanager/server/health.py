@@ -1,4 +1,4 @@
-"""Whether the server lives, whether it takes requests, and which version it is."""
+"""Endpoints that report whether the server is alive and ready, and its version."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from gptmanager.server.settings import ServerSettings
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    """/health and /health/ready: requests are taken; /health/live: the loop runs; /version."""
+    """Return /health and /health/ready (requests are accepted), /health/live (the loop runs) and
+    /version.
+    """
 
     async def live(request: Request) -> Response:
         health = engine.manager.health()
         is_well = health.alive and health.progressing
-        return _told("live" if is_well else "dead", is_well)
+        return _status_response("live" if is_well else "dead", is_well)
 
     async def ready(request: Request) -> Response:
         is_ready = engine.is_ready
         status = "ready" if is_ready else "draining" if engine.is_draining else "dead"
-        return _told(status, is_ready)
+        return _status_response(status, is_ready)
 
     async def version(request: Request) -> Response:
         python = ".".join(map(str, sys.version_info[:3]))
@@ -40,6 +42,6 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     ]
 
 
-def _told(status: str, is_well: bool) -> Response:
+def _status_response(status: str, is_well: bool) -> Response:
     headers = {} if is_well else {"Retry-After": str(RETRY_AFTER_S)}
     return json_response({"status": status}, 200 if is_well else 503, headers)

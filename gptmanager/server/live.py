@@ -1,4 +1,4 @@
-"""The live page of the server: its schedule while it runs, in a browser."""
+"""The live page: shows the server's schedule in a browser while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from gptmanager.server.settings import ServerSettings
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    """/: the page; /live/events: its events. The loop does nothing for it while nobody looks."""
+    """Return / (the page) and /live/events (its events). Without viewers the page costs the loop
+    nothing.
+    """
     live_page = LivePage(num_outside=lambda: engine.counts.waiting)
     live_page.attach(engine.manager)
 
@@ -24,17 +26,17 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 
     async def events(request: Request) -> Response:
         headers = {"Cache-Control": "no-store"}
-        if request.method == "HEAD":  # nobody looks
+        if request.method == "HEAD":  # not a viewer
             return Response(media_type="text/event-stream", headers=headers)
         if live_page.is_full:
-            message = "as many browsers as may look at the live page do so"
+            message = "the live page has its maximum number of viewers: close one, or try later"
             raise ApiError(503, message, headers={"Retry-After": "10"})
         return StreamingResponse(until_drained(), media_type="text/event-stream", headers=headers)
 
     async def until_drained() -> AsyncIterator[bytes]:
         async for event in live_page.events():
             yield event
-            if engine.is_draining and not engine.counts.running:  # the server waits for its streams
+            if engine.is_draining and not engine.counts.running:  # shutdown waits for this stream
                 return
 
     return [Route("/", page), Route("/live/events", events)]

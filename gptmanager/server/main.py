@@ -1,4 +1,4 @@
-"""`gptmanager serve` once its arguments are read. What needs the extra is loaded here."""
+"""Run `gptmanager serve` with parsed arguments, and load the modules that need its extra."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _FEW_CORES = 4
 
 
 def leave_a_core() -> None:
-    """Leave one of few cores to the event loop and to clients on this machine.
+    """On a machine with few cores, leave one to the event loop and to local clients.
 
-    Each matmul waits for its slowest thread, so that one busy core would hold up all. No effect if
-    the environment sets the number of threads, or if torch leaves a core itself.
+    Each matmul waits for its slowest thread, so one busy core would delay all threads. This has no
+    effect if the environment sets the number of threads, or if torch already uses fewer.
     """
-    cores, is_told = num_cores(), "OMP_NUM_THREADS" in os.environ
-    if not is_told and cores <= min(torch.get_num_threads(), _FEW_CORES):
+    cores, is_set = num_cores(), "OMP_NUM_THREADS" in os.environ
+    if not is_set and cores <= min(torch.get_num_threads(), _FEW_CORES):
         torch.set_num_threads(max(cores - 1, 1))
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return the exit status."""
+    """Run the server until it ends, and return the exit status."""
     if options.threads is None:
         leave_a_core()
     given = manager_options(options)
     names = ServerSettings.__dataclass_fields__.keys() - {"manager"}
     settings = ServerSettings(manager=given, **{name: getattr(options, name) for name in names})
     if is_follower(given.params):
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides when all end
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 ends all ranks
             signal.signal(number, signal.SIG_IGN)
         model = settings.model, settings.params, given.scheduler, given.model_type
         follow(*model, settings.max_beam_width)

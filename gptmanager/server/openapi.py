@@ -1,4 +1,4 @@
-"""/openapi.json: what the server takes and answers, from the tables that read its requests."""
+"""/openapi.json: describes requests and answers, from the tables that also validate requests."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
 _ERRORS = {
     "400": "a field is wrong: `param` names it",
-    "401": "the key is wrong, or missing",
-    "403": "not for this caller",
-    "404": "there is no such model",
+    "401": "the key is wrong or missing",
+    "403": "this client is not allowed to do that",
+    "404": "the model does not exist",
     "408": "the request did not arrive in time",
     "413": "the body is too large",
     "415": "the body is compressed",
-    "429": "too much waits; try again after `Retry-After` seconds",
+    "429": "too many requests wait; try again after `Retry-After` seconds",
     "500": "the server failed",
     "501": "this server cannot do that",
-    "503": "the server shuts down, or is dead",
-    "504": "the request took longer than its `deadline_s`, or than the server allows",
+    "503": "the server is shutting down or has failed",
+    "504": "the request took longer than its `deadline_s` or the server's limit",
 }
 
 
 class Endpoint(NamedTuple):
-    """`fields`: of the body of a POST; None: a GET. `answer`: the properties of the answer, or a
-    media type. `parameter`: what stands in braces in the path. `link`: what may be asked next,
-    and with which values.
+    """One endpoint of the document.
+
+    `fields`: the fields of the body of a POST; None: a GET. `answer`: the properties of the answer,
+    or its media type. `parameter`: the name in braces in the path. `link`: an operation that uses
+    values of this answer.
     """
 
     path: str
@@ -72,36 +74,38 @@ _COMPLETION = {
 }
 _MODEL = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "max_model_len": _COUNT}
 ENDPOINTS = (
-    Endpoint("/v1/completions", "prompts completed", completions.FIELDS, _COMPLETION),
-    Endpoint("/v1/chat/completions", "a chat answered", chat.FIELDS, _COMPLETION),
+    Endpoint("/v1/completions", "complete prompts", completions.FIELDS, _COMPLETION),
+    Endpoint("/v1/chat/completions", "answer a chat", chat.FIELDS, _COMPLETION),
     Endpoint(
         "/v1/models",
-        "the model and its adapters",
+        "list the model and its adapters",
         None,
         {"object": _TEXT, "data": {}},
         link=_link("/v1/models/{name}", "get", parameters={"name": "$response.body#/data/0/id"}),
     ),
-    Endpoint("/v1/models/{name}", "one of them", None, _MODEL, "name"),
+    Endpoint("/v1/models/{name}", "describe one of them", None, _MODEL, "name"),
     Endpoint(
         "/v1/load_lora_adapter",
-        "give an adapter a name",
+        "load an adapter under a name",
         models.LOAD,
         _MODEL,
         link=_link("/v1/unload_lora_adapter", requestBody={"lora_name": "$response.body#/id"}),
     ),
-    Endpoint("/v1/unload_lora_adapter", "forget an adapter", models.UNLOAD, {"id": _TEXT}),
+    Endpoint("/v1/unload_lora_adapter", "unload an adapter", models.UNLOAD, {"id": _TEXT}),
     Endpoint(
         "/tokenize",
-        "a text as tokens",
+        "convert a text into tokens",
         tokenization.TOKENIZE,
         {"count": _COUNT, "tokens": {}},
         link=_link("/detokenize", requestBody={"tokens": "$response.body#/tokens"}),
     ),
-    Endpoint("/detokenize", "tokens as a text", tokenization.DETOKENIZE, {"prompt": _TEXT}),
-    Endpoint("/health", "whether requests are taken", None, {"status": _TEXT}),
-    Endpoint("/health/live", "whether the loop runs", None, {"status": _TEXT}),
-    Endpoint("/health/ready", "whether requests are taken", None, {"status": _TEXT}),
-    Endpoint("/version", "the version of gptmanager", None, {"version": _TEXT}),
+    Endpoint(
+        "/detokenize", "convert tokens into a text", tokenization.DETOKENIZE, {"prompt": _TEXT}
+    ),
+    Endpoint("/health", "check that requests are accepted", None, {"status": _TEXT}),
+    Endpoint("/health/live", "check that the loop runs", None, {"status": _TEXT}),
+    Endpoint("/health/ready", "check that requests are accepted", None, {"status": _TEXT}),
+    Endpoint("/version", "return the version of gptmanager", None, {"version": _TEXT}),
 )
 
 
@@ -162,12 +166,12 @@ def document(
 def _path(endpoint: Endpoint, *, closed: bool) -> dict[str, Any]:
     error = {"schema": {"$ref": "#/components/schemas/Error"}}
     responses: dict[str, Any] = {
-        status: {"description": told, "content": {"application/json": error}}
-        for status, told in _ERRORS.items()
+        status: {"description": meaning, "content": {"application/json": error}}
+        for status, meaning in _ERRORS.items()
     }
     if endpoint.path.startswith("/health"):
-        told = "not well"
-        responses = {"503": {"description": told, "content": {"application/json": {}}}}
+        failed = {"description": "the check failed", "content": {"application/json": {}}}
+        responses = {"503": failed}
     responses["200"] = {"description": endpoint.summary, "content": _answer(endpoint)}
     if endpoint.link is not None:
         responses["200"]["links"] = {"next": endpoint.link}

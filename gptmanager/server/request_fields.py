@@ -1,4 +1,4 @@
-"""The fields of a request, and what its client should know of those that were ignored."""
+"""Read the fields of a request, and collect warnings about those that are ignored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gptmanager.server.http.warning_header import Warnings
 
 
 class NotSupported(NamedTuple):
-    """Any JSON, which has no effect; it is reported unless it is one of `neutral`."""
+    """Any JSON value, which has no effect. A warning reports it unless it is one of `neutral`."""
 
     neutral: tuple[Any, ...] = ()
 
@@ -24,9 +24,9 @@ class NotSupported(NamedTuple):
 def read_request(
     body: Mapping[str, Any], fields: Mapping[str, Field], *, lenient: bool
 ) -> tuple[dict[str, Any], Warnings]:
-    """Return the values that are given, by name, and what the client is to be warned of.
+    """Return the given values by name, and the warnings for the client.
 
-    ApiError as `read_fields`.
+    Raises ApiError like `read_fields`.
     """
     given, unknown = read_fields(body, fields, lenient=lenient)
     warnings = Warnings()
@@ -36,7 +36,7 @@ def read_request(
 
 
 def _without_effect(given: Mapping[str, Any], fields: Mapping[str, Field]) -> list[str]:
-    """Return the names of the given fields that ask for what the server does not do."""
+    """Return the names of the given fields that the server accepts but does not act on."""
     found = []
     for name, value in given.items():
         kind = fields[name].kind

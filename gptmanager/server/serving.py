@@ -1,4 +1,4 @@
-"""A server from its settings to its end: the manager, the event loop, signals."""
+"""Run a server: start the manager and the event loop, handle signals, shut down."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from gptmanager.server.settings import ServerSettings
 
 _GRPC = "gptmanager.server.triton.grpc_service"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_LOOK_S = 0.1  # between looks whether the manager is alive
-_LAST_WRITES_S = 1  # a client that does not read its last events holds up the end as long
+_POLL_S = 0.1  # interval of the checks that the manager is alive
+_LAST_WRITES_S = 1  # limit on how long a client that does not read can delay the shutdown
 
 
 def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
-    """Until SIGTERM, SIGINT, or SIGHUP, which reloads a key's file if there is one.
+    """Serve until SIGTERM, SIGINT or SIGHUP. With a key file, SIGHUP reloads it instead.
 
-    ConfigError: a model or a port that cannot be. ManagerDeadError: the manager has failed, and its
-    requests have been told. `tell` gets a text for people when the server is ready: the first line
-    ends with the address.
+    `tell` is called with a welcome text when the server is ready; its first line ends with the
+    address. Raises ConfigError for a model or a port that cannot be used, and ManagerDeadError if
+    the manager failed, after its requests have been answered.
     """
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         if settings.grpc_port is not None:
@@ -55,7 +55,7 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
 
 
 def bind(host: str, port: int, option: str = "--port") -> socket.socket:
-    """A socket that listens later. ConfigError: somebody else has the port."""
+    """Return a bound socket that does not listen yet. Raises ConfigError if the port is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -70,7 +70,7 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
 
 @contextlib.contextmanager
 def open_engine(settings: ServerSettings) -> Iterator[Engine]:
-    """A manager that runs, and the engine over it. ConfigError as the manager raises it."""
+    """Start a manager and yield its engine. Raises the manager's ConfigError."""
     given = settings.manager
     params = settings.params
     card = ModelCard.of_folder(
@@ -115,7 +115,9 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
 
 
 def longest_request(manager: GptManager, at_most: int) -> int:
-    """The most tokens that prompt and output may have, in a manager that may have lowered it."""
+    """Return the longest prompt with output that the manager accepts, in tokens: memory may have
+    made it lower its own limit.
+    """
 
     def is_taken(length: int) -> bool:
         request = InferenceRequest(0, {"input_ids": np.zeros(length - 1, dtype=np.int32)})
@@ -125,7 +127,7 @@ def longest_request(manager: GptManager, at_most: int) -> int:
     low, high = 2, at_most
     if is_taken(high):
         return high
-    while low < high:  # the longest is in low..high
+    while low < high:  # the result is in low..high
         middle = (low + high + 1) // 2
         low, high = (middle, high) if is_taken(middle) else (low, middle - 1)
     return low
@@ -133,9 +135,9 @@ def longest_request(manager: GptManager, at_most: int) -> int:
 
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
-    """Keep what a started server holds out of the garbage collector's sight: modules, the model and
-    compiled kernels live as long as the process, and a look through all of them stops every thread
-    for a quarter of a second.
+    """Exempt the objects of a started server from garbage collection. Modules, the model and
+    compiled kernels live as long as the process, and a full collection would stop every thread for
+    0.25 s.
     """
     gc.collect()
     gc.freeze()
@@ -147,7 +149,7 @@ def _frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_restored() -> Iterator[None]:
-    """The event loop forgets who handled them before."""
+    """Restore the signal handlers at the end: the event loop removes its own without doing so."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
@@ -159,7 +161,9 @@ def _signals_restored() -> Iterator[None]:
 async def _serve(
     engine: Engine, settings: ServerSettings, listener: socket.socket, tell: Callable[[str], None]
 ) -> bool:
-    """The first signal lets requests end, the second one ends all: then True."""
+    """Serve until the end. The first signal lets requests finish; a second one ends the server at
+    once, and the result is then True.
+    """
     server = new_server(engine, settings)
     loop = asyncio.get_running_loop()
     ending: list[asyncio.Task[None]] = []
@@ -174,8 +178,8 @@ async def _serve(
     loop.add_signal_handler(signal.SIGTERM, end)
     if settings.api_key_file is not None:
         loop.add_signal_handler(signal.SIGHUP, engine.key.reload)
-        engine.key.reload()  # it may have changed since the start
-    elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup wants it
+        engine.key.reload()  # the file may have changed before the handler was set
+    elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         loop.add_signal_handler(signal.SIGHUP, end)
     async with _grpc(engine, settings, server) as grpc_port:
         lines = welcome(engine, settings, address_of(listener), grpc_port)
@@ -190,7 +194,7 @@ async def _serve(
 async def _grpc(
     engine: Engine, settings: ServerSettings, server: Server
 ) -> AsyncIterator[int | None]:
-    """Triton's protocol over gRPC for `--grpc-port`; gives the port."""
+    """Serve Triton's protocol over gRPC at `--grpc-port`, and yield the port, None without one."""
     if settings.grpc_port is None:
         yield None
         return
@@ -207,9 +211,9 @@ async def _end(server: Server, engine: Engine, timeout_s: float) -> None:
 
 
 async def _end_with_manager(server: Server, engine: Engine) -> None:
-    """A server without its manager is of no use: whoever watches the process starts another."""
+    """End the server when its manager has failed, so that a supervisor can start a new one."""
     while engine.manager.state is not ManagerState.FAILED:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
     await _end(server, engine, _LAST_WRITES_S)
 
 
@@ -221,7 +225,7 @@ def address_of(listener: socket.socket) -> str:
 def welcome(
     engine: Engine, settings: ServerSettings, address: str, grpc_port: int | None = None
 ) -> str:
-    """Return a text on what a person may do next; it does not contain a key."""
+    """Return the text that a started server prints: addresses and an example, without a key."""
     has_key, name = settings.has_key, engine.card.name
     is_text = engine.card.tokenizer is not None
     body = {"model": name, "prompt": "17 + 25 =" if is_text else [1, 2, 3], "max_tokens": 16}
@@ -235,13 +239,15 @@ def welcome(
             f"  live page  {address}/{'?key=KEY' if has_key else ''}",
             f"  try        curl {address}/v1/completions {key}{kind} "
             f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}",
-            "  end        Ctrl-C; requests that run may end, a second one stops them",
+            "  end        Ctrl-C; running requests may finish, a second Ctrl-C stops them",
         ]
     )
 
 
 class Server(uvicorn.Server):
-    """Signals are not its own: it must answer while requests end. `on_start`: it listens."""
+    """uvicorn's server without its signal handlers, because it must answer while requests finish.
+    `on_start` is called when it listens.
+    """
 
     on_start: Callable[[], None] = staticmethod(lambda: None)
 
@@ -255,7 +261,7 @@ class Server(uvicorn.Server):
 
 
 def http_protocol(settings: ServerSettings) -> Any:
-    """The class of connections, with the limits of one server."""
+    """Return a factory of connections that share the server's limits."""
     limits = Connections(
         settings.max_connections or default_max_connections(),
         settings.max_connections_per_address,
@@ -265,7 +271,7 @@ def http_protocol(settings: ServerSettings) -> Any:
 
 
 def new_server(engine: Engine, settings: ServerSettings) -> Server:
-    """Not started yet: `await server.serve(sockets=[...])` does, until `server.should_exit`."""
+    """Return a server that `await server.serve(sockets=[...])` runs until `server.should_exit`."""
     config = uvicorn.Config(
         create_app(engine, settings),
         loop="none",
@@ -276,7 +282,7 @@ def new_server(engine: Engine, settings: ServerSettings) -> Server:
         access_log=False,
         server_header=False,
         forwarded_allow_ips=list(settings.forwarded_allow_ips),
-        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type] # a float will do
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type] # a float works
         timeout_graceful_shutdown=_LAST_WRITES_S,
     )
     return Server(config)

@@ -1,4 +1,4 @@
-"""`ServerSettings`: what `gptmanager serve` is told, checked."""
+"""`ServerSettings`: the checked options of `gptmanager serve`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def _manager() -> ManagerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(AccessSettings):
-    """The options of `gptmanager serve` by their names; ConfigError for one that cannot be.
+    """The options of `gptmanager serve` by name. Raises ConfigError for a wrong value.
 
-    `served_model_name` None: the name of the model's folder. `max_concurrency`: requests that run
-    at once, None: as many as make a batch. `max_queued_requests` and `max_queued_tokens` (of their
-    prompts, None: any number): what may wait beyond those.
-    `request_timeout`, `shutdown_timeout`: seconds, None: no limit. `adapter_dir`: clients load
-    adapters from below it, `max_adapters` at once; None: they load none. `triton`: /v2 is served,
-    as it is with a `grpc_port`. `chat_template`: a file, instead of the checkpoint's.
-    `trust_request_chat_template`: a request may bring its own. `no_special_tokens_in_text`: what a
-    client writes never becomes a special token. `lenient`: unknown fields are a warning. `manager`:
-    what the manager is constructed with.
+    `served_model_name`: None: the name of the model's folder. `max_concurrency`: requests that run
+    at once; None: as many as fit a batch. `max_queued_requests`, `max_queued_tokens`: limits of the
+    waiting requests and their prompt tokens; None: no limit. `request_timeout`: seconds; None: no
+    limit. `shutdown_timeout`: seconds. `adapter_dir`: clients may load adapters from this folder,
+    `max_adapters` at once; None: they cannot. `triton`: serve /v2, which `grpc_port` implies.
+    `chat_template`: a file that replaces the checkpoint's template. `trust_request_chat_template`:
+    requests may contain a template. `no_special_tokens_in_text`: clients' texts never become
+    special tokens. `lenient`: unknown fields cause a warning instead of an error. `manager`: the
+    manager's options.
     """
 
     model: Path
@@ -53,7 +53,7 @@ class ServerSettings(AccessSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_least(
+        self._check_minimum(
             max_concurrency=1,
             max_queued_requests=0,
             max_queued_tokens=0,
@@ -63,33 +63,35 @@ class ServerSettings(AccessSettings):
             shutdown_timeout=0,
         )
         if self.request_timeout == 0:
-            raise ConfigError("request_timeout = 0 leaves no time: without a limit leave it out")
+            raise ConfigError("request_timeout = 0 must be more than 0: leave it out for no limit")
         for name in ("port", "grpc_port"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1 << 16:
-                raise ConfigError(f"{name} = {value} is no port: 0 to 65535, 0 for any free one")
+                raise ConfigError(f"{name} = {value} must be 0 to 65535; 0 means any free port")
         if self.port and self.port == self.grpc_port:
             raise ConfigError(f"port and grpc_port are both {self.port}: they must differ")
         if self.chat_template is not None and not self.chat_template.is_file():
-            raise ConfigError(f"chat_template = {self.chat_template}: there is no such file")
+            raise ConfigError(f"chat_template = {self.chat_template}: the file does not exist")
         if not self.name.strip() or not self.name.isprintable():
-            raise ConfigError(f"served_model_name = {self.name!r} is no name of a model")
+            raise ConfigError(
+                f"served_model_name = {self.name!r} must be printable and must not be blank"
+            )
 
     @property
     def serves_triton(self) -> bool:
-        """Whether clients of Triton's protocol are answered at all."""
+        """Whether the server answers clients of Triton's protocol."""
         return self.triton or self.grpc_port is not None
 
     @property
     def name(self) -> str:
-        """The name by which clients call the model."""
+        """The model's name for clients."""
         if self.served_model_name is None:
             return self.model.resolve().name
         return self.served_model_name
 
     @property
     def concurrency(self) -> int:
-        """Requests that run at once."""
+        """The number of requests that may run at once."""
         if self.max_concurrency is not None:
             return self.max_concurrency
         params = self.manager.params
@@ -97,9 +99,9 @@ class ServerSettings(AccessSettings):
 
     @property
     def params(self) -> OptionalParams:
-        """Those of `manager`, as a server wants them: with block reuse, and its limits."""
+        """The manager's parameters, with block reuse and the server's limits."""
         given = self.manager
-        reuses = given.model_type is not ModelType.V1  # which refuses it
+        reuses = given.model_type is not ModelType.V1  # V1 does not support block reuse
         cache = replace(given.params.kv_cache_config, enable_block_reuse=reuses)
         return replace(
             given.params,

@@ -100,7 +100,10 @@ def test_a_key_s_file_is_read_anew(tmp_path, caplog):
     for wrong in (" three", "", "a\nb"):
         file.write_text(wrong)
         key.reload()
-        assert key.value == "two" and "the key stays as it is: api_key_file" in caplog.text
+        assert (
+            key.value == "two"
+            and "the key was not reloaded and stays as it is: api_key_file" in caplog.text
+        )
         with pytest.raises(ConfigError, match="api_key_file"):
             settings_of(api_key_file=file)
         caplog.clear()

@@ -5,12 +5,12 @@ import json
 import openai
 import pytest
 import torch
-from server.test_endpoints import refusal
 
 from gptmanager import GptManager, InferenceRequest, ModelType
 from gptmanager.callbacks import generate, load_tokenizer
 from gptmanager.server.text.sampling import mixed_seed
 from gptmanager.testing import RecordingCallbacks
+from server.test_endpoints import refusal
 
 MODEL = "examples/tiny_llama"
 TOKENIZER = load_tokenizer(MODEL)
@@ -319,7 +319,7 @@ def test_what_has_no_effect_is_taken(client):
         ({"prompt": [3, 640]}, "prompt", "prompt[1] = 640 is outside 0 to 639"),
         ({"prompt": [3, -1]}, "prompt", "prompt[1] = -1 is outside 0 to 639"),
         ({"prompt": [640] * 600}, "prompt", "your prompt has 600 tokens"),
-        ({"prompt": ""}, "prompt", "too short"),
+        ({"prompt": ""}, "prompt", "has 0 characters, at least 1 needed"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"best_of": 3}, "best_of", "best_of = 3"),
         ({"stream_options": {}}, "stream_options", "stream = true"),
@@ -352,7 +352,7 @@ def test_refusals_come_before_the_first_event(client, body, param, message, stre
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"bad_words": "a" * 257}, "bad_words", "has 257 characters, 256 are allowed"),
+        ({"bad_words": "a" * 257}, "bad_words", "has 257 characters, at most 256 are allowed"),
         ({"bad_words": ["a" * 256] * 33}, "bad_words", "8448 letters are given, at most 8192 are"),
         ({"prompt": ["a"] * 1024, "n": 128}, None, "the call makes 131072 requests"),
         ({"x" * 5000: 1}, "x" * 1000 + "...", "'xx"),

@@ -176,10 +176,14 @@ def test_token_ids_are_counted_before_they_are_read(server, client, monkeypatch,
 @pytest.mark.parametrize(
     ("path", "content", "message"),
     [
-        ("/v1/completions", {"prompt": [1, "x"]}, "prompt[1] = 'x' is no token id"),
-        ("/v1/completions", {"prompt": [[1], [2, None]]}, "prompt[1][1] = None is no token id"),
+        ("/v1/completions", {"prompt": [1, "x"]}, "prompt[1] must be a token id, got 'x'"),
+        (
+            "/v1/completions",
+            {"prompt": [[1], [2, None]]},
+            "prompt[1][1] must be a token id, got None",
+        ),
         ("/v1/completions", {"prompt": [[1], [2, 640]]}, "prompt[1][1] = 640 is outside 0 to 639"),
-        ("/detokenize", {"tokens": [1, 2.5]}, "tokens[1] = 2.5 is no token id"),
+        ("/detokenize", {"tokens": [1, 2.5]}, "tokens[1] must be a token id, got 2.5"),
         ("/detokenize", {"tokens": [1, -1]}, "tokens[1] = -1 is outside 0 to 639"),
     ],
 )
@@ -227,9 +231,9 @@ def test_a_body_has_4_mib_for_text_and_64_mib_for_tensors():
 
 def test_bodies_of_all_clients_together_have_a_limit(server, client):
     """They count while they are read and parsed, and no longer."""
-    room = server.engine.body_room
+    room = server.engine.body_budget
     left = room._left
-    with room.held(left - 400):
+    with room.reserved(left - 400):
         for content in (b'{"prompt": "%s"}' % (b"a" * 500), iter([b"a" * 300, b"a" * 300])):
             refused = client.post("/tokenize", content=content)
             assert refused.status_code == 429 and "Retry-After" in refused.headers

@@ -263,7 +263,7 @@ def test_who_goes_on_reading_in_time_is_not_cut_off(server):
     async def stand_still_for_a_while():
         (protocol,) = (it for it in server.server.server_state.connections if it not in others)
         protocol.pause_writing()
-        timer = protocol._standstill
+        timer = protocol._write_timeout
         protocol.resume_writing()
         return timer.cancelled()
 

@@ -22,7 +22,7 @@ from gptmanager.server.engine.call import Call, EngineRequest
 from gptmanager.server.engine.metrics import ServerMetrics, counts_of
 from gptmanager.server.engine.model_card import ModelCard
 from gptmanager.server.errors import ApiError, api_error
-from gptmanager.server.http.body import BodyRoom, run_in_thread
+from gptmanager.server.http.body import BodyBudget, run_in_thread
 from gptmanager.server.http.keys import ServerKey
 from gptmanager.server.settings import ServerSettings
 
@@ -60,7 +60,7 @@ class Engine:
         self.adapters = Adapters(card.folder, settings.adapter_dir, settings.max_adapters)
         self.has_adapters = has_adapters
         self.key = ServerKey(settings)
-        self.body_room = BodyRoom()
+        self.body_budget = BodyBudget()
         self.is_draining = False
         self._settings = settings
         self.context_length = ContextLength(card.max_model_len)

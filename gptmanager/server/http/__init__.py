@@ -1,1 +1,1 @@
-"""Bodies, keys, responses and connections of HTTP."""
+"""HTTP of the server: connections, keys, request bodies and responses."""

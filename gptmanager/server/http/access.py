@@ -1,4 +1,6 @@
-"""`AccessSettings`: which clients may reach a server, their connections and body sizes."""
+"""`AccessSettings`: which clients may reach the server, with how many connections and how large
+bodies.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,19 @@ TEXT_BYTES, TENSOR_BYTES = 4 << 20, 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class AccessSettings:
-    """`api_key`: what clients must bring; `api_key_file`: a file with it, which a signal reloads.
-    `allowed_hosts`: names by which clients may call the server, besides those of its own machine;
-    none: whatever they say, except on loopback without a key. `max_body_bytes`: of a request's
-    body, None: `TEXT_BYTES`, or `TENSOR_BYTES` for one that may carry tensors.
+    """Limits on clients and their connections.
 
-    `max_connections`: at once, None: as many as descriptors allow; `max_connections_per_address`:
-    of one client, None: any number; behind one of `forwarded_allow_ips`, addresses or networks of
-    proxies, its requests count. `keep_alive_timeout`: seconds that an idle connection stays open;
-    `read_timeout`: seconds in which a request must have arrived.
+    `api_key`: the key that clients must send. `api_key_file`: a file that contains the key; SIGHUP
+    reloads it. `allowed_hosts`: host names that clients may use in addition to those of the
+    server's own machine; empty: every name is accepted, except on loopback without a key.
+    `max_body_bytes`: limit for a request's body; None: `TEXT_BYTES`, or `TENSOR_BYTES` for a route
+    that accepts tensors.
+
+    `max_connections`: open connections; None: as many as the descriptor limit allows.
+    `max_connections_per_address`: connections of one client, None: no limit; of a client behind a
+    proxy, the requests that run at once. `forwarded_allow_ips`: addresses or networks of trusted
+    proxies. `keep_alive_timeout`: seconds that an idle connection stays open. `read_timeout`:
+    seconds within which a request must arrive completely.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -36,7 +42,7 @@ class AccessSettings:
     read_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        self._check_least(max_body_bytes=1, max_connections=1, max_connections_per_address=1)
+        self._check_minimum(max_body_bytes=1, max_connections=1, max_connections_per_address=1)
         for name in ("keep_alive_timeout", "read_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be more than 0 seconds")
@@ -46,7 +52,7 @@ class AccessSettings:
         networks_of(self.forwarded_allow_ips)
 
     def body_limit(self, *, carries_tensors: bool = False) -> int:
-        """The most bytes of a request's body."""
+        """Return the maximum size of a request's body, in bytes."""
         return self.max_body_bytes or (TENSOR_BYTES if carries_tensors else TEXT_BYTES)
 
     @property
@@ -54,7 +60,10 @@ class AccessSettings:
         return self.api_key is not None or self.api_key_file is not None
 
     def read_key(self) -> str | None:
-        """The key, from its file as that is now. ConfigError for one that no client could bring."""
+        """Return the key, from the current content of its file if there is one.
+
+        Raises ConfigError for a key that cannot be sent in a header.
+        """
         if self.api_key_file is None:
             return None if self.api_key is None else _checked("api_key", self.api_key)
         try:
@@ -63,8 +72,8 @@ class AccessSettings:
             raise ConfigError(f"api_key_file cannot be read: {error}") from error
         return _checked(f"api_key_file = {self.api_key_file}: the key", text.rstrip("\r\n"))
 
-    def _check_least(self, **least: int) -> None:
-        for name, limit in least.items():
+    def _check_minimum(self, **minimums: int) -> None:
+        for name, limit in minimums.items():
             value = getattr(self, name)
             if value is not None and value < limit:
                 raise ConfigError(f"{name} = {value} must be at least {limit}")
@@ -72,10 +81,11 @@ class AccessSettings:
 
 def _checked(where: str, key: str) -> str:
     if key == "":
-        raise ConfigError(f"{where} is empty: without a key leave it out")
+        raise ConfigError(f"{where} is empty: leave it out to start the server without a key")
     if not (key.isprintable() and key == key.strip()):
         raise ConfigError(
-            f"{where} must be printable, without spaces around it: a header could not bring it"
+            f"{where} must be printable and must not begin or end with a space: a header cannot "
+            "carry it otherwise"
         )
     return key
 

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests, read within their limits, and work that ends with its client."""
+"""Read HTTP bodies within their limits, and cancel work for clients that have disconnected."""
 
 from __future__ import annotations
 
@@ -16,60 +16,60 @@ from gptmanager.server.http.json_text import parse_json
 from gptmanager.server.http.responses import disconnected
 
 _T = TypeVar("_T")
-LARGE_BODY = 1 << 14  # bytes: a thread takes a tenth of a millisecond, their fields a whole one
-_HUGE_BODY = 1 << 20  # bytes: the parser may hold the interpreter for a tenth of a second
+LARGE_BODY = 1 << 14  # bytes: reading the fields takes 1 ms; handing it to a thread takes 0.1 ms
+_HUGE_BODY = 1 << 20  # bytes: the parser may hold the interpreter lock for 0.1 s
 
 MAX_BODIES_BYTES = 1 << 30  # of all clients together
 
 
-class BodyRoom:
-    """Counts the bytes of bodies that are held, over all connections: many clients that send large
-    ones at once would take all memory.
+class BodyBudget:
+    """Limits the bytes of all bodies in memory, summed over all connections: without it, many
+    clients that send large bodies at once would use up the memory.
     """
 
     def __init__(self, most: int = MAX_BODIES_BYTES) -> None:
         self._most = self._left = most
 
-    def take(self, size: int) -> None:
-        """ApiError 429 if so many more bytes are too many."""
+    def reserve(self, size: int) -> None:
+        """Count `size` more bytes. Raises ApiError 429 if the sum would exceed the limit."""
         if size > self._left:
             raise ApiError(
                 429,
-                f"the bodies that clients send at once would have more than {self._most} bytes",
+                f"the bodies that clients send at once would exceed {self._most} bytes together",
                 code="too_many_bodies",
             )
         self._left -= size
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         self._left += size
 
     @contextlib.contextmanager
-    def held(self, size: int) -> Iterator[None]:
-        """Count these bytes until the end of the block."""
-        self.take(size)
+    def reserved(self, size: int) -> Iterator[None]:
+        """Count `size` bytes until the end of the block."""
+        self.reserve(size)
         try:
             yield
         finally:
-            self.give_back(size)
+            self.release(size)
 
 
 @contextlib.asynccontextmanager
 async def body_of(request: Request, *, carries_tensors: bool = False) -> AsyncIterator[bytes]:
-    """The body of a request, which counts in the server's `BodyRoom` until the end of the block."""
-    room, held = request.app.state.body_room, [0]
+    """Read a request's body. It counts in the server's `BodyBudget` until the end of the block."""
+    budget, held = request.app.state.body_budget, [0]
 
     def take(size: int) -> None:
-        room.take(size)
+        budget.reserve(size)
         held[0] += size
 
     try:
         yield await _read_body(request, take, carries_tensors)
     finally:
-        room.give_back(held[0])
+        budget.release(held[0])
 
 
 async def _read_body(request: Request, take: Callable[[int], None], carries_tensors: bool) -> bytes:
-    """At most `--max-body-bytes` of it; a 413 for more, which is not kept."""
+    """Return the body. Raises ApiError 413 as soon as it exceeds `--max-body-bytes`."""
     settings: AccessSettings = request.app.state.settings
     limit = settings.body_limit(carries_tensors=carries_tensors)
     length = request.headers.get("content-length", "")
@@ -89,22 +89,24 @@ async def _read_body(request: Request, take: Callable[[int], None], carries_tens
 
 
 async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """Return what `read` makes of the body, a JSON object; a 413, 415 or 400 where it is none.
+    """Return `read(body)` for a body that is a JSON object. Raises ApiError 413, 415 or 400.
 
-    A large body is parsed and read beside the event loop.
+    A large body is parsed and read on a worker thread.
     """
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
-        told = f"Content-Encoding is {quoted(encoding)}: the body must come as it is"
-        raise ApiError(415, told, param="content-encoding", code="unsupported_encoding")
+        message = (
+            f"Content-Encoding {quoted(encoding)} is not supported: send the body uncompressed"
+        )
+        raise ApiError(415, message, param="content-encoding", code="unsupported_encoding")
     async with body_of(request) as body:
         return await parsed(request, len(body), lambda: read(_parse_object(body)))
 
 
 async def parsed(request: Request, size: int, parse: Callable[[], _T]) -> _T:
-    """Return what `parse` makes of a body of `size` bytes: beside the event loop if it is large,
-    and one after another if they are huge. The event loop waits for the interpreter with all other
-    threads, and would come late if many of them held it for long.
+    """Return `parse()` for a body of `size` bytes: on a worker thread if the body is large, and one
+    at a time if it is huge. The event loop competes with all threads for the interpreter lock;
+    several long parses at once would delay it.
     """
     if size < LARGE_BODY:
         return parse()
@@ -134,9 +136,8 @@ def _too_large(found: str, limit: int) -> ApiError:
 
 
 async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
-    """Return the result of `work`, which is cancelled when the client goes away.
-
-    Raises ClientDisconnect then. The body must have been read.
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise
+    ClientDisconnect. The request's body must already have been read.
     """
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(request.receive))
@@ -155,8 +156,8 @@ async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
 
 
 class StartedStream:
-    """An iterator over frames of which the first has been read. It wraps no generator, because each
-    generator would add time to every frame.
+    """An iterator over frames, the first of which has already been read. It is a class because a
+    generator around `frames` would cost time for every frame.
     """
 
     def __init__(self, first: bytes | None, frames: AsyncIterator[bytes]) -> None:
@@ -180,8 +181,8 @@ class StartedStream:
 
 
 async def start_stream(frames: AsyncIterator[bytes]) -> StartedStream:
-    """Wait for the first frame and return all frames. An error before the first frame is raised
-    here, in the endpoint.
+    """Wait for the first frame, then return an iterator over all frames. An error before the first
+    frame is raised here, in the endpoint.
 
     Use: `EventStream(await until_disconnected(request, start_stream(frames)))`.
     """

@@ -1,7 +1,4 @@
-"""`Connections`: how many connections there may be, in all and from one address.
-
-Also decides what the log hears of connections that are refused.
-"""
+"""`Connections`: limits the open connections, in all and for each address, and logs refusals."""
 
 from __future__ import annotations
 
@@ -19,20 +16,20 @@ from gptmanager.server.http.access import networks_of
 from gptmanager.server.http.responses import error_response
 
 PEER = "gptmanager.peer"  # in a request's scope: the address of the connection's other end
-_MOST = 1 << 16
-_LEAST = 16
+_MAX_CONNECTIONS = 1 << 16
+_MIN_CONNECTIONS = 16
 _logger = logging.getLogger(__name__)
 
 
 def default_max_connections() -> int:
-    """Three quarters of the descriptors that the process may open: files and pipes need others."""
+    """Return three quarters of the process's descriptor limit: files and pipes need the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST if soft == resource.RLIM_INFINITY else soft * 3 // 4
-    return max(_LEAST, min(most, _MOST))
+    most = _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft * 3 // 4
+    return max(_MIN_CONNECTIONS, min(most, _MAX_CONNECTIONS))
 
 
 class Proxies:
-    """Addresses of proxies, whose `X-Forwarded-For` is believed."""
+    """Addresses of trusted proxies: `X-Forwarded-For` is read only in requests from them."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         self._networks = networks_of(allowed)
@@ -47,9 +44,11 @@ class Proxies:
 
 
 class Connections:
-    """Counts open connections. `most` at once; `most_per_address`: from one address, None: any
-    number. Connections from `proxies` have many clients, so they count for no address:
-    `AddressLimit` counts their requests.
+    """Counts open connections.
+
+    `most`: the limit in all. `most_per_address`: the limit for one address, None: no limit. It does
+    not apply to connections from `proxies`, which carry requests of many clients: `AddressLimit`
+    counts those requests instead.
     """
 
     def __init__(self, most: int, most_per_address: int | None, proxies: Proxies) -> None:
@@ -61,15 +60,15 @@ class Connections:
         self._log = RareWarnings(_logger)
 
     def enter(self, host: str) -> ApiError | None:
-        """Count one more connection; the refusal if there are as many as there may be. `leave`
-        follows in either case.
+        """Count one more connection. Return an error if it exceeds a limit, and None otherwise. The
+        caller must call `leave` in both cases.
         """
         self._num_open += 1
         self._by_address[host] += 1
         if self._num_open > self._most:
             return ApiError(
                 503,
-                f"the server has --max-connections = {self._most} connections already",
+                f"the server already has --max-connections = {self._most} connections",
                 code="too_many_connections",
             )
         limit = self._most_per_address
@@ -88,7 +87,7 @@ class Connections:
 
 
 class AddressLimit:
-    """ASGI middleware: at most `most` requests at once of one client behind a proxy."""
+    """ASGI middleware that limits each client behind a proxy to `most` requests at once."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app = app
@@ -116,6 +115,6 @@ class AddressLimit:
 def _too_many_of_address(limit: int) -> ApiError:
     return ApiError(
         429,
-        f"this address has --max-connections-per-address = {limit} connections already",
+        f"this address already has --max-connections-per-address = {limit} connections",
         code="too_many_connections",
     )

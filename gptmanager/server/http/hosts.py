@@ -1,8 +1,8 @@
-"""`HostGuard`: on this machine alone, and without a key, no web page of somebody else gets in.
+"""`HostGuard`: keeps foreign web pages away from a server on loopback that has no key.
 
-A page may lead its own name to this machine (DNS rebinding): then `Host` is that name. It may post
-text to a local address: then `Origin` is the page's. So both must name this machine, or a host that
-`--allowed-host` names.
+A page may resolve its own host name to this machine (DNS rebinding); `Host` is then that name. A
+page may also post text to a local address; `Origin` is then the page's. Both headers must therefore
+name this machine or a host of `--allowed-host`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gptmanager.server.http.responses import error_response
 
 
 def needs_guard(host: str, access: AccessSettings) -> bool:
-    """Whether a server that listens at `host` checks who names it."""
+    """Return whether a server that listens at `host` must check `Host` and `Origin`."""
     return bool(access.allowed_hosts) or (not access.has_key and is_of_this_machine(host))
 
 
 def is_of_this_machine(host: str) -> bool:
-    """Whether a name or an address, without a port, leads every machine to itself."""
+    """Return whether `host`, a name or an address without a port, is a loopback address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -33,8 +33,8 @@ def is_of_this_machine(host: str) -> bool:
 
 
 class HostGuard:
-    """ASGI middleware: a 403 for a `Host` or an `Origin` that is not of this machine, nor one of
-    `allowed`. A request without `Host` comes from no browser.
+    """ASGI middleware that answers 403 if `Host` or `Origin` names neither this machine nor one of
+    `allowed`. A request without `Host` passes: every browser sends that header.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class HostGuard:
             if name == b"origin" and not self._is_allowed(text.partition("://")[2]):
                 return _refused("Origin", text)
         is_foreign = headers.get(b"sec-fetch-site") == b"cross-site" and b"origin" not in headers
-        if is_foreign and headers.get(b"sec-fetch-mode") != b"navigate":  # a link may lead here
+        if is_foreign and headers.get(b"sec-fetch-mode") != b"navigate":  # following a link is fine
             return _refused("Sec-Fetch-Site", "cross-site")
         return None
 
@@ -72,7 +72,7 @@ class HostGuard:
 def _refused(header: str, value: str) -> ApiError:
     return ApiError(
         403,
-        f"{header} is {quoted(value)}: without a key this server answers its own machine; "
-        "--allowed-host names others",
+        f"{header} {quoted(value)} is not allowed: a server without a key accepts only this "
+        "machine's names; add others with --allowed-host, or set --api-key",
         code="host_not_allowed",
     )

@@ -1,7 +1,7 @@
-"""`HttpProtocol`: uvicorn's reader of HTTP/1.1, within bounds, and with errors as everywhere.
+"""`HttpProtocol`: uvicorn's HTTP/1.1 connection with limits and with this server's error objects.
 
-Decides how much of a request's head and trailers is read, how long a request may take to arrive,
-and how a connection ends.
+It limits the head and the trailers of a request and the time in which a request must arrive, and
+decides when and how a connection is closed.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.http.connections import PEER, Connections
 from gptmanager.server.http.responses import IS_WHOLE, error_response
 
-MAX_HEAD_BYTES = 1 << 16  # of the request line and the headers, and again of the trailers
-MAX_PIPELINED = 64  # requests of a connection that wait for the answer before theirs
-_LINGER_S = 2.0  # how long a client may go on writing after its refusal
-# Java's client asks for HTTP/2 by it with each request; the parser would lose the body
+MAX_HEAD_BYTES = 1 << 16  # limit for request line and headers, and a separate one for trailers
+MAX_PIPELINED = 64  # requests of a connection that wait for an earlier answer
+_LINGER_S = 2.0  # time that a refused client has to stop writing
+# Java's client sends this header with each request to offer HTTP/2; the parser would then drop the
+# body.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. What is no HTTP gets a 400, a head or trailers above MAX_HEAD_BYTES a 431, a
-    request that takes longer than `read_timeout_s` to arrive a 408, as an error object; then the
-    connection ends. It also ends if it is idle for as long as idle ones are kept, if its client
-    takes nothing of what is written for as long, and after an answer to a request of which a part
-    is still to come.
+    """One connection of a client.
+
+    Bytes that are not HTTP/1.1 are answered with a 400, a head or trailers above MAX_HEAD_BYTES
+    with a 431, and a request that needs longer than `read_timeout_s` to arrive with a 408, each as
+    an error object; then the connection is closed. It is also closed when it has been idle, or when
+    the client has not read written data, for the keep-alive timeout, and after an answer to a
+    request that has not arrived completely.
     """
 
     def __init__(
@@ -41,15 +44,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits = limits
         self._read_timeout_s = read_timeout_s
         self._host = ""
-        # requests whose answers are not complete: the first one's is on its way, the others wait
+        # requests without a complete answer: the first is being answered, the others wait
         self._unanswered: deque[Any] = deque()
-        self._part_bytes = 0  # of the head or the trailers, so far as the parser has told of them
-        self._untold_bytes = 0  # that have come since the parser told of anything
+        self._part_bytes = 0  # bytes of the head or the trailers that the parser has reported
+        self._unreported_bytes = 0  # bytes received since the parser's last callback
         self._is_in_head = True
-        self._is_whole = True  # no request has begun whose end is missing
-        self._is_deaf = False  # what comes is passed over
+        self._is_whole = True  # every request that has begun has arrived completely
+        self._drops_input = False  # further input is dropped
         self._deadline: asyncio.TimerHandle | None = None
-        self._standstill: asyncio.TimerHandle | None = None
+        self._write_timeout: asyncio.TimerHandle | None = None
 
     # The connection ---------------------------------------------------------------------------
 
@@ -60,7 +63,7 @@ class HttpProtocol(HttpToolsProtocol):
         if refusal is None:
             self._set_deadline(self.timeout_keep_alive, transport.close)
             return
-        self._is_deaf = True  # no descriptor is held for what this client would still write
+        self._drops_input = True  # close at once: lingering would hold a descriptor for this client
         self._limits.log_refusal(self._host, refusal.message)
         self._write(refusal)
         transport.close()
@@ -68,50 +71,50 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._limits.leave(self._host)
         self._set_deadline(None)
-        self._end_standstill()
-        for cycle in self._unanswered:  # the base class knows of the last one only
+        self._cancel_write_timeout()
+        for cycle in self._unanswered:  # the base class does this only for the last one
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client does not take what is written; `resume_writing` follows when it has."""
+        """Start the timeout of a client that does not read; `resume_writing` ends it."""
         super().pause_writing()
-        self._standstill = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+        self._write_timeout = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._end_standstill()
+        self._cancel_write_timeout()
         super().resume_writing()
 
-    # What comes -------------------------------------------------------------------------------
+    # Input ------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._is_deaf:
+        if self._drops_input:
             return
         if self._is_in_head:
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"", head) + end + rest
-        self._untold_bytes += len(data)
+        self._unreported_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self.cycle.keep_alive = False  # what follows is another protocol's
-            self._is_deaf = True
+            self.cycle.keep_alive = False  # the bytes that follow belong to another protocol
+            self._drops_input = True
         except httptools.HttpParserError as error:
             cause = error.__context__
-            not_http = ApiError(400, "this is no HTTP/1.1 request", code="invalid_http")
+            not_http = ApiError(400, "the request must be HTTP/1.1", code="invalid_http")
             self._refuse(cause if isinstance(cause, ApiError) else not_http)
         else:
-            if self._untold_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if self._unreported_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self._refuse(_too_large())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope[PEER] = self._host  # type: ignore[literal-required]
         self._is_in_head, self._is_whole = True, False
-        self._part_bytes = self._untold_bytes = 0
+        self._part_bytes = self._unreported_bytes = 0
         if self.cycle is None or self.cycle.response_complete:
-            self._await_rest()
+            self._set_read_deadline()
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -119,82 +122,90 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + 4)
-        if self._is_in_head:  # trailers name nothing that the server reads
+        if self._is_in_head:  # the server reads no trailer
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
-        self._part_bytes = self._untold_bytes = 0
+        self._part_bytes = self._unreported_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ApiError(400, f"more than {MAX_PIPELINED} requests wait on this connection")
+            raise ApiError(
+                400,
+                f"more than {MAX_PIPELINED} requests wait on this connection: wait for answers "
+                "before you send more",
+            )
         super().on_headers_complete()
         cycle = self.cycle
         self._unanswered.append(cycle)
         self.scope[IS_WHOLE] = lambda: not cycle.more_body  # type: ignore[literal-required]
-        cycle.transport = _Answering(self.transport, self._end)  # type: ignore[assignment]
+        cycle.transport = _ResponseTransport(self.transport, self._end)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
-        self._untold_bytes = 0
+        self._unreported_bytes = 0
         super().on_body(body)
 
     def on_chunk_header(self) -> None:
-        self._untold_bytes = 0
+        self._unreported_bytes = 0
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._is_in_head = self._is_whole = True
-        self._untold_bytes = 0
-        self._await_next()
+        self._unreported_bytes = 0
+        self._set_idle_deadline()
 
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # one timer serves all
+        self._unset_keepalive_if_required()  # `_deadline` replaces the base class's timer
         if self._is_whole:
-            self._await_next()
+            self._set_idle_deadline()
         else:
-            self._await_rest()
+            self._set_read_deadline()
 
     def _count(self, size: int) -> None:
         self._part_bytes += size
-        self._untold_bytes = 0
+        self._unreported_bytes = 0
         if self._part_bytes > MAX_HEAD_BYTES:
             raise _too_large()
 
     # Time -------------------------------------------------------------------------------------
 
-    def _await_rest(self) -> None:
-        """Set the deadline of the request that is arriving; not while an answer is being sent."""
+    def _set_read_deadline(self) -> None:
+        """Set the deadline for the rest of the arriving request. Must not be called while an answer
+        is being sent.
+        """
         limit = self._read_timeout_s
         late = ApiError(408, f"the request did not arrive within {limit:g} s", code="too_slow")
         self._set_deadline(limit, lambda: self._refuse(late))
 
-    def _await_next(self) -> None:
+    def _set_idle_deadline(self) -> None:
         is_idle = self.cycle is None or self.cycle.response_complete
         self._set_deadline(self.timeout_keep_alive if is_idle else None, self.transport.close)
 
     def _set_deadline(self, seconds: float | None, end: Callable[[], None] | None = None) -> None:
-        if self._is_deaf and seconds is not None and self._deadline is not None:
-            return  # the connection ends already
+        if self._drops_input and seconds is not None and self._deadline is not None:
+            return  # the connection is already being closed
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
         if seconds is not None and end is not None:
             self._deadline = self.loop.call_later(seconds, end)
 
-    def _end_standstill(self) -> None:
-        if self._standstill is not None:
-            self._standstill.cancel()
-            self._standstill = None
+    def _cancel_write_timeout(self) -> None:
+        if self._write_timeout is not None:
+            self._write_timeout.cancel()
+            self._write_timeout = None
 
-    # The end ----------------------------------------------------------------------------------
+    # Close ------------------------------------------------------------------------------------
 
     def _refuse(self, error: ApiError) -> None:
         self._limits.log_refusal(self._host, error.message)
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             is_read_now = not self._is_in_head and not self._is_whole and not self.pipeline
-            if cycle.response_started or not is_read_now:  # it would stand in another answer
+            if (
+                cycle.response_started or not is_read_now
+            ):  # the error would be inside another answer
                 self.transport.close()
                 return
             cycle.disconnected = True
@@ -211,21 +222,22 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.write(b"".join([line, *headers, b"\r\n", bytes(response.body)]))
 
     def _end(self) -> None:
-        """Close the connection. A client that still writes would see it reset, and not the answer
-        before that: so what it writes is passed over for a little while.
+        """Close the connection. If the client may still be writing, drop its input for a short time
+        first: an immediate close would reset the connection before the client reads the answer.
         """
         if self._is_whole or self.pipeline or not self.transport.can_write_eof():
             self.transport.close()
         elif not self.transport.is_closing():
             self._set_deadline(_LINGER_S, self.transport.abort)
-            self._is_deaf = True
+            self._drops_input = True
             self.flow.resume_reading()
             self.transport.write_eof()
 
 
-class _Answering:
-    """A connection's transport, as the answer to a request uses it: `end` closes it. Of several
-    requests on a connection only the last hears that the client has gone; the others write on.
+class _ResponseTransport:
+    """The transport that a response writes to. `close` calls `end`. Writes after the connection has
+    closed are dropped: only the last of several pipelined requests is notified of a disconnect, so
+    the others may still write.
     """
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
@@ -239,5 +251,5 @@ class _Answering:
 
 
 def _too_large() -> ApiError:
-    what = "the head of the request, or its trailers,"
-    return ApiError(431, f"{what} must have at most {MAX_HEAD_BYTES} bytes")
+    what = "the request line with the headers, and the trailers,"
+    return ApiError(431, f"{what} must have at most {MAX_HEAD_BYTES} bytes each")

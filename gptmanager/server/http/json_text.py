@@ -1,4 +1,4 @@
-"""JSON that a client has sent: what it would take is estimated before it is parsed."""
+"""Parse a client's JSON, after an estimate of the memory that it will need."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import orjson
 
 from gptmanager.server.errors import ApiError
 
-# The parser holds the interpreter, and each list or object makes the garbage collector look through
-# everything again and again: 400,000 of them take half a second. Values that are not nested take a
-# tenth of a second for a million.
+# The parser holds the interpreter lock, and lists and objects trigger full runs of the garbage
+# collector: 400,000 of them take 0.5 s. A million values that are not nested take 0.1 s.
 MAX_JSON_BYTES = 16 << 20
 MAX_CONTAINERS = 1 << 16
 MAX_VALUES = 1 << 21
-# Bytes of a list or an object, of a text, and of a number with its place in a list. A text has two
-# quotes.
-_OF_CONTAINER, _OF_QUOTE, _OF_COMMA = 88, 32, 40
-_ALWAYS, _FOR_EACH_BYTE = 48 << 20, 7
+# Bytes of a list or an object, of half a string (a string has two quotes), and of a number with its
+# slot in a list.
+_CONTAINER_BYTES, _QUOTE_BYTES, _COMMA_BYTES = 88, 32, 40
+_BASE_LIMIT, _LIMIT_PER_BYTE = 48 << 20, 7
 _QUOTE = ord('"')
 
 
 class _Counts(NamedTuple):
-    """How many characters of each kind a JSON text has."""
+    """Numbers of opening brackets, quotes and commas in a JSON text."""
 
     containers: int
     quotes: int
@@ -31,8 +30,8 @@ class _Counts(NamedTuple):
 
 
 def parse_json(text: bytes) -> Any:
-    """Return what `text` says. ApiError 400 for what is not JSON, and for text that would take much
-    more time or memory than it is long: empty lists take thirty times their text.
+    """Parse `text`. Raises ApiError 400 if it is not JSON, or if its values would need far more
+    time or memory than its length suggests: empty lists need thirty times the bytes of their text.
     """
     problem = _problem(text)
     if problem is not None:
@@ -44,10 +43,10 @@ def parse_json(text: bytes) -> Any:
 
 
 def _problem(text: bytes) -> str | None:
-    """Return what is too much for a text of this size; None: nothing is."""
+    """Return a description of the limit that `text` exceeds, or None."""
     if len(text) > MAX_JSON_BYTES:
         return (
-            f"has {len(text)} bytes, at most {MAX_JSON_BYTES} are allowed: pass large tensors as "
+            f"has {len(text)} bytes, at most {MAX_JSON_BYTES} are allowed: send large tensors as "
             "binary data"
         )
     problem = _problem_of(_all_counts(text), len(text))
@@ -60,25 +59,28 @@ def _problem_of(counts: _Counts, size: int) -> str | None:
     if counts.commas >= MAX_VALUES:
         return f"has {counts.commas + 1} values, at most {MAX_VALUES} are allowed"
     estimate = (
-        _OF_CONTAINER * counts.containers + _OF_QUOTE * counts.quotes + _OF_COMMA * counts.commas
+        _CONTAINER_BYTES * counts.containers
+        + _QUOTE_BYTES * counts.quotes
+        + _COMMA_BYTES * counts.commas
     )
-    limit = _ALWAYS + _FOR_EACH_BYTE * size
+    limit = _BASE_LIMIT + _LIMIT_PER_BYTE * size
     if estimate > limit:
         return (
-            f"would take about {estimate >> 20} MiB in memory, at most {limit >> 20} MiB are "
+            f"would need about {estimate >> 20} MiB of memory, at most {limit >> 20} MiB are "
             f"allowed for {size} bytes"
         )
     return None
 
 
 def _all_counts(text: bytes) -> _Counts:
-    """Count what is inside of texts, too: fast, and never too few."""
+    """Count all characters, including those inside strings: fast, and never too low."""
     return _Counts(text.count(b"[") + text.count(b"{"), text.count(b'"'), text.count(b","))
 
 
 def _counts_outside_texts(text: bytes) -> _Counts:
-    """Escapes go first, so that each quote that is left begins or ends a text. NumPy lets go of the
-    interpreter meanwhile, which a regular expression would hold for a quarter of a second.
+    """Count only characters outside strings. Escapes are removed first, so that each remaining
+    quote begins or ends a string. NumPy releases the interpreter lock while it counts; a regular
+    expression would hold it for 0.25 s.
     """
     if b"\\" in text:
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")

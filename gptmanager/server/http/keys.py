@@ -1,7 +1,7 @@
-"""The key that clients need: that of `--api-key`, or of `--api-key-file`.
+"""Check the key of `--api-key` or `--api-key-file`.
 
-HTTP brings it as `Authorization: Bearer KEY`. The live page is opened with `?key=KEY` once; then a
-cookie stands for it, which does not hold the key itself.
+HTTP clients send it as `Authorization: Bearer KEY`. A browser opens the live page once with
+`?key=KEY` and then uses a cookie, which does not contain the key itself.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _COOKIE = "gptmanager_key"
 
 
 class ServerKey:
-    """The key that clients must bring; `value` None: there is none."""
+    """The key that clients must send; `value` is None if the server has no key."""
 
     def __init__(self, access: AccessSettings) -> None:
         self._access = access
         self.value = access.read_key()
 
     def reload(self) -> None:
-        """Read the file anew. What is wrong with it is logged, and the key stays."""
+        """Read the key file again. On an error, log it and keep the current key."""
         try:
             self.value = self._access.read_key()
         except ConfigError as error:
-            _logger.error("the key stays as it is: %s", error)
+            _logger.error("the key was not reloaded and stays as it is: %s", error)
         else:
-            _logger.info("the key has been read anew")
+            _logger.info("the key has been reloaded")
 
 
 def is_key(given: str | bytes | None, key: str | None) -> bool:
-    """Whether `given` is the server's key, in a time that tells nothing of it; True without one.
+    """Return whether `given` equals `key`, in constant time; True if `key` is None.
 
-    For every front: gRPC brings it as metadata, "authorization" with "Bearer KEY".
+    gRPC clients send the key as metadata: `authorization` with "Bearer KEY".
     """
     if key is None:
         return True
@@ -60,7 +60,7 @@ def is_key(given: str | bytes | None, key: str | None) -> bool:
 
 
 def bearer(header: str | bytes | None) -> bytes | None:
-    """The key in the value of an authorization header."""
+    """Return the key in the value of an authorization header, or None."""
     if header is None:
         return None
     scheme, _, key = _bytes(header).partition(b" ")
@@ -68,7 +68,7 @@ def bearer(header: str | bytes | None) -> bytes | None:
 
 
 class KeyGuard:
-    """ASGI middleware: a 401 for every path but those of health without the key."""
+    """ASGI middleware that answers 401 to requests without the key, except on OPEN_PATHS."""
 
     def __init__(self, app: ASGIApp, key: ServerKey) -> None:
         self._app = app
@@ -88,7 +88,7 @@ class KeyGuard:
         else:
             error = ApiError(
                 401,
-                "the key is missing or wrong: Authorization: Bearer KEY is needed",
+                "the key is missing or wrong: send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -102,7 +102,7 @@ class KeyGuard:
         return found is not None and is_key(found.value, self._cookie())
 
     def _cookie(self) -> str:
-        """Return the cookie's value, which proves that its holder had the key."""
+        """Return the cookie's value, which only a client with the key can have received."""
         return hmac.new(_bytes(self._key.value or ""), b"live page", hashlib.sha256).hexdigest()
 
     def _is_in_query(self, query: bytes) -> bool:
@@ -110,10 +110,10 @@ class KeyGuard:
         return bool(given) and is_key(given[0], self._key.value)
 
     def _to_page(self, scope: Scope) -> RedirectResponse:
-        """The same page without the key, so that no history and no log keeps it.
+        """Redirect to the same page without the key, to keep it out of histories and logs.
 
-        The place is relative: a proxy may serve this server below a prefix, which is then the
-        cookie's path, too.
+        The location is relative and the cookie has no path: a proxy may serve this server below a
+        prefix, and browsers then limit the cookie to that prefix.
         """
         query: Iterable[tuple[str, str]] = parse_qsl(scope["query_string"].decode("latin-1"))
         rest = urlencode([(name, value) for name, value in query if name != "key"])

@@ -1,4 +1,4 @@
-"""Responses as JSON, errors as one object, and streams of server-sent events."""
+"""Build responses: JSON, error objects, and streams of server-sent events."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gptmanager.server.errors import ApiError, api_error
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
-# In a request's scope: the server's own `send`. Each wrapper around it costs each token some time.
+# Key in a request's scope: the server's own `send`. Each wrapper around it costs time per token.
 DIRECT_SEND = "gptmanager.send"
-# In a request's scope: returns whether all of the request's body has come.
+# Key in a request's scope: a function that returns whether the whole body has arrived.
 IS_WHOLE = "gptmanager.is_whole"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -30,24 +30,24 @@ def json_response(
 
 
 def error_response(error: ApiError, path: str = "/") -> Response:
-    """`path`: what was asked for; below /v2 clients read an error as Triton writes it."""
+    """Return the response for `error`; for a `path` below /v2, in Triton's format."""
     is_triton = path == "/v2" or path.startswith("/v2/")
     body = {"error": error.message} if is_triton else error.body()
     return json_response(body, error.status, error.headers)
 
 
 def event(content: Any) -> bytes:
-    """A server-sent event with `content` as JSON."""
+    """Return `content` as JSON in a server-sent event."""
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
 class EventStream(Response):
     """A response that writes each frame of `frames` as a server-sent event.
 
-    Pass frames that `start_stream` has started: an error before the first frame can then still be
-    answered with an error object. A disconnect cancels `frames`. A client that does not read
-    blocks `frames`, so nothing is buffered for it. A later error becomes the last event before
-    DONE.
+    Pass frames that `start_stream` has started: an error before the first frame then still becomes
+    an error response. A later error becomes the last event before DONE. When the client
+    disconnects, `frames` is cancelled. While the client does not read, `frames` is not advanced, so
+    that nothing is buffered for it.
     """
 
     media_type = "text/event-stream"
@@ -77,7 +77,7 @@ class EventStream(Response):
             try:
                 async for frame in frames:
                     await send({"type": "http.response.body", "body": frame, "more_body": True})
-            except Exception as error:  # the status is out already
+            except Exception as error:  # the status has already been sent
                 _logger.debug("a stream failed", exc_info=error)
                 last = event(api_error(error).body()) + DONE
                 await send({"type": "http.response.body", "body": last, "more_body": True})
@@ -85,6 +85,6 @@ class EventStream(Response):
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone away. The body must have been read."""
+    """Wait until the client disconnects. The request's body must already have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,6 +1,7 @@
-"""`Warnings`: what a client should know about its answer, as the header `Warning`.
+"""`Warnings`: collects warnings about an answer for the response header `Warning`.
 
-Decides how much fits and which bytes are allowed. A refusal is an `ApiError` instead.
+It limits their number and length, and replaces characters that a header cannot contain. A request
+that cannot be answered raises `ApiError` instead.
 """
 
 from __future__ import annotations
@@ -9,39 +10,39 @@ from collections.abc import Iterable
 
 from gptmanager.errors import quoted
 
-_MOST = 8  # warnings of one answer
-_LONGEST = 300  # characters of each: proxies allow a few kilobytes of headers
-_MOST_NAMES, _LONGEST_NAME = 10, 64
+_MAX_WARNINGS = 8  # warnings in one answer
+_MAX_LENGTH = 300  # characters of each warning: proxies allow a few kilobytes of headers
+_MAX_NAMES, _MAX_NAME_LENGTH = 10, 64
 
 
 class Warnings:
     """The warnings of one request, collected before the head of its response is written.
 
-    A text may quote what a client has sent: whatever cannot be in a header is replaced.
+    A warning may quote a client's input: characters that a header cannot contain are replaced.
     """
 
     def __init__(self) -> None:
-        self._texts: dict[str, None] = {}  # in order, each once
+        self._texts: dict[str, None] = {}  # an ordered set
         self._num_left_out = 0
 
     def add(self, text: str) -> None:
-        """Report `text` in the header `Warning`. Beyond 8 warnings only their number is kept."""
+        """Add `text` to the header. Beyond the 8th warning only the number of warnings is kept."""
         safe = _safe(text)
-        if len(self._texts) < _MOST or safe in self._texts:
+        if len(self._texts) < _MAX_WARNINGS or safe in self._texts:
             self._texts[safe] = None
         else:
             self._num_left_out += 1
 
     def add_ignored(self, names: Iterable[str], why: str) -> None:
-        """Report the fields `names`, which change nothing, and the reason, if there are any."""
+        """Add one warning that lists the ignored fields `names`, if any, with the reason `why`."""
         listed = list(names)
         if listed:
-            told = ", ".join(_name(name) for name in listed[:_MOST_NAMES])
-            more = len(listed) - _MOST_NAMES
-            self.add(f"{why}: {told}{f' and {more} more' if more > 0 else ''}")
+            shown = ", ".join(_name(name) for name in listed[:_MAX_NAMES])
+            more = len(listed) - _MAX_NAMES
+            self.add(f"{why}: {shown}{f' and {more} more' if more > 0 else ''}")
 
     def headers(self) -> dict[str, str]:
-        """Return the header of a response; empty if nothing was added."""
+        """Return the response header as a mapping, empty without warnings."""
         texts = list(self._texts)
         if self._num_left_out:
             texts.append(f"and {self._num_left_out} more warnings")
@@ -51,12 +52,14 @@ class Warnings:
 
 def _name(name: str) -> str:
     return (
-        name if name.isidentifier() and len(name) <= _LONGEST_NAME else quoted(name[:_LONGEST_NAME])
+        name
+        if name.isidentifier() and len(name) <= _MAX_NAME_LENGTH
+        else quoted(name[:_MAX_NAME_LENGTH])
     )
 
 
 def _safe(text: str) -> str:
-    """Return `text` as the inside of a quoted string of printable ASCII, cut where it is long."""
-    cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    """Return `text`, cut to the limit, as printable ASCII escaped for a quoted string."""
+    cut = text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}..."
     plain = "".join(letter if " " <= letter <= "~" else "?" for letter in cut)
     return plain.replace("\\", "\\\\").replace('"', '\\"')

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2_grpc
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
-from gptmanager.server.http.body import BodyRoom, run_in_thread
+from gptmanager.server.http.body import BodyBudget, run_in_thread
 from gptmanager.server.http.keys import ServerKey, bearer, is_key
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
@@ -87,7 +87,7 @@ class GrpcFront:
                 ("grpc.so_reuseport", 0),  # else a second server would share the port
             ],
         )
-        service = TritonService(Inference.of(engine, settings), settings, engine.body_room)
+        service = TritonService(Inference.of(engine, settings), settings, engine.body_budget)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         try:
@@ -203,9 +203,11 @@ def status_of(refused: ApiError) -> grpc.StatusCode:
 class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """The calls that clients of the C++ backend make."""
 
-    def __init__(self, inference: Inference, settings: ServerSettings, body_room: BodyRoom) -> None:
+    def __init__(
+        self, inference: Inference, settings: ServerSettings, body_budget: BodyBudget
+    ) -> None:
         self._inference = inference
-        self._body_room = body_room
+        self._body_budget = body_budget
         self._settings = settings
         self._most_calls = settings.concurrency + settings.max_queued_requests + _MOST_ENDING
 
@@ -249,7 +251,7 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
 
     @_told
     async def ModelInfer(self, call: _Call) -> Any:
-        with self._body_room.held(call.size):
+        with self._body_budget.reserved(call.size):
             model, request = await self._read(call.message, may_have_many=False)
             return write_response(await self._inference.one_response(request), model)
 
@@ -293,7 +295,7 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
 
     async def _answer(self, call: _Call, write: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         try:
-            with self._body_room.held(call.size):
+            with self._body_budget.reserved(call.size):
                 model, request = await self._read(call.message, may_have_many=True)
                 found = StreamedResponses(model)
                 async with contextlib.aclosing(self._inference.responses(request)) as responses:

@@ -38,7 +38,7 @@ def test_a_flood_that_nobody_reads_is_not_taken_in(server):
     async def main():
         client = Unread()
         inference = Inference.of(server.engine, server.settings)
-        service = TritonService(inference, limits, server.engine.body_room)
+        service = TritonService(inference, limits, server.engine.body_budget)
         stream = asyncio.create_task(service.ModelStreamInfer(flood(), client))
         for _ in range(2000):
             await asyncio.sleep(0)

@@ -413,10 +413,10 @@ def test_limits_are_those_of_the_model(server):
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_calls_of_all_clients_together_have_a_limit(server, infer, stream, is_streaming):
     """Over gRPC a message counts until its call has ended, as its tensors are parts of it."""
-    room = server.engine.body_room
+    room = server.engine.body_budget
     given = prompt(5, 6, 7, new=2)
     left = room._left
-    with room.held(left - 10):
+    with room.reserved(left - 10):
         if is_streaming:
             stream.send(**given)
             told = str(stream.next().error)
@@ -425,6 +425,6 @@ def test_calls_of_all_clients_together_have_a_limit(server, infer, stream, is_st
                 infer(**given)
             assert error.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
             told = error.value.message()
-        assert "the bodies that clients send at once would have more than 1073741824 bytes" in told
+        assert "the bodies that clients send at once would exceed 1073741824 bytes" in told
     infer(**given)
     assert room._left == left
