@@ -5,12 +5,12 @@ import json
 import openai
 import pytest
 import torch
+from server.test_endpoints import refusal
 
 from gptmanager import GptManager, InferenceRequest, ModelType
 from gptmanager.callbacks import generate, load_tokenizer
 from gptmanager.server.text.sampling import mixed_seed
 from gptmanager.testing import RecordingCallbacks
-from server.test_endpoints import refusal
 
 MODEL = "examples/tiny_llama"
 TOKENIZER = load_tokenizer(MODEL)
