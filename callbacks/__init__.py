@@ -1,8 +1,8 @@
-"""Ready-made callbacks: any host could have written them on the public contract.
+"""Ready-made callbacks and helpers for hosts, which use only the public contract.
 
-`generate` is the three-line start. `RequestQueue` turns the callbacks into futures and token
-streams. `load_peft_adapter` reads an adapter. The sinks keep or show the statistics. The rest are
-logits post-processors.
+`generate` returns completions in three lines. `RequestQueue` provides futures and token streams
+instead of callbacks. `load_peft_adapter` reads an adapter, and `ChatTemplate` renders chats. The
+sinks store or display statistics. The other classes are logits post-processors.
 """
 
 from gptmanager.callbacks.adapters.peft_adapter import load_peft_adapter

@@ -1,8 +1,8 @@
 """`NamePattern`: a regular expression of an adapter's config, matched in a bounded number of steps.
 
-Reads the forms that PEFT and its users write. A backtracking matcher takes exponential time for
-some patterns and holds the interpreter meanwhile. This one keeps the set of places that it may have
-reached, as the bits of an integer, and counts its steps. Knows nothing of configs.
+Supports the syntax that PEFT and its users write. A backtracking matcher takes exponential time
+for some patterns and blocks the interpreter meanwhile. This one simulates the automaton: it keeps
+the set of positions that it may have reached, as the bits of an integer, and counts its steps.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _SIGNS = {"*": (0, _FOREVER), "+": (1, _FOREVER), "?": (0, 1)}
 
 
 class PatternError(ValueError):
-    """The pattern is wrong, not supported, or takes too many steps; says which."""
+    """The pattern is invalid, is not supported, or takes too many steps; the text says which."""
 
 
 @dataclass(slots=True)
 class Steps:
-    """How many steps may be taken together; a usual match takes some dozens, a second a million."""
+    """The steps that patterns share. A usual match takes dozens; a million take a second."""
 
     limit: int
     taken: int = 0
 
     def take(self, count: int = 1) -> None:
-        """Count `count` steps; PatternError beyond the limit."""
+        """Count `count` steps; raise PatternError beyond the limit."""
         self.taken += count
         if self.taken > self.limit:
             raise PatternError(f"the patterns of the file take more than {self.limit} steps")
@@ -46,14 +46,14 @@ class Steps:
 
 @dataclass(slots=True)
 class _Name:
-    """The text that is matched. Places are the bits of an integer: bit i is before letter i."""
+    """The text that is matched. Places are the bits of an integer: bit i is before character i."""
 
     text: str
     steps: Steps
     _letters: dict[re.Pattern[str], int] = field(default_factory=dict)
 
     def letters(self, one: re.Pattern[str]) -> int:
-        """The places before a letter that `one` matches."""
+        """Return the places before each character that `one` matches."""
         found = self._letters.get(one)
         if found is None:
             found = sum(1 << at for at, letter in enumerate(self.text) if one.fullmatch(letter))
@@ -65,12 +65,13 @@ _Step = Callable[[_Name, int], int]  # from the places reached so far to those a
 
 
 class NamePattern:
-    """A compiled pattern. Raises PatternError for one that is wrong or not supported.
+    """A compiled pattern. Raise PatternError for a pattern that is invalid or not supported.
 
-    `steps`: what compiling and matching may take, together with other patterns.
+    `steps`: the steps for compiling and matching, shared with other patterns.
 
-    Supported are letters, classes, groups, alternatives, repeats, `^`, `$` and look-ahead; not
-    backreferences, look-behind, flags, and atomic groups. `matches` agrees with `re.fullmatch`.
+    Supported are characters, classes, groups, alternatives, repeats, `^`, `$` and look-ahead.
+    Backreferences, look-behind, flags and atomic groups are not. `matches` agrees with
+    `re.fullmatch`.
     """
 
     def __init__(self, pattern: str, steps: Steps) -> None:
@@ -83,12 +84,12 @@ class NamePattern:
         reader.check_end()
 
     def matches(self, name: str) -> bool:
-        """Whether the whole of `name` fits. Raises PatternError beyond the limit of steps."""
+        """Return whether the pattern matches all of `name`. Raise PatternError beyond the limit."""
         return bool(self._step(_Name(name, self._steps), 1) >> len(name) & 1)
 
 
 class _Reader:
-    """Reads a pattern from left to right into steps."""
+    """Parses a pattern from left to right into step functions."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -100,7 +101,7 @@ class _Reader:
             raise PatternError(f"unbalanced ')' at position {self._at}")
 
     def read_alternatives(self) -> _Step:
-        """Up to the end, or up to the bracket that closes the group."""
+        """Parse up to the end of the pattern, or up to the bracket that closes the group."""
         sequences = [self._read_sequence()]
         while self._pattern.startswith("|", self._at):
             self._at += 1
@@ -194,7 +195,7 @@ def _repeated(inner: _Step, low: int, high: int) -> _Step:
         for _ in range(low):
             before, places = places, inner(name, places)
             name.steps.take()
-            if places == before:  # and so it stays
+            if places == before:  # further repetitions do not change it
                 break
         found = new = places
         for _ in range(high - low):
@@ -209,7 +210,7 @@ def _repeated(inner: _Step, low: int, high: int) -> _Step:
 
 
 def _ahead(inner: _Step, *, is_wanted: bool) -> _Step:
-    """A look-ahead: the places from which `inner` leads anywhere, or nowhere."""
+    """Return a look-ahead, which keeps places where `inner` matches, or where it does not."""
 
     def step(name: _Name, places: int) -> int:
         found = 0

@@ -1,4 +1,4 @@
-"""`generate`: the three-line start. Prompts in, completions out, the manager comes and goes.
+"""`generate`: completions of prompts in three lines, with a manager for this one call.
 
 Decides nothing about the model. Besides the public contract it needs only a tokenizer.
 """
@@ -29,7 +29,7 @@ from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.progress import ProgressBars
 
-_PATIENCE_S = 1.0  # what takes longer shows a progress bar
+_PATIENCE_S = 1.0  # before a progress bar appears
 _REFRESH_S = 0.2
 
 # completions have the type of their prompts
@@ -76,25 +76,25 @@ def generate(
     progress: bool | None = None,
     **sampling: Any,
 ) -> Any:
-    """The completions of `prompts`, in their order: text for text, token ids for token ids.
+    """Return the completions of `prompts`, in their order: texts for texts, ids for token ids.
 
     `model`: as for `GptManager`, a checkpoint folder, (config dict, state dict), or a `Model`
     object. `prompts`: texts or lists of token ids. For a single prompt the completion itself is
-    returned. Completions do not hold the prompt, nor the `end_id` or stop word that ended them.
+    returned. Completions do not contain the prompt, nor the `end_id` or stop word that ended them.
     Text needs a tokenizer: the folder's tokenizer.json, or `tokenizer` (an object, or a folder that
     has one).
 
-    `sampling` takes the names of `InferenceRequest`, the same for all prompts: `temperature`,
-    `runtime_top_p`, `stop_words_list`, ... If not given, `end_id` and `pad_id` come from the
-    checkpoint's generation_config.json. With beams the best one is returned.
+    `sampling` accepts the names of `InferenceRequest`, the same values for all prompts:
+    `temperature`, `runtime_top_p`, `stop_words_list`, ... The defaults of `end_id` and `pad_id` are
+    in the checkpoint's generation_config.json. With beams the best one is returned.
 
-    `num_return_sequences`: a list of this many completions for each prompt, sampled one by one, or
-    the best beams.
+    `num_return_sequences`: return a list of this many completions for each prompt, which are
+    sampled independently, or are the best beams.
 
-    `progress`: a bar on the standard error output once it takes over a second, and a line in place
-    of the bar where that is no terminal; None: only if it is one. An interrupt (Ctrl-C) aborts the
-    manager and leaves no thread behind. Raises ConfigError as `GptManager` does, and the first
-    error that a prompt is answered with.
+    `progress`: True shows a progress bar on standard error after one second, or one line if
+    standard error is not a terminal; None shows it only on a terminal. An interrupt (Ctrl-C) aborts
+    the manager and leaves no thread running. Raise ConfigError as `GptManager` does, and the first
+    error response to a prompt.
 
         from gptmanager.callbacks import generate
         print(generate("examples/tiny_llama", "Once upon a time", 40))
@@ -133,7 +133,7 @@ def _run(
     bars: ProgressBars,
     sampling: Mapping[str, Any],
 ) -> list[list[Any]]:
-    """Generate for all prompts; return for each the token ids of each of its texts."""
+    """Generate for all prompts; return for each prompt the token ids of its completions."""
     params = optional_params or OptionalParams()
     if params.on_progress is None:
         params = replace(params, on_progress=bars.tell)
@@ -165,13 +165,13 @@ def _run(
 
 
 def _max_beam_width(sampling: Mapping[str, Any]) -> Any:
-    """The beams that the requests need. Each sampled text takes one."""
+    """Return the beams that the requests need. Each sampled completion needs one."""
     width, count = sampling.get("beam_width", 1), sampling.get("num_return_sequences", 1)
     return max(width, count) if isinstance(width, int) else width
 
 
 def _wait_for_all(generations: Sequence[Generation], bars: ProgressBars) -> None:
-    """Return when all are done; raise the first error, with the name of its prompt."""
+    """Wait until all are done; raise the first error, with the index of its prompt."""
     ended: SimpleQueue[int] = SimpleQueue()
     for index, generation in enumerate(generations):
         generation.add_done_callback(partial(_put, ended, index))

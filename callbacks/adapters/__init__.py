@@ -1,1 +1,1 @@
-"""Adapters that PEFT saved."""
+"""LoRA adapters in the format of PEFT."""

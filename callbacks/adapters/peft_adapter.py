@@ -1,4 +1,4 @@
-"""`load_peft_adapter`: the adapter in a folder that PEFT has saved, as tensors of a request."""
+"""`load_peft_adapter`: reads an adapter that PEFT saved in a folder, as tensors of a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gptmanager.request.adapter import LORA_MODULE_IDS
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PIECE_BYTES = 64 << 20
-_PREFIX = "base_model.model."  # what PEFT puts before the names of modules
+_PREFIX = "base_model.model."  # which PEFT adds to the names of modules
 _IDS: Mapping[tuple[str, str | None], int] = {
     ours: LORA_MODULE_IDS[name]
     for ours, name in {
@@ -41,7 +41,10 @@ _IDS: Mapping[tuple[str, str | None], int] = {
 
 
 def _module_ids() -> dict[str, int]:
-    """A module's name in any family, with {} for its layer, with and without its prefix -> id."""
+    """Return a module's name in any family -> its id.
+
+    Names have {} in place of the layer, and are listed with and without the family's prefix.
+    """
     found = {}
     for family in FAMILIES.values():
         for theirs, ours in family.tensors.items():
@@ -51,7 +54,7 @@ def _module_ids() -> dict[str, int]:
 
 
 class _Pair(NamedTuple):
-    """The tensors of a module by their names in the file, and their shapes."""
+    """The tensors A and B of a module: their names in the file, and their shapes."""
 
     module: str
     rank: int
@@ -69,18 +72,19 @@ class _Pair(NamedTuple):
 def load_peft_adapter(
     folder: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    """`lora_weights` float32 `[n, width]` and `lora_config` int32 `[n, 3]` of a PEFT folder.
+    """Return `lora_weights` float32 `[n, width]` and `lora_config` int32 `[n, 3]` of a PEFT folder.
 
-    The folder holds `adapter_config.json` and `adapter_model.safetensors`. A row is A `[D, Hi]` and
+    The folder has `adapter_config.json` and `adapter_model.safetensors`. A row is A `[D, Hi]` and
     then B `[Ho, D]` times lora_alpha / D (rsLoRA: / sqrt(D)), with the rank D of its module,
-    padded with zeros. Rows ascend by layer and module id. Modules are those of the families that
-    the library has, by the names of transformers. No model is needed: a request whose rows are too
-    short for its model is refused. But one of a wider model looks like a row with padding: give the
-    checkpoint's folder as `model` to have all widths compared.
+    padded with zeros. Rows are sorted by layer and module id. All modules of the library's model
+    families are supported, by their names in transformers. `model` is optional: the manager refuses
+    a request with rows that are too short for its model. But a row of a wider model looks like a
+    row with padding, so pass the checkpoint's folder as `model` to have all widths compared.
 
-    ConfigError, which names what was found, for anything but plain LoRA (DoRA, biases, embeddings,
-    saved modules, other methods), other modules, and files that are broken or contradict each
-    other. Patterns of the config are regular expressions, matched in a bounded number of steps.
+    Raise ConfigError, which quotes the entry, for everything except plain LoRA (DoRA, biases,
+    embeddings, saved modules, other methods), for other modules, and for files that are broken or
+    contradict each other. Patterns of the config are regular expressions, which are matched in a
+    bounded number of steps.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -99,8 +103,8 @@ def load_peft_adapter(
             pair = pairs[key]
             a, b = (_read(source, pair.name(part)) for part in "AB")
             weights[row, : a.size] = a.reshape(-1)
-            # times the scale in float64, so that it is rounded once
-            with np.errstate(over="ignore"):  # the request's check tells
+            # scaled in float64, so that each value is rounded once
+            with np.errstate(over="ignore"):  # the manager refuses a request with infinities
                 scaled = b.astype(np.float64) * config.scale(pair.module)
                 weights[row, a.size : pair.num_elements] = scaled.reshape(-1)
     except MemoryError:
@@ -114,7 +118,7 @@ def load_peft_adapter(
 def _find_pairs(
     where: str, tensors: Mapping[str, TensorInfo], config: PeftConfig
 ) -> dict[tuple[int, int], _Pair]:
-    """(layer, module id) -> its tensors, whose names, shapes and dtypes are checked."""
+    """Return (layer, module id) -> its tensors, with checked names, shapes and dtypes."""
     known = _module_ids()
     modules: dict[tuple[int, int], str] = {}
     for name, info in tensors.items():
@@ -125,24 +129,24 @@ def _find_pairs(
             )
         if info.dtype not in FLOATS.values() or len(info.shape) != 2 or 0 in info.shape:
             raise ConfigError(
-                f"{where}: {name} is {info.dtype} {list(info.shape)}: a matrix of one of "
-                f"{[*FLOATS.values()]} is needed"
+                f"{where}: {name} is {info.dtype} {list(info.shape)}: it must be a matrix of one "
+                f"of {[*FLOATS.values()]}"
             )
     if not modules:
-        raise ConfigError(f"{where} holds no tensors")
+        raise ConfigError(f"{where} has no tensors")
     return {key: _pair(where, tensors, module, config) for key, module in modules.items()}
 
 
 def _check_widths(where: str, pairs: Mapping[tuple[int, int], _Pair], model: Path) -> None:
-    """ConfigError for an adapter of a model with other widths."""
+    """Raise ConfigError for an adapter of a model with other widths."""
     modules = lora_modules(read_spec(read_object(model / "config.json")))
     for (_, module_id), pair in pairs.items():
-        module = modules.get(module_id)  # one that the model has not is told with the request
+        module = modules.get(module_id)  # None: the manager refuses the request
         own = pair.input_width, pair.num_columns
         if module is not None and own != (module.input_width, module.num_columns):
             raise ConfigError(
-                f"{where} is of another model: its {pair.module} takes {own[0]} inputs and gives "
-                f"{own[1]} outputs, in {quoted_path(model)} these are {module.input_width} and "
+                f"{where} is for another model: its {pair.module} has {own[0]} inputs and "
+                f"{own[1]} outputs, in {quoted_path(model)} it has {module.input_width} and "
                 f"{module.num_columns}"
             )
 
@@ -151,24 +155,24 @@ def _pair(where: str, tensors: Mapping[str, TensorInfo], module: str, config: Pe
     pair = _Pair(module, config.rank(module), 0, 0)
     for part, other in ("AB", "BA"):
         if pair.name(part) not in tensors:
-            raise ConfigError(f"{where}: {pair.name(other)} is there, but no {pair.name(part)}")
+            raise ConfigError(f"{where} has {pair.name(other)}, but not {pair.name(part)}")
     config.check_target(module)
     (rank, input_width), (num_columns, inner) = (tensors[pair.name(p)].shape for p in "AB")
     if not rank == inner == pair.rank:
         raise ConfigError(
             f"{where}: {pair.name('A')} has shape {[rank, input_width]} and lora_B "
-            f"{[num_columns, inner]}, but by {_CONFIG} the rank of {module} is {pair.rank}"
+            f"{[num_columns, inner]}, but in {_CONFIG} the rank of {module} is {pair.rank}"
         )
     return pair._replace(input_width=input_width, num_columns=num_columns)
 
 
 def _read_name(where: str, name: str, known: Mapping[str, int]) -> tuple[str, tuple[int, int]]:
-    """The name of a tensor's module in the base model, and its layer and module id."""
+    """Return the name of a tensor's module in the base model, and its layer and module id."""
     found = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_[AB]\.weight", name)
     if found is None:
         raise ConfigError(
-            f"{where}: {tensor_name(name)} is no part of a plain LoRA adapter: only "
-            f"{_PREFIX}<module>.lora_A.weight and lora_B.weight are"
+            f"{where}: {tensor_name(name)} does not belong to a plain LoRA adapter, which has only "
+            f"{_PREFIX}<module>.lora_A.weight and lora_B.weight"
         )
     module = found[1]
     layer = re.search(r"\.(0|[1-9]\d{0,4})\.", module)
@@ -178,8 +182,8 @@ def _read_name(where: str, name: str, known: Mapping[str, int]) -> tuple[str, tu
             return module, (int(layer[1]), module_id)
     ends = sorted({name.partition("{}.")[2] for name in known})
     raise ConfigError(
-        f"{where}: {tensor_name(module)} is no module that an adapter may change: needed is one of "
-        f"{ends} of a layer"
+        f"{where}: {tensor_name(module)} is not supported: a module must be one of {ends} of a "
+        "layer"
     )
 
 

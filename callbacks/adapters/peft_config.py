@@ -1,8 +1,8 @@
-"""`PeftConfig`: what an `adapter_config.json` of PEFT says of a plain LoRA adapter.
+"""`PeftConfig`: reads the `adapter_config.json` of a plain LoRA adapter, as PEFT writes it.
 
-Decides which of them are plain, and rank and scale of a module by its name, as PEFT does. Knows
-nothing of tensors. Patterns are regular expressions of whoever wrote the file, so they are matched
-in a bounded number of steps.
+Decides whether the adapter is plain LoRA, and the rank and the scale of a module by its name, as
+PEFT does. Does not read tensors. The file may contain regular expressions of an untrusted author,
+so they are matched in a bounded number of steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gptmanager.callbacks.name_pattern import NamePattern, PatternError, Steps
 from gptmanager.errors import ConfigError, quoted, quoted_path
 from gptmanager.memory.checkpoint_files import read_object
 
-# About training, bookkeeping, or the form of something that another field turns on.
+# Fields about training, bookkeeping, or details of a method that another field enables.
 _IGNORED = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
@@ -32,17 +32,17 @@ _READ = frozenset(
         *("fan_in_fan_out", "init_lora_weights", "bias"),
     }
 )
-# These leave the base model as it is; others subtract the first A and B from it.
+# These initializations do not change the base model; others subtract the first A and B from it.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
-_MAX_STEPS = 5_000_000  # of all matches of a file, at most some seconds; 500 names need 250,000
+_MAX_STEPS = 5_000_000  # for all matches of a file: at most a few seconds; 500 names take 250,000
 _FIRST_NUMBER = re.compile(r"[^.]*\.(?:[^.]*\.)+?(\d+)\.")  # after at least two parts of the name
 _Value = TypeVar("_Value")
 
 
 class PeftConfig:
-    """An `adapter_config.json`.
+    """The content of an `adapter_config.json`.
 
-    ConfigError for one of something else than plain LoRA, or a value that cannot be.
+    Raise ConfigError for an adapter that is not plain LoRA, and for an invalid value.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class PeftConfig:
         self._rank = self._read_rank("r", self._fields.get("r", 8))
         self._alpha = self._read_alpha("lora_alpha", self._fields.get("lora_alpha", 8))
         self._root = self._flag("use_rslora")
-        self._flag("fan_in_fan_out")  # how the base matrix lies; A and B lie the same either way
+        self._flag("fan_in_fan_out")  # only checked: the layout of the base matrix, not of A and B
         ranks = self._object("rank_pattern")
         alphas = self._object("alpha_pattern")
         self._ranks = {p: self._read_rank("rank_pattern", rank) for p, rank in ranks.items()}
@@ -67,7 +67,7 @@ class PeftConfig:
         self._layers_before = self._read_layers_pattern()
 
     def rank(self, module: str) -> int:
-        """The rank of A and B of a module, by its name in the base model."""
+        """Return the rank of A and B of a module, by its name in the base model."""
         rank = self._by_pattern("rank_pattern", self._ranks, module)
         return self._rank if rank is None else rank
 
@@ -79,17 +79,17 @@ class PeftConfig:
         return alpha / (math.sqrt(rank) if self._root else rank)
 
     def check_target(self, module: str) -> None:
-        """ConfigError for a module that PEFT would not give an adapter to."""
+        """Raise ConfigError for a module to which PEFT would not add an adapter."""
         excluded, targets = self._excluded, self._targets
         if excluded and self._is_named("exclude_modules", excluded, module):
             raise self.error("exclude_modules", f"the file has tensors of {module}")
         if targets is None:
             return
         if not self._is_named("target_modules", targets, module):
-            raise self.error("target_modules", f"the file has tensors of {module}, too")
+            raise self.error("target_modules", f"the file also has tensors of {module}")
         if not isinstance(targets, str) and module not in targets and self._layers:
             if self._layer_of(module) not in self._layers:
-                raise self.error("layers_to_transform", f"the file has tensors of {module}, too")
+                raise self.error("layers_to_transform", f"the file also has tensors of {module}")
 
     def error(self, field: str, need: str) -> ConfigError:
         value = quoted(self._fields.get(field))
@@ -100,13 +100,13 @@ class PeftConfig:
         if fields.get("peft_type") != "LORA":
             raise self.error("peft_type", 'only "LORA" is supported')
         if fields.get("bias", "none") != "none":
-            raise self.error("bias", 'only "none" is supported: an adapter changes matrices alone')
+            raise self.error("bias", 'only "none" is supported: an adapter changes only matrices')
         init = fields.get("init_lora_weights", True)
         if not isinstance(init, bool) and str(init).lower() not in _PLAIN_INITS:
             raise self.error(
                 "init_lora_weights",
-                "not supported: such a start may change the base model; PEFT's save_pretrained "
-                "converts to a plain adapter with path_initial_model_for_weight_conversion",
+                "not supported: this initialization may change the base model; convert the adapter "
+                "with PEFT's save_pretrained and path_initial_model_for_weight_conversion",
             )
         for field, value in fields.items():
             if field not in _READ and field not in _IGNORED and value not in (False, "", [], {}):
@@ -129,13 +129,13 @@ class PeftConfig:
     def _flag(self, field: str) -> bool:
         value = self._fields.get(field, False)
         if not isinstance(value, bool):
-            raise self.error(field, "true or false is needed")
+            raise self.error(field, "must be true or false")
         return value
 
     def _object(self, field: str) -> Mapping[str, Any]:
         value = self._fields.get(field, {})
         if not isinstance(value, dict):
-            raise self.error(field, "an object is needed")
+            raise self.error(field, "must be an object")
         return value
 
     def _names(self, field: str) -> str | frozenset[str] | None:
@@ -143,14 +143,14 @@ class PeftConfig:
         if value is None or isinstance(value, str):
             return value
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise self.error(field, "a text or a list of texts is needed")
+            raise self.error(field, "must be a string or a list of strings")
         return frozenset(value)
 
     def _read_layers(self) -> frozenset[int]:
         value = self._fields.get("layers_to_transform", [])
         layers = value if isinstance(value, list) else [value]
         if not all(type(layer) is int for layer in layers):
-            raise self.error("layers_to_transform", "an integer or a list of integers is needed")
+            raise self.error("layers_to_transform", "must be an integer or a list of integers")
         return frozenset(layers)
 
     def _read_layers_pattern(self) -> re.Pattern[str] | None:
@@ -165,15 +165,15 @@ class PeftConfig:
         return re.compile(rf"(?:^|\.)(?:{alternatives})\.(\d+)\.") if listed else None
 
     def _by_pattern(self, field: str, values: Mapping[str, _Value], module: str) -> _Value | None:
-        """The value of the first pattern, as the file lists them, that is the end of the name."""
+        """Return the value of the file's first pattern that matches the end of the name."""
         for pattern, value in values.items():
             if self._is_end(field, pattern, module):
                 return value
         return None
 
     def _is_end(self, field: str, pattern: str, module: str) -> bool:
-        """Whether a pattern matches the end of a name, whole or after a dot."""
-        if re.fullmatch(r"[\w.]*", pattern):  # the usual one, which needs no matcher
+        """Return whether a pattern matches the whole name, or the part after one of its dots."""
+        if re.fullmatch(r"[\w.]*", pattern):  # the usual case, for which comparing is enough
             self._take_step(field)
             end = f".{module}"[-len(pattern) - 1 :]
             letters = zip(pattern, end[1:], strict=False)
@@ -182,13 +182,17 @@ class PeftConfig:
         return self._match(field, rf"(.*\.)?({pattern})$", module)
 
     def _is_named(self, field: str, names: str | frozenset[str], module: str) -> bool:
-        """By a pattern for the whole name, or by one of several ends of it."""
+        """Return whether `names`, a pattern for the whole name or several ends, has the module."""
         if isinstance(names, str):
             return self._match(field, names, module)
         return any(end in names for end in _ends(module))
 
     def _layer_of(self, module: str) -> int | None:
-        """The first number of the name, after one of `layers_pattern` or any but its first part."""
+        """Return the layer of a module, or None.
+
+        It is the first number after a name of `layers_pattern`; without `layers_pattern`, the first
+        number that has at least two parts of the name before it.
+        """
         if self._layers_before is not None:
             found = self._layers_before.search(module)
         else:
@@ -212,7 +216,7 @@ class PeftConfig:
 
 
 def _ends(module: str) -> Iterator[str]:
-    """A name, whole and after each of its dots."""
+    """Yield the whole name, and the part after each of its dots."""
     yield module
     while "." in module:
         module = module.partition(".")[2]

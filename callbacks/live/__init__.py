@@ -1,1 +1,1 @@
-"""The live page: a manager's schedule in a browser."""
+"""The live page: shows a manager's schedule in a browser."""

@@ -1,7 +1,7 @@
-"""`LiveFeed`: follows a manager while somebody looks, and makes server-sent events of it.
+"""`LiveFeed`: watches a manager while there are viewers, and makes server-sent events.
 
-A thread of its own takes what the loop has told, five times a second, and makes one small event of
-it for all viewers. Nobody looks: there is no thread, and the loop tells nothing.
+Five times a second, a separate thread makes one small event for all viewers from the changes that
+the loop has reported. Without viewers there is no thread, and the loop reports nothing.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from gptmanager.manager.inspection import Explanation
 from gptmanager.scheduler.waiting import WaitReason
 
 TICK_S = 0.2
-GRACE_S = 30.0  # how long the loop is watched after the last viewer has gone
+GRACE_S = 30.0  # the loop is watched for this time after the last viewer has left
 _STATUS_S = 1.0
-_HANG_S = 1.0  # requests are there and no step begins for so long: the page says so
-_WHY_S = 2.0  # how often the scheduler is asked why requests wait
-_ANSWER_S = 0.5  # how long that may wait for the end of an iteration
+_HANG_S = 1.0  # without a step for this time, though requests are active, the page says so
+_WHY_S = 2.0  # time between two questions to the scheduler why requests wait
+_ANSWER_S = 0.5  # the longest wait for its answer, at the end of an iteration
 _LATENCY_S = 60.0
 _MAX_LATENCIES = 1 << 13
 _MAX_WAITS, _MAX_TEXT = 256, 400
 _ENDED = (ManagerState.STOPPED, ManagerState.FAILED)
-_MAX_FRAMES = 64  # a viewer that is farther behind begins anew
+_MAX_FRAMES = 64  # a viewer that is further behind gets a new snapshot
 
 
-_Reason = tuple[int, str, str]  # request id, what it lacks, and that in words
+_Reason = tuple[int, str, str]  # request id, the missing resource, and a text
 
 
 class Viewer:
-    """One page that looks. Leave it, or its `with` block, when it has gone."""
+    """One open page. Call `leave`, or end its `with` block, when the page is closed."""
 
     def __init__(self, feed: LiveFeed) -> None:
         self._feed = feed
-        self._next = -1  # the number of the frame that it gets next; -1: a snapshot
+        self._next = -1  # number of the next frame; -1: a snapshot
 
     def take(self) -> bytes:
-        """The events since the last call, as a browser's EventSource reads them; never waits."""
+        """Return the events since the last call, for a browser's EventSource; never wait."""
         data, self._next = self._feed.frames_from(self._next)
         return data
 
@@ -61,8 +61,10 @@ class Viewer:
 
 
 class LiveFeed:
-    """`num_outside` tells how many requests wait in the host; None: unknown. `manager` is set once,
-    before or after the first viewer has come.
+    """The events of one manager for all viewers.
+
+    `num_outside` returns how many requests wait in the host; None: unknown. `manager` is set once,
+    before or after the first viewer enters.
     """
 
     def __init__(self, num_outside: Callable[[], int] | None, max_viewers: int) -> None:
@@ -70,13 +72,13 @@ class LiveFeed:
         self.is_closed = False
         self._num_outside = num_outside
         self._max_viewers = max_viewers
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards the fields below
         self._viewers: set[Viewer] = set()
-        self._left = 0.0  # when the last viewer did
+        self._left = 0.0  # when the last viewer left
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._frames: deque[bytes] = deque(maxlen=_MAX_FRAMES)
-        self._num_frames = 0  # ever
+        self._num_frames = 0  # since the start
         self._tap, self._rows = LiveTap(), LiveRows()
         self._picture = _Picture()
 
@@ -85,10 +87,10 @@ class LiveFeed:
         return self.is_closed or len(self._viewers) >= self._max_viewers
 
     def enter(self) -> Viewer:
-        """A new viewer; `queue.Full` if there are as many as there may be."""
+        """Return a new viewer; raise `queue.Full` if there are `max_viewers` already."""
         with self._lock:
             if self.is_full:
-                raise Full(f"max_viewers = {self._max_viewers} look already")
+                raise Full(f"max_viewers = {self._max_viewers} viewers are connected already")
             viewer = Viewer(self)
             self._viewers.add(viewer)
             if self._thread is None:
@@ -102,7 +104,7 @@ class LiveFeed:
             self._left = monotonic()
 
     def close(self) -> None:
-        """No viewer gets anything any more; the loop is not watched any more."""
+        """Send no more events, and stop watching the loop."""
         with self._lock:
             self.is_closed, thread = True, self._thread
             self._ended.set()
@@ -124,20 +126,20 @@ class LiveFeed:
                 snapshot["limits"] = self._rows.beginning[2:]
             return _frame(self._num_frames, snapshot, b"event: snapshot\n"), self._num_frames
 
-    # On the thread of its own ----------------------------------------------------------------
+    # On the feed's thread --------------------------------------------------------------------
 
     def _follow(self) -> None:
         while self._is_wanted():
             try:
                 self._tick()
-            except Exception as error:  # the page says so, and goes on
+            except Exception as error:  # shown on the page, which continues
                 self._picture.put("error", f"the live page itself: {response_text(error)}")
             self._ended.wait(TICK_S)
 
     def _is_wanted(self) -> bool:
         with self._lock:
-            lasts = monotonic() - self._left < GRACE_S and not self._has_ended
-            if not self.is_closed and (self._viewers or lasts):
+            in_grace_time = monotonic() - self._left < GRACE_S and not self._has_ended
+            if not self.is_closed and (self._viewers or in_grace_time):
                 return True
             self._thread, tap = None, self._tap
             self._tap = LiveTap()
@@ -154,13 +156,13 @@ class LiveFeed:
         begins = manager is not None and not tap.is_open and tap.open(manager)
         reasons: list[_Reason] | None = None
         if manager is not None:
-            picture.tell_state(manager, tap, now, begins=begins)
+            picture.update_state(manager, tap, now, begins=begins)
             if picture.is_due("status", now, _STATUS_S):
-                picture.tell_status(manager, self._num_outside, now)
+                picture.update_status(manager, self._num_outside, now)
         if manager is not None and self._viewers and picture.is_due("why", now, _WHY_S):
             reasons = _reasons(manager) if self._rows.num_waiting else []
         changes = tap.take()
-        if changes is None and manager is not None:  # some are lost: the next tick begins anew
+        if changes is None and manager is not None:  # some are lost: the next tick starts over
             self._tap = LiveTap()
             tap.close(manager)
         with self._lock:
@@ -170,7 +172,7 @@ class LiveFeed:
                 self._rows.feed(change)
             picture.add_endings(self._rows.take_endings(), now)
             if reasons is not None:
-                picture.tell_reasons(self._rows, reasons)
+                picture.update_reasons(self._rows, reasons)
             news = {**self._rows.take_changes(), **picture.take(self._rows, tap, now)}
             if begins:
                 self._frames.clear()  # every viewer gets a snapshot
@@ -180,8 +182,9 @@ class LiveFeed:
 
 
 class _Picture:
-    """The data of a page besides the rows. `all`: the last value by name. `points`: the numbers
-    of the last ticks.
+    """The data of a page besides the rows.
+
+    `all`: the latest value by name. `points`: the numbers of the last ticks.
     """
 
     def __init__(self) -> None:
@@ -191,7 +194,7 @@ class _Picture:
         self._due: dict[str, float] = {}
         self._latencies: deque[tuple[float, float, float]] = deque(maxlen=_MAX_LATENCIES)
         self._started = monotonic()
-        self._moved: float | None = None  # when a step last began, or nothing was there to run
+        self._moved: float | None = None  # when a step last began, or the manager was idle
         self._column = -1
 
     def is_due(self, name: str, now: float, every_s: float) -> bool:
@@ -201,7 +204,7 @@ class _Picture:
         return True
 
     def put(self, name: str, value: Any) -> None:
-        """Tell it, if it is not what was told last."""
+        """Set a value, and send it if it has changed."""
         if self.all.get(name) != value:
             self.all[name] = self._news[name] = value
 
@@ -212,14 +215,14 @@ class _Picture:
                 each = (last - first) / (generated - 1) if generated > 1 else float("nan")
                 self._latencies.append((now, first, each))
 
-    def tell_state(self, manager: GptManager, tap: LiveTap, now: float, *, begins: bool) -> None:
-        """Every tick: a reader is to know at once."""
+    def update_state(self, manager: GptManager, tap: LiveTap, now: float, *, begins: bool) -> None:
+        """Update the state, the error, and whether the loop hangs. Called in every tick."""
         health = manager.health()
         is_idle = not health.num_active or manager.state in _ENDED
         moves = begins or self._moved is None or (tap.is_open and tap.column != self._column)
         if is_idle or moves:
             self._column, self._moved = tap.column, now
-        hangs = 0  # seconds since the last step; -1: there was none
+        hangs = 0  # seconds since the last step; -1: no step has run
         if not health.progressing or now - (self._moved or now) > _HANG_S:
             age = health.last_step_age_s
             hangs = -1 if age is None else max(1, int(age))
@@ -228,7 +231,7 @@ class _Picture:
         self.put("error", error)
         self.put("hangs", 0 if is_idle else hangs)
 
-    def tell_status(
+    def update_status(
         self, manager: GptManager, num_outside: Callable[[], int] | None, now: float
     ) -> None:
         health = manager.health()
@@ -245,17 +248,17 @@ class _Picture:
         _, *columns = zip(*self._latencies, strict=True) if self._latencies else ((), (), ())
         self.put("latency", [len(self._latencies), *map(_percentiles, columns)])
 
-    def tell_reasons(self, rows: LiveRows, reasons: Iterable[_Reason]) -> None:
-        """[reason, text, rows as ranges], a line for those that wait alike."""
-        alike: dict[tuple[str, str], list[int]] = {}
+    def update_reasons(self, rows: LiveRows, reasons: Iterable[_Reason]) -> None:
+        """Update the list of [reason, text, rows as ranges], one item for each reason and text."""
+        groups: dict[tuple[str, str], list[int]] = {}
         for request_id, reason, text in reasons:
             number = rows.row_number(request_id)
             if number is not None:
-                alike.setdefault((reason, text), []).append(number)
-        self.put("why", [[*words, ranges(sorted(them))] for words, them in alike.items()])
+                groups.setdefault((reason, text), []).append(number)
+        self.put("why", [[*key, ranges(sorted(numbers))] for key, numbers in groups.items()])
 
     def take(self, rows: LiveRows, tap: LiveTap, now: float) -> dict[str, Any]:
-        """Return the values that have changed, by name; "p": the present numbers."""
+        """Return the values that have changed, by name; "p": the current numbers."""
         if rows.outcomes:
             self.put("ended", dict(rows.outcomes))
         news, self._news = self._news, {}
@@ -274,7 +277,7 @@ class _Picture:
         counts, kinds = tap.latest, rows.kinds
         cached = 0 if counts is None else counts.block_reuse.cached_blocks
         used = 0
-        if counts is not None and rows.num_active:  # else they are of the last that ran
+        if counts is not None and rows.num_active:  # else the counts are of an earlier request
             used = counts.total_blocks - counts.free_blocks
         milliseconds = int((now - self._started) * 1000)
         tokens = tap.context_tokens, tap.generated_tokens
@@ -284,28 +287,32 @@ class _Picture:
 
 
 def _reasons(manager: GptManager) -> list[_Reason] | None:
-    """(request id, reason, a text that those share who wait alike); None: no answer for now."""
+    """Return the reason of each waiting request, or None if the manager does not answer in time.
+
+    The text does not contain the request, so several requests may have the same text.
+    """
     try:
-        told = manager.explain_waiting(_MAX_WAITS, _ANSWER_S)
+        explanations = manager.explain_waiting(_MAX_WAITS, _ANSWER_S)
     except (TimeoutError, ManagerDeadError):
         return None
-    return [(it.request_id, _lack(it), _wait_text(it)) for it in told]
+    return [(it.request_id, _missing(it), _wait_text(it)) for it in explanations]
 
 
-def _lack(told: Explanation) -> str:
-    """The reason; of one behind another, what that one lacks."""
-    lacks_blocks = WaitReason.KV_BLOCKS.value if told.needed_blocks else told.reason
-    return WaitReason.TOKEN_BUDGET.value if told.needed_tokens else lacks_blocks
+def _missing(explanation: Explanation) -> str:
+    """Return the missing resource; for a request behind another one, that of the other one."""
+    if explanation.needed_tokens:
+        return WaitReason.TOKEN_BUDGET.value
+    return WaitReason.KV_BLOCKS.value if explanation.needed_blocks else explanation.reason
 
 
-def _wait_text(told: Explanation) -> str:
-    """Return the reason without the request's id and place: the part that several share."""
-    text = told.text.removeprefix(f"request {told.request_id} ")
+def _wait_text(explanation: Explanation) -> str:
+    """Return the reason without the request's id and position, so that requests can share it."""
+    text = explanation.text.removeprefix(f"request {explanation.request_id} ")
     return text.rpartition("; ")[0][:_MAX_TEXT]
 
 
 def _percentiles(values: Iterable[float]) -> list[float | None]:
-    """The 50th and the 99th; None if there are no values."""
+    """Return the 50th and the 99th percentile; None if there are no values."""
     known = sorted(value for value in values if value == value)
     if not known:
         return [None, None]

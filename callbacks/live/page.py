@@ -1,7 +1,7 @@
 """`LivePage`: a page that shows a manager's schedule while it runs.
 
-The page is one static file. It hears of the schedule by server-sent events, which any web server
-can send; `serve` is one that needs nothing but Python.
+The page is one static file. It receives the schedule as server-sent events, which any web server
+can send; `serve` starts a server that needs only Python.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 from gptmanager import GptManager
 from gptmanager.callbacks.live.feed import TICK_S, LiveFeed, Viewer
 
-_TIMEOUT_S = 10.0  # of a viewer that neither reads nor writes
-_MAX_OTHERS = 16  # connections beside those of viewers
+_TIMEOUT_S = 10.0  # for a client that neither reads nor writes
+_MAX_OTHERS = 16  # connections in addition to those of viewers
 
 
 class LivePage:
@@ -36,9 +36,9 @@ class LivePage:
             page.attach(manager)
             print(page.serve(port=8080))
 
-    Nobody looks: the loop does nothing for it. Ids and numbers are shown, no text of any request.
-    `num_outside` returns how many requests wait in the host, which the manager does not know;
-    it is called on a thread of the page. `max_viewers`: the most pages that look at a time.
+    Without viewers the loop does no work for the page. The page shows ids and numbers, and no text
+    of requests. `num_outside` returns how many requests wait in the host, which the manager does
+    not know; a thread of the page calls it. `max_viewers`: the most open pages at a time.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LivePage:
         self._server: _Server | None = None
 
     def attach(self, manager: GptManager) -> None:
-        """Show `manager` from now on. ValueError for a second one."""
+        """Show `manager` from now on. Raise ValueError for a second manager."""
         if self._feed.manager is not None:
             raise ValueError("the page is attached to a manager already")
         self._feed.manager = manager
@@ -63,18 +63,20 @@ class LivePage:
         return self._feed.is_closed
 
     def viewer(self) -> Viewer:
-        """For a web server: its `take()` returns events, which begin with a snapshot; call it
-        every `TICK_S` seconds. Raises `queue.Full` beyond `max_viewers`, and on a closed page.
+        """Return a viewer, for a web server that sends the events itself.
+
+        Call its `take()` every `TICK_S` seconds; the events begin with a snapshot. Raise
+        `queue.Full` beyond `max_viewers`, and on a closed page.
         """
         return self._feed.enter()
 
     @property
     def is_full(self) -> bool:
-        """Do as many look as may?"""
+        """Whether there are `max_viewers` viewers, or the page is closed."""
         return self._feed.is_full
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The same for an asyncio web server, as a stream: what to send to one viewer."""
+        """Yield the data to send to one viewer, for an asyncio web server."""
         with self.viewer() as viewer:
             while not self.is_closed:
                 if data := viewer.take():
@@ -82,11 +84,12 @@ class LivePage:
                 await asyncio.sleep(TICK_S)
 
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Serve the page from threads of its own until `close`; returns its address.
+        """Serve the page on separate threads until `close`; return its address.
 
-        `port` 0: one that is free. There is no password: other machines can see the page if `host`
-        says so. Where it does not, it answers to this machine's own names only, so that nobody's
-        name leads here. Raises OSError if the port is occupied, ValueError if it serves already.
+        `port` 0: any free port. There is no password: with a `host` that is not a loopback address,
+        other machines can open the page. On a loopback address the server accepts only names of
+        this machine in the Host header, which prevents DNS rebinding. Raise OSError if the port is
+        in use, ValueError if the page is served already.
         """
         if self._server is not None or self.is_closed:
             raise ValueError("the page is served already, or closed")
@@ -108,7 +111,7 @@ class LivePage:
 
 
 def _headers(html: bytes) -> dict[str, str]:
-    """The page runs its own script and style, by their digests, and connects to its server only."""
+    """Return headers that allow only the page's own script and style, by digest, and its server."""
     script, style = (
         base64.b64encode(hashlib.sha256(body).digest()).decode()
         for name in (b"script", b"style")
@@ -128,7 +131,7 @@ def _headers(html: bytes) -> dict[str, str]:
 
 
 def is_loopback(authority: str) -> bool:
-    """Whether "host", or "host:port", names the machine that uses it."""
+    """Return whether "host" or "host:port" is localhost or a loopback address."""
     try:
         host = urlsplit(f"//{authority}").hostname or ""
         return host == "localhost" or ip_address(host).is_loopback
@@ -137,14 +140,14 @@ def is_loopback(authority: str) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread a connection, at most `most`; others are closed at once."""
+    """A server with a thread for each connection, at most `max_connections`; closes all others."""
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], page: LivePage, most: int) -> None:
+    def __init__(self, address: tuple[str, int], page: LivePage, max_connections: int) -> None:
         self.page = page
-        self.is_own = is_loopback(address[0])
-        self._room = threading.BoundedSemaphore(most)
+        self.is_local = is_loopback(address[0])
+        self._free_connections = threading.BoundedSemaphore(max_connections)
         super().__init__(address, _Handler)
         self._thread = threading.Thread(
             target=self.serve_forever, args=(0.05,), name="live-page-server", daemon=True
@@ -157,7 +160,7 @@ class _Server(ThreadingHTTPServer):
         self._thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
+        if self._free_connections.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -166,10 +169,10 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._free_connections.release()
 
     def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
-        """Viewers go away whenever they like."""
+        """Print nothing: viewers may disconnect at any time."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -178,8 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if self.server.is_own and not is_loopback(self.headers.get("Host", "")):
-            self.send_error(HTTPStatus.FORBIDDEN, "Host is no name of this machine")
+        if self.server.is_local and not is_loopback(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.FORBIDDEN, "Host must be a name of this machine")
         elif path == "/":
             self._answer("text/html; charset=utf-8", self.server.page.html)
         elif path == "/live/events":
@@ -212,4 +215,4 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(TICK_S)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a page that is looked at is no news."""
+        """Log nothing: requests for the page are not of interest."""

@@ -1,7 +1,7 @@
-"""`LiveRows`: what a watched loop does, as rows of spans; small changes of them for a page.
+"""`LiveRows`: the requests of a watched loop as rows of spans, and their changes for a page.
 
-Knows nothing of who looks. A page first gets `snapshot`, then each `take_changes`. Both hold plain
-lists and numbers; `docs/live_page.md` describes them.
+A page first gets `snapshot`, then each `take_changes`. Both are plain lists and numbers, which
+`docs/live_page.md` describes. The viewers are not known here.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from typing import Any
 from gptmanager.callbacks.live.tap import Change, Step
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 
-# what a request does from an iteration on
+# the kinds of spans: the state of a request from an iteration on
 WAITING, CONTEXT, GENERATION, PAUSED, HELD = "w", "c", "g", "p", "h"
 
 _NO_IDS: frozenset[int] = frozenset()
-_MAX_SPANS = 256  # of a row; the oldest go first
-_MAX_ENDED = 256  # rows that a new page gets beside the active ones
-_MAX_NEW = 64  # rows that one change brings
+_MAX_SPANS = 256  # of a row; the oldest are dropped
+_MAX_ENDED = 256  # ended rows in a snapshot, in addition to the active ones
+_MAX_NEW = 64  # ended rows in one change
 _request_id = itemgetter(0)  # of a row
 
 
 class LiveRow:
-    """One request. `number` names it in changes: ids may come again, and may be long.
+    """The row of one request.
 
-    `spans`: [kind, first iteration, tokens]; each lasts until the next begins.
+    `number` identifies it in changes, because ids may be reused, and may be long. `spans`: [kind,
+    first iteration, tokens]; each lasts until the next begins. `reported`: the part of the
+    `generated` tokens that pages know.
     """
 
-    __slots__ = ("arrival", "begin", "end", "generated", "kind", "number", "spans", "told")
+    __slots__ = ("arrival", "begin", "end", "generated", "kind", "number", "reported", "spans")
 
     def __init__(self, number: int, arrival: Arrival, begin: int) -> None:
         self.number = number
@@ -38,25 +40,25 @@ class LiveRow:
         self.begin = begin
         self.kind = HELD if arrival.holds_memory else PAUSED if arrival.pause_count else WAITING
         self.spans: list[list[Any]] = [[self.kind, begin, 0]]
-        self.generated = self.told = arrival.num_generated  # tokens, and how many a page knows of
+        self.generated = self.reported = arrival.num_generated
         self.end: list[Any] | None = None
 
     def shown(self) -> list[Any]:
-        """Return the row as a page gets it. The id is a text: a browser's numbers end at 2**53."""
+        """Return the row as a list for a page. JavaScript would round a large id, so it is text."""
         it = self.arrival
-        lengths = it.prompt_len, it.max_new_tokens, self.told
+        lengths = it.prompt_len, it.max_new_tokens, self.reported
         head = [self.number, str(it.request_id), *lengths, it.priority, it.beam_width]
         return [*head, it.pause_count, self.begin, self.spans, self.end]
 
 
 class LiveRows:
-    """Fed with the changes of one watch, in their order. `kinds`: how many active rows are what."""
+    """The rows of one watch, which is fed in order. `kinds`: the number of active rows by kind."""
 
     def __init__(self) -> None:
         self.beginning: Beginning | None = None
         self.kinds: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
-        self.endings: list[Ending] = []  # for who wants their metrics; taken by `take_endings`
+        self.endings: list[Ending] = []  # since the last `take_endings`
         self._num_rows = 0
         self._active: dict[int, LiveRow] = {}
         self._ended: deque[LiveRow] = deque(maxlen=_MAX_ENDED)
@@ -77,7 +79,7 @@ class LiveRows:
             self.beginning = event
 
     def row_number(self, request_id: int) -> int | None:
-        """None: no such request is active."""
+        """Return the number of a request's row; None if the request is not active."""
         row = self._active.get(request_id)
         return None if row is None else row.number
 
@@ -87,40 +89,41 @@ class LiveRows:
 
     @property
     def num_waiting(self) -> int:
-        """Those that have been paused among them."""
+        """Number of waiting requests, including paused ones."""
         return self.kinds[WAITING] + self.kinds[PAUSED]
 
-    # What a page gets ------------------------------------------------------------------------
+    # For a page ------------------------------------------------------------------------------
 
     def snapshot(self) -> list[list[Any]]:
-        """Every row that there is to draw, oldest first."""
+        """Return all rows to draw, oldest first."""
         rows = [*self._ended, *self._active.values()]
         return [row.shown() for row in sorted(rows, key=lambda row: row.number)]
 
     def take_changes(self) -> dict[str, list[Any]]:
-        """Since the last call, what there is of: "n" new rows, "c" [row, kind, iteration, tokens],
-        "e" [row, *end].
+        """Return the changes since the last call.
 
-        Of many rows that came and ended within it the last ones alone.
+        "n": new rows; "c": [row, kind, iteration, tokens] of older rows; "e": [row, *end]. Empty
+        lists are omitted, and so are the first of many rows that began and ended in the meantime.
         """
-        fleeting = [row.number for row in self._new if row.end is not None][:-_MAX_NEW]
-        hidden, changes = frozenset(fleeting), dict[str, list[Any]]()
+        short_lived = [row.number for row in self._new if row.end is not None][:-_MAX_NEW]
+        hidden, changes = frozenset(short_lived), dict[str, list[Any]]()
         new = [row for row in self._new if row.number not in hidden]
-        born = {row.number for row in new}
+        excluded = hidden.union(row.number for row in new)
         if new:
             changes["n"] = [row.shown() for row in new]  # with all their spans
-        changed = [it for it in self._changed if it[0] not in hidden and it[0] not in born]
+        changed = [it for it in self._changed if it[0] not in excluded]
         if changed:
             changes["c"] = changed
-        ends = [r for r in self._ends if r.number not in hidden and r.number not in born]
+        ends = [row for row in self._ends if row.number not in excluded]
         if ends:
             changes["e"] = [[row.number, *(row.end or ())] for row in ends]
         self._new, self._changed, self._ends = [], [], []
         return changes
 
     def take_progress(self, last: Iterable[Ran]) -> list[list[Any]]:
-        """How many tokens rows have generated since the call before, by the `last` iteration of
-        each micro batch: [tokens, rows as ranges].
+        """Return [tokens, rows as ranges]: the tokens that rows generated since the last call.
+
+        `last`: the last iteration of each micro batch.
         """
         grown: dict[int, list[int]] = {}
         for ran in last:
@@ -130,16 +133,16 @@ class LiveRows:
                     length = step.position + step.num_tokens - step.num_drafts + 1
                     row.generated = max(row.generated, length - row.arrival.prompt_len)
         for row in self._active.values():
-            if row.generated > row.told:
-                grown.setdefault(row.generated - row.told, []).append(row.number)
-                row.told = row.generated
+            if row.generated > row.reported:
+                grown.setdefault(row.generated - row.reported, []).append(row.number)
+                row.reported = row.generated
         return [[tokens, ranges(numbers)] for tokens, numbers in grown.items()]
 
     def take_endings(self) -> list[Ending]:
         endings, self.endings = self.endings, []
         return endings
 
-    # What it is fed with ---------------------------------------------------------------------
+    # From the loop ---------------------------------------------------------------------------
 
     def _arrive(self, arrival: Arrival, column: int) -> None:
         row = LiveRow(self._num_rows, arrival, column)
@@ -169,7 +172,7 @@ class LiveRows:
         self.kinds[row.kind] -= 1
         self.kinds[kind] += 1
         row.kind = kind
-        if row.spans[-1][1] == iteration:  # in which it had waited for no time
+        if row.spans[-1][1] == iteration:  # a span without duration
             row.spans.pop()
         row.spans.append([kind, iteration, num_tokens])
         if len(row.spans) > _MAX_SPANS:
@@ -180,7 +183,7 @@ class LiveRows:
         self.outcomes[ending.outcome] += 1
         self.endings.append(ending)
         row = self._active.pop(ending.request_id, None)
-        if row is None:  # it was refused
+        if row is None:  # the request was refused
             return
         self.kinds[row.kind] -= 1
         metrics = ending.metrics
@@ -194,7 +197,7 @@ class LiveRows:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers that rise, as in "3-9,12"."""
+    """Return ascending numbers as ranges, such as "3-9,12"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][1] == number - 1:

@@ -1,7 +1,7 @@
-"""`LiveTap`: what the loop's thread does for a live page, which is as little as can be.
+"""`LiveTap`: records changes of the schedule on the loop's thread, with as little work as possible.
 
-Most iterations run the requests of the one before. Of these it keeps the latest alone: nothing
-piles up, and no other thread has anything to do. The rest goes into a bounded deque.
+Most iterations run the same requests as the one before. Of these only the latest is kept, so
+nothing accumulates for other threads to process. Other events are added to a bounded deque.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from gptmanager.manager.watching import Arrival, Beginning, Ending, Event, Ran
 from gptmanager.statistics import Counts
 from gptmanager.step import Row
 
-_MAX_EVENTS = 1 << 14  # between two looks
-_ANSWER_S = 0.5  # how long a question may wait for the end of an iteration
+_MAX_EVENTS = 1 << 14  # between two calls of `take`
+_ANSWER_S = 0.5  # the longest wait for the end of an iteration
 _request_id = itemgetter(0)  # of a row
 
 
 class Step(NamedTuple):
-    """An iteration that ran others than the one before: `generation`, ids of requests."""
+    """An iteration that ran other requests than the one before.
+
+    `generation`: ids of the requests in the generation phase.
+    """
 
     iteration: int
     micro_batch_id: int
@@ -32,14 +35,14 @@ class Step(NamedTuple):
     paused: tuple[int, ...]
 
 
-Change = tuple[int, Beginning | Arrival | Step | Ending]  # with the iteration to come
+Change = tuple[int, Beginning | Arrival | Step | Ending]  # with the number of the next iteration
 
 
 class LiveTap:
-    """One watch of a manager; a new one begins with `open`.
+    """One watch of a manager, which begins with `open`.
 
-    `column`: the iteration to come. `latest`: the numbers of the last iteration that has ended;
-    tokens are counted since the watch began. `ran`: the last iteration of each micro batch.
+    `column`: the next iteration. `latest`: the counts of the last iteration that has ended. `ran`:
+    the last iteration of each micro batch. Tokens are counted from the beginning of the watch.
     """
 
     def __init__(self) -> None:
@@ -54,7 +57,7 @@ class LiveTap:
         self._generation: dict[int, tuple[int, ...] | None] = {}  # of each micro batch
 
     def open(self, manager: GptManager) -> bool:
-        """False, for now, where the loop is busy; and where it has ended."""
+        """Begin to watch; return False if the loop is too busy to answer, or has ended."""
         with suppress(TimeoutError, ManagerDeadError):
             manager.watch(self.see, _ANSWER_S)
             self.is_open = True
@@ -66,7 +69,7 @@ class LiveTap:
             manager.unwatch(self.see, _ANSWER_S)
 
     def see(self, event: Event) -> None:
-        """On the loop's thread."""
+        """Record an event. Called on the loop's thread."""
         if isinstance(event, Ran):
             self._see_iteration(event)
         elif isinstance(event, Counts):
@@ -77,7 +80,7 @@ class LiveTap:
             self._changes.append((self.column, event))
 
     def take(self) -> list[Change] | None:
-        """Return the changes since the last call; None: there were too many, and some are lost."""
+        """Return the changes since the last call; None if they were too many to keep."""
         changes = self._changes
         if len(changes) == changes.maxlen:
             return None

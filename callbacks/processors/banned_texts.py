@@ -1,9 +1,9 @@
-"""Words that a text never contains, in whatever tokens it comes.
+"""Bans words from a text, for any split of the text into tokens.
 
-A token is banned if it completes a word: one that begins in the text before it, or in the token.
-Which tokens do so depends on one thing alone, the *state*: the longest end of the text that is a
-proper beginning of a word. (These are the states of Aho and Corasick, "Efficient string matching",
-1975.) So the tokens of a state are looked up once, and kept.
+A token is banned if it completes a word that begins in the token or in the text before it. These
+tokens depend only on the *state*: the longest suffix of the text that is a proper prefix of a word.
+(These are the states of Aho and Corasick, "Efficient string matching", 1975.) So the tokens of a
+state are looked up once and cached.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from gptmanager.errors import InvalidRequestError
 Ints = npt.NDArray[np.int64]
 
 _CPU = torch.device("cpu")
-_TAIL = 4  # bytes by which the beginnings of words are looked up
-_MAX_ROOM = 1 << 27  # bytes of the beginnings of words in all lists
-_MAX_KEPT = 1 << 19  # token ids that the states of a list of words may keep: 4 MiB
-# Of the words of one list. What is kept of a word grows with the square of its length.
+_TAIL = 4  # last bytes by which the prefixes of words are looked up
+_MAX_SIZE = 1 << 27  # bytes of the prefixes of words in all lists
+_MAX_CACHED = 1 << 19  # token ids that the states of a list of words may cache: 4 MiB
+# Limits of one list. The memory for a word grows with the square of its length.
 MAX_WORDS, MAX_WORD_LETTERS, MAX_LETTERS = 1024, 256, 8192
 
 
 class BannedTexts:
-    """Words that outputs never contain, for one tokenizer; `bind` gives a request's processor.
+    """Bans words from outputs, for one tokenizer; `bind` returns the processor of a request.
 
-    `tokenizer`: a `tokenizers.Tokenizer` whose decoder `token_bytes` knows. The end of the prompt
-    counts as text: after "a red ba" the word "ball" is not completed. Special tokens are no text.
-    A list has at most 1,024 words of at most 256 letters, and 8,192 letters in all.
-    The last `max_word_lists` lists are kept for other requests, fewer if they are long.
+    `tokenizer`: a `tokenizers.Tokenizer` with a decoder that `token_bytes` supports. The end of the
+    prompt counts as text: after "a red ba" the word "ball" is not completed. Special tokens do not
+    count as text. A list has at most 1,024 words of at most 256 letters, and 8,192 letters in all.
+    The last `max_word_lists` lists are cached for other requests, fewer if they are long.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:
@@ -55,10 +55,10 @@ class BannedTexts:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-banned-texts")
 
     def bind(self, words: Sequence[str]) -> BannedWords:
-        """Return the processor that bans `words`, which requests with the same words share.
+        """Return the processor that bans `words`; requests with the same words share it.
 
-        ValueError for no words, an empty one, or more than a list may have; TypeError for a text
-        instead of a list.
+        Raise ValueError for an empty list, an empty word, or a list beyond the limits, and
+        TypeError for a string instead of a list.
         """
         _check(words)
         key = tuple(sorted(set(words)))
@@ -67,7 +67,7 @@ class BannedTexts:
                 self._kept[key] = self._started(key)
             self._kept.move_to_end(key)
             while len(self._kept) > self._max_word_lists or (
-                len(self._kept) > 1 and sum(it.room for it in self._kept.values()) > _MAX_ROOM
+                len(self._kept) > 1 and sum(it.size for it in self._kept.values()) > _MAX_SIZE
             ):
                 self._kept.popitem(last=False)
             return self._kept[key]
@@ -75,7 +75,7 @@ class BannedTexts:
     def _started(self, words: tuple[str, ...]) -> BannedWords:
         looking_up = self._threads.submit(self._look_up, words)
         found = BannedWords(words, looking_up)
-        # a list that nobody waits for any more must not hold up those behind it
+        # a list that no request uses any more must not delay the lists after it
         weakref.finalize(found, looking_up.cancel).atexit = False
         return found
 
@@ -90,14 +90,14 @@ class BannedTexts:
 
 
 def _check(words: Sequence[str]) -> None:
-    """Raise what `bind` raises; the number of words is checked before any is read."""
+    """Raise the errors of `bind`; the number of words is checked before any word is read."""
     if isinstance(words, str):
         shown = words if len(words) <= MAX_WORD_LETTERS else f"{words[:MAX_WORD_LETTERS]}..."
-        raise TypeError(f"words = {shown!r} is one text, expected several")
+        raise TypeError(f"words = {shown!r} must be a list of strings")
     if len(words) > MAX_WORDS:
         raise ValueError(f"words: {len(words)} are given, at most {MAX_WORDS} are allowed")
     if not words or not all(words):
-        raise ValueError("words: one or more are needed, and each needs a letter")
+        raise ValueError("words must have at least one word, and no empty word")
     for index, word in enumerate(words):
         if len(word) > MAX_WORD_LETTERS:
             raise ValueError(
@@ -110,8 +110,8 @@ def _check(words: Sequence[str]) -> None:
         )
 
 
-def _room(words: Sequence[str]) -> int:
-    """Return about how many bytes the beginnings of words take."""
+def _size(words: Sequence[str]) -> int:
+    """Return the approximate number of bytes that the prefixes of words take."""
     sizes = [len(word.encode(errors="replace")) for word in words]
     return sum(size * (size + 500) for size in sizes)
 
@@ -119,19 +119,19 @@ def _room(words: Sequence[str]) -> int:
 class BannedWords:
     """The logits post-processor of a request; requests with the same words share it.
 
-    `room`: about how many bytes it takes.
+    `size`: the approximate number of bytes that it takes.
     """
 
     def __init__(self, words: tuple[str, ...], states: Future[_States]) -> None:
         self.words = words
-        self.room = _room(words)
+        self.size = _size(words)
         self._states = states
 
     def prepare(self, device: str) -> Future[Any]:
         return self._states
 
     def banned_after(self, history: Sequence[int]) -> Ints:
-        """The ids of the tokens that would complete a word, int64; after `prepare`."""
+        """Return the ids of the tokens that would complete a word, int64. Call after `prepare`."""
         states = self._states.result()
         found: Ints = states.banned(states.state(history), sys.maxsize, _CPU).numpy()
         return found
@@ -147,7 +147,7 @@ class BannedWords:
 
 
 class _Vocabulary:
-    """The tokens with text, in the order of their bytes; `of_id`: the bytes of each token."""
+    """The tokens with text, sorted by their bytes. `of_id`: the bytes of each token."""
 
     def __init__(self, of_id: Sequence[bytes]) -> None:
         self.of_id = of_id
@@ -158,10 +158,10 @@ class _Vocabulary:
         self._starts = np.cumsum([0, *map(len, self._texts)])
 
     def beginning_with(self, text: bytes) -> Ints:
-        """Their ids; they stand side by side."""
+        """Return the ids of the tokens that begin with `text`, which are adjacent in the order."""
         first = bisect_left(self._texts, text)
-        behind = bisect_left(self._texts, True, first, key=lambda one: not one.startswith(text))
-        return self._ids[first:behind]
+        end = bisect_left(self._texts, True, first, key=lambda one: not one.startswith(text))
+        return self._ids[first:end]
 
     def containing(self, text: bytes) -> Ints:
         indices, at = [], self._joined.find(text)
@@ -176,23 +176,23 @@ class _Vocabulary:
 
 
 class _States:
-    """The tokens that some words ban, by the state of the text."""
+    """The tokens that a list of words bans, by the state of the text."""
 
     def __init__(self, words: Sequence[bytes], vocabulary: _Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._begun: dict[bytes, list[bytes]] = {}  # proper beginning -> what completes a word
+        self._rests: dict[bytes, list[bytes]] = {}  # proper prefix -> the rests of its words
         for word in words:
             for length in range(1, len(word)):
-                self._begun.setdefault(word[:length], []).append(word[length:])
-        self._longest = max(map(len, self._begun), default=0)
-        # the lengths of the beginnings that end with these bytes, so that few of them are tried
+                self._rests.setdefault(word[:length], []).append(word[length:])
+        self._longest = max(map(len, self._rests), default=0)
+        # last bytes -> the lengths of the prefixes that end with them, so that few are tried
         self._lengths: dict[bytes, list[int]] = {}
-        for beginning in sorted(self._begun, key=len, reverse=True):
-            self._lengths.setdefault(beginning[-_TAIL:], []).append(len(beginning))
+        for prefix in sorted(self._rests, key=len, reverse=True):
+            self._lengths.setdefault(prefix[-_TAIL:], []).append(len(prefix))
         found = [vocabulary.containing(word) for word in words]
-        self._anywhere = np.unique(np.concatenate(found))
-        self._kept: dict[tuple[bytes, int, torch.device], Tensor] = {}
-        self._num_kept = 0
+        self._always_banned = np.unique(np.concatenate(found))  # they contain a whole word
+        self._cache: dict[tuple[bytes, int, torch.device], Tensor] = {}
+        self._num_cached = 0
 
     def state(self, history: Sequence[int]) -> bytes:
         """Return the state of a text in tokens; ids beyond the vocabulary have no bytes."""
@@ -207,25 +207,25 @@ class _States:
         end = b"".join(reversed(pieces))
         for size in range(min(_TAIL, length), 0, -1):
             for number in self._lengths.get(end[-size:], ()):
-                if number <= length and end[length - number :] in self._begun:
+                if number <= length and end[length - number :] in self._rests:
                     return end[length - number :]
         return b""
 
     def banned(self, state: bytes, vocab_size: int, device: torch.device) -> Tensor:
-        """The ids of the tokens that complete a word in `state`, int64, below `vocab_size`."""
+        """Return the ids below `vocab_size` that complete a word in `state`, int64."""
         key = state, vocab_size, device
-        ids = self._kept.get(key)
+        ids = self._cache.get(key)
         if ids is None:
             found = self._look_up(state)
             ids = torch.from_numpy(found[found < vocab_size]).to(device)
-            if self._num_kept + len(ids) > _MAX_KEPT:
-                self._kept, self._num_kept = {}, 0
-            self._kept[key] = ids
-            self._num_kept += len(ids)
+            if self._num_cached + len(ids) > _MAX_CACHED:
+                self._cache, self._num_cached = {}, 0
+            self._cache[key] = ids
+            self._num_cached += len(ids)
         return ids
 
     def _look_up(self, state: bytes) -> Ints:
         ends = (state[start:] for start in range(len(state)))
-        rests = {rest for end in ends for rest in self._begun.get(end, ())}
-        found = [self._anywhere, *map(self._vocabulary.beginning_with, rests)]
+        rests = {rest for end in ends for rest in self._rests.get(end, ())}
+        found = [self._always_banned, *map(self._vocabulary.beginning_with, rests)]
         return np.unique(np.concatenate(found))

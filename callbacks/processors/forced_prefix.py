@@ -1,4 +1,4 @@
-"""An output that begins with given tokens: a processor as a kernel."""
+"""`ForcedPrefix`: makes an output begin with given tokens, with a CUDA kernel and a NumPy twin."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ extern "C" __global__ void forced_prefix(
 
 
 class ForcedPrefix(RawKernelLogitsPostProcessor):
-    """Makes the output of a request begin with the tokens that it names."""
+    """Makes the output of a request begin with the given tokens."""
 
     def __init__(self, max_tokens: int = 64) -> None:
         at_least(1, "max_tokens", max_tokens)
@@ -40,7 +40,10 @@ class ForcedPrefix(RawKernelLogitsPostProcessor):
         self.max_tokens = max_tokens
 
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
-        """ValueError for more than `max_tokens` and for negative ids, TypeError for other types."""
+        """Return the processor of a request.
+
+        Raise ValueError for more than `max_tokens` ids or a negative id, TypeError for other types.
+        """
         if len(token_ids) > self.max_tokens:
             raise ValueError(f"{len(token_ids)} tokens are more than {self.max_tokens}")
         ids = np.zeros(self.max_tokens, dtype=np.int32)

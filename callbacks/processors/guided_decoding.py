@@ -1,4 +1,4 @@
-"""Guided decoding for a checkpoint folder: its tokenizer, and the tokens that end a text."""
+"""Guided decoding with the tokenizer and the end tokens of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
 
 
 def load_guided_decoding(folder: str | os.PathLike[str]) -> GuidedDecoding:
-    """For the checkpoint in `folder`; ConfigError without its tokenizer, or without llguidance."""
+    """Return guided decoding for a checkpoint; ConfigError without a tokenizer or llguidance."""
     return GuidedDecoding(load_tokenizer(folder), TokenDefaults.of_folder(folder).end_ids)

@@ -1,4 +1,4 @@
-"""A temperature that changes while a request generates: a processor as a kernel."""
+"""`TemperatureSchedule`: changes the temperature during a request, by a CUDA kernel and a twin."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ extern "C" __global__ void temperature_schedule(
 
 
 class TemperatureSchedule(RawKernelLogitsPostProcessor):
-    """From one temperature to another over the first tokens, in equal steps; then constant.
+    """Changes the temperature over the first tokens in equal steps, and then keeps it constant.
 
-    A greedy request stays greedy. So give the request `temperature=1.0`, too.
+    A greedy request stays greedy, so also set `temperature=1.0` on the request.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,13 @@ class TemperatureSchedule(RawKernelLogitsPostProcessor):
     def bind(  # type: ignore[override]
         self, start: float, end: float, steps: int
     ) -> BoundKernel:
-        """`steps`: number of tokens until `end` is reached. ValueError unless all are above 0."""
+        """Return the processor of a request. Raise ValueError unless all values are above 0.
+
+        `steps`: number of tokens until the temperature is `end`.
+        """
         for name, value in (("start", start), ("end", end), ("steps", steps)):
             if not value > 0:
-                raise ValueError(f"{name} = {value} is not above 0")
+                raise ValueError(f"{name} = {value} must be above 0")
         return super().bind(start=start, end=end, steps=steps)
 
 

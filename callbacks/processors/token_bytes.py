@@ -1,7 +1,7 @@
 """The bytes that each token of a vocabulary adds to a text.
 
-Knows the decoders of byte-level vocabularies (GPT-2, Llama 3, Qwen) and of SentencePiece with its
-byte tokens (Llama 2, Mistral, Gemma). A token may hold a part of a character.
+Supports the decoders of byte-level vocabularies (GPT-2, Llama 3, Qwen) and of SentencePiece with
+byte tokens (Llama 2, Mistral, Gemma). A token may be a part of a character.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """By token id; b"" for special tokens, which texts leave out, and for ids without a token.
+    """Return the bytes of each token id; b"" for special tokens and for ids without a token.
 
-    The text of a sequence is the UTF-8 of its tokens' bytes, joined. (SentencePiece leaves out a
-    space at the start of a text.) ConfigError for a decoder that is none of these.
+    The text of a sequence is the joined bytes of its tokens, decoded as UTF-8. (SentencePiece omits
+    a space at the start of a text.) Raise ConfigError for an unsupported decoder.
     """
     read = json.loads(tokenizer.to_str())
     kinds = {part["type"]: part for part in _parts(read["decoder"])}
@@ -42,8 +42,8 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
             found[token] = bytes([int(byte[1], 16)]) if byte else plain
     else:
         raise ConfigError(
-            f"the tokenizer's decoder is {', '.join(kinds) or 'none'}: the bytes of its tokens are "
-            "known for ByteLevel, Metaspace and ByteFallback"
+            f"the tokenizer's decoder is {', '.join(kinds) or 'none'}: it must be ByteLevel, "
+            "Metaspace or ByteFallback"
         )
     for token, one in added.items():
         found[token] = b"" if one["special"] else one["content"].encode()
@@ -59,7 +59,7 @@ def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _letters() -> dict[str, bytes]:
-    """GPT-2's letters for bytes: its own where it can be printed, else those from 256 on."""
+    """Return GPT-2's characters for bytes: a printable byte is itself, others are 256 and above."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): bytes([byte]) for byte in printable}

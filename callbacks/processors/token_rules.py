@@ -1,9 +1,9 @@
-"""Permits, bans or prefers tokens: processors as kernels, each for one request.
+"""Processors that allow, ban or prefer tokens, each for one request.
 
     banned = BannedTokens()
     request.logits_post_processor = banned.bind([13, 198])
 
-Requests that share an object share the launch. On the CPU their twins run, in NumPy.
+Each is a CUDA kernel; on the CPU its NumPy twin runs. Requests that share an object share a launch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ struct Params {{ int count; int ids[MAX_TOKENS]; float bias[MAX_TOKENS]; }};
 
 
 class AllowedTokens(RawKernelLogitsPostProcessor):
-    """Permits only the tokens that a request names. Name its `end_id`, too, if it should end."""
+    """Allows only the given tokens. Include the request's `end_id`, so that the output can end."""
 
     def __init__(self, max_tokens: int = 256) -> None:
         at_least(1, "max_tokens", max_tokens)
@@ -82,14 +82,17 @@ class AllowedTokens(RawKernelLogitsPostProcessor):
         self.max_tokens = max_tokens
 
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
-        """ValueError for an empty list, for more than `max_tokens`, and for negative ids."""
+        """Return the processor of a request.
+
+        Raise ValueError for an empty list, for more than `max_tokens` ids, and for a negative id.
+        """
         if not token_ids:
             raise ValueError("token_ids is empty: no token would be allowed")
         return super().bind(**_padded(token_ids, self.max_tokens))
 
 
 class BannedTokens(RawKernelLogitsPostProcessor):
-    """Permits all tokens except those that a request names."""
+    """Bans the given tokens."""
 
     def __init__(self, max_tokens: int = 256) -> None:
         at_least(1, "max_tokens", max_tokens)
@@ -103,12 +106,15 @@ class BannedTokens(RawKernelLogitsPostProcessor):
         self.max_tokens = max_tokens
 
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
-        """ValueError for more than `max_tokens`, and for negative ids."""
+        """Return the processor of a request.
+
+        Raise ValueError for more than `max_tokens` ids, and for a negative id.
+        """
         return super().bind(**_padded(token_ids, self.max_tokens))
 
 
 class TokenBias(RawKernelLogitsPostProcessor):
-    """Adds a number to the logits of some tokens: log 2 doubles the odds of a token."""
+    """Adds a bias to the logits of given tokens: log 2 doubles the odds of a token."""
 
     def __init__(self, max_tokens: int = 256) -> None:
         at_least(1, "max_tokens", max_tokens)
@@ -122,13 +128,13 @@ class TokenBias(RawKernelLogitsPostProcessor):
         self.max_tokens = max_tokens
 
     def bind(self, bias: Mapping[int, float]) -> BoundKernel:  # type: ignore[override]
-        """`bias` by token id; -inf bans a token.
+        """Return the processor of a request. `bias`: by token id; -inf bans a token.
 
-        ValueError for more than `max_tokens`, for negative ids, for NaN and for +inf.
+        Raise ValueError for more than `max_tokens` ids, for a negative id, and for NaN and +inf.
         """
         for token, added_to in bias.items():
             if not added_to < math.inf:
-                raise ValueError(f"bias[{token}] = {added_to} is no number below infinity")
+                raise ValueError(f"bias[{token}] = {added_to} must be a number below infinity")
         added = np.zeros(self.max_tokens, dtype=np.float32)
         params = _padded(list(bias), self.max_tokens)
         added[: len(bias)] = [bias[token] for token in sorted(bias)]
@@ -136,7 +142,7 @@ class TokenBias(RawKernelLogitsPostProcessor):
 
 
 def _padded(token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """The ids in ascending order, each once. TypeError for an id that is no integer."""
+    """Return the parameters for sorted, unique ids. Raise TypeError unless all are integers."""
     ids = sorted({as_token(token) for token in token_ids})
     if len(ids) > max_tokens:
         raise ValueError(f"{len(ids)} tokens are more than max_tokens = {max_tokens}")

@@ -1,8 +1,8 @@
-"""A watermark in sampled text, and its detection: a processor as a kernel.
+"""`Watermark`: marks sampled text, with a CUDA kernel and a NumPy twin, and detects the mark.
 
-After each token a hash with a key makes a part of the vocabulary green. Green tokens become a
-little more likely, and with the key they can be counted. After Kirchenbauer et al., "A Watermark
-for Large Language Models" (2023), with a hash of the last token.
+After each token, a keyed hash selects the green part of the vocabulary. Green tokens become
+slightly more likely, and the key allows to count them. From Kirchenbauer et al., "A Watermark for
+Large Language Models" (2023), with a hash of the last token.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ extern "C" __global__ void watermark(
 
 
 class Watermark(RawKernelLogitsPostProcessor):
-    """Adds `delta` to the logits of a share `gamma` of the vocabulary, another part for each token.
+    """Adds `delta` to the logits of a share `gamma` of the vocabulary, which each token changes.
 
-    `key`: a secret of 32 bits. It marks sampled text. Greedy text hardly changes where the model is
-    sure of a token.
+    `key`: a secret of 32 bits. The mark is in sampled text. Greedy text hardly changes where the
+    model is certain of a token.
     """
 
     def __init__(self, key: int, gamma: float = 0.25, delta: float = 2.0) -> None:
         if not 0 <= key < 2**32:
-            raise ValueError(f"key = {key} is outside 0..2**32-1")
+            raise ValueError(f"key = {key} must be in 0..2**32-1")
         if not 0 < gamma < 1:
-            raise ValueError(f"gamma = {gamma} is not between 0 and 1")
+            raise ValueError(f"gamma = {gamma} must be between 0 and 1")
         if not math.isfinite(delta):
-            raise ValueError(f"delta = {delta} is not finite")
+            raise ValueError(f"delta = {delta} must be a finite number")
         fields = [("key", np.uint32), ("threshold", np.uint32), ("delta", np.float32)]
         super().__init__(_SOURCE, "watermark", fields, twin=_mark)
         self.key, self.gamma, self.delta = key, gamma, delta
@@ -65,9 +65,10 @@ class Watermark(RawKernelLogitsPostProcessor):
         return super().bind(key=self.key, threshold=self._threshold, delta=self.delta)
 
     def z_score(self, tokens: Sequence[int]) -> float:
-        """By how many standard deviations more of `tokens` are green than without the watermark.
+        """Return how many standard deviations the number of green tokens is above its mean.
 
-        Above 4 it is no chance. The first token only begins the chain.
+        The mean is that of text without the watermark. A score above 4 is practically never due to
+        chance. The first token is not counted: it only seeds the hash of the second.
         """
         ids = np.asarray(tokens, dtype=np.uint32)
         hashes = _mixed(_seeds(np.uint32(self.key), ids[:-1]) ^ ids[1:])
@@ -79,7 +80,7 @@ class Watermark(RawKernelLogitsPostProcessor):
 
 
 def _mixed(x: Words) -> Words:
-    """A permutation of the 32-bit words; by C. Wellons, "Prospecting for Hash Functions" (2018)."""
+    """Permute 32-bit words, by C. Wellons, "Prospecting for Hash Functions" (2018)."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))

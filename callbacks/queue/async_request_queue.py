@@ -1,7 +1,7 @@
 """`AsyncRequestQueue`: a `RequestQueue` for asyncio, where a full queue is awaited.
 
-Decides who waits for room, and that a task which goes away takes its request along. All else is
-`RequestQueue`.
+Decides which task gets the next free place, and cancels the request of a task that is cancelled.
+`RequestQueue` does everything else.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from gptmanager.callbacks.queue.wakeups import AsyncWaiter
 
 
 class AsyncRequestQueue(RequestQueue):
-    """Tasks of any event loop submit; a manager fetches, answers and stops through the callbacks.
+    """Takes requests from tasks of any event loop; a manager runs them through the callbacks.
 
         queue = AsyncRequestQueue.for_checkpoint(folder)
         ...
         async for tokens in queue.stream([1, 2, 3], 20):
             ...
 
-    A task that finds the queue full waits for its turn; who came first goes first. A task that is
-    cancelled, or leaves a stream early, stops its request. Threads may use it as a `RequestQueue`.
+    Tasks that find the queue full wait in the order of their arrival. A task that is cancelled, or
+    that leaves a stream early, cancels its request. Threads may use the queue as a `RequestQueue`.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._turns: deque[AsyncWaiter] = deque()  # of tasks that wait for room
+        self._turns: deque[AsyncWaiter] = deque()  # one for each task that waits, oldest first
 
     async def stream(
         self,
@@ -40,10 +40,10 @@ class AsyncRequestQueue(RequestQueue):
         max_new_tokens: int | None = None,
         **by_name: Any,
     ) -> AsyncIterator[list[int]]:
-        """Lists of new tokens, as they come: one, or several if the reader was slow.
+        """Yield lists of new tokens: one token each, or several if the reader was slow.
 
-        The arguments of `submit`, but for its timeout. Raises what it raises, and the error of the
-        request after the tokens that came before it.
+        The arguments are those of `submit`, without its timeout. Raise the errors of `submit`, and
+        the error of the request after the tokens that precede it.
         """
         if isinstance(prompt, InferenceRequest):
             prompt.is_streaming = True
@@ -60,7 +60,7 @@ class AsyncRequestQueue(RequestQueue):
         max_new_tokens: int | None = None,
         **by_name: Any,
     ) -> GenerationResult:
-        """The whole result. The arguments of `submit`, but for its timeout."""
+        """Return the whole result. The arguments are those of `submit`, without its timeout."""
         with await self.submit_async(prompt, max_new_tokens, **by_name) as generation:
             return await generation
 
@@ -70,11 +70,11 @@ class AsyncRequestQueue(RequestQueue):
         max_new_tokens: int | None = None,
         **by_name: Any,
     ) -> Generation:
-        """Submit a request, see `submit`; a full queue is awaited, in the order of arrival."""
+        """Submit a request as `submit` does; await a full queue, in the order of arrival."""
         generation = self._take(prompt, max_new_tokens, by_name.pop("request_id", None), by_name)
         turn = self._wakeups.waiter()
         with self._changed:
-            self._turns.append(turn)  # first, so that no room is missed
+            self._turns.append(turn)  # first, so that no free place is missed
         try:
             while not self._is_taken(generation, turn):
                 await turn.wait()
@@ -89,9 +89,9 @@ class AsyncRequestQueue(RequestQueue):
         return generation
 
     def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Generation]:
-        """Queue all of them, or none; never waits.
+        """Queue all of the requests, or none. Never wait.
 
-        Raises `queue.Full` at once where they do not fit together, and all that `submit` raises.
+        Raise `queue.Full` at once if they do not fit together, and the errors of `submit`.
         """
         generations: list[Generation] = []
         try:
@@ -111,10 +111,10 @@ class AsyncRequestQueue(RequestQueue):
 
     def close(self, error: BaseException | None = None) -> None:
         super().close(error)
-        self._wake_first()  # it raises, and wakes the next
+        self._wake_first()  # its `submit_async` raises, and wakes the next
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
-        """The Get callback."""
+        """Return the next requests: the GetInferenceRequests callback."""
         requests = super().get_inference_requests(max_num_requests)
         if requests:
             self._wake_first()

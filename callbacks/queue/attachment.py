@@ -1,4 +1,4 @@
-"""`Attachment`: lets a queue wake its manager, and tells it when the manager has ended."""
+"""`Attachment`: lets a queue wake its manager, and closes the queue when the manager has ended."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gptmanager import GptManager
 from gptmanager.errors import ManagerDeadError
 
 _JOIN_TIMEOUT_S = 5.0
-_WAIT_S = 0.5  # the longest time for which the manager is held
-_PAUSE_S = 0.01  # in which it may go
+_WAIT_S = 0.5  # the longest time for which the watcher holds a reference to the manager
+_PAUSE_S = 0.01  # time without a reference, in which the manager may be collected
 
 
 class Attachment:
-    """Watches `manager` on a thread of its own; `on_end` is called there, once, with the reason.
+    """Watches `manager` on a separate thread, which calls `on_end` once, with the reason.
 
-    The thread ends with the manager, and keeps it from being forgotten for moments alone. It is a
-    daemon, so it never holds up the interpreter.
+    The thread ends with the manager. It holds a reference to the manager for short times only, so
+    the manager can be garbage-collected. It is a daemon, so it never keeps the interpreter alive.
     """
 
     def __init__(self, manager: GptManager, on_end: Callable[[ManagerDeadError], None]) -> None:
@@ -30,14 +30,14 @@ class Attachment:
         self._watcher.start()
 
     def notify(self) -> None:
-        """Wake an idle manager. Does nothing if it is dead: the watcher tells the queue."""
+        """Wake an idle manager. Do nothing if it is dead: the watcher then closes the queue."""
         manager = self._manager()
         if manager is not None:
             with suppress(ManagerDeadError):
                 manager.notify()
 
     def join(self) -> None:
-        """Leave no thread behind: wait for the watcher if the manager has ended."""
+        """Wait for the end of the watcher if the manager has ended, so that no thread is left."""
         if self._watcher is not threading.current_thread() and self._has_ended(0.0):
             self._watcher.join(_JOIN_TIMEOUT_S)
 

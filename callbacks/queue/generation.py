@@ -1,8 +1,8 @@
 """`Generation`: the handle of a submitted request. A future, and a stream of new tokens.
 
-`GenerationPart` and `PartReader`: the same stream in pieces, with the tensors of each piece. Knows
-how to wait for responses, in threads and in event loops. Knows nothing of queues and of the
-manager, except how to ask for a cancellation.
+`GenerationPart` and `PartReader`: the same stream in pieces, with the tensors of each piece. The
+module waits for responses, in threads and in event loops. It does not know queues or the manager,
+except for the function that cancels a request.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gptmanager.errors import ManagerDeadError
 
 
 class GenerationPart(NamedTuple):
-    """The responses since the last part: one, or several if the reader was slow.
+    """The responses since the last part: one response, or several if the reader was slow.
 
-    `tokens`: the new ones of the first beam. `tensors`: the response tensors by name, those of
-    several responses joined, but for `output_ids`. `result`: set in the last part alone.
+    `tokens`: the new tokens of the first beam. `tensors`: the response tensors by name, without
+    the tokens; tensors of several responses are joined. `result`: only in the last part.
     """
 
     tokens: list[int]
@@ -36,25 +36,26 @@ class GenerationPart(NamedTuple):
 
 
 class Generation(concurrent.futures.Future[GenerationResult]):
-    """A request that runs; returned by `RequestQueue.submit`.
+    """The handle of a request, returned by `RequestQueue.submit`.
 
     As a `concurrent.futures.Future`: `result(timeout)` returns a `GenerationResult`, or raises the
     error of the response, a class of `gptmanager.errors`. `concurrent.futures.wait` and
-    `as_completed` work. A done callback runs on the manager's thread: it must be quick.
+    `as_completed` work. A done callback runs on the manager's thread, so it must be quick.
 
     As an iterable: the new tokens of the first beam, as ints. A request with `is_streaming=True`
-    yields them one by one, any other request all at its end. Any number of threads and event loops
-    may iterate; each sees every token. An error is raised after the tokens that came before it.
+    yields each token as it is generated, any other request yields all of them at its end. Any
+    number of threads and event loops may iterate; each gets every token. An error is raised after
+    the tokens that precede it.
 
     In asyncio: `async for token in generation` and `await generation`, in any event loop. If a task
-    that waits here is cancelled, the request is cancelled, as everywhere in asyncio. Use
+    that waits here is cancelled, the request is cancelled, as is usual in asyncio. Use
     `asyncio.shield` if several tasks share the request.
 
-    As a context manager: the end of the block cancels the request if it has not ended. So a stream
-    costs nothing more when its reader leaves early.
+    As a context manager: the end of the block cancels the request if it has not ended, so a stream
+    stops using the manager when its reader leaves early.
 
-    A cancelled request ends without an error: with the tokens it had, finish reason CANCELLED. So
-    `cancelled()` is always False.
+    A cancelled request ends without an error: with the tokens generated so far, and finish reason
+    CANCELLED. So `cancelled()` is always False.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         self._wakeups = wakeups
         self._responses = ResponseCollector(request, exclude_input=exclude_input)
         self._tokens: list[int] = []
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._news = threading.Condition(self._lock)
         self._async_waiters: list[AsyncWaiter] = []
-        self._is_ending = False  # all tokens are here, the result not yet
-        self._has_ended = False  # with its result, or its error
+        self._is_ending = False  # all tokens are set, the result is not yet
+        self._has_ended = False  # the result or the error is set
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -90,14 +91,14 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         return f"Generation({self.request_id}, {state})"
 
     def cancel(self) -> bool:
-        """Ask for an early end; False if the request has ended. Never waits.
+        """Ask for an early end; return False if the request has ended. Never wait.
 
         A request that the manager has not fetched ends at once.
         """
         return self._ask_to_cancel(self.request_id)
 
     def result(self, timeout: float | None = None) -> GenerationResult:
-        """Return how the request has ended, or raise its error. Wait at most `timeout` seconds.
+        """Return the result of the request, or raise its error. Wait at most `timeout` seconds.
 
         Raise ManagerDeadError in a forked process, where no manager answers.
         """
@@ -117,7 +118,10 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     # Reading --------------------------------------------------------------------------------
 
     def tokens(self, timeout: float | None = None) -> Iterator[int]:
-        """The new tokens; concurrent.futures.TimeoutError if one takes over `timeout` seconds."""
+        """Yield the new tokens of the first beam.
+
+        Raise concurrent.futures.TimeoutError if no new token arrives within `timeout` seconds.
+        """
         seen = 0
         while new := self._wait_for_tokens(seen, timeout):
             yield from new
@@ -135,7 +139,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     async def parts(self) -> AsyncIterator[GenerationPart]:
         """Yield responses in parts; the last one has the result. Then raise the error, if any.
 
-        A request without `is_streaming` has one part. Several readers each see everything.
+        A request without `is_streaming` has one part. Each of several readers gets all parts.
         """
         self._refuse_to_wait_in_fork()
         waiter = self._wakeups.waiter()
@@ -169,7 +173,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             self.cancel()
 
     def _wait_for_tokens(self, seen: int, timeout: float | None) -> list[int]:
-        """The tokens after the first `seen`; an empty list at the end."""
+        """Wait for tokens after the first `seen`, and return them; at the end, an empty list."""
         if len(self._tokens) == seen:
             self._refuse_to_wait_in_fork()
         with self._news:
@@ -185,10 +189,10 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             if waiter in self._async_waiters:
                 self._async_waiters.remove(waiter)
 
-    # For the queue alone --------------------------------------------------------------------
+    # Only for the queue ---------------------------------------------------------------------
 
     def deliver(self, tensors: Iterable[NamedTensor], is_final: bool, error: str) -> None:
-        """Take one response. Called by one thread at a time, with at most one final response."""
+        """Add one response. One thread at a time may call it, with at most one final response."""
         if error:
             self.fail(error_of(error))
             return
@@ -220,7 +224,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
                 self._wake_readers()
 
     def _wake_readers(self) -> None:
-        """With the lock held."""
+        """Wake all readers. The caller holds the lock."""
         self._news.notify_all()
         if self._async_waiters:
             for waiter in self._async_waiters:
@@ -229,7 +233,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
 
 
 class PartReader:
-    """Reads a generation without waiting: for one who waits for several of them at once."""
+    """Reads a generation without waiting, for a caller that waits for several of them at once."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -238,13 +242,13 @@ class PartReader:
         self.is_at_end = False
 
     def waiter(self) -> AsyncWaiter:
-        """One for `take`, in the running event loop; readers of one queue may share it."""
+        """Return a waiter of the running event loop for `take`; readers of a queue may share it."""
         return self._generation._wakeups.waiter()
 
     def take(self, waiter: AsyncWaiter | None = None) -> GenerationPart | None:
-        """Return the part since the last call; None: there is none. `waiter` is woken for more.
+        """Return the part since the last call, or None if there is nothing new.
 
-        Raises the error of the request after everything that came before it.
+        `waiter` is woken when there is more. Raise the error of the request after the last part.
         """
         generation = self._generation
         with generation._lock:
@@ -258,7 +262,7 @@ class PartReader:
             tensors = generation._responses.new_tensors(self._num_tensors)
         if not done:
             return GenerationPart(tokens, tensors)
-        if tokens and generation.exception() is not None:  # which comes with the next call
+        if tokens and generation.exception() is not None:  # the next call raises it
             if waiter is not None:
                 waiter.wake()
             return GenerationPart(tokens, tensors)

@@ -1,7 +1,7 @@
-"""`PendingRequests`: requests that wait for the manager, in the order of their turn.
+"""`PendingRequests`: requests that wait for the manager, in the order of their priority.
 
-Highest priority first, equal ones in the order they came. Says whether one more fits. Not
-thread-safe; knows nothing of answers.
+Requests of equal priority are in the order of their arrival. The class also checks whether another
+request fits. It is not thread-safe, and has nothing to do with responses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOUNS = ("prompt tokens", "bytes of tensors")
 
 
 class Size(NamedTuple):
-    """A count, or a limit: requests, tokens of their prompts, bytes of their tensors."""
+    """A number of requests, of the tokens of their prompts, and of the bytes of their tensors."""
 
     requests: int
     tokens: int
@@ -36,9 +36,9 @@ class Size(NamedTuple):
 
 
 class PendingRequests:
-    """A queue by priority. A request in the middle can be taken out, too.
+    """A priority queue from which any request can be removed.
 
-    `limits` by the names of their options, in the order of `Size`; None: no limit.
+    `limits`: by the names of their options, in the order of `Size`; None: no limit.
     """
 
     def __init__(self, limits: dict[str, int | None] | None = None) -> None:
@@ -59,9 +59,9 @@ class PendingRequests:
         self.size = Size(*(have + more for have, more in zip(self.size, size, strict=True)))
 
     def excess(self, size: Size) -> str:
-        """The limit that `size` more would exceed, with the numbers; empty: none.
+        """Describe the limit that an additional `size` would exceed; "" if it fits.
 
-        Raises CapacityError if `size` alone exceeds a limit.
+        Raise CapacityError if `size` alone exceeds a limit.
         """
         for (name, limit), have, more, noun in zip(
             self._limits.items(), self.size, size, ("requests", *_NOUNS), strict=True
@@ -75,7 +75,7 @@ class PendingRequests:
         return ""
 
     def pop(self, count: int) -> list[InferenceRequest]:
-        """The next `count` requests, or as many as there are."""
+        """Remove and return the next `count` requests, or all if there are fewer."""
         popped: list[InferenceRequest] = []
         while self._levels and len(popped) < count:
             level = max(self._levels)
@@ -90,7 +90,7 @@ class PendingRequests:
         return popped
 
     def take(self, request_id: int) -> InferenceRequest | None:
-        """Remove this one; None if it is not here."""
+        """Remove and return this request; None if it is not in the queue."""
         level = self._level_of.pop(request_id, None)
         if level is None:
             return None
@@ -106,13 +106,13 @@ class PendingRequests:
 
 
 def _level(priority: Any) -> float:
-    # the manager answers a wrong priority; here it must only not break the order
+    # the manager refuses an invalid priority; here it must only not break the order
     is_number = isinstance(priority, (int, float)) and not math.isnan(priority)
     return float(priority) if is_number else _DEFAULT_PRIORITY
 
 
 def _num_items(value: Any) -> int:
-    """Return the number of items of a tensor, an array or a list; the manager refuses others."""
+    """Return the number of items of a tensor, array or list; the manager refuses other types."""
     try:
         return math.prod(value.shape) if hasattr(value, "shape") else len(value)
     except TypeError:

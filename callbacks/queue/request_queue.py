@@ -1,7 +1,7 @@
 """`RequestQueue`: three of the four callbacks as a thread-safe bounded queue with futures.
 
-Decides which request is fetched next, and to which handle a response belongs. Knows nothing of the
-meaning of a request: the manager checks it and answers.
+Decides which request is fetched next, and which handle gets a response. Does not interpret
+requests: the manager checks and answers them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RequestQueue:
-    """Any thread submits; a manager fetches, answers and stops through the callbacks.
+    """Takes requests from any thread; a manager fetches, answers and stops them by callbacks.
 
         with RequestQueue() as queue, GptManager(
             folder, ModelType.INFLIGHT_FUSED_BATCHING, 1, SchedulerConfig(),
@@ -38,15 +38,17 @@ class RequestQueue:
             for token in queue.submit([1, 2, 3], 20, is_streaming=True):
                 ...
 
-    The queue stands outside the manager in the `with`. So the manager finishes its requests first,
-    and then `close` answers those that it never fetched. After `attach` the queue also closes when
-    the manager ends or dies, so no handle waits for ever. One queue serves one manager.
+    In the `with` statement the queue is the outer context manager. So the manager finishes its
+    requests first, and then `close` answers the requests that it never fetched. After `attach` the
+    queue also closes when the manager ends or dies, so no handle waits forever. One queue serves
+    one manager.
 
     `max_pending`: the most requests that may wait for the manager. `max_pending_tokens` and
-    `max_pending_bytes`: the most tokens of their prompts and bytes of their tensors, together.
-    None: any number. Higher priority is fetched first, equal ones in the order they came.
-    `default_end_id` (an id or several, see `TokenDefaults`) and `default_pad_id` are for requests
-    that bring none. Set `exclude_input_in_output` as in the manager's `OptionalParams`.
+    `max_pending_bytes`: the most tokens of their prompts and bytes of their tensors, in total.
+    None: no limit. Requests with a higher priority are fetched first, requests of equal priority
+    in the order of their arrival. `default_end_id` (an id or several, see `TokenDefaults`) and
+    `default_pad_id` are for requests without these tensors. Set `exclude_input_in_output` as in
+    the manager's `OptionalParams`.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class RequestQueue:
 
     @classmethod
     def for_checkpoint(cls, folder: str | os.PathLike[str], **options: Any) -> RequestQueue:
-        """A queue whose `end_id` and `pad_id` come from the folder's generation_config.json."""
+        """Create a queue with the `end_id` and `pad_id` of the folder's generation_config.json."""
         defaults = TokenDefaults.of_folder(folder)
         options.setdefault("default_end_id", defaults.end_ids)
         options.setdefault("default_pad_id", defaults.pad_id)
@@ -91,22 +93,22 @@ class RequestQueue:
 
     @property
     def num_pending(self) -> int:
-        """Requests that the manager has not fetched."""
+        """Number of requests that the manager has not fetched."""
         return len(self._pending)
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens of their prompts."""
+        """Number of tokens in the prompts of pending requests."""
         return self._pending.size.tokens
 
     @property
     def num_pending_bytes(self) -> int:
-        """Bytes of their tensors."""
+        """Number of bytes in the tensors of pending requests."""
         return self._pending.size.bytes
 
     @property
     def num_open(self) -> int:
-        """Requests without a final response, pending ones included."""
+        """Number of requests without a final response, including pending ones."""
         return len(self._open)
 
     # For the host, from any thread ----------------------------------------------------------
@@ -123,13 +125,13 @@ class RequestQueue:
         """Queue a request: token ids with the keywords of `InferenceRequest.from_tokens`, or a
         whole `InferenceRequest`, on which the queue's defaults are set.
 
-        A full queue blocks for up to `timeout` seconds (None: for ever), then raises `queue.Full`.
+        A full queue blocks for up to `timeout` seconds (None: forever), then raises `queue.Full`.
         It never blocks on the manager's own thread, that is in a done callback. In asyncio use
         `timeout=0`, or `asyncio.to_thread`. Without `request_id` the ids count from 1, so a
         repeated run has the same ids and the same seeds.
 
-        Raises DuplicateRequestIdError for the id of an open request, CapacityError for a request
-        that exceeds `max_pending_tokens` or `max_pending_bytes` alone, and ManagerDeadError if the
+        Raise DuplicateRequestIdError for the id of an open request, CapacityError for a request
+        that alone exceeds `max_pending_tokens` or `max_pending_bytes`, and ManagerDeadError if the
         queue is closed. The handle raises errors of the request itself.
         """
         generation = self._take(prompt, max_new_tokens, request_id, by_name)
@@ -137,7 +139,7 @@ class RequestQueue:
         return generation
 
     def cancel(self, request_id: int) -> bool:
-        """End a request early; False if it is not open. Never waits.
+        """End a request early; return False if it is not open. Never wait.
 
         A pending request ends at once, and the manager never sees it. A fetched one ends at the
         next iteration. Both end without an error, finish reason CANCELLED. In a forked process
@@ -164,7 +166,7 @@ class RequestQueue:
     def attach(self, manager: GptManager) -> None:
         """Wake `manager` at each submit, and close the queue when it has ended.
 
-        Raises TypeError for an object without `notify` and `wait`, ValueError for a second manager.
+        Raise TypeError for an object without `notify` and `wait`, ValueError for a second manager.
         """
         for method in ("notify", "wait"):
             if not callable(getattr(manager, method, None)):
@@ -177,7 +179,7 @@ class RequestQueue:
         self._notify()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Fail every open handle with `error` and refuse new requests; the first `error` stays.
+        """Fail all open handles with `error`, and refuse new requests; a later `error` is ignored.
 
         Requests that still run in the manager are stopped. To let them finish, call
         `manager.shutdown()` first. Idempotent; in a forked process it does nothing.
@@ -214,7 +216,7 @@ class RequestQueue:
     # For the manager, on its own thread -----------------------------------------------------
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
-        """The Get callback."""
+        """Return the next requests: the GetInferenceRequests callback."""
         self._loop_thread = threading.get_ident()
         if not len(self._pending):  # without the lock: it runs in every iteration
             return []
@@ -227,7 +229,10 @@ class RequestQueue:
     def send_response(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        """The SendResponse callback. A response to an id that is not open is ignored."""
+        """Pass a response to its handle: the SendResponse callback.
+
+        A response to an id that is not open is ignored.
+        """
         if is_final or error:
             with self._changed:
                 generation = self._open.pop(request_id, None)
@@ -240,7 +245,7 @@ class RequestQueue:
             self._deliver(generation, tensors, is_final, error)
 
     def poll_stop_signal(self) -> frozenset[int]:
-        """The PollStopSignal callback: it returns an id until its final response."""
+        """Return the ids to stop, each until its final response: the PollStopSignal callback."""
         if not self._stops:
             return frozenset()
         with self._changed:
@@ -250,7 +255,7 @@ class RequestQueue:
 
     @property
     def _is_forked(self) -> bool:
-        """This process is a fork: no manager fetches or answers here."""
+        """Whether this process is a fork, in which no manager fetches or answers."""
         return os.getpid() != self._process
 
     def _take(
@@ -260,10 +265,10 @@ class RequestQueue:
         request_id: int | None,
         by_name: dict[str, Any],
     ) -> Generation:
-        """The handle of a request that is not queued yet, but has its id."""
+        """Return the handle of a request that has its id, but is not queued yet."""
         if isinstance(prompt, InferenceRequest):
             if max_new_tokens is not None or request_id is not None or by_name:
-                raise TypeError("submit() takes nothing but timeout beside an InferenceRequest")
+                raise TypeError("submit() of an InferenceRequest accepts only `timeout` besides it")
             request_id = prompt.request_id
         elif max_new_tokens is None:
             raise TypeError("submit() of token ids needs max_new_tokens")
@@ -299,7 +304,7 @@ class RequestQueue:
                 self._open.pop(request_id, None)
 
     def _enqueue(self, generations: Sequence[Generation], timeout: float | None) -> None:
-        """All of them, or none; then their ids are free again."""
+        """Queue all of them, or none; in that case release their ids."""
         try:
             self._push(generations, timeout)
         except BaseException:
@@ -309,7 +314,7 @@ class RequestQueue:
 
     def _push(self, generations: Sequence[Generation], timeout: float | None) -> None:
         if threading.get_ident() == self._loop_thread:
-            timeout = 0.0  # no other thread makes room
+            timeout = 0.0  # only this thread fetches requests
         size = Size.sum(Size.of(generation.request) for generation in generations)
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_ready_to_take(size), timeout):
@@ -329,7 +334,7 @@ class RequestQueue:
         try:
             generation.deliver(tensors, is_final, error)
         except Exception as malformed:
-            # an exception would only end the request; this ends it, too, and tells the handle why
+            # an exception would only end the request; this also gives the handle the reason
             with self._changed:
                 was_open = self._open.pop(generation.request_id, None) is not None
                 if was_open:

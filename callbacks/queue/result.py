@@ -1,6 +1,6 @@
-"""Makes one value of the responses to a request: a `GenerationResult`, or an error to raise.
+"""Combines the responses to a request into a `GenerationResult`, or into an error to raise.
 
-Knows the tensors of responses by name; knows nothing of threads, queues and waiting.
+Interprets the tensors of responses by name. Does not use threads, queues or waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from gptmanager import REQUEST_METRICS, FinishReason, InferenceRequest, NamedTensor, errors
 
-# tensors with the axis that counts tokens: a streaming response holds the new ones only
+# tensor -> its axis of tokens; a streaming response has the values of new tokens only
 _PER_TOKEN = {
     **{"context_logits": 1, "generation_logits": 2, "output_log_probs": 2},
     **{"top_log_probs": 2, "top_log_prob_ids": 2},
@@ -28,11 +28,11 @@ _TOKENS = ("output_ids", "sequence_length")
 
 @dataclass(frozen=True, eq=False)
 class GenerationResult:
-    """How a request ended without an error. It has one sequence for each beam, best first.
+    """The output of a request that ended without an error: a sequence for each beam, best first.
 
-    `generated_ids` holds no prompt and no padding; for a cancelled request the tokens so far.
-    `metrics` has the fields of `REQUEST_METRICS`: counts, and times in seconds since the manager
-    fetched the request, NaN for an event that never happened.
+    `generated_ids`: the tokens without prompt and padding; of a cancelled request, the tokens
+    generated so far. `metrics` has the fields of `REQUEST_METRICS`: counts, and times in seconds
+    since the manager fetched the request, NaN for an event that did not happen.
     """
 
     request_id: int
@@ -48,16 +48,16 @@ class GenerationResult:
 
     @cached_property
     def output_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Prompt and generated tokens, without padding, even if the responses had no prompt."""
+        """Prompt and generated tokens, without padding, even if the responses have no prompt."""
         return tuple(self.prompt_ids + generated for generated in self.generated_ids)
 
     @cached_property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Every response tensor by name; streamed parts are joined."""
+        """All response tensors by name; streamed parts are joined."""
         return MappingProxyType({name: _joined(name, parts) for name, parts in self._parts.items()})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tensors of a step share memory, of which a copy takes only their own."""
+        """Copy the tensors: those of a step share memory, which a pickle would hold as a whole."""
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         parts = {name: [part.clone() for part in own] for name, own in self._parts.items()}
         return {**state, "metrics": dict(self.metrics), "_parts": parts}
@@ -67,7 +67,7 @@ class GenerationResult:
 
 
 class ResponseCollector:
-    """Gathers the responses to `request`, in the order they come.
+    """Collects the responses to `request`, in their order.
 
     `exclude_input`: the manager's `OptionalParams.exclude_input_in_output`.
     """
@@ -79,9 +79,9 @@ class ResponseCollector:
         self._parts: dict[str, list[torch.Tensor]] = {}
 
     def add(self, tensors: Iterable[NamedTensor]) -> list[int]:
-        """The new tokens of this response if the request streams, else an empty list.
+        """Add a response; return its new tokens if the request streams, else an empty list.
 
-        With several beams those of the best beam.
+        With several beams, return the tokens of the best beam.
         """
         by_name = dict(tensors)
         tokens: list[int] = []
@@ -99,8 +99,10 @@ class ResponseCollector:
         return tokens
 
     def new_tensors(self, seen: dict[str, int]) -> dict[str, torch.Tensor]:
-        """The tensors by name that came since the last call with the same `seen`, joined; without
-        the tokens, which `add` has returned. `seen`: how many parts of each are known.
+        """Return the tensors by name that were added since the last call with the same `seen`.
+
+        Parts are joined. Tokens are not included: `add` has returned them. `seen`: the number of
+        parts of each tensor that the caller has; updated here.
         """
         found = {}
         for name, parts in self._parts.items():
@@ -111,7 +113,7 @@ class ResponseCollector:
         return found
 
     def result(self) -> GenerationResult:
-        """The whole result. Call it after the final response."""
+        """Return the whole result. Call it after the final response."""
         prompt = _prompt_of(self._request)
         if self._request.is_streaming:
             generated = tuple(map(tuple, self._streamed or [[]]))
@@ -144,7 +146,7 @@ class ResponseCollector:
             return ()
         lengths = self._values("sequence_length")
         beams = self._parts["output_ids"][0].numpy().reshape(len(lengths), -1)
-        # a host may have forgotten exclude_input: the tokens show whether the prompt is there
+        # a host may have forgotten exclude_input: so the tokens are compared
         included = not self._exclude_input and all(
             length >= len(prompt) and np.array_equal(beam[: len(prompt)], prompt)
             for beam, length in zip(beams, lengths, strict=True)
@@ -160,7 +162,7 @@ class ResponseCollector:
 
 
 def cancelled_response(request: InferenceRequest) -> list[NamedTensor]:
-    """The final response to a request that no manager has seen: no tokens, CANCELLED."""
+    """Return the final response to a request that was never fetched: no tokens, CANCELLED."""
     counts = {"pauses": 0, "cached_tokens": 0, "generated_tokens": 0}
     counts["prompt_tokens"] = len(_prompt_of(request))
     metrics = [counts.get(name, math.nan) for name in REQUEST_METRICS]
@@ -173,9 +175,9 @@ def cancelled_response(request: InferenceRequest) -> list[NamedTensor]:
 
 
 def error_of(text: str) -> errors.GptManagerError:
-    """The error of an error response; its class is the name at the front of `text`.
+    """Return the error of an error response, which begins with the name of the error's class.
 
-    If that is no class of `gptmanager.errors`, it is a RequestError.
+    A text without the name of a class of `gptmanager.errors` becomes a RequestError.
     """
     match = re.match(r"(\w+): ", text)
     cls = getattr(errors, match.group(1), None) if match else None

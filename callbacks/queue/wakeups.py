@@ -1,8 +1,8 @@
-"""Wakes asyncio waiters from other threads, cheaply.
+"""Wakes asyncio waiters from other threads at low cost.
 
-A call into an event loop costs a system call, and a manager's thread answers many requests in a
-row. So each event loop has a mailbox: while one call is on its way, further wake-ups join it.
-Knows nothing of what its users wait for.
+A call into an event loop needs a system call, and a manager's thread answers many requests in a
+row. So each event loop has a mailbox: wake-ups that are posted before a scheduled call has run are
+handled by that call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 
 class AsyncWakeups:
-    """The mailboxes of all event loops that wait."""
+    """The mailboxes of all event loops with waiters."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class AsyncWakeups:
         )
 
     def waiter(self) -> AsyncWaiter:
-        """A waiter of the running event loop."""
+        """Return a new waiter of the running event loop."""
         loop = asyncio.get_running_loop()
         with self._lock:
             mailbox = self._mailboxes.get(loop)
@@ -33,9 +33,7 @@ class AsyncWakeups:
 
 
 class AsyncWaiter:
-    """Waits in its own event loop, one task at a time; is woken from any thread, and may be used
-    again.
-    """
+    """Waits in its event loop, for one task at a time. Any thread may wake it. It is reusable."""
 
     __slots__ = ("_loop", "_mailbox", "_waiting", "_is_woken")
 
@@ -46,7 +44,7 @@ class AsyncWaiter:
         self._is_woken = False
 
     async def wait(self) -> None:
-        """Return after the next `wake`; at once if one came since the last `wait`."""
+        """Return after the next `wake`, or at once if `wake` was called since the last `wait`."""
         if not self._is_woken:
             self._waiting = self._loop.create_future()
             await self._waiting
@@ -56,18 +54,18 @@ class AsyncWaiter:
         self._mailbox.post(self._loop, self)
 
     def open(self) -> None:
-        """The wake-up has come; in the event loop."""
+        """Let `wait` return. Called in the event loop."""
         self._is_woken = True
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
 
 class _Mailbox:
-    """Waiters to wake in an event loop. Holds no loop, so a closed one can be collected."""
+    """Waiters to wake in an event loop. Has no reference to it, so a closed loop is collected."""
 
     def __init__(self) -> None:
         self._woken: deque[AsyncWaiter] = deque()
-        self._is_called = False  # a call of `_open` is on its way
+        self._is_called = False  # a call of `_open` is scheduled
 
     def post(self, loop: asyncio.AbstractEventLoop, waiter: AsyncWaiter) -> None:
         self._woken.append(waiter)
@@ -75,11 +73,11 @@ class _Mailbox:
             self._is_called = True
             try:
                 loop.call_soon_threadsafe(self._open)
-            except RuntimeError:  # the loop is closed: nothing waits in it any more
+            except RuntimeError:  # the loop is closed, and no task waits in it
                 self._woken.clear()
 
     def _open(self) -> None:
-        # cleared first: a waiter posted from here on gets a call of its own
+        # reset first: a waiter that is posted from here on schedules another call
         self._is_called = False
         while self._woken:
             self._woken.popleft().open()

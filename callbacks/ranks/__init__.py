@@ -1,1 +1,1 @@
-"""Rank 0's callbacks, answered on every rank."""
+"""Callbacks of rank 0, with their answers on all ranks."""

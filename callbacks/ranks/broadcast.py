@@ -1,4 +1,4 @@
-"""`broadcast`: what rank 0's callbacks answer, on every rank of a model."""
+"""`broadcast`: sends the answers of rank 0's callbacks to all ranks of a model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def broadcast(
     poll: PollStopSignalCallback | None = None,
     transport: Literal["mpi"] | None = None,
 ) -> _Callbacks:
-    """`(get, poll)` for the manager of each rank: all see what the callbacks of rank 0 answer.
+    """Return `(get, poll)` for the manager of each rank, with the answers of rank 0's callbacks.
 
-    Rank 0 gives its GetInferenceRequests, and its PollStopSignal if it has one; the other ranks
-    give nothing. `transport` None: the managers send the answers, in the one message that they
-    exchange an iteration. "mpi": mpi4py does, for hosts under mpirun; extra `mpi`. ConfigError
-    where there is none, ValueError for a `transport` that is unknown.
+    Rank 0 passes its GetInferenceRequests, and its PollStopSignal if it has one; the other ranks
+    pass none. `transport` None: the managers send the answers in the message that they exchange in
+    each iteration. "mpi": mpi4py sends them, for hosts under mpirun; extra `mpi`. Raise ConfigError
+    without mpi4py, and ValueError for an unknown `transport`.
     """
     for name, callback in (("get", get), ("poll", poll)):
         if callback is not None:
@@ -35,5 +35,5 @@ def broadcast(
         mpi = MpiTransport()
         return functools.partial(mpi.get, get), functools.partial(mpi.poll, poll)
     if transport is not None:
-        raise ValueError(f"transport = {transport!r} is neither None nor 'mpi'")
+        raise ValueError(f"transport = {transport!r} must be None or 'mpi'")
     return Broadcast(get), Broadcast(poll)

@@ -1,7 +1,7 @@
-"""Rank 0's answers on every rank by MPI, for hosts under mpirun: data only, no pickle.
+"""Sends rank 0's answers to all ranks by MPI, for hosts under mpirun, without pickle.
 
-Each call is two collective operations: a length, then so many bytes. So the callbacks must be
-called on all ranks in the same order, as the managers of ranks do.
+Each call is two collective operations: the length of a message, and its bytes. So the callbacks
+must be called on all ranks in the same order, as the managers of ranks do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PAUSE_STEP_S, _LONGEST_PAUSE_S = 20e-6, 5e-3
 
 
 class MpiTransport:
-    """Over a communicator of mpi4py, by default all ranks of mpirun."""
+    """Callbacks over a communicator of mpi4py, by default all ranks of mpirun."""
 
     def __init__(self, communicator: Any = None) -> None:
         self._communicator = _world() if communicator is None else communicator
@@ -50,7 +50,7 @@ class MpiTransport:
         return set(np.frombuffer(self._share(answer, "PollStopSignal"), dtype=np.uint64).tolist())
 
     def _share(self, answer: Callable[[], bytes], name: str) -> bytes:
-        """Return the result of rank 0's `answer`. If it raises, all ranks raise: none waits."""
+        """Return the result of rank 0's `answer`. If it raises, all ranks raise, and none hangs."""
         data, error = b"", None
         if self.is_first:
             try:
@@ -71,7 +71,7 @@ class MpiTransport:
         return data[1:]
 
     def _broadcast(self, buffer: np.ndarray) -> None:
-        """Waits in short sleeps: a blocking call of MPI takes all of a core while others idle."""
+        """Broadcast in place. Wait with short sleeps: a blocking call of MPI spins on a core."""
         request, pause_s = self._communicator.Ibcast(buffer, root=0), 0.0
         while not request.Test():
             time.sleep(pause_s)

@@ -1,1 +1,1 @@
-"""Where statistics go: log records, lines of JSON, Prometheus."""
+"""Sinks for statistics: log records, lines of JSON, and Prometheus."""

@@ -1,4 +1,4 @@
-"""`JsonLinesSink`: keeps statistics in a file, one record on each line, rotated by size."""
+"""`JsonLinesSink`: writes statistics to a file, one record on each line, rotated by size."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class JsonLinesSink:
     """A ReturnBatchManagerStats callback that appends each record to `path`.
 
     Each record reaches the operating system before the call returns, so a crash of the process
-    loses none. If a crash or a full disk cut a line short, the next record begins on a new line.
-    Before the file grows over `max_bytes` (None: no limit), it becomes `path.1`, the old `path.1`
-    becomes `path.2`, and so on. `backups` of them are kept. A single record over `max_bytes` gets
-    a file of its own. If another program moves, deletes or truncates the file, as logrotate does,
-    the next record goes to `path` all the same.
+    loses none. If a crash or a full disk truncated a line, the next record begins on a new line.
+    Before the file grows over `max_bytes` (None: no limit), it is renamed to `path.1`, the old
+    `path.1` to `path.2`, and so on; `backups` files are kept. A single record over `max_bytes` is
+    written to a separate file. If another program moves, deletes or truncates the file, as
+    logrotate does, the next record is still written to `path`.
 
-    Never raises in the manager's loop: a record that cannot be written is counted in
-    `num_dropped`, and the first of a series is logged. The constructor raises OSError. Thread-safe,
-    so several managers may share one.
+    A call never raises: a record that cannot be written is counted in `num_dropped`, and the first
+    of a series is logged. The constructor raises OSError. A sink is thread-safe, so several
+    managers may share it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class JsonLinesSink:
                     _logger.warning("statistics cannot be written to %s: %s", self._path, error)
 
     def close(self) -> None:
-        """Later records are dropped. Idempotent."""
+        """Close the file; later records are dropped. Idempotent."""
         with self._lock:
             self._is_closed = True
             if self._file is not None:
@@ -78,7 +78,7 @@ class JsonLinesSink:
         self.close()
 
     def _open(self) -> io.FileIO:
-        # unbuffered: the rest of a record that was not written is known at once
+        # unbuffered: `write` returns how much of a record was written
         file = io.FileIO(self._path, "a+")
         self._identity = os.fstat(file.fileno())
         self._size = file.seek(0, os.SEEK_END)
@@ -90,7 +90,7 @@ class JsonLinesSink:
         return file
 
     def _is_at_path(self) -> bool:
-        """Whether the open file is still the one that a reader finds; note its size."""
+        """Return whether the open file is still the file at `path`; update its size."""
         try:
             found = os.stat(self._path)
         except FileNotFoundError:
@@ -105,7 +105,7 @@ class JsonLinesSink:
         if self._file is not None and not self._is_at_path():
             self._file.close()
             self._file = None
-        if self._file is None:  # or the last rotation failed
+        if self._file is None:  # also after a failed rotation
             self._file = self._open()
         if self._max_bytes is not None and 0 < self._size > self._max_bytes - len(line):
             self._file.close()

@@ -1,4 +1,4 @@
-"""`LoggingSink`: shows statistics as one line for people, now and then."""
+"""`LoggingSink`: logs statistics as one readable line at intervals."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _DEFAULT_LOGGER = logging.getLogger("gptmanager.statistics")
 class LoggingSink:
     """A ReturnBatchManagerStats callback that logs at most one summary in `every_s` seconds.
 
-    The first record is logged at once. Records between two summaries are not even parsed. Never
-    raises in the manager's loop: a record that is no JSON object is logged as it is.
+    The first record is logged at once. Records between two summaries are not parsed. A call never
+    raises: a record that cannot be read is logged unchanged.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class LoggingSink:
         self._every_s = every_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._last: tuple[float, int] | None = None  # when, and at which iteration
+        self._last: tuple[float, int] | None = None  # time and iteration of the last summary
 
     def __call__(self, record: str) -> None:
         now = self._clock()
@@ -56,7 +56,7 @@ class LoggingSink:
 
 
 def summary(statistics: Mapping[str, Any]) -> str:
-    """The record in one line; missing keys are left out."""
+    """Return the record as one line; optional keys that are missing are omitted."""
     parts = [f"iteration {statistics['Iteration Counter']}", _requests(statistics)]
     if "Used KV cache blocks" in statistics:
         used, total = statistics["Used KV cache blocks"], statistics["Max KV cache blocks"]

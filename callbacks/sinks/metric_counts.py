@@ -1,7 +1,7 @@
-"""The counts behind metrics: the loop's thread adds to them, any thread reads them.
+"""The counts for metrics: the loop's thread updates them, any thread reads them.
 
-A scrape in between misses at most what is added at that moment. Of requests, an application may
-decide some things on a thread of its own, so these counts have a lock.
+A scrape during an update may miss that update. An application may end requests on another thread,
+so the counts of requests have a lock.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _FINISH_REASONS = {
     FinishReason.CANCELLED: "cancelled",
 }
 _NUM_METRICS = len(REQUEST_METRICS)
-_LAG = 32  # streamed tokens that an application may have yet to look at, when it ends a request
+# the last streamed tokens, which an application may not have examined yet when it ends a request
+_LAG = 32
 Totals = dict[tuple[str, tuple[str, ...]], float]
 
 
 class Histogram:
-    """Observations by bucket, and their sum; a value equal to a bound lies below it."""
+    """Observations by bucket, and their sum. Upper bounds are inclusive."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -48,9 +49,9 @@ class Histogram:
         self.sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it), the last of them all."""
+        """Return (upper bound, number of observations up to it); the last has all observations."""
         total, found = 0, []
-        counts = list(self.counts)  # at one moment
+        counts = list(self.counts)  # a consistent copy
         for bound, count in zip((*self.bounds, math.inf), counts, strict=True):
             total += count
             found.append(("+Inf" if bound == math.inf else str(float(bound)), float(total)))
@@ -58,23 +59,22 @@ class Histogram:
 
 
 class IterationCounts:
-    """From statistics records: `last` of them, parsed, and sums over all."""
+    """Counts from statistics records. `last`: the last record, parsed; the others are sums."""
 
     def __init__(self) -> None:
         self.last: dict[str, Any] | None = None
         self.iterations = 0
         self.context_tokens = 0
         self.recomputed_tokens = 0
-        self.recomputed_tokens = 0
         self.pauses = 0
         self.gil_wait_us = 0
         self.tokens = Histogram(METRIC["iteration_tokens"].buckets)
         self.latency = Histogram(METRIC["iteration_latency_seconds"].buckets)
-        self._carried: Totals = {}  # of managers before this one
+        self._carried: Totals = {}  # totals of earlier managers
         self._is_failing = False
 
     def add(self, record: str) -> None:
-        """Never raises: the first of a series of records that are none is logged."""
+        """Add a record. Never raise: the first of a series of unreadable records is logged."""
         try:
             self._add(orjson.loads(record))
             self._is_failing = False
@@ -92,7 +92,7 @@ class IterationCounts:
         recomputed_tokens = own["recomputed_tokens"]
         paused, last = record["Paused Requests"], self.last
         if last is not None and record["Iteration Counter"] <= last["Iteration Counter"]:
-            self._carried = self.totals()  # another manager: its sums since the start begin at 0
+            self._carried = self.totals()  # a new manager: its totals start at 0
         self.last = record
         self.iterations += 1
         self.context_tokens += context_tokens
@@ -103,7 +103,7 @@ class IterationCounts:
         self.latency.observe(latency_us / 1e6)
 
     def totals(self) -> Totals:
-        """Return the totals since the start of a manager: (metric, labels) -> number."""
+        """Return the totals that managers keep since their start: (metric, labels) -> number."""
         found = dict(self._carried)
         if self.last is None:
             return found
@@ -131,10 +131,12 @@ def _since_start(own: dict[str, Any]) -> Totals:
 
 
 class _Open:
-    """A request that has not ended. `wait_s`: before Get returned it. `num_counted` of its
-    `num_streamed` tokens are counted. `is_scoring`: nobody gets what it generates.
-    `is_ended_by_caller`: it ends when its final response is there, `final`, and the application
-    has decided how much of it counts, `is_decided`: `num_kept` tokens, None: all.
+    """A request that has not ended.
+
+    `wait_s`: the time before GetInferenceRequests returned it. `num_counted` of its `num_streamed`
+    tokens are counted. `is_scoring`: its generated tokens are not returned to the client.
+    `is_ended_by_caller`: the request ends when it has its final response, `final`, and the
+    application has decided (`is_decided`) that `num_kept` tokens count; None: all.
     """
 
     __slots__ = (
@@ -153,18 +155,18 @@ class _Open:
 
 
 class RequestCounts:
-    """From responses. `finished`: how many requests ended, by finish reason.
+    """Counts from responses. `finished`: the number of requests that ended, by finish reason.
 
-    A request is known from `arrive`, `fetch`, or its first response on, until its final one; one
-    that its caller ends until `end_as`, too.
+    A request is open from `arrive`, `fetch`, or its first response until its final response. A
+    request that its caller ends also stays open until `end_as`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.finished = {"stop": 0, "length": 0, "cancelled": 0}
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.looked_for = 0  # tokens of prompts that ran
-        self.found = 0  # of these, tokens that the KV cache had
+        self.cache_queries = 0  # tokens of prompts that ran
+        self.cache_hits = 0  # those of them that were in the KV cache
         self.histograms = {
             metric.name: Histogram(metric.buckets)
             for metric in METRICS
@@ -261,10 +263,10 @@ class RequestCounts:
         observe = self._observe
         observe("request_prompt_tokens", prompt)
         observe("request_generation_tokens", num_generated)
-        if math.isnan(queue_s):  # it never ran
+        if math.isnan(queue_s):  # the request never ran
             return
-        self.looked_for += int(prompt)
-        self.found += int(cached)
+        self.cache_queries += int(prompt)
+        self.cache_hits += int(cached)
         observe("request_queue_time_seconds", request.wait_s + queue_s)
         if math.isnan(first_s):
             return

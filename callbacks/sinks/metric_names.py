@@ -1,7 +1,7 @@
-"""The names of metrics, their kinds, labels and buckets: one table for every prefix.
+"""The names of metrics, their kinds, labels and buckets, in one table for all prefixes.
 
-vLLM's names for the same numbers, so that its dashboards work; Triton's for its TensorRT-LLM
-backend. docs/metrics.md shows the table.
+The table has vLLM's names for the same numbers, so that vLLM's dashboards work. A second table has
+the metrics of Triton's TensorRT-LLM backend. docs/metrics.md shows them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ Kind = Literal["gauge", "counter", "histogram", "info"]
 
 
 class Metric(NamedTuple):
-    """`name`: without prefix, and without the `_total` of a counter or `_info` of an info.
+    """The description of one metric.
 
-    `labels`: those beside model_name and rank. `vllm`: vLLM's names for it, the first of them the
-    present one; none: vLLM has no such number. `buckets`: the upper bounds of a histogram.
+    `name`: without the prefix, and without the suffix `_total` of a counter or `_info` of an info.
+    `labels`: in addition to model_name and rank. `vllm`: vLLM's names of the metric, the current
+    name first; empty if vLLM does not have it. `buckets`: the upper bounds of a histogram.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Metric(NamedTuple):
     buckets: tuple[float, ...] = ()
 
     def names(self, prefix: str) -> tuple[str, ...]:
-        """Its names under a prefix; what vLLM does not have keeps the name of ours."""
+        """Return the names under a prefix; a metric that vLLM does not have keeps our prefix."""
         if prefix == VLLM:
             return tuple(f"vllm:{name}" for name in self.vllm) or (f"{OWN}_{self.name}",)
         return (f"{prefix}_{self.name}",)
@@ -92,11 +93,11 @@ METRICS = (
     _counter("context_tokens", "Tokens of prompts that were computed, so far."),
     _counter("generation_tokens", "Generated tokens, end tokens included.", "generation_tokens"),
     _counter(
-        "prefix_cache_queries", "Tokens of prompts that were looked for in the KV cache.",
+        "prefix_cache_queries", "Tokens of prompts that were looked up in the KV cache.",
         *("prefix_cache_queries", "gpu_prefix_cache_queries"),
     ),
     _counter(
-        "prefix_cache_hits", "Tokens of prompts that the KV cache had.",
+        "prefix_cache_hits", "Tokens of prompts that were found in the KV cache.",
         *("prefix_cache_hits", "gpu_prefix_cache_hits"),
     ),
     _counter("preemptions", "Pauses of requests.", "num_preemptions"),
@@ -106,18 +107,18 @@ METRICS = (
     ),
     _counter("draft_tokens", "Draft tokens that ran.", "spec_decode_num_draft_tokens"),
     _counter(
-        "accepted_draft_tokens", "Of these, tokens that were right.",
+        "accepted_draft_tokens", "Draft tokens that were accepted.",
         "spec_decode_num_accepted_tokens",
     ),
-    _counter("offloaded_blocks", "KV cache blocks that left for the host tier."),
-    _counter("onboarded_blocks", "KV cache blocks that came back from the host tier."),
-    _counter("adapter_cache_hits", "Requests whose adapter was on the device."),
-    _counter("adapter_cache_misses", "Requests whose adapter had to be copied there."),
+    _counter("offloaded_blocks", "KV cache blocks copied to the host tier."),
+    _counter("onboarded_blocks", "KV cache blocks copied back from the host tier."),
+    _counter("adapter_cache_hits", "Requests with an adapter that was on the device."),
+    _counter("adapter_cache_misses", "Requests with an adapter that was copied to the device."),
     _counter("logits_errors", "Requests ended by a LogitsError."),
     _counter("callback_seconds", "Seconds spent in each callback.", labels=("callback",)),
     _counter("callback_errors", "Failed calls of each callback.", labels=("callback",)),
     _counter("gil_wait_seconds", "Seconds of steps in which the loop's thread had no core."),
-    _counter("audit_failures", "Audits that found a block lost."),
+    _counter("audit_failures", "Audits that found a lost block."),
     _histogram(
         "time_to_first_token_seconds", "Seconds until the first token.",
         FIRST_TOKEN_BUCKETS, "time_to_first_token_seconds",
@@ -162,11 +163,11 @@ METRICS = (
         ITERATION_TOKENS_BUCKETS, "iteration_tokens_total",
     ),
     _histogram("iteration_latency_seconds", "Seconds of an iteration.", ITERATION_BUCKETS),
-    Metric("config", "info", "What the manager is configured with.", (), ("cache_config",)),
+    Metric("config", "info", "Configuration of the manager.", (), ("cache_config",)),
 )  # fmt: skip
 METRIC = {metric.name: metric for metric in METRICS}
 
-# family -> its label, and for each value of it the key of a record, or a word of ours
+# family -> its label, and for each value of the label a key of a statistics record, or our own key
 TRITON: dict[str, tuple[str, dict[str, str]]] = {
     "request": (
         "request_type",
@@ -218,10 +219,10 @@ TRITON: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def checked_prefix(prefix: str) -> str:
-    """`prefix`; ConfigError where no metric's name can begin with it."""
+    """Return `prefix`; raise ConfigError if the name of a metric cannot begin with it."""
     if not isinstance(prefix, str) or re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix) is None:
         raise ConfigError(
-            f"prefix = {prefix!r} is no beginning of a metric's name: letters, digits and "
-            "underscores, no digit first"
+            f"prefix = {prefix!r} must consist of letters, digits and underscores, and must not "
+            "begin with a digit"
         )
     return prefix

@@ -1,4 +1,4 @@
-"""`fan_out`: makes one callback of several."""
+"""`fan_out`: combines several callbacks into one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ R = TypeVar("R")
 
 
 def fan_out(first: Callable[P, R], *observers: Callable[P, object]) -> Callable[P, R]:
-    """A callback that calls `first`, then every observer, all with the same arguments.
+    """Return a callback that calls `first`, then all observers, with the same arguments.
 
-    The result of `first` is returned. Its exception goes to the manager, after the observers have
-    been called. An observer only watches: its result is dropped, and its exception is logged (with
-    the traceback the first time) and stops nothing.
+    It returns the result of `first`, or raises its exception after the observers have been called.
+    The result of an observer is ignored. Its exception is logged, the first time with a traceback,
+    and affects nothing else.
 
         return_batch_manager_stats_cb=fan_out(JsonLinesSink("stats.jsonl"), LoggingSink())
     """

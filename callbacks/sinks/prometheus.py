@@ -1,6 +1,6 @@
-"""`PrometheusSink`: the metrics of a manager, for Prometheus.
+"""`PrometheusSink`: the metrics of a manager for Prometheus.
 
-The callbacks only add numbers. Text is made at the scrape, on the thread that asks for it.
+The callbacks only add numbers. The text is made at the scrape, on the thread of the scrape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
     from prometheus_client.registry import CollectorRegistry
 
-# keys of a record that are 0 while nothing is active
+# keys of a record that are 0 while no request is active
 _OF_ITERATION = (
     *("Scheduled Requests", "Context Requests", "Generation Requests", "Paused Requests"),
 )
@@ -42,13 +42,14 @@ class PrometheusSink:
             sink.attach(manager)
             prometheus_client.start_http_server(9400, "127.0.0.1")
 
-    `prefix` "vllm" gives vLLM's names. `registry` None: prometheus_client's own. One sink serves
-    one manager; several of one registry differ in `model_name` or `rank`, which are labels.
-    `counts`: how many requests run and wait, in the application's eyes; without it those of the
-    manager that was attached, or of the last record. `info`: labels of `config_info`.
+    `prefix` "vllm" selects vLLM's names. `registry` None: the default of prometheus_client. One
+    sink serves one manager; sinks of one registry must differ in `model_name` or `rank`, which are
+    labels. `counts` returns how many requests run and wait in the application; without it the
+    numbers are those of the attached manager, or of the last record. `info`: labels of
+    `config_info`.
 
-    Raises ConfigError where prometheus_client is missing, for a `prefix` that is none, and where
-    the registry has metrics of the same names and labels.
+    Raise ConfigError without prometheus_client, for an invalid `prefix`, and if the registry has
+    metrics with the same names and labels.
     """
 
     def __init__(
@@ -75,17 +76,17 @@ class PrometheusSink:
     # On the loop's thread -------------------------------------------------------------------
 
     def return_batch_manager_stats(self, record: str) -> None:
-        """The ReturnBatchManagerStats callback. Never raises."""
+        """Add a record: the ReturnBatchManagerStats callback. Never raise."""
         self.iterations.add(record)
 
     def send_response(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        """Observes SendResponse: `fan_out(send, sink.send_response)`."""
+        """Observe SendResponse: use `fan_out(send, sink.send_response)`."""
         self.requests.respond(request_id, tensors, is_final, error)
 
     def fetching(self, get: _Get) -> _Get:
-        """GetInferenceRequests, observed: latencies then begin at `arrived`, not at Get."""
+        """Return an observed GetInferenceRequests, so that latencies begin at `arrived`."""
 
         def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
             requests = get(max_num_requests)
@@ -101,30 +102,31 @@ class PrometheusSink:
     def arrived(
         self, request_id: int, *, is_scoring: bool = False, is_ended_by_caller: bool = False
     ) -> None:
-        """A client's request waits from now on; told before Get may return it.
+        """Report that a client's request begins to wait. Call it before Get can return the request.
 
-        `is_scoring`: only its prompt is asked about, and what it generates does not count.
-        `is_ended_by_caller`: the application looks for ends that the manager does not know. It
-        calls `ends_as` for this request in any case, and only then the request has ended.
+        `is_scoring`: the request scores its prompt, and its generated tokens do not count.
+        `is_ended_by_caller`: the application ends requests for reasons that the manager does not
+        know. It must call `ends_as` for this request, which has not ended before.
         """
         self.requests.arrive(
             request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller
         )
 
     def withdraw(self, request_id: int, finish_reason: str | None = None) -> None:
-        """Get will never return this request, which had arrived. It counts as one that ended with
-        `finish_reason`, or not at all.
+        """Report that Get will never return a request that has arrived.
+
+        It counts as ended with `finish_reason`; None: it does not count.
         """
         self.requests.withdraw(request_id, finish_reason)
 
     def ends_as(
         self, request_id: int, finish_reason: str | None, num_tokens: int | None = None
     ) -> None:
-        """The application ends a request, for a reason that the manager cannot know: "stop" for a
-        stop string, "timeout"; None: for the manager's. Told before its final response, of a
-        request that had arrived; of one that the caller ends, at any time.
+        """Report that the application ends a request that has arrived.
 
-        `num_tokens`: so many of its generated tokens count; None: all.
+        `finish_reason`: "stop" for a stop string, "timeout"; None: the manager's reason. Call it
+        before the final response, or at any time if the request is `is_ended_by_caller`.
+        `num_tokens`: the number of generated tokens that count; None: all.
         """
         self.requests.end_as(request_id, finish_reason, num_tokens)
 
@@ -133,11 +135,11 @@ class PrometheusSink:
         self._audit_failures += not is_ok
 
     def attach(self, manager: GptManager) -> None:
-        """Ask `manager` at each scrape how much is active, and used: nothing, if it is idle."""
+        """Ask `manager` for its current numbers at each scrape; an idle one writes no records."""
         self._manager = manager
 
     def close(self) -> None:
-        """The registry has none of its metrics from now on. Idempotent."""
+        """Remove the sink's metrics from the registry. Idempotent."""
         _leave(self)
 
     def __enter__(self) -> PrometheusSink:
@@ -154,7 +156,7 @@ class PrometheusSink:
     # At a scrape ----------------------------------------------------------------------------
 
     def values(self) -> Iterator[tuple[str, Labels, float | Histogram]]:
-        """(name in METRICS, values of the labels it has of its own, number)."""
+        """Yield (name in METRICS, values of the metric's own labels, number)."""
         iterations, requests = self.iterations, self.requests
         record = self.record()
         running, waiting = self._running_and_waiting(record)
@@ -175,8 +177,8 @@ class PrometheusSink:
             yield name, labels, total
         yield "prompt_tokens", (), requests.prompt_tokens
         yield "generation_tokens", (), requests.generation_tokens
-        yield "prefix_cache_queries", (), requests.looked_for
-        yield "prefix_cache_hits", (), requests.found
+        yield "prefix_cache_queries", (), requests.cache_queries
+        yield "prefix_cache_hits", (), requests.cache_hits
         yield "audit_failures", (), self._audit_failures
         for reason, number in list(requests.finished.items()):
             yield "requests_finished", (reason,), number
@@ -184,7 +186,7 @@ class PrometheusSink:
             yield name, (), histogram
 
     def record(self) -> dict[str, Any] | None:
-        """The last iteration's record, with what the manager has now: an idle one writes none."""
+        """Return the last record, updated with the current numbers of the attached manager."""
         record = self.iterations.last
         if record is None or self._manager is None:
             return record
@@ -233,7 +235,7 @@ def _gauges(record: dict[str, Any]) -> Iterator[tuple[str, Labels, float]]:
 
 
 def _triton_values(record: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """(family of TRITON, value of its label, number)."""
+    """Yield (family of TRITON, value of its label, number)."""
     used, most = record["Used KV cache blocks"], record["Max KV cache blocks"]
     when = time.strptime(record["Timestamp"], "%m-%d-%Y %H:%M:%S")
     numbers = {
@@ -250,7 +252,7 @@ def _triton_values(record: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
 
 
 class _Collector:
-    """All sinks of one registry, as one collector: their families are merged by name."""
+    """The collector of all sinks of one registry, which merges their families by name."""
 
     def __init__(self) -> None:
         self.sinks: tuple[PrometheusSink, ...] = ()
@@ -265,7 +267,7 @@ class _Collector:
         return families.values()
 
     def _families(self) -> dict[str, Family]:
-        """Name -> the family without samples."""
+        """Return name -> family, without samples."""
         core = importlib.import_module("prometheus_client.core")
         found = {}
         for prefix in dict.fromkeys(sink.prefix for sink in self.sinks):
@@ -274,7 +276,7 @@ class _Collector:
                     found[name] = core.Metric(name, metric.help, metric.kind)
         for family in TRITON if self.sinks else ():
             name = f"nv_trt_llm_{family}_metrics"
-            found[name] = core.Metric(name, "As of Triton's TensorRT-LLM backend.", "gauge")
+            found[name] = core.Metric(name, "As in Triton's TensorRT-LLM backend.", "gauge")
         return found
 
 
@@ -298,7 +300,7 @@ def _add(families: dict[str, Family], sink: PrometheusSink) -> None:
     if record is not None:
         for name in METRIC["config"].names(sink.prefix):
             families[name].add_sample(f"{name}_info", {**common, **_config(sink, record)}, 1)
-        # Triton's own labels, and those that tell managers apart
+        # Triton's own labels, and those that distinguish managers
         labels = {"model": "tensorrt_llm", "version": "1", **sink.labels}
         for group, value, number in _triton_values(record):
             name = f"nv_trt_llm_{group}_metrics"
@@ -322,7 +324,7 @@ def _config(sink: PrometheusSink, record: dict[str, Any]) -> dict[str, str]:
 
 
 _collectors: weakref.WeakKeyDictionary[CollectorRegistry, _Collector] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # guards _collectors, and who registers
+_lock = threading.Lock()  # guards _collectors and their sinks
 
 
 def _join(sink: PrometheusSink) -> None:
@@ -331,7 +333,7 @@ def _join(sink: PrometheusSink) -> None:
         if any(other.labels == sink.labels for other in collector.sinks):
             raise ConfigError(
                 f"model_name = {sink.labels['model_name']!r}, rank = {sink.labels['rank']}: the "
-                "registry has the metrics of such a sink already; close it, or choose another "
+                "registry has a sink with these labels already; close it, or choose another "
                 "model_name"
             )
         _replace_sinks(sink.registry, collector, (*collector.sinks, sink))
@@ -359,7 +361,7 @@ def _replace_sinks(
         collector.sinks = before
         if before:
             registry.register(cast(Any, collector))
-        raise ConfigError(f"the registry has metrics of these names already: {error}") from error
+        raise ConfigError(f"the registry has metrics with these names already: {error}") from error
 
 
 def _prometheus_client() -> Any:

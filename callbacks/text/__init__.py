@@ -1,1 +1,1 @@
-"""From the tokens of a model to text, and back."""
+"""Conversion between the tokens of a model and text."""

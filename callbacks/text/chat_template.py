@@ -1,6 +1,6 @@
-"""`ChatTemplate`: the messages of a chat as the token ids of a prompt.
+"""`ChatTemplate`: renders the messages of a chat as the token ids of a prompt.
 
-The template of a checkpoint runs in a process of its own, bounded in time and memory.
+The template of a checkpoint runs in a separate process with limited time and memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class ChatTemplate:
         with ChatTemplate.of_folder(folder) as template:
             prompt = template.render([{"role": "user", "content": "Hello"}])
 
-    A context manager: its end ends the process. Any number of threads may render.
+    As a context manager it ends the process at the end of the block. Any number of threads may
+    render.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ChatTemplate:
     ) -> None:
         self._templates = templates
         self._tokenizer = tokenizer
-        self._tokenizer.encode_special_tokens = True  # in plain text they are plain text
+        self._tokenizer.encode_special_tokens = True  # their names in plain text are plain text
         self._special_tokens = special_tokens
         self._control_tokens = ControlTokens(tokenizer)
         self._process = TemplateProcess()
@@ -104,7 +105,7 @@ class ChatTemplate:
         return tokens
 
     def close(self) -> None:
-        """End the process. A `render` that runs ends first; any later one raises ValueError."""
+        """End the process. A running `render` ends first; later calls raise ValueError."""
         with self._lock:
             self._is_closed = True
             self._process.close()

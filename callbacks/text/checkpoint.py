@@ -1,6 +1,6 @@
-"""The parts of a checkpoint folder besides weights: tokens that end a text, a tokenizer.
+"""The end tokens and the tokenizer of a checkpoint folder.
 
-The manager takes neither from the checkpoint: the host decides. These are the usual decisions.
+The manager does not read them: the host decides. This module implements the usual choice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class TokenDefaults:
-    """The `end_id` and `pad_id` of requests that bring none.
+    """The `end_id` and `pad_id` of requests without these tensors.
 
     Each of `end_ids` ends an output, and `min_length` bans all of them.
     """
@@ -34,9 +34,9 @@ class TokenDefaults:
 
     @classmethod
     def of_folder(cls, folder: str | os.PathLike[str]) -> TokenDefaults:
-        """From `generation_config.json`, or else from `config.json`, as transformers does.
+        """Read `generation_config.json`, or else `config.json`, as transformers does.
 
-        ConfigError if the path is not a folder, or a value is no id.
+        Raise ConfigError if the path is not a folder, or if a value is not a token id.
         """
         for name in ("generation_config.json", "config.json"):
             path = Path(folder) / name
@@ -44,29 +44,29 @@ class TokenDefaults:
                 return cls.of_config(read_object(path), str(path))
         if not os.path.isdir(folder):
             raise ConfigError(
-                f"{quoted(os.fspath(folder))} is not a folder: a checkpoint folder is needed"
+                f"{quoted(os.fspath(folder))} is not a folder: pass a checkpoint folder"
             )
         return cls()
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], where: str = "config.json") -> TokenDefaults:
-        """From the keys `eos_token_id` (an id, or a list) and `pad_token_id`.
+        """Read the keys `eos_token_id` (an id, or a list) and `pad_token_id`.
 
-        ConfigError for a value that is no id; its text calls the config `where`.
+        Raise ConfigError for a value that is not a token id. `where`: the file named in the error.
         """
         end_ids, pad_id = config.get("eos_token_id"), config.get("pad_token_id")
         listed = end_ids if isinstance(end_ids, (list, tuple)) else [end_ids]
         if end_ids is not None and not (len(listed) <= MAX_END_IDS and all(map(_is_id, listed))):
             raise ConfigError(
-                f"{where}: eos_token_id = {quoted(end_ids)}: a token id is needed, or a list of at "
+                f"{where}: eos_token_id = {quoted(end_ids)} must be a token id, or a list of at "
                 f"most {MAX_END_IDS}"
             )
         if pad_id is not None and not _is_id(pad_id):
-            raise ConfigError(f"{where}: pad_token_id = {quoted(pad_id)}: a token id is needed")
+            raise ConfigError(f"{where}: pad_token_id = {quoted(pad_id)} must be a token id")
         return cls(ids_of(end_ids), pad_id)
 
     def fill(self, request: InferenceRequest) -> None:
-        """Set `end_id` and `pad_id` on `request` if it has none."""
+        """Set `end_id` and `pad_id` on `request` where they are missing."""
         if self.pad_id is not None and "pad_id" not in request.tensors:
             request.pad_id = np.array([self.pad_id], dtype=np.int32)
         if self.end_ids and "end_id" not in request.tensors:
@@ -74,7 +74,7 @@ class TokenDefaults:
 
 
 def ids_of(ids: int | Sequence[int] | None) -> tuple[int, ...]:
-    """One id, several, or none, as a tuple."""
+    """Return one id, several ids, or None as a tuple."""
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)
@@ -91,25 +91,23 @@ def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a checkpoint folder; ConfigError if it has no readable tokenizer.json.
+    """Return the tokenizer of a checkpoint folder; ConfigError without a readable tokenizer.json.
 
-    It never cuts or pads texts, even if the file says so. transformers does the same.
+    It never truncates or pads texts, even if the file says so. transformers does the same.
     """
     path = Path(folder) / "tokenizer.json"
     if not os.path.lexists(path):
         where = quoted(os.fspath(folder))
         if not os.path.isdir(folder):
-            raise ConfigError(
-                f"{where} is not a folder: text prompts need one with a tokenizer.json"
-            )
+            raise ConfigError(f"{where} is not a folder: pass one with a tokenizer.json")
         raise ConfigError(
-            f"{where} holds no tokenizer.json, which text prompts need: pass token ids, or a "
+            f"{where} has no tokenizer.json, which text prompts need: pass token ids, or a "
             "tokenizer"
         )
     check_file(path, _MAX_TOKENIZER_BYTES)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except BaseException as error:  # Exceptions, and panics of Rust, which are no Exceptions
+    except BaseException as error:  # a panic of Rust is not an Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise ConfigError(f"{path} is not a tokenizer: {error_summary(error)}") from error
@@ -119,5 +117,5 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _is_id(value: Any) -> bool:
-    """In some checkpoints -1 means none."""
+    """Return whether `value` is a token id, or -1, which some checkpoints use for None."""
     return type(value) is int and -1 <= value < 2**31

@@ -1,8 +1,8 @@
-"""`ControlTokens`: keeps client texts in a chat from becoming control tokens.
+"""`ControlTokens`: prevents texts of clients in a chat from becoming control tokens.
 
 A template writes both its control tokens and the client's texts as text. So the names of control
 tokens in client texts are marked before the template is rendered. In the rendered text, every
-unmarked control token is then the template's.
+control token without a mark then belongs to the template.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ class ControlTokens:
             yield text[at:].translate(self._unmarked)
 
     def _marked(self, text: str) -> str:
-        """Return `text` with a mark for the first letter of each control token, also of one that
-        the text after it could complete.
+        """Return `text` with a mark in place of the first letter of each control token.
+
+        The beginning of a control token at the end of `text` is also marked, because the template
+        could complete it.
         """
         text = self._any.sub(lambda found: self._marks[found[0][0]] + found[0][1:], text)
         for at in range(max(0, len(text) - self._longest), len(text)):

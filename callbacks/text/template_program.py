@@ -30,7 +30,7 @@ def fill_in(
     """Return the text of a conversation, as transformers' `apply_chat_template` returns it.
 
     `variables`: the template's variables in addition to `messages`. `continue_final_message`: the
-    text ends with that of the last message. TemplateError if the template fails.
+    text ends with the content of the last message. Raise TemplateError if the template fails.
     """
     import jinja2
 
@@ -41,11 +41,11 @@ def fill_in(
         text: str = _compiled(template).render({**variables, "messages": messages})
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(f"line {error.lineno}: {error.message}") from None
-    except jinja2.TemplateError as error:  # among others from raise_exception
+    except jinja2.TemplateError as error:  # also from `raise_exception`
         raise TemplateError(error.message or type(error).__name__) from None
     except MemoryError:
         raise TemplateError("it takes too much memory") from None
-    except Exception as error:  # a template may do anything that Python can
+    except Exception as error:  # an expression of a template may raise any exception
         raise TemplateError(f"{type(error).__name__}: {error}") from None
     return _cut(text) if continue_final_message else text
 

@@ -1,4 +1,4 @@
-"""Chat templates: how they are found in a checkpoint, and rendered within limits.
+"""Chat templates: reads them from a checkpoint, and renders them within limits.
 
 Decides which template a request uses, and how long rendering may take.
 """
@@ -33,11 +33,12 @@ _WITH_TOOLS = "tool_use"
 
 
 def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Return name -> text of a checkpoint's templates; that for most requests is called "default".
+    """Return name -> text of a checkpoint's templates; the usual template is called "default".
 
-    In the order of transformers: chat_template.jinja with additional_chat_templates/*.jinja, else
-    the key `chat_template` of tokenizer_config.json (a text, or a list of named ones), else that
-    of chat_template.json. Empty where there are none. ConfigError for files that cannot be read.
+    The first source that exists is read, as in transformers: chat_template.jinja with
+    additional_chat_templates/*.jinja, the key `chat_template` of tokenizer_config.json (a string,
+    or a list of named templates), the same key of chat_template.json. Empty without any of them.
+    Raise ConfigError for files that cannot be read.
     """
     own = Path(folder) / "chat_template.jinja"
     if own.is_file():
@@ -57,7 +58,7 @@ def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def read_template_file(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the template of a file, for requests with and without tools."""
+    """Return the template in a file, which is used for requests with and without tools."""
     return {_DEFAULT: _read(Path(path))}
 
 
@@ -91,9 +92,9 @@ def _named(found: Any, path: Path) -> dict[str, str]:
 class TemplateProcess:
     """Renders templates in a child process, one after another.
 
-    So an endless template, or one that exhausts memory, affects only requests of this child: it is
-    killed after `max_seconds`, and the next request starts another. The first request starts the
-    child, in about 0.1 s.
+    A template that never ends, or that needs too much memory, affects only the current request: the
+    child is killed after `max_seconds`, and the next request starts a new one. The first request
+    starts the child, which takes about 0.1 s.
     """
 
     def __init__(self, max_seconds: float = MAX_SECONDS, max_bytes: int = MAX_BYTES) -> None:
@@ -109,10 +110,10 @@ class TemplateProcess:
         *,
         continue_final_message: bool = False,
     ) -> str:
-        """Return what `template_program.fill_in` returns.
+        """Return the text of `template_program.fill_in` with these arguments.
 
-        Raises TemplateError if the template or its process fails, and NotStartedError if the
-        process cannot be started.
+        Raise TemplateError if the template or its process fails, and NotStartedError if the process
+        cannot be started.
         """
         given = {
             "template": template,
@@ -131,11 +132,11 @@ class TemplateProcess:
         self._thread.submit(self._child.stop).result()
 
     def ask(self, given: Mapping[str, Any]) -> str:
-        """Do what `fill_in` does with the named arguments `given`. For one thread at a time."""
+        """Do the same as `fill_in`, with its arguments in `given`. For one thread at a time."""
         try:
             return str(self._child.ask(orjson.dumps(given), self._max_seconds))
         except TypeError as error:
-            raise TemplateError(f"cannot be given to a chat template: {error}") from None
+            raise TemplateError(f"cannot be passed to a chat template: {error}") from None
         except NotStartedError:
             raise
         except (NoAnswerError, RefusedError) as error:

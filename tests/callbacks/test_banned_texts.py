@@ -133,7 +133,7 @@ def test_states_are_looked_up_once_and_their_memory_is_bounded(monkeypatch):
     first = states.banned(b"a", 7, cpu)
     assert states.banned(b"a", 7, cpu) is first
     assert first.tolist() == [4, 5]
-    monkeypatch.setattr(banned_texts, "_MAX_KEPT", 3)
+    monkeypatch.setattr(banned_texts, "_MAX_CACHED", 3)
     assert states.banned(b"ab", 7, cpu).tolist() == [2, 5]
     assert states.banned(b"a", 7, cpu) is not first
 
@@ -151,7 +151,7 @@ def test_equal_words_are_shared_and_wrong_ones_refused():
 
 
 def test_long_lists_of_words_are_not_kept_in_great_number(monkeypatch):
-    monkeypatch.setattr(banned_texts, "_MAX_ROOM", 100_000)
+    monkeypatch.setattr(banned_texts, "_MAX_SIZE", 100_000)
     texts = BannedTexts(byte_level([b"a"]))
     first = texts.bind(["a" * 150])
     assert texts.bind(["b"]) is texts.bind(["b"]) and texts.bind(["a" * 150]) is first
@@ -202,7 +202,7 @@ def test_the_most_words_take_little_memory():
 
 
 def test_letters_of_any_script_count_by_their_bytes(monkeypatch):
-    monkeypatch.setattr(banned_texts, "_MAX_ROOM", 100_000)
+    monkeypatch.setattr(banned_texts, "_MAX_SIZE", 100_000)
     texts = BannedTexts(byte_level([b"a"]))
     first = texts.bind(["a" * 100])
     texts.bind(["b"])

@@ -76,7 +76,7 @@ def test_a_tokenizer_is_loaded(checkpoint):
 
 
 def test_a_missing_tokenizer_is_a_config_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json.*pass token ids"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json.*pass token ids"):
         load_tokenizer(tmp_path)
 
 

@@ -115,7 +115,7 @@ def test_what_is_no_answer_is_refused(data):
 
 
 def test_an_unknown_transport_and_a_missing_mpi_are_told(monkeypatch):
-    with pytest.raises(ValueError, match="transport = 'zmq' is neither None nor 'mpi'"):
+    with pytest.raises(ValueError, match="transport = 'zmq' must be None or 'mpi'"):
         broadcast(transport="zmq")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ConfigError, match="needs mpi4py"):

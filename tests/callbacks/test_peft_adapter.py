@@ -127,17 +127,17 @@ def test_names_may_lack_the_prefix_of_their_family(tmp_path):
         ({"some_new_field": 0.5}, "some_new_field = 0.5: not supported"),
         ({"r": 0}, "r = 0: 0 must be a positive integer"),
         ({"r": True}, "r = True"),
-        ({"r": 4}, "by adapter_config.json the rank of model.layers.1.self_attn.q_proj is 4"),
+        ({"r": 4}, "in adapter_config.json the rank of model.layers.1.self_attn.q_proj is 4"),
         ({"rank_pattern": {"q_proj": 9}}, "q_proj is 9"),
         (
             {"rank_pattern": {"q_proj": "8"}},
             "rank_pattern = {'q_proj': '8'}: '8' must be a positive",
         ),
-        ({"rank_pattern": [8]}, "rank_pattern = [8]: an object is needed"),
+        ({"rank_pattern": [8]}, "rank_pattern = [8]: must be an object"),
         ({"lora_alpha": "16"}, "lora_alpha = '16'"),
         ({"lora_alpha": math.nan}, "lora_alpha = nan: nan must be a finite number"),
         ({"lora_alpha": 10**400}, "must be a finite number"),
-        ({"use_rslora": 1}, "use_rslora = 1: true or false"),
+        ({"use_rslora": 1}, "use_rslora = 1: must be true or false"),
         ({"alpha_pattern": {"(": 3}}, "alpha_pattern = {'(': 3}: '(.*\\\\.)?(()$': missing ')'"),
         ({"target_modules": r"(\w)\1.*"}, "is not supported"),
         ({"target_modules": "(?i)Q_PROJ"}, "'(?i)Q_PR' at position 0 is not supported"),
@@ -149,12 +149,18 @@ def test_names_may_lack_the_prefix_of_their_family(tmp_path):
         ({"target_modules": "(" * 60 + ")" * 60}, "more than 50 groups are nested"),
         ({"target_modules": "a" * 10_001}, "it has 10001 characters, 10000 are allowed"),
         ({"layers_to_transform": [1], "layers_pattern": "(a*)*"}, "must be a name such as"),
-        ({"target_modules": ["v_proj", "proj"]}, "the file has tensors of model.layers.1.self"),
-        ({"target_modules": "q_proj"}, "target_modules = 'q_proj': the file has tensors"),
+        (
+            {"target_modules": ["v_proj", "proj"]},
+            "the file also has tensors of model.layers.1.self",
+        ),
+        ({"target_modules": "q_proj"}, "target_modules = 'q_proj': the file also has tensors"),
         ({"target_modules": [3]}, "target_modules = [3]"),
         ({"exclude_modules": ["q_proj"]}, "exclude_modules = ['q_proj']"),
         ({"exclude_modules": ".*q_proj"}, "exclude_modules = '.*q_proj'"),
-        ({"layers_to_transform": [0]}, "layers_to_transform = [0]: the file has tensors of model"),
+        (
+            {"layers_to_transform": [0]},
+            "layers_to_transform = [0]: the file also has tensors of model",
+        ),
         ({"layers_to_transform": 1, "layers_pattern": "h"}, "layers_to_transform = 1"),
         ({"layers_to_transform": ["1"]}, "layers_to_transform = ['1']"),
     ],
@@ -168,17 +174,23 @@ def test_what_is_no_plain_lora_is_refused_by_name(tmp_path, fields, text):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        (f"{Q}.lora_magnitude_vector", "lora_magnitude_vector is no part of a plain LoRA adapter"),
-        (f"{Q}.lora_B.bias", "lora_B.bias is no part"),
-        (f"{Q}.lora_A.default.weight", "lora_A.default.weight is no part"),
-        ("model.embed_tokens.lora_embedding_A", "lora_embedding_A is no part"),
-        ("model.embed_tokens.weight", "embed_tokens.weight is no part"),
-        ("lm_head.lora_A.weight", "lm_head is no module that an adapter may change"),
-        ("model.layers.0.mlp.experts.1.up_proj.lora_A.weight", "is no module that an adapter may"),
-        ("vision.model.layers.0.mlp.up_proj.lora_A.weight", "is no module that an adapter may"),
-        ("transformer.h.0.attn.query_key_value.lora_A.weight", "query_key_value is no module"),
-        ("model.layers.01.mlp.up_proj.lora_A.weight", "model.layers.01.mlp.up_proj is no module"),
-        ("model.layers.1.mlp.up_proj.lora_A.weight", "is there, but no base_model.model.model.l"),
+        (
+            f"{Q}.lora_magnitude_vector",
+            "lora_magnitude_vector does not belong to a plain LoRA adapter",
+        ),
+        (f"{Q}.lora_B.bias", "lora_B.bias does not belong"),
+        (f"{Q}.lora_A.default.weight", "lora_A.default.weight does not belong"),
+        ("model.embed_tokens.lora_embedding_A", "lora_embedding_A does not belong"),
+        ("model.embed_tokens.weight", "embed_tokens.weight does not belong"),
+        ("lm_head.lora_A.weight", "lm_head is not supported: a module must be one of"),
+        ("model.layers.0.mlp.experts.1.up_proj.lora_A.weight", "is not supported: a module must"),
+        ("vision.model.layers.0.mlp.up_proj.lora_A.weight", "is not supported: a module must"),
+        ("transformer.h.0.attn.query_key_value.lora_A.weight", "query_key_value is not supported"),
+        (
+            "model.layers.01.mlp.up_proj.lora_A.weight",
+            "model.layers.01.mlp.up_proj is not supported",
+        ),
+        ("model.layers.1.mlp.up_proj.lora_A.weight", "but not base_model.model.model.l"),
         ("layers.1.self_attn.q_proj.lora_A.weight", "are the same module of layer 1"),
     ],
 )
@@ -193,9 +205,9 @@ def test_tensors_of_something_else_are_refused_by_name(tmp_path, name, text):
     [
         ("A", torch.ones(7, 4), "lora_A.weight has shape [7, 4] and lora_B [6, 8]"),
         ("B", torch.ones(6, 7), "has shape [8, 4] and lora_B [6, 7]"),
-        ("A", torch.ones(8), "is float32 [8]: a matrix"),
-        ("B", torch.ones(0, 8), "is float32 [0, 8]: a matrix"),
-        ("B", torch.ones(6, 8, dtype=torch.int8), "is I8 [6, 8]: a matrix of one of"),
+        ("A", torch.ones(8), "is float32 [8]: it must be a matrix"),
+        ("B", torch.ones(0, 8), "is float32 [0, 8]: it must be a matrix"),
+        ("B", torch.ones(6, 8, dtype=torch.int8), "is I8 [6, 8]: it must be a matrix of one"),
     ],
 )
 def test_tensors_of_other_shapes_and_dtypes_are_refused(tmp_path, part, tensor, text):
@@ -216,7 +228,7 @@ def test_a_folder_without_its_files_says_what_it_needs(tmp_path):
     with pytest.raises(ConfigError, match=text):
         load_peft_adapter(tmp_path)
     save_file({}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=r"safetensors holds no tensors"):
+    with pytest.raises(ConfigError, match=r"safetensors has no tensors"):
         load_peft_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match=r"an object is needed"):
@@ -230,7 +242,7 @@ def test_the_widths_of_a_model_are_compared_where_it_is_given(tmp_path):
     assert weights.shape == (1, 8 * 256)
     for inputs, outputs in [(64, 192), (128, 256), (256, 128)]:
         save_adapter(tmp_path, {Q: pair(inputs=inputs, outputs=outputs)})
-        told = rf"{Q} takes {inputs} inputs and gives {outputs} outputs.* are 128 and 128"
+        told = rf"{Q} has {inputs} inputs and {outputs} outputs.* it has 128 and 128"
         with pytest.raises(ConfigError, match=told):
             load_peft_adapter(tmp_path, model=model)
 
@@ -245,7 +257,7 @@ SLOW = "(?:(?!(?:(?!(?:(?!(?:a|.)*x)a|.)*y)a|.)*z).)*x"  # nested look-aheads: a
 def test_a_pattern_that_backtracking_never_ends_is_decided_at_once(tmp_path, field, pattern):
     save_adapter(tmp_path, {Q: pair()}, **{field: {pattern: 4} if "rank" in field else pattern})
     if field == "target_modules":
-        with pytest.raises(ConfigError, match="the file has tensors of"):
+        with pytest.raises(ConfigError, match="the file also has tensors of"):
             load_peft_adapter(tmp_path)
     else:
         assert load_peft_adapter(tmp_path)[1].tolist() == [[1, 1, 8]]

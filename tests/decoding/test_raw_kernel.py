@@ -399,11 +399,11 @@ def test_wrong_bindings_of_the_ready_made_ones():
         AllowedTokens(0)
     with pytest.raises(TypeError, match="float"):
         BannedTokens().bind([1.5])
-    with pytest.raises(ValueError, match=r"bias\[3\] = nan is no number below infinity"):
+    with pytest.raises(ValueError, match=r"bias\[3\] = nan must be a number below infinity"):
         TokenBias().bind({3: float("nan")})
-    with pytest.raises(ValueError, match="delta = inf is not finite"):
+    with pytest.raises(ValueError, match="delta = inf must be a finite number"):
         Watermark(1, delta=float("inf"))
-    with pytest.raises(ValueError, match="steps = 0 is not above 0"):
+    with pytest.raises(ValueError, match="steps = 0 must be above 0"):
         TemperatureSchedule().bind(1.0, 1.0, 0)
     with pytest.raises(ValueError, match="key = -1"):
         Watermark(-1)

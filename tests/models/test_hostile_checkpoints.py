@@ -394,17 +394,17 @@ def test_a_tokenizer_neither_pads_nor_cuts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"eos_token_id": "end"}, "eos_token_id = 'end': a token id is needed"),
-        ({"eos_token_id": [1, "2"]}, r"eos_token_id = \[1, '2'\]: a token id is needed"),
-        ({"eos_token_id": [[1]]}, r"eos_token_id = \[\[1\]\]: a token id is needed"),
-        ({"eos_token_id": {"a": 1}}, "eos_token_id = {'a': 1}: a token id is needed"),
-        ({"eos_token_id": True}, "eos_token_id = True: a token id is needed"),
-        ({"eos_token_id": 1.5}, "eos_token_id = 1.5: a token id is needed"),
-        ({"eos_token_id": 2**31}, "eos_token_id = 2147483648: a token id is needed"),
+        ({"eos_token_id": "end"}, "eos_token_id = 'end' must be a token id"),
+        ({"eos_token_id": [1, "2"]}, r"eos_token_id = \[1, '2'\] must be a token id"),
+        ({"eos_token_id": [[1]]}, r"eos_token_id = \[\[1\]\] must be a token id"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id = {'a': 1} must be a token id"),
+        ({"eos_token_id": True}, "eos_token_id = True must be a token id"),
+        ({"eos_token_id": 1.5}, "eos_token_id = 1.5 must be a token id"),
+        ({"eos_token_id": 2**31}, "eos_token_id = 2147483648 must be a token id"),
         ({"eos_token_id": list(range(2000))}, r"eos_token_id = \[0, 1.* or a list of at most 1024"),
-        ({"pad_token_id": "pad"}, "pad_token_id = 'pad': a token id is needed"),
-        ({"pad_token_id": [0]}, r"pad_token_id = \[0\]: a token id is needed"),
-        ({"pad_token_id": -(2**40)}, "pad_token_id = -1099511627776: a token id is needed"),
+        ({"pad_token_id": "pad"}, "pad_token_id = 'pad' must be a token id"),
+        ({"pad_token_id": [0]}, r"pad_token_id = \[0\] must be a token id"),
+        ({"pad_token_id": -(2**40)}, "pad_token_id = -1099511627776 must be a token id"),
     ],
 )
 def test_tokens_that_are_none(folder: Path, fields: dict[str, Any], text: str) -> None:
@@ -416,9 +416,9 @@ def test_tokens_that_are_none(folder: Path, fields: dict[str, Any], text: str) -
 
 def test_a_folder_that_is_not_there_is_told_as_that(tmp_path: Path) -> None:
     for missing in (tmp_path / "nowhere", "a\0b"):
-        with pytest.raises(ConfigError, match="is not a folder: text prompts need one"):
+        with pytest.raises(ConfigError, match="is not a folder: pass one with a tokenizer"):
             generate(missing, "Once")
-        with pytest.raises(ConfigError, match="is not a folder: a checkpoint folder is needed"):
+        with pytest.raises(ConfigError, match="is not a folder: pass a checkpoint folder"):
             generate(missing, [1, 2])
 
 
