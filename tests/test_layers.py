@@ -1,8 +1,8 @@
-"""The architecture: one total order, in which a module imports only names that stand above it.
+"""The architecture: one total order of modules. A module imports only modules above it in the list.
 
-A package stands in one piece, and so does a sub-package: they have an order too, and no two import
-each other. An `__init__` counts as below its modules, which it re-exports. `no torch` in a
-description is checked too. docs/architecture.md shows both levels of packages in the same words.
+The modules of a package or sub-package are adjacent, so packages are ordered too. An `__init__`
+counts as below its modules, which it re-exports. The tests also check `no torch` in a description.
+docs/architecture.md describes both levels of packages in the same words.
 """
 
 import ast
@@ -14,495 +14,495 @@ from pathlib import Path
 import pytest
 
 LAYERS = """
-errors                        every error, in one tree
-environment/                  what the library runs in: its distribution, the limits of the machine
-    lazy_names                names of a package that are loaded when they are first used (no torch)
-    distribution              the package as pip knows it (no torch)
-    control_groups            limits of containers, and of systemd (no torch)
-    cores                     how many cores this process may use (no torch)
-    memory                    how much memory is free, and what has been freed given back (no torch)
-lifecycle/                    a manager's states; its clock, log, latch and watchdog
-    callables                 callables of a host: ordinary functions, done on return (no torch)
-    clock                     the system's clocks, whatever becomes of the module time (no torch)
-    log                       the library's logger, for code that must go on (no torch)
-    child_loop                answers questions in a process of its own (no torch)
-    child_process             asks them, bounded in time and memory (no torch)
+errors                        all exceptions of the library, as one tree
+environment/                  the installed package, and the machine's cores and memory
+    lazy_names                names of a package that are imported on first use (no torch)
+    distribution              name and version of the installed package (no torch)
+    control_groups            CPU and memory limits of containers and systemd (no torch)
+    cores                     number of cores that this process may use (no torch)
+    memory                    free memory, and returning freed memory to the system (no torch)
+lifecycle/                    states of a manager; clocks, logging, child processes, watchdog
+    callables                 check that a host's callable is an ordinary function (no torch)
+    clock                     system clocks, unaffected by patches of `time` (no torch)
+    log                       the library's logger, which never raises (no torch)
+    child_loop                the loop of a child process that answers questions (no torch)
+    child_process             a child process with limited time and memory (no torch)
     latch                     an event that signal handlers may wait for (no torch)
-    watchdog                  a callback that overstays its budget
-    state                     the states of a manager, and its health
-arguments                     arguments of constructors, checked by name (no torch)
-config                        what a host configures, and the enums of the contract (no torch)
-terminal/                     what commands share: arguments, and texts that a terminal may show
-    printable                 texts from anywhere, as a terminal may show them (no torch)
-    streams                   standard streams that are closed, full, or read by nobody (no torch)
+    watchdog                  detects a callback that exceeds its time limit
+    state                     states of a manager, and its health
+arguments                     checks of constructor arguments, by name (no torch)
+config                        OptionalParams and all other options of a host; enums (no torch)
+terminal/                     shared by the commands: arguments, tables, progress bars
+    printable                 makes any text safe to print on a terminal (no torch)
+    streams                   standard streams that are closed, full or have no reader (no torch)
     live_region               the last lines of a terminal, redrawn in place (no torch)
-    progress                  bars for what takes long (no torch)
-    tables                    reports of lines and tables, for people or as JSON (no torch)
-    arguments                 what a word on the command line must be (no torch)
-    options                   options that several commands have (no torch)
-request/                      what is known of a request before it runs
-    post_processor            the logits post-processor of a request (no torch)
-    input_rows                rows of numbers that a request brought, known by their digest
-    sampling_params           how a request's tokens are chosen (no torch)
-    output_options            how a request wants its output (no torch)
-    llm_request               what schedulers and the KV cache know of a request (no torch)
-    inference_request         what a host gives and gets: InferenceRequest, NamedTensor
-    pieces                    work that may rest between its pieces
-    read_tensors              one typed value out of whatever a host put under a name
-    adapter                   LoRA matrices of a task, checked
-kv_cache/                     who holds which block
-    attention_window          positions a sequence keeps, in which of its blocks (no torch)
-    block                     blocks and who owns them (no torch)
-    prefix_tree               blocks found again by the tokens they hold (no torch)
-    eviction                  which of the blocks that nobody holds goes first (no torch)
-    tiers                     free blocks keep what they hold, here and then on the host (no torch)
-    needs                     how many blocks a request will want (no torch)
-    lookups                   what of the prompts that wait is cached (no torch)
-    reuse                     what a new sequence finds, and what one that ends leaves (no torch)
-    sequences                 which sequence holds which block (no torch)
-    manager                   whether there are blocks for what a scheduler wants (no torch)
-    state                     the accounts as data, and back (no torch)
-peft_cache/                   which adapters are cached, and in which pages
-    layout                    how large pages are, and which row of an adapter lies where (no torch)
-    pages                     the pages of one level, and who has them (no torch)
-    manager                   which adapters are cached, and for which requests (no torch)
-    state                     the accounts as data, and back (no torch)
-    work                      what is to be read, written and copied, and that it was
-scheduler/                    who runs
-    waiting                   why a policy leaves a request out
-    adapter_pages             whether the adapters of several requests fit together (no torch)
-    bulk_counts               the needs of many requests in one call (no torch)
-    reuse_delay               which contexts wait for what another is about to compute (no torch)
-    capacity                  which active requests get memory (no torch)
-    max_utilization           the same where requests may be paused for others (no torch)
-    reuse_credit              how much of a context that begins is cached (no torch)
-    chunk_sizes               a step's tokens, shared out over contexts (no torch)
-    micro_batch               which of those run now, and how much of their context (no torch)
-    simple                    the two as one (no torch)
-statistics                    the statistics of an iteration
-step                          the values that pass between loop, executor and host
-kernels/                      every operation of a step in torch, and faster ones for CPUs
-    torch_operations          torch's operations, told one by one
-    simd/                     what no operation owns: lanes, dtypes, threads, machine code
+    progress                  progress bars (no torch)
+    tables                    reports as tables for people, or as JSON (no torch)
+    arguments                 parsers of argument values: numbers, sizes, folders (no torch)
+    options                   options that several commands share (no torch)
+request/                      requests as hosts make them and as schedulers see them
+    post_processor            how a request names its logits post-processor (no torch)
+    input_rows                arrays of a request, identified by their digest
+    sampling_params           sampling parameters of a request (no torch)
+    output_options            which outputs a request asks for (no torch)
+    llm_request               a request as schedulers and the KV cache see it (no torch)
+    inference_request         InferenceRequest and NamedTensor, as hosts use them
+    pieces                    long work in pieces, with pauses between them
+    read_tensors              typed values from the named tensors of a request
+    adapter                   LoRA matrices of a request, checked
+kv_cache/                     block accounting: which sequence holds which block
+    attention_window          which positions and blocks a sliding window keeps (no torch)
+    block                     blocks and their reference counts (no torch)
+    prefix_tree               prefix caching: blocks found by their tokens (no torch)
+    eviction                  which cached block is evicted first (no torch)
+    tiers                     offloading of cached blocks to host memory (no torch)
+    needs                     number of blocks that a request will need (no torch)
+    lookups                   cached prefixes of waiting requests (no torch)
+    reuse                     cached blocks for new sequences, and from ended ones (no torch)
+    sequences                 blocks of each sequence (no torch)
+    manager                   KvCacheManager: allocates and frees blocks (no torch)
+    state                     block accounting as data, and restored from it (no torch)
+peft_cache/                   cache of LoRA adapters: pages, users, eviction
+    layout                    page size, and where each row of an adapter is stored (no torch)
+    pages                     pages of one cache level, and their users (no torch)
+    manager                   which adapters are cached, and which requests use them (no torch)
+    state                     page accounting as data, and restored from it (no torch)
+    work                      adapters to read, write and copy
+scheduler/                    capacity and micro-batch schedulers: which requests run
+    waiting                   reasons why a request waits
+    adapter_pages             checks that the adapters of a batch fit together (no torch)
+    bulk_counts               block needs of many requests in one call (no torch)
+    reuse_delay               delays a prompt whose prefix another request computes now (no torch)
+    capacity                  which requests get memory; base of all capacity schedulers (no torch)
+    max_utilization           pauses requests when the KV cache is full (no torch)
+    reuse_credit              number of prompt tokens that the cache already has (no torch)
+    chunk_sizes               divides the token budget of a step among prompts (no torch)
+    micro_batch               which requests run now, and how much of each prompt (no torch)
+    simple                    a capacity and a micro-batch scheduler combined (no torch)
+statistics                    statistics of an iteration
+step                          values passed between loop, executor and host
+kernels/                      all operations of a model in torch, and compiled ones for CPUs
+    torch_operations          observes each torch operation of a step
+    simd/                     SIMD lanes, dtypes, threads and machine code for compiled loops
         lanes                 SIMD intrinsics for Numba
-        dtypes                lanes of any dtype, widened and rounded on their way
-        pairs                 dot products of bfloat16 pairs, and where they are fast
-        threads               compiled code in torch's own threads
-        machine_code          bodies as machine code that is kept on disk
-    compilation               bodies compiled on all cores (no torch)
-    captured_step             the tasks of a generation step, captured and run again
-    token_loops               work token by token: rotation, KV write, norms, activations
-    gemm/                     matmuls of tokens with packed matrices
-        packed_matrix         a weight in the order in which matmuls read it
+        dtypes                loads and stores of any dtype as float32 lanes
+        pairs                 dot products of bfloat16 pairs, if the CPU has them
+        threads               compiled functions on torch's threads
+        machine_code          compiled functions, cached on disk
+    compilation               compiles functions on all cores (no torch)
+    captured_step             a decode step captured as tasks, and run again
+    token_loops               rotary embedding, KV write, norms and activations
+    gemm/                     matmuls with packed weights
+        packed_matrix         weights packed, or quantized to int8, for matmuls
         small_matmul          small matmuls in register tiles
-        matrix_tiles          matmuls with packed matrices in register tiles, by dtype
-        quantized_rows        activations as int16 or int8, by stretches of a row
-        int16_tiles           matmuls of int8 matrices with few rows, as int16
-        int8_tiles            matmuls of int8 matrices with many rows, as int8
-        matmul                the matmul of tokens with a packed matrix
-        matmul_plan           which instructions multiply with a packed matrix, and whether it pays
-    attention/                attention straight on the pages of the KV cache
-        attention_arguments   what attention is given: pages, spans of rows, its shape
-        attention_task        what is told of pages and rows, and where scratch lies
-        paged_attention       attention straight on the pages of the KV cache
-    lora/                     LoRA adapters on a step's tokens
-        adapter_arguments     which low-rank adapters a step's tokens have, and where they add
-        adapter_intrinsics    sums of A x and columns of B, in registers
-        adapters              low-rank adapters on a step's tokens
-        adapter_plan          which tokens adapters are computed for together, once a step
+        matrix_tiles          register tiles of matmuls, by dtype
+        quantized_rows        activations quantized to int8 or int16
+        int16_tiles           int8 weights times few rows, in int16
+        int8_tiles            int8 weights times many rows, in int8
+        matmul                the matmul of activations with packed weights
+        matmul_plan           which instructions a matmul uses, and whether packing pays
+    attention/                attention over the pages of the KV cache
+        attention_arguments   arguments of attention: pages, rows, shapes
+        attention_task        one attention task: its rows, pages and scratch memory
+        paged_attention       paged attention, compiled
+    lora/                     LoRA on the tokens of a step
+        adapter_arguments     which adapter each token uses, and the output columns
+        adapter_intrinsics    products with A and B, in registers
+        adapters              LoRA products for all tokens of a step
+        adapter_plan          groups the tokens of a step by adapter
     reference                 every operation in torch: the specification
-    token_masks               which tokens may come, written into logits
-    compiled_bodies           which bodies a model needs on the CPU
-    cpu                       the override for CPUs: what pays, compiled
-cuda/                         every CUDA kernel with its launcher, and an emulator that runs them
-    cache_folder              where what was compiled is kept (no torch)
-    emulator/                 kernels on a CPU, run thread by thread, checked (no torch)
-        reports               what a kernel did wrong, with the line of its source (no torch)
-        toolchain             g++, NVIDIA's headers, and built libraries that are kept (no torch)
-        source                from CUDA C++ to what g++ compiles (no torch)
-        arrays                arrays between pages that cannot be read (no torch)
-        library               a built library, and how a kernel of it is run (no torch)
-        arguments             an argument checked against its parameter (no torch)
-        module                CUDA C++ as kernels that run on the CPU (no torch)
-    features                  parts that can be switched off (no torch)
-    device/                   what every launch needs: device, compiler, streams, graphs
-        device                CuPy, once a host asks for a CUDA device
-        compiler              CUDA C++ to machine code, with what its kernels use (no torch)
-        thread_contexts       the device's context in each thread that calls the driver (no torch)
-        dependent_launch      launches that begin while the kernel before them ends (no torch)
-        launch                where kernels run: a GPU, or the emulator
-        streams               where work is enqueued: a CUDA stream, or the emulator
-        uploads               arrays of a step, to the device in one copy
-        downloads             tensors of a device on their way to the CPU
-        graphs                generation steps, recorded and run again
-    attention/                attention over the pages of the KV cache, and what writes them
-        paged_kernels         what the kernels over pages take: heads, dtypes
-        cache_write           rotation, QK norm, and keys and values to their pages
-        block_copy            beginnings of blocks, copied
-        generation_plan       how the work of generation attention is cut (no torch)
-        float_attention       attention of both phases in float32
-        generation_attention  attention of rows with one token, by a plan
-        warpgroup_attention   the same of several tokens, in products of warpgroups
+    token_masks               sets the logits of forbidden tokens to -inf
+    compiled_bodies           which compiled functions a model needs
+    cpu                       operations of a model on the CPU, compiled where it is faster
+cuda/                         CUDA kernels with their launchers, and an emulator that runs them
+    cache_folder              folder of compiled kernels (no torch)
+    emulator/                 runs and checks CUDA kernels on a CPU, thread by thread (no torch)
+        reports               errors of a kernel, with source lines (no torch)
+        toolchain             g++, CUDA headers and cached libraries (no torch)
+        source                translates CUDA C++ for g++ (no torch)
+        arrays                arrays between guard pages (no torch)
+        library               a built library, and calls of its kernels (no torch)
+        arguments             checks of kernel arguments against the parameters (no torch)
+        module                a CUDA C++ source as callable kernels (no torch)
+    features                  features that can be switched off (no torch)
+    device/                   devices, compiler, streams, launches, CUDA graphs
+        device                CuPy, imported when a host asks for a CUDA device
+        compiler              compiles CUDA C++, and reports register use (no torch)
+        thread_contexts       the CUDA context of each thread (no torch)
+        dependent_launch      programmatic dependent launches (no torch)
+        launch                launches on a GPU or on the emulator
+        streams               CUDA streams, or the emulator's
+        uploads               copies the arrays of a step to the device at once
+        downloads             asynchronous copies from the device
+        graphs                CUDA graphs of generation steps
+    attention/                attention over KV cache pages, and kernels that write them
+        paged_kernels         shapes and dtypes that the paged kernels support
+        cache_write           rotation, QK norm, and the write of keys and values
+        block_copy            copies of partial blocks
+        generation_plan       how generation attention is split over thread blocks (no torch)
+        float_attention       attention in float32, for shapes that no other kernel supports
+        generation_attention  attention of rows with one token
+        warpgroup_attention   context attention with Hopper's wgmma
         context_attention     attention of rows with several tokens
     norms                     residual add, RMSNorm, LayerNorm
-    gemm/                     matmuls of few rows, of some more, and of LoRA
-        gemv                  products of few rows with a matrix
-        gemm                  products of some more rows, and how blocks share them
-        own_matmuls           a product by the kernel for its number of rows
-        lora                  low-rank adapters on a step's tokens
-        matmul_choice         which of them are ours, and which torch's, by a measurement
-    activations               SiLU times up, GELU
-    sampling/                 from logits to tokens and their log probabilities
-        token_masks           bits for tokens that may come, on rows of logits
-        adjustments           bias, penalties and bans on rows of logits
-        sampling              one token from each row of logits
+    gemm/                     matmuls of few rows, and LoRA
+        gemv                  matrix-vector products of up to a few rows
+        gemm                  matmuls of some more rows, and their split over blocks
+        own_matmuls           selects the kernel for a number of rows
+        lora                  LoRA on the tokens of a step
+        matmul_choice         measures whether our matmul or torch's is faster
+    activations               SwiGLU and GELU
+    sampling/                 kernels from logits to tokens and log probabilities
+        token_masks           bit masks of permitted tokens, applied to logits
+        adjustments           bias, penalties and bans on logits
+        sampling              samples one token per row
         log_probs             log probabilities of given tokens
         beam_step             the best continuations of beams
-    kernels                   the override for CUDA: which kernel serves which op
-    matrix                    every kernel in every instantiation, compiled
-ranks/                        one process per rank: its part of the model, and their messages
-    layout                    which part of the model a rank has (no torch)
+    kernels                   operations of a model on a GPU: which kernel runs each
+    matrix                    compiles every kernel in every instantiation
+ranks/                        one process per rank: its part of the model, and messages
+    layout                    which part of the model a rank holds (no torch)
     frames                    messages on a socket (no torch)
-    watch                     which rank has failed (no torch)
+    watch                     detects a failed rank (no torch)
     meeting                   how ranks find each other (no torch)
-    links                     what the managers of all ranks tell each other (no torch)
-    small_tensors             tensors of a few kilobytes, each sent to each
-    collectives               what the networks of several ranks do together
-    world                     which rank this is, and where the others are
-memory/                       tensors that outlive a step, and the files that weights come from
-    checkpoint_files          files of a checkpoint, which somebody else wrote (no torch)
-    host_memory               memory of the host that a device copies from and to
-    kv_pool                   the tensors that blocks stand for
-    device_kv_pool            the same on a device, whose blocks a kernel copies
-    adapter_pool              the tensors that pages of adapters stand for
-    tensor_sources            where tensors of a checkpoint come from
-    weights                   tensors loaded by name into storage the executor owns
-models/                       the network: packed inputs, decoder families as a table
+    links                     messages between the managers of all ranks (no torch)
+    small_tensors             all-gather of small tensors over sockets
+    collectives               collectives of tensor and pipeline parallelism
+    world                     this rank's number, and the addresses of the others
+memory/                       tensors that outlive a step, and the checkpoint files
+    checkpoint_files          size and depth limits of checkpoint files (no torch)
+    host_memory               pinned host memory
+    kv_pool                   tensors of the KV cache
+    device_kv_pool            tensors of the KV cache on a device
+    adapter_pool              tensors of the LoRA cache
+    tensor_sources            reads tensors from safetensors files or a state dict
+    weights                   parameters of a model, loaded by name
+models/                       decoder networks, and the table of families
     batch                     a schedule as packed tensors
-    fields                    a checkpoint's config, read with checks
-    rope                      rotary positions
-    spec                      which network a checkpoint holds, and its parameters
-    splits                    which part of which parameter a rank has, as a table
-    lora_modules              the parts of a layer that LoRA adapters may change, by their ids
-    families                  what differs between families, as a table
-    read_spec                 from a config.json to a spec
-    checkpoint_model          the network
-    model                     what an executor runs, and how a checkpoint becomes that
-decoding/                     from logits to tokens, and to the end of an output
-    deferred                  a value that is worked out only if it is written (no torch)
-    stop_words                the first of several words in a growing text
-    end_rule                  where an output ends, for a text and for each beam
-    drafting                  tokens drafted ahead
-    lines                     which line of a table belongs to which beam
-    processors/               logits post-processors: which rows they get, and how they are called
-        rows                  what a step gives to logits post-processors
-        stream_watch          who works on another stream than the model's
-        logits                who is called for which rows, and what becomes of one that fails
-        kernel_signature      what a kernel over rows is passed
-        raw_kernel            a logits post-processor given as CUDA source
-    guided/                   JSON schemas and grammars as masks of tokens
-        schema_numbers        numbers of a JSON schema as the parser can hold them (no torch)
-        schema_references     where the references of a JSON schema point to (no torch)
-        schema_overlap        whether two JSON schemas exclude each other (no torch)
-        schema_complement     what does not fit a JSON schema, as schemas (no torch)
-        schema_reader         a JSON schema as the parser can enforce it (no torch)
-        grammar_matcher       a grammar compiled, here or in a process of its own (no torch)
-        grammar_trial         a grammar compiled in a process that may be ended (no torch)
-        grammar_masks         which tokens a grammar permits, as masks of logits
-        guided                grammars for a tokenizer, compiled in the background
-    sampling/                 from a row of logits to a token, seeded by position
-        random_numbers        functions of seed and position
-        adjustments           bias, penalties, bans: what changes a row first
-        choice                the best token of a row, or a drawn one
-        best_tokens           the best tokens of rows of scores
-        sampling              one token from each row
-        device_sampling       rows that a device can choose alone
-        rejection             a draft that was sampled, accepted or replaced
+    fields                    checked reading of a checkpoint's config
+    rope                      rotary embeddings and their scaling
+    spec                      ModelSpec: all sizes and features of a network
+    splits                    which part of each parameter a rank holds
+    lora_modules              the modules of a layer that LoRA adapters may change
+    families                  the table of model families
+    read_spec                 makes a ModelSpec from a config.json
+    checkpoint_model          CheckpointModel: the forward pass of a decoder
+    model                     the Model protocol, and load_model
+decoding/                     from logits to tokens, and the end of an output
+    deferred                  a value that is computed only if it is used (no torch)
+    stop_words                finds the first stop word in a growing output
+    end_rule                  decides where an output ends
+    drafting                  speculative decoding: prompt lookup
+    lines                     rows of a table by sequence and beam
+    processors/               logits post-processors: rows and calls
+        rows                  the rows that a logits post-processor gets
+        stream_watch          detects work on another stream than the model's
+        logits                calls logits post-processors, and handles their failures
+        kernel_signature      parameters of a kernel over rows
+        raw_kernel            a user's CUDA kernel as logits post-processor
+    guided/                   guided decoding: JSON schemas and grammars as token masks
+        schema_numbers        number limits of JSON schemas for the parser (no torch)
+        schema_references     resolves references of JSON schemas (no torch)
+        schema_overlap        checks if two JSON schemas exclude each other (no torch)
+        schema_complement     the complement of a JSON schema (no torch)
+        schema_reader         turns JSON schemas into enforceable grammars (no torch)
+        grammar_matcher       compiles a grammar, in this or a child process (no torch)
+        grammar_trial         tries a grammar in a child process (no torch)
+        grammar_masks         token masks of a grammar's state
+        guided                GuidedDecoding: grammars compiled in the background
+    sampling/                 samples a token from a row of logits
+        random_numbers        random numbers from a seed and a position
+        adjustments           bias, penalties and bans on logits
+        choice                greedy or random choice in one row
+        best_tokens           top-k tokens of rows
+        sampling              samples one token per row
+        device_sampling       which rows a device can sample itself
+        rejection             rejection sampling of draft tokens
     search/                   beam search
-        beam_search           beams and their parents, searched, or each a text of its own
-        beam_state            beams as data, and back
-executor/                     one step on a device: input arrays, the network, the choice of tokens
-    packed_rows               a batch as the CPU knows it, padded or cut (no torch)
-    sequence_tables           tokens and blocks of each sequence, here and on a device
-    step_in_flight            a step under way: what belongs to which row
-    choice/                   from the logits of a step to its tokens and their log probabilities
-        prompt_scores         how likely the tokens of prompts were
-        gathered_logits       what an executor keeps of its logits, by slot
-        drawn_drafts          drafts that a host has drawn, accepted or replaced
-        top_tokens            the best tokens of choices, for rows that want them
-        token_chooser         from the logits of a step to its tokens
-        device_chooser        the same choice, enqueued on a device
-    runner                    packed rows to logits, on the CPU
-    device_runner             the same, enqueued on a device
-    result_message            what a step yielded, as a message to other ranks
-    forward_thread            forwards that run beside the loop
-    out_of_memory             a batch that does not fit, in parts
-    torch_executor            one step, in torch
-    staged_executor           a stage of a pipeline, whose forwards run beside the loop
-    rank_executor             the executor of a rank: who chooses, and how the others hear of it
-loop/                         `iterate()`, and the requests that it iterates over
-    request_times             when what happened to a request (no torch)
-    active_request            a request from its admission to its final response
-    limits                    what one request may be, and whether its lengths fit (no torch)
-    admission                 whether a request can be taken at all
-    allocation                a decision with its blocks, frozen as a Schedule
-    decision                  who runs next: a scheduler is asked, and its answer checked
-    active_state              an active request as data, and back
-    adapters                  who waits for an adapter, and whose adapters are on the device
-    adapter_state             the same as data and back, and a copy to try things
-    extras                    log probabilities and logits, until they are sent
-    responses                 tokens as a host gets them
-    request_table             the active requests: who comes in, and who ends
-    confirmation              what the result of a step does to its requests
-    token_loop                iterate(), in about 25 lines
-    next_decision             what its next iteration would decide, tried on copies
-assembly/                     builds all parts of a loop from options and a checkpoint
-    options                   which configurations a manager takes (no torch)
-    sizing                    how large the KV cache is, and how long a sequence may be
-    adapter_sizing            how large the cache of adapters is
-    blueprint                 what a loop is built of, but for its model; and the loop of it
-    backend                   where a model and its KV cache lie, and what runs them there
-    ranks                     what the managers of all ranks agree on before they run
-    assemble                  from checked options and a model to a loop
-recorder/                     writes down the inputs and decisions of a loop; the black box
-    requests                  requests of a recording, as JSON and back
-    values                    values of a recording, as JSON and back
-    limits                    what the numbers of a recording may be
-    difference                where two schedules differ, for people
-    recording                 a recording as frozen values, and its file
-    sizes                     how many bytes what a black box keeps takes
-    kept                      what a black box keeps of what passes
-    black_box                 the last of them, in memory
-    black_box_file            the file of a black box, for its owner alone (no torch)
-    taps                      a host and an executor that pass everything on
-    recorder                  what passes between a loop and its world, written down
-host/                         the host's four callbacks, called safely
-    turns                     what a loop does next, and its host as a worker sees it
-    timers                    how long each call of the host's code takes
-    receiver                  what Get has returned, read once, on its way to the next intake
-    retries                   how long Get is left alone after it has failed
-    preparation               logits post-processors on their way to being ready
-    background_jobs           long work in pieces, beside the steps of a loop or between them
-    adapter_loader            adapters read, written and copied, on threads
-    broadcast                 a callback whose answers all ranks get
-    callback_host             the four callbacks, called safely
+        beam_search           beams, and several outputs of one request
+        beam_state            beams as data, and restored from it
+executor/                     runs one step: input arrays, forward pass, choice of tokens
+    packed_rows               a batch as arrays on the CPU, padded or split (no torch)
+    sequence_tables           tokens and blocks of each sequence
+    step_in_flight            a step that has been started
+    choice/                   from the logits of a step to its tokens
+        prompt_scores         log probabilities of prompt tokens
+        gathered_logits       which logits each sequence asks for
+        drawn_drafts          accepts or replaces draft tokens that were sampled
+        top_tokens            log probabilities of the top tokens
+        token_chooser         chooses the tokens of a step on the CPU
+        device_chooser        chooses the tokens of a step on a device
+    runner                    runs the forward pass on the CPU
+    device_runner             runs the forward pass on a device
+    result_message            results of a step as a message to other ranks
+    forward_thread            runs forward passes on a thread of their own
+    out_of_memory             splits a batch that does not fit into memory
+    torch_executor            TorchExecutor: runs a step on one device
+    staged_executor           runs a pipeline stage
+    rank_executor             runs a step on one of several ranks
+loop/                         the token loop and its active requests
+    request_times             timestamps of a request (no torch)
+    active_request            a request from admission to its final response
+    limits                    limits of a request's lengths (no torch)
+    admission                 admits or refuses a request
+    allocation                allocates blocks for a decision, and freezes it as a Schedule
+    decision                  calls the schedulers, and checks their answers
+    active_state              active requests as data, and restored from it
+    adapters                  adapters of active requests
+    adapter_state             adapters' state as data, and copies for trials
+    extras                    log probabilities and logits until they are sent
+    responses                 builds the responses of requests
+    request_table             the table of active requests
+    confirmation              applies the result of a step to its requests
+    token_loop                TokenLoop.iterate(), one iteration in about 25 lines
+    next_decision             predicts the next decision on copies
+assembly/                     builds a loop from options and a checkpoint
+    options                   which combinations of options are valid (no torch)
+    sizing                    size of the KV cache and longest sequence
+    adapter_sizing            size of the LoRA cache
+    blueprint                 builds schedulers, caches and the loop
+    backend                   device, kernels and memory of a model
+    ranks                     settings that all ranks must agree on
+    assemble                  builds a loop from checked options and a model
+recorder/                     recordings of a loop's inputs and decisions; the black box
+    requests                  requests in a recording, as JSON
+    values                    values in a recording, as JSON
+    limits                    limits of numbers in a recording
+    difference                describes the difference of two schedules
+    recording                 a recording and its file format
+    sizes                     memory that the black box's records take
+    kept                      records that the black box keeps
+    black_box                 the black box: the last iterations, in memory
+    black_box_file            the file of a black box, readable by its owner (no torch)
+    taps                      a host and an executor that record all calls
+    recorder                  Recorder: writes down a run
+host/                         calls the host's four callbacks safely
+    turns                     the interfaces between loop, worker and host
+    timers                    times of callbacks
+    receiver                  checks and admits what GetInferenceRequests returned
+    retries                   delays GetInferenceRequests after an error
+    preparation               prepares logits post-processors
+    background_jobs           long jobs in pieces, between or beside steps
+    adapter_loader            loads adapters on threads
+    broadcast                 marks a callback whose results go to all ranks
+    callback_host             CallbackHost: calls the four callbacks
     packed_requests           requests as bytes
-    rank_messages             an intake of rank 0 as a message to the other ranks
-    rank_answers              what one rank's host has answered, to be compared with another's
-    ranked_host               the callbacks of a host whose model has several ranks
-manager/                      a thread around the loop: `GptManager`
-    inbox                     what other threads want of the loop
-    inspection                who owns which block, and why a request waits
-    watching                  what a loop does, told while it runs
-    recovery                  what becomes of a manager whose iteration raised
-    stall_watch               when steps ended, and who waits although none does
-    ending                    what has to happen when a loop ends, or hangs
-    worker                    what a manager's thread does
-    gpt_manager               GptManager: a thread, and a life around the loop
-gptmanager                    the public names, as hosts import them
-callbacks/                    ready-made callbacks that any host could have written
-    text/                     from the tokens of a model to text, and back
-        checkpoint            what a checkpoint says besides weights: end tokens, tokenizer
-        text_stream           tokens as text, while they come
-        template_program      a chat template filled in, here or in a process of its own (no torch)
-        templates             where chat templates are, and how one is filled in within bounds
-        control_tokens        texts of clients in a chat that never become control tokens (no torch)
-        chat_template         messages of a chat as the tokens of a prompt
-    queue/                    queues between a host and its manager
-        wakeups               asyncio waiters, woken from another thread
-        result                what the responses to one request amount to
-        generation            the handle on a request: a future, and a stream of tokens
-        pending_requests      requests that wait to be fetched, in the order they will be
-        attachment            what a queue needs of its manager beside the callbacks
-        request_queue         three of the four callbacks as a queue with futures
-        async_request_queue   the same for asyncio, where a full queue is awaited
-    sinks/                    where statistics go: log records, lines of JSON, Prometheus
-        observers             several callbacks as one
-        json_lines            statistics, a line each
-        logging               statistics, as log records
-        metric_names          which metrics there are, and what others call them (no torch)
-        metric_counts         what they count
-        prometheus            a manager's metrics, for Prometheus (no torch)
-    ranks/                    rank 0's callbacks, answered on every rank
-        mpi_transport         rank 0's answers on every rank, by MPI
-        broadcast             what rank 0's callbacks answer, on every rank
+    rank_messages             new requests and stops as a message to other ranks
+    rank_answers              compares callback results between ranks
+    ranked_host               callbacks of a host whose model runs on several ranks
+manager/                      GptManager: the worker thread around the loop
+    inbox                     commands from other threads to the worker
+    inspection                audit and explain: block owners, reasons for waiting
+    watching                  callables that watch the loop
+    recovery                  recovery after an iteration that raised
+    stall_watch               detects a loop that makes no progress
+    ending                    ends a loop that finished, failed or hangs
+    worker                    the worker thread
+    gpt_manager               GptManager
+gptmanager                    the public names
+callbacks/                    ready-made callbacks, built on the public names only
+    text/                     tokenizers, chat templates and text streams
+        checkpoint            tokenizer and end tokens of a checkpoint
+        text_stream           decodes tokens to text as they arrive
+        template_program      renders chat templates, in this or a child process (no torch)
+        templates             finds chat templates; the process that renders them
+        control_tokens        keeps control tokens out of clients' texts (no torch)
+        chat_template         ChatTemplate: messages as prompt tokens
+    queue/                    request queues with futures
+        wakeups               wakes asyncio waiters from another thread
+        result                GenerationResult: all responses of a request combined
+        generation            Generation: a future and a token stream
+        pending_requests      pending requests in order of priority
+        attachment            what a queue needs from its manager
+        request_queue         RequestQueue: three callbacks as a queue with futures
+        async_request_queue   AsyncRequestQueue: the same for asyncio
+    sinks/                    statistics as log records, JSON lines, Prometheus metrics
+        observers             several statistics callbacks as one
+        json_lines            statistics as JSON lines
+        logging               statistics as log records
+        metric_names          names of the metrics, also in other servers (no torch)
+        metric_counts         counters behind the metrics
+        prometheus            metrics for Prometheus (no torch)
+    ranks/                    rank 0's callback results on all ranks
+        mpi_transport         broadcast by MPI
+        broadcast             broadcasts rank 0's callback results
     live/                     the live page: a manager's schedule in a browser
-        tap                   what the loop's thread does for a live page
-        rows                  what a watched loop does, as rows of spans
-        feed                  follows a manager while somebody looks, and tells it as events
-        page                  a page that shows a manager's schedule while it runs
+        tap                   collects events on the loop's thread
+        rows                  events of requests as rows of the page
+        feed                  sends events to browsers
+        page                  LivePage: serves the page
     processors/               ready-made logits post-processors
-        token_rules           tokens that may come, or may not, or rather
-        temperature_schedule  a temperature that changes
-        watermark             a watermark in sampled text
-        forced_prefix         an output that begins with given tokens
-        token_bytes           the bytes that each token adds to a text (no torch)
-        banned_texts          words that a text never contains, in whatever tokens
-        guided_decoding       grammars for a checkpoint's tokenizer
-    name_pattern              regular expressions of configs, in bounded steps (no torch)
-    adapters/                 adapters that PEFT saved
-        peft_config           what PEFT says of an adapter that it saved
-        peft_adapter          such an adapter, as tensors of a request
-    start                     generate(): the three-line start
-bindings/                     hosts of tensorrt_llm.bindings, by one changed import
-    tensor_names              names of tensors, as constants (no torch)
-    executor                  names of its module of this name
-    requests                  requests and named tensors, as they are there
-    optional_params           options as they are there, and what they are here
-    memory_counters           bytes of the managers that run (no torch)
-    gpt_manager               GptManager, with both orders of its arguments
-testing/                      what hosts and researchers test with
-    scripted_executor         steps without a network, which believe nothing
-    hosts                     scripted models, recording callbacks
-    contract                  does a host keep the contract with a manager, and it with the host?
-    scenarios                 what a scheduler is tried on, by a seed
-    rules                     the rules of a scheduler, and which of them an answer breaks
-    scenario_run              one scenario, run through the real loop
-    conformance               does a scheduler keep the rules?
-replay/                       runs a recorded run again, and finds the first difference
-    replaying                 a recorded run, once more, and where it goes another way
-    main                      replay, once its arguments are read
-    command                   what replay accepts (no torch)
-simulator/                    the real loop under a virtual clock, without a model
-    load                      which requests arrive when, and how long they are
-    known_outputs             what each step yields, of outputs that a load knows
-    cost_model                how long a step takes
-    figures                   what a simulated run came to
-    stages                    who of a pipeline works on which step when
-    simulation                a schedule without a model
-    comparison                the manager that is simulated
-    report                    what simulate tells, for people and as JSON
-    main                      simulate, once its arguments are read
-    command                   what simulate accepts (no torch)
-picture/                      a schedule, drawn: SVG, a page to zoom into, a Perfetto trace
-    trace                     what became of each request in each iteration (no torch)
-    waiting                   why the first that waits does (no torch)
-    builder                   from schedules, arrivals and ends to a trace
-    observer                  a loop, followed while it runs
-    recorded                  a recorded run, followed
-    svg                       shapes, and the look that all pictures share
-    layout                    where things stand in a picture, and how close one looks
-    rows                      a row for each request
-    load                      batch, tokens and memory below
-    drawing                   a schedule, seen
-    stages                    who of a pipeline works on which micro batch when
-    zoom_page                 the picture as a page to zoom into
-    perfetto                  the same for Perfetto
-    main                      picture, once its arguments are read
-    command                   what picture accepts (no torch)
-run/                          a file of requests, run by a manager
-    text_encoder              texts as token ids, and which are too long for any request
-    adapter_folders           adapters that lines name by their folders
-    line_fields               the fields that a line of requests may have
-    requests_file             requests as JSON lines
-    results_file              results as JSON lines
-    latencies                 how long clients waited
-    follow                    another rank's part in a command
-    live_view                 what a person sees while requests run
-    watch                     a run, followed on the terminal's thread
-    main                      run, once its arguments are read
-    command                   what run accepts (no torch)
+        token_rules           allows, forbids or prefers tokens
+        temperature_schedule  a temperature that changes by position
+        watermark             a statistical watermark
+        forced_prefix         forces the first tokens of an output
+        token_bytes           bytes of each token of a tokenizer (no torch)
+        banned_texts          forbids texts, however they are tokenized
+        guided_decoding       guided decoding for a checkpoint's tokenizer
+    name_pattern              regular expressions with a limit of steps (no torch)
+    adapters/                 LoRA adapters that PEFT saved
+        peft_config           reads adapter_config.json
+        peft_adapter          reads a PEFT adapter as tensors of a request
+    start                     generate(): completions in three lines
+bindings/                     tensorrt_llm.bindings' interface for existing hosts
+    tensor_names              names of tensors (no torch)
+    executor                  the names of tensorrt_llm.bindings.executor
+    requests                  its requests and named tensors
+    optional_params           its options, translated to ours
+    memory_counters           MemoryCounters: bytes that managers use (no torch)
+    gpt_manager               its GptManager, with both orders of arguments
+testing/                      helpers for tests of hosts and schedulers
+    scripted_executor         an executor without a model
+    hosts                     ScriptedModel and RecordingCallbacks
+    contract                  ContractChecker: checks the callbacks' contract
+    scenarios                 random scenarios for schedulers
+    rules                     rules that a scheduler must keep
+    scenario_run              runs a scenario in the real loop
+    conformance               assert_conforms: checks a scheduler
+replay/                       runs a recording again, and finds the first difference
+    replaying                 replays a recording
+    main                      runs `gptmanager replay`
+    command                   arguments of `gptmanager replay` (no torch)
+simulator/                    the real loop with a virtual clock and without a model
+    load                      arrival times and lengths of requests
+    known_outputs             an executor that returns outputs known in advance
+    cost_model                predicts how long a step takes
+    figures                   results of a simulated run
+    stages                    pipeline stages in virtual time
+    simulation                simulates a run
+    comparison                the simulated manager: recorded or hypothetical options
+    report                    the report of `gptmanager simulate`
+    main                      runs `gptmanager simulate`
+    command                   arguments of `gptmanager simulate` (no torch)
+picture/                      drawings of a schedule: SVG, zoomable page, Perfetto trace
+    trace                     what each request did in each iteration (no torch)
+    waiting                   why the first waiting request waits (no torch)
+    builder                   builds a trace from schedules
+    observer                  builds a trace from a running loop
+    recorded                  builds a trace from a recording
+    svg                       SVG shapes and styles
+    layout                    positions and zoom of a drawing
+    rows                      draws one row per request
+    load                      draws batch size, tokens and memory
+    drawing                   draws a schedule
+    stages                    draws pipeline stages
+    zoom_page                 a zoomable HTML page
+    perfetto                  a trace for Perfetto
+    main                      runs `gptmanager picture`
+    command                   arguments of `gptmanager picture` (no torch)
+run/                          `gptmanager run`: a file of requests
+    text_encoder              tokenizes prompts, and finds those that are too long
+    adapter_folders           loads the adapters that requests name
+    line_fields               fields of a line of the requests file
+    requests_file             reads the requests file
+    results_file              writes the results file
+    latencies                 latency percentiles
+    follow                    runs a command on ranks other than 0
+    live_view                 the progress display
+    watch                     watches a run from the terminal's thread
+    main                      runs `gptmanager run`
+    command                   arguments of `gptmanager run` (no torch)
 server/                       a manager behind HTTP and gRPC
-    extras                    modules that need an extra (no torch)
-    errors                    a refusal as every client gets it
-    http/                     bodies, keys, responses and connections of HTTP
-        access                who may reach a server, and with how much, checked
-        warning_header        what a client should know about its answer (no torch)
-        responses             JSON, errors as one object, server-sent events (no torch)
-        hosts                 which names the server answers to (no torch)
-        keys                  who may use the server (no torch)
-        json_text             JSON, and what it would take in memory (no torch)
-        body                  bodies of requests, within their limits (no torch)
-        connections           how many connections there may be, and of whom (no torch)
-        http_protocol         HTTP's bytes, within bounds (no torch)
-    settings                  what a server is told, checked
-    fields                    fields of JSON bodies, read and described (no torch)
-    request_fields            the fields of a request, and which were ignored (no torch)
-    context_length            whether prompt and output fit into the model's context
-    engine/                   what every protocol runs on: manager, calls, adapters, metrics
-        model_card            what a server knows of its model beside the weights
-        adapters              the adapters that clients may name
-        metrics               what the manager and the server count (no torch)
-        call                  the requests of one call, and how they end with it
-        engine                what every front runs requests on
-    health                    whether the server lives, and takes requests
+    extras                    imports of optional dependencies (no torch)
+    errors                    errors as clients get them
+    http/                     HTTP: bodies, keys, responses, connections
+        access                settings of access: hosts, keys, limits
+        warning_header        the Warning header (no torch)
+        responses             JSON responses, errors, server-sent events (no torch)
+        hosts                 checks the Host and Origin headers (no torch)
+        keys                  checks API keys (no torch)
+        json_text             parses JSON with limited memory (no torch)
+        body                  reads bodies within limits (no torch)
+        connections           limits the number of connections (no torch)
+        http_protocol         HTTP/1.1 with limits (no torch)
+    settings                  ServerSettings, checked
+    fields                    fields of JSON bodies: types, limits, descriptions (no torch)
+    request_fields            checks a body's fields, and lists ignored ones (no torch)
+    context_length            checks that prompt and output fit the context
+    engine/                   shared by all protocols: manager, calls, adapters, metrics
+        model_card            name, limits and tokenizer of the served model
+        adapters              adapters that clients may name
+        metrics               metrics of the server (no torch)
+        call                  all requests of one call
+        engine                Engine: runs calls on the manager
+    health                    /health and readiness
     live                      the live page of the server (no torch)
-    text/                     answers as text, shared by the protocols
-        tools                 tools that a model may call, and what calls look like
-        structured            answers that fit a schema, a pattern, a choice, a grammar
-        generation_fields     how to generate, and what to tell of it
-        stop_strings          texts that end an output (no torch)
-        log_probs             log probabilities in the shapes that clients know
-        outputs               one text from its tokens, and where it ends
-        sampling              from fields to what the engine is asked for
-        processors            what an output has to fit, or must not contain
-        answer                all outputs of a request, while they are generated
-    chat/                     from messages to a prompt, and from an answer to a message
-        messages              messages of a chat, as templates want them
-        functions             the deprecated functions, as tools
-        tool_parsing          calls of tools in the text of a model (no torch)
-        chat_answer           the text of an answer as a chat's message, and as deltas
-        chat_prompt           from messages to the tokens of a prompt
-    openai/                   what OpenAI's clients know
-        models                the model and its adapters
-        completions           prompts as they are, and what follows them
+    text/                     shared by the text protocols: outputs, tools, structured answers
+        tools                 tool definitions, and grammars of calls
+        structured            response formats: schema, pattern, choice, grammar
+        generation_fields     sampling and output fields of a body
+        stop_strings          stop strings (no torch)
+        log_probs             log probabilities in the shapes of OpenAI
+        outputs               text and finish reason of one output
+        sampling              makes sampling parameters from fields
+        processors            logits post-processors of a request
+        answer                all outputs of a request
+    chat/                     chat messages to prompts, and answers to messages
+        messages              checks the messages of a chat
+        functions             OpenAI's older `functions`, as tools
+        tool_parsing          parses tool calls in the model's text (no torch)
+        chat_answer           an answer as a message, or as deltas
+        chat_prompt           renders messages as prompt tokens
+    openai/                   OpenAI's endpoints
+        models                /v1/models, and loading of adapters
+        completions           /v1/completions
         chat                  /v1/chat/completions
-        tokenization          texts as tokens and back
-    triton/                   what clients of the C++ backend know
-        errors                refusals in Triton's protocol
-        messages              a call and its answers, whatever has carried them (no torch)
-        datatypes             tensors as bytes and as numbers (no torch)
-        tensors               what a model takes and gives, and a call's inputs, checked (no torch)
-        statistics            counts of calls, and their times (no torch)
-        token_model           token ids in, token ids out
-        text_model            text in, text out
-        inference             calls, from their tensors to their responses
-        repository            metadata and configurations
-        described             paths below /v2 in the OpenAPI document
-        http_messages         bodies of HTTP's infer call (no torch)
-        http                  /v2/..., with the generate extension
-        wire                  bytes of a message, before it is parsed (no torch)
-        grpc_messages         messages of the generated service
-        grpc_service          the service, and its server
+        tokenization          /tokenize and /detokenize
+    triton/                   Triton's protocol over HTTP and gRPC
+        errors                errors in Triton's protocol
+        messages              a call and its responses, for HTTP and gRPC (no torch)
+        datatypes             tensor bytes as numbers (no torch)
+        tensors               checks the input tensors of a model (no torch)
+        statistics            counts and durations of calls (no torch)
+        token_model           tensorrt_llm: token ids to token ids
+        text_model            ensemble and tensorrt_llm_bls: text to text
+        inference             runs a call
+        repository            metadata and configurations of models
+        described             /v2 in the OpenAPI document
+        http_messages         JSON and binary bodies of infer calls (no torch)
+        http                  /v2 routes
+        wire                  checks protobuf bytes before parsing (no torch)
+        grpc_messages         converts protobuf messages
+        grpc_service          the gRPC service
     openapi                   the OpenAPI document
-    app                       all endpoints as one application
-    serving                   a server from its settings to its end
-    main                      serve, once its arguments are read
-    command                   what serve accepts (no torch)
-bench/                        measures speed, its own and that of other libraries
-    names                     names that arguments of benchmarks may have (no torch)
-    timing                    how long one call takes, and how much time is left
-    roofline                  what a device can do at best, and the floors of a model
-    machine                   what a figure was measured on
-    load                      requests of random tokens, and models of random weights
-    adapter_load              random adapters of a model, and which requests have which
-    engine                    a load through a manager, with the clock outside
+    app                       all routes as one application
+    serving                   starts and stops a server
+    main                      runs `gptmanager serve`
+    command                   arguments of `gptmanager serve` (no torch)
+bench/                        benchmarks, also of other libraries
+    names                     names of benchmarks' choices (no torch)
+    timing                    times a call, and watches the time limit
+    roofline                  peak rates of a device, and lower bounds of a model's step
+    machine                   describes the machine that was measured
+    load                      random requests and models
+    adapter_load              random adapters
+    engine                    runs a load through a manager
     peers/                    other libraries on the same load
-        transformers_peer     the same load through transformers
-        vllm_cpu_script       the same load through vLLM, in the interpreter that has it (no torch)
-        vllm_peer             that script as a process
-    throughput                a load on this machine, beside the peer
-    kernels/                  the kernel benchmark: cases by part, next to their peers
-        cases                 what is known of a case: least work, contenders, what is right
-        paged_rows            sequences over pages, for attention cases
-        attention_peers       others' attention on the same pages
-        attention_cases       attention over pages
-        matmul_cases          matmuls of few rows
-        adapter_cases         low-rank adapters
-        token_cases           kernels that take tokens or blocks
+        transformers_peer     transformers on the same load
+        vllm_cpu_script       vLLM on the same load: the script (no torch)
+        vllm_peer             vLLM on the same load: the process
+    throughput                `gptmanager bench`: throughput next to a peer
+    kernels/                  `gptmanager bench kernels`: each kernel next to its peers
+        cases                 a case: minimum work, contenders, reference result
+        paged_rows            sequences in pages, for attention cases
+        attention_peers       other libraries' attention on the same pages
+        attention_cases       attention
+        matmul_cases          matmuls
+        adapter_cases         LoRA
+        token_cases           kernels over tokens or blocks
         sampling_cases        sampling
-        logits_cases          what stands around sampling
-        kernel_runs           cases run beside their peers, right before fast
-        benchmark             the kernel benchmark
-    end_to_end/               the end-to-end benchmark on a device, part by part
-        dense_reference       a Llama without a cache, whose logits are right
+        logits_cases          kernels before and after sampling
+        kernel_runs           checks and times a case
+        benchmark             the whole kernel benchmark
+    end_to_end/               `gptmanager bench e2e`: a whole model on a device, in parts
+        dense_reference       a Llama without a cache, as reference
         device_trace          how busy a GPU is
-        serving_parts         steps and loads of a manager, policies on a KV cache that is too small
-        workbench             device, model and manager of the end-to-end benchmark
-        benchmark             the end-to-end benchmark, part by part
+        serving_parts         parts: decode steps, loads, a small KV cache
+        workbench             device, model and manager of a benchmark
+        benchmark             the whole end-to-end benchmark
     table                     reports as tables
-    main                      bench, bench kernels and bench e2e, once their arguments are read
-    command                   what those accept (no torch)
+    main                      runs `gptmanager bench`
+    command                   arguments of `gptmanager bench` (no torch)
 cli                           the command line (no torch)
 __main__
 """
