@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,28 @@ class TensorInfo(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+
+
+class TensorSource(Protocol):
+    """The tensors of a checkpoint by name, read in slices."""
+
+    def describe(self) -> Mapping[str, TensorInfo]:
+        """Return what is known of each tensor before it is read."""
+        ...
+
+    def pieces(
+        self, name: str, max_bytes: int, region: Sequence[range] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield slices of a tensor along its first dimension: (first index, slice), all in order.
+
+        `region`: what is wanted, a range for each dimension; indices count from its beginning. A
+        slice is of about `max_bytes`, and valid until the next one is asked for.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of files; reading opens them again."""
+        ...
 
 
 class StateDict:
@@ -143,9 +165,6 @@ class SafetensorsFolder:
             dtype = header.get_dtype()
             self._files[name] = file
             self._tensors[name] = TensorInfo(tuple(header.get_shape()), FLOATS.get(dtype, dtype))
-
-
-TensorSource = StateDict | SafetensorsFolder
 
 
 def _slice(indices: range) -> slice:

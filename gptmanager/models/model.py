@@ -6,10 +6,8 @@ Decides where a checkpoint is read from; knows nothing of scheduling, sampling a
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -20,12 +18,12 @@ from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.reference import Ints, Kernels
-from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.memory.kv_pool import KvPool
-from gptmanager.memory.tensor_sources import SafetensorsFolder, StateDict
+from gptmanager.memory.tensor_sources import StateDict, TensorSource
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
 from gptmanager.models.checkpoint_model import CheckpointModel
+from gptmanager.models.checkpoint_parts import open_tensors, read_config
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec, parameter_shapes, product_matrices
@@ -127,7 +125,7 @@ def load_model(
     collectives: Collectives | None = None,
     prepare: Callable[[torch.dtype], object] | None = None,
 ) -> CheckpointModel:
-    """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
+    """Load a checkpoint: a Hugging Face folder, a GGUF file, or (config dict, state dict).
 
     `kernels` None: those of the CPU; for `device` "cuda" a `CudaKernels` must be given.
     `dtype` None: the config's, else float32; float64 is for the CPU. `max_seq_len` None:
@@ -171,12 +169,12 @@ def load_model(
     return CheckpointModel(spec, weights, kernels, device, collectives)
 
 
-def _opened(source: Source) -> tuple[Mapping[str, Any], StateDict | SafetensorsFolder]:
+def _opened(source: Source) -> tuple[Mapping[str, Any], TensorSource]:
     """Return a checkpoint's config, and where its tensors come from."""
     if isinstance(source, tuple):
         config, state_dict = _check_pair(source)
         return config, StateDict(state_dict)
-    return _read_config(Path(source)), SafetensorsFolder(Path(source))
+    return read_config(source), open_tensors(source)
 
 
 def _narrowed(spec: ModelSpec, window: int, sink: int) -> ModelSpec:
@@ -228,23 +226,10 @@ def _cpu_kernels(device: torch.device | str) -> Kernels:
     return CpuKernels()
 
 
-def _read_config(folder: Path) -> Mapping[str, Any]:
-    file = folder / "config.json"
-    if not os.path.lexists(file):
-        why = f"there is no {file.name} in it" if os.path.isdir(folder) else "it does not exist"
-        if os.path.lexists(folder) and not os.path.isdir(folder):
-            why = "it is not a folder"
-        raise ConfigError(
-            f"model_path = {quoted(os.fspath(folder))}: a checkpoint folder with a config.json is "
-            f"needed, and {why}"
-        )
-    return read_object(file)
-
-
 def _check_pair(source: tuple[Any, ...]) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
     if len(source) != 2 or not all(isinstance(part, Mapping) for part in source):
         kinds = ", ".join(type(part).__name__ for part in source)
         raise ConfigError(
-            f"model_path = ({kinds}): needed is a folder or (config dict, state dict)"
+            f"model_path = ({kinds}): needed is a folder, a GGUF file or (config dict, state dict)"
         )
     return source

@@ -1,0 +1,91 @@
+"""The parts of a checkpoint, whether they are files of a folder or keys of a GGUF file.
+
+A path means a folder of Hugging Face's, a GGUF file, or a folder that holds one such file and no
+`config.json`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from gptmanager.errors import ConfigError, quoted, quoted_path
+from gptmanager.memory.checkpoint_files import read_object
+from gptmanager.memory.tensor_sources import SafetensorsFolder, TensorSource
+from gptmanager.models.gguf.checkpoint import GgufCheckpoint
+
+_MAGIC = b"GGUF"
+
+
+def gguf_checkpoint(path: str | os.PathLike[str]) -> GgufCheckpoint | None:
+    """Open the GGUF file that the path means; None: it means a folder of Hugging Face's."""
+    file = _gguf_file(Path(path))
+    return None if file is None else GgufCheckpoint(file)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether the path may be one: a folder, or a GGUF file. What is in it is not read."""
+    return path.is_dir() or _is_gguf(path)
+
+
+def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
+    """Return the object in the file `name` of a checkpoint, such as generation_config.json.
+
+    None: the checkpoint has no such file. ConfigError for one that cannot be read.
+    """
+    if (gguf := gguf_checkpoint(path)) is not None:
+        return gguf.part(name)
+    file = Path(path) / name
+    return read_object(file) if os.path.lexists(file) else None
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a checkpoint's config. ConfigError where there is none."""
+    config = read_part(path, "config.json")
+    if config is not None:
+        return config
+    why = "there is no config.json in it" if os.path.isdir(path) else "it does not exist"
+    if os.path.lexists(path) and not os.path.isdir(path):
+        why = "it is not a folder"
+    raise ConfigError(
+        f"model_path = {quoted(os.fspath(path))}: a checkpoint folder with a config.json is "
+        f"needed, or a GGUF file, and {why}"
+    )
+
+
+def open_tensors(path: str | os.PathLike[str]) -> TensorSource:
+    """Open the tensors of a checkpoint. ConfigError for files that cannot be read."""
+    gguf = gguf_checkpoint(path)
+    return SafetensorsFolder(Path(path)) if gguf is None else gguf.tensors()
+
+
+def is_quantized(path: str | os.PathLike[str]) -> bool:
+    """Return whether the checkpoint's weights are in blocks of a few bits."""
+    gguf = gguf_checkpoint(path)
+    return gguf is not None and gguf.is_quantized
+
+
+def _gguf_file(path: Path) -> Path | None:
+    if _is_gguf(path):
+        return path
+    if not path.is_dir() or os.path.lexists(path / "config.json"):
+        return None
+    found = sorted(file for file in path.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:8])
+        raise ConfigError(f"{quoted_path(path)} holds {len(found)} GGUF files, pass one: {names}")
+    return found[0] if found else None
+
+
+def _is_gguf(path: Path) -> bool:
+    """A file is one by its name, or by its first bytes."""
+    try:
+        if not path.is_file():
+            return False
+        if path.suffix.lower() == ".gguf":
+            return True
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except (OSError, ValueError):  # ValueError: no name that a file can have
+        return False

@@ -1,0 +1,149 @@
+"""The block types of GGUF: how a block of quantized elements becomes float32.
+
+A block has `size` elements of a row in `num_bytes` bytes. The arithmetic is that of llama.cpp's
+reference, operation by operation, so that values are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of tensors. `dtype`: of its elements, as torch names it, once they are unpacked.
+
+    `unpack`: uint8 `[blocks, num_bytes]` -> that dtype, `[blocks, size]`.
+    """
+
+    name: str
+    size: int
+    num_bytes: int
+    unpack: Callable[[Tensor], Tensor]
+    dtype: str = "float32"
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.size > 1
+
+
+def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
+    """`count` numbers of 16 bits, from byte `start` on, as float32 `[blocks, count]`."""
+    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """The low four bits of all bytes, then the high ones."""
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
+    """32 bits in order, as the values 0 and 16."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    bits = (blocks[:, start : start + 4].unsqueeze(-1) >> shifts) & 1
+    return bits.flatten(1) << 4
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return (_nibbles(blocks[:, 2:]).float() - 8) * _halves(blocks, 0)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 4:]).float() * _halves(blocks, 0) + _halves(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    return (values.float() - 16) * _halves(blocks, 0)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    return values.float() * _halves(blocks, 0) + _halves(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * _halves(blocks, 0)
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale and the minimum of each of a block's 8 parts, `[blocks, 8, 1]`."""
+    packed = blocks[:, 4:16]
+    first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 63, (last & 15) | (first >> 6 << 4)), -1)
+    minima = torch.cat((second & 63, (last >> 4) | (second >> 6 << 4)), -1)
+    return (
+        (_halves(blocks, 0) * scales.float()).unsqueeze(-1),
+        (_halves(blocks, 2) * minima.float()).unsqueeze(-1),
+    )
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    scales, minima = _scales_and_minima(blocks)
+    values = _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).reshape(-1, 8, 32)
+    return (scales * values.float() - minima).flatten(1)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    scales, minima = _scales_and_minima(blocks)
+    values = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).reshape(-1, 8, 32)
+    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
+    values |= ((blocks[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4
+    return (scales * values.float() - minima).flatten(1)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low = _nibbles(blocks[:, :128].unflatten(1, (2, 64))).reshape(-1, 2, 4, 32)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
+    high = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts) & 3
+    values = (low | (high << 4)).reshape(-1, 16, 16).float() - 32
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _halves(blocks, 208)
+    return (scales.unsqueeze(-1) * values).flatten(1)
+
+
+def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda blocks: blocks.contiguous().view(dtype)
+
+
+BLOCK_TYPES: Mapping[int, BlockType] = {
+    0: BlockType("F32", 1, 4, _as(torch.float32)),
+    1: BlockType("F16", 1, 2, _as(torch.float16), "float16"),
+    2: BlockType("Q4_0", 32, 18, _q4_0),
+    3: BlockType("Q4_1", 32, 20, _q4_1),
+    6: BlockType("Q5_0", 32, 22, _q5_0),
+    7: BlockType("Q5_1", 32, 24, _q5_1),
+    8: BlockType("Q8_0", 32, 34, _q8_0),
+    12: BlockType("Q4_K", 256, 144, _q4_k),
+    13: BlockType("Q5_K", 256, 176, _q5_k),
+    14: BlockType("Q6_K", 256, 210, _q6_k),
+    30: BlockType("BF16", 1, 2, _as(torch.bfloat16), "bfloat16"),
+}
+# of types that are not supported, for an error that names them
+TYPE_NAMES: Mapping[int, str] = {
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+}

@@ -1,0 +1,47 @@
+"""`GgufCheckpoint`: a GGUF file as the parts of a checkpoint that a Hugging Face folder has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from gptmanager.models.gguf.config import architecture_of, config_of
+from gptmanager.models.gguf.header import read_header
+from gptmanager.models.gguf.tensors import GgufTensors
+from gptmanager.models.gguf.tokenizer import load_gguf_tokenizer
+from gptmanager.models.gguf.tokens import generation_config_of, tokenizer_config_of
+
+
+class GgufCheckpoint:
+    """Reads a file's header at once, and all else as it is asked for. ConfigError: see `header`."""
+
+    def __init__(self, path: Path) -> None:
+        self._header = read_header(path)
+        self._parts = {
+            "config.json": config_of,
+            "generation_config.json": generation_config_of,
+            "tokenizer_config.json": tokenizer_config_of,
+        }
+
+    def part(self, name: str) -> dict[str, Any] | None:
+        """Return what the file of a folder with this name would say; None: it has none."""
+        return self._parts[name](self._header) if name in self._parts else None
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(tensor.type.is_quantized for tensor in self._header.tensors.values())
+
+    def tensors(self) -> GgufTensors:
+        config = config_of(self._header)
+        heads = config.get("num_attention_heads")
+        kv_heads = config.get("num_key_value_heads", heads)
+        counts = [n if isinstance(n, int) and n > 0 else 1 for n in (heads, kv_heads)]
+        return GgufTensors(self._header, architecture_of(self._header), *counts)
+
+    def has_tokenizer(self) -> bool:
+        return "tokenizer.ggml.tokens" in self._header.metadata
+
+    def tokenizer(self) -> Tokenizer:
+        return load_gguf_tokenizer(self._header)

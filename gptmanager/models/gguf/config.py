@@ -1,0 +1,180 @@
+"""From the metadata of a GGUF file to the `config.json` that its checkpoint has.
+
+A key of the architecture that is not known here is refused: it may change what the network
+computes. Whether a value is possible is decided where a config is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gptmanager.errors import ConfigError, quoted, quoted_path
+from gptmanager.models.gguf.architectures import ARCHITECTURES, Architecture
+from gptmanager.models.gguf.header import Header
+from gptmanager.models.gguf.metadata import Metadata
+
+# Keys that change nothing, for their value is found in a better place or has one meaning.
+_IGNORED = frozenset(
+    """
+    vocab_size tensor_data_layout rope.scaling.finetuned attention.key_length
+    attention.value_length expert_used_count
+    """.split()
+)
+_ROPE = frozenset(
+    """
+    rope.dimension_count rope.scale_linear rope.scaling.type rope.scaling.factor
+    rope.scaling.original_context_length rope.scaling.attn_factor
+    rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+    """.split()
+)
+_ONE_VALUE: Mapping[str, Any] = {"expert_count": 0, "attention.causal": True}
+_MAX_FACTORS = 1 << 16  # of a rotation: half the size of a head
+
+
+def architecture_of(header: Header) -> Architecture:
+    """Return the row of the table that describes a file. ConfigError if there is none."""
+    name = Metadata(header.path, header.metadata).text("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f"{quoted_path(header.path)}: general.architecture = {quoted(name)} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[name]
+
+
+def config_of(header: Header) -> dict[str, Any]:
+    """Return what the `config.json` of the checkpoint says. ConfigError names the key."""
+    own, metadata = architecture_of(header), Metadata(header.path, header.metadata)
+    prefix = f"{header.metadata['general.architecture']}."
+    _refuse_unknown(metadata, own, prefix)
+    config: dict[str, Any] = {"model_type": own.model_type, **own.constants}
+    for field, key in own.fields.items():
+        if (value := metadata.get(prefix + key)) is not None:
+            if isinstance(value, np.ndarray):
+                raise metadata.error(prefix + key, "one number for all layers is needed")
+            config[field] = value
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ConfigError(f"{quoted_path(header.path)} has no tensor token_embd.weight")
+    config["vocab_size"] = embedding.shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in header.tensors
+    config |= {field: tensor in header.tensors for field, tensor in own.biases.items()}
+    config["dtype"] = _dtype(header)
+    if own.scaled_by_size is not None:
+        config["query_pre_attn_scalar"] = _score_scalar(config, own.scaled_by_size)
+    if "rope_theta" in own.fields:
+        config |= _rope(header, metadata, prefix, config)
+    return config
+
+
+def _refuse_unknown(metadata: Metadata, own: Architecture, prefix: str) -> None:
+    known = _IGNORED | _ROPE | {*own.fields.values()}
+    for key in metadata:
+        name = key.removeprefix(prefix)
+        if name == key or name in known:
+            continue
+        if name not in _ONE_VALUE or metadata.get(key) != _ONE_VALUE[name]:
+            raise metadata.error(key, "not supported: it may change what the network computes")
+    value_length = metadata.get(f"{prefix}attention.value_length")
+    if value_length not in (None, metadata.get(f"{prefix}attention.key_length")):
+        raise metadata.error(
+            f"{prefix}attention.value_length", "the same as attention.key_length is needed"
+        )
+
+
+def _dtype(header: Header) -> str:
+    """The dtype that most bytes have; that of quantized ones is float32."""
+    num_bytes: dict[str, int] = {}
+    for tensor in header.tensors.values():
+        own = tensor.num_rows * tensor.row_bytes
+        num_bytes[tensor.type.dtype] = num_bytes.get(tensor.type.dtype, 0) + own
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype], default="float32")
+
+
+def _score_scalar(config: Mapping[str, Any], num_layers: int) -> Any:
+    sizes = config.get("hidden_size"), config.get("num_attention_heads")
+    if config.get("num_hidden_layers") == num_layers and all(
+        isinstance(size, int) and size > 0 for size in sizes
+    ):
+        return sizes[0] // sizes[1]
+    return config.get("head_dim", 256)
+
+
+def _rope(
+    header: Header, metadata: Metadata, prefix: str, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields of rotation: `rope_scaling` if frequencies are changed, and the rotated part."""
+    found = _partial(metadata, prefix, config)
+    get = lambda key: metadata.get(f"{prefix}rope.scaling.{key}")  # noqa: E731
+    kind, scale = get("type"), metadata.get(f"{prefix}rope.scale_linear")
+    factor = get("factor") if scale is None else scale
+    original = get("original_context_length")
+    if kind not in (None, "none", "linear", "yarn", "longrope"):
+        raise metadata.error(f"{prefix}rope.scaling.type", "needed is none, linear, yarn, longrope")
+    factors = _factors(header)
+    if factors is not None:
+        short, long = factors
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "factor": 1.0,
+            "attention_factor": get("attn_factor") or 1.0,
+        }
+        given = original or config.get("max_position_embeddings")
+        return {**found, "rope_scaling": scaling, "original_max_position_embeddings": given}
+    if kind == "yarn":
+        names = {
+            "attention_factor": "yarn_attn_factor",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+        }
+        scaling = {"rope_type": "yarn", "factor": factor}
+        scaling |= {ours: get(key) for ours, key in names.items() if get(key) is not None}
+        if original is not None:
+            scaling["original_max_position_embeddings"] = original
+        return {**found, "rope_scaling": scaling}
+    if factor not in (None, 0, 1):
+        return {**found, "rope_scaling": {"rope_type": "linear", "factor": factor}}
+    return found
+
+
+def _partial(metadata: Metadata, prefix: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    key = f"{prefix}rope.dimension_count"
+    rotated, head = metadata.integer(key), config.get("head_dim")
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if head is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        head = hidden // heads
+    if rotated is None or rotated == head or not isinstance(head, int) or head < 1:
+        return {}
+    if not 0 < rotated < head:
+        raise metadata.error(key, f"at most the {head} elements of a head are possible")
+    return {"partial_rotary_factor": rotated / head}
+
+
+def _factors(header: Header) -> tuple[list[float], list[float]] | None:
+    """The divisors of frequencies, of short sequences and of long ones, as tensors hold them."""
+    names = ("rope_factors_short.weight", "rope_factors_long.weight")
+    if "rope_freqs.weight" in header.tensors:  # of Llama 3, for every length
+        names = ("rope_freqs.weight",) * 2
+    if not all(name in header.tensors for name in names):
+        return None
+    found = []
+    for name in names:
+        tensor = header.tensors[name]
+        count = math.prod(tensor.shape)
+        if len(tensor.shape) != 1 or count > _MAX_FACTORS or tensor.type.name != "F32":
+            raise ConfigError(
+                f"{quoted_path(header.path)}: tensor {name} of {tensor.type.name}, shape "
+                f"{list(tensor.shape)}: F32 numbers, one for each rotated pair, are needed"
+            )
+        with header.path.open("rb") as file:
+            file.seek(tensor.offset)
+            data = bytearray(file.read(count * 4))
+        found.append(torch.frombuffer(data, dtype=torch.float32).tolist())
+    return found[0], found[1]

@@ -1,0 +1,185 @@
+"""`GgufTensors`: the tensors of a GGUF file under the names that a checkpoint gives them.
+
+They are unpacked row by row as they are asked for; so a file is never in memory as a whole, be it
+as it is or as floats.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.errors import ConfigError, quoted_path
+from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
+from gptmanager.models.gguf.architectures import Architecture
+from gptmanager.models.gguf.header import Header, StoredTensor
+
+_IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
+# made from a config, so that it has them
+_FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
+_TEMPORARIES = 4  # what unpacking needs, in multiples of the result
+_FLOAT_BYTES = 4
+
+
+class _Named(NamedTuple):
+    """`head_dim`: of heads whose rows are neighboring pairs; None: rows are in order."""
+
+    stored: StoredTensor
+    transposed: bool
+    head_dim: int | None
+    plus_one: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape[::-1] if self.transposed else self.stored.shape
+
+
+class GgufTensors:
+    """A `TensorSource` of a file. `num_heads`, `num_kv_heads`: of queries and of keys.
+
+    ConfigError names a tensor that the architecture does not have.
+    """
+
+    def __init__(
+        self, header: Header, own: Architecture, num_heads: int, num_kv_heads: int
+    ) -> None:
+        self._header, self._own = header, own
+        self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
+        self._tensors: dict[str, _Named] = {}
+        self._mapping: mmap.mmap | None = None
+        for name, stored in header.tensors.items():
+            if name not in _FROM_CONFIG:
+                theirs, named = self._place(name, stored)
+                self._tensors[theirs] = named
+
+    def describe(self) -> Mapping[str, TensorInfo]:
+        return {
+            name: TensorInfo(named.shape, named.stored.type.dtype)
+            for name, named in self._tensors.items()
+        }
+
+    def pieces(
+        self, name: str, max_bytes: int, region: Sequence[range] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the tensor in slices along its first dimension: (first index, slice), all in order.
+
+        `region`: as in `SafetensorsFolder.pieces`. A transposed one is a single slice.
+        """
+        named = self._tensors[name]
+        ranges = list(region or map(range, named.shape))
+        if named.transposed:
+            inputs, outputs = ranges
+            yield 0, self._rows(named, outputs)[:, inputs.start : inputs.stop].t()
+            return
+        if len(named.shape) == 1:
+            yield 0, self._vector(named, ranges[0])
+            return
+        rows, columns = ranges
+        row_bytes = named.shape[1] * _FLOAT_BYTES * _TEMPORARIES
+        step = max(1, max_bytes // row_bytes)
+        for start in range(rows.start, rows.stop, step):
+            own = range(start, min(start + step, rows.stop))
+            yield start - rows.start, self._rows(named, own)[:, columns.start : columns.stop]
+
+    def close(self) -> None:
+        """Drop the mapping; reading opens one again."""
+        self._mapping = None
+
+    def _place(self, name: str, stored: StoredTensor) -> tuple[str, _Named]:
+        """Return a tensor's name in a checkpoint, and how it is read."""
+        own = self._own
+        if match := _IN_LAYER.fullmatch(name):
+            layer, module, kind = match.groups()
+            known = own.modules.get(module)
+            theirs = None if known is None else own.layer.format(layer) + known
+        elif match := _OUTSIDE.fullmatch(name):
+            module, kind = match.groups()
+            theirs, layer = own.outside.get(module), ""
+        else:
+            theirs = None
+        if theirs is None or len(stored.shape) > 2:
+            raise ConfigError(
+                f"{quoted_path(self._header.path)}: tensor {tensor_name(name)} of shape "
+                f"{list(stored.shape)} is unknown in the architecture {own.model_type}"
+            )
+        is_matrix = len(stored.shape) == 2
+        named = _Named(
+            stored,
+            transposed=own.transposed and is_matrix and bool(layer),
+            head_dim=self._head_dim(name, module, stored) if own.permuted else None,
+            plus_one=own.plus_one and module.endswith("_norm") and kind == "weight",
+        )
+        return f"{theirs}.{kind}", named
+
+    def _head_dim(self, name: str, module: str, stored: StoredTensor) -> int | None:
+        if module not in self._heads:
+            return None
+        rows, heads = stored.shape[0], self._heads[module]
+        if rows % (2 * heads):
+            raise ConfigError(
+                f"{quoted_path(self._header.path)}: tensor {name} has {rows} rows, which are no "
+                f"pairs in each of {heads} heads"
+            )
+        return rows // heads
+
+    def _vector(self, named: _Named, elements: range) -> Tensor:
+        values = self._unpacked(named, self._bytes(named.stored))
+        if named.head_dim is not None:
+            values = values[_pairs_to_halves(range(len(values)), named.head_dim)]
+        if named.plus_one:
+            values = values.float() - 1
+        return values[elements.start : elements.stop]
+
+    def _rows(self, named: _Named, rows: range) -> Tensor:
+        """Return rows `[rows, stored columns]` as floats."""
+        stored = self._bytes(named.stored)
+        if named.head_dim is None:
+            packed = stored[rows.start : rows.stop]
+        else:
+            packed = stored[_pairs_to_halves(rows, named.head_dim)]
+        values = self._unpacked(named, packed)
+        self._forget_pages()
+        return values.view(len(rows), -1)
+
+    def _unpacked(self, named: _Named, packed: Tensor) -> Tensor:
+        block = named.stored.type
+        return block.unpack(packed.reshape(-1, block.num_bytes)).flatten()
+
+    def _bytes(self, stored: StoredTensor) -> Tensor:
+        """The bytes `[rows, bytes of a row]`, mapped."""
+        if self._mapping is None:
+            with self._header.path.open("rb") as file:
+                # private, because torch has no tensors that cannot be written
+                self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        end = stored.offset + stored.num_rows * stored.row_bytes
+        if end > len(self._mapping):
+            raise ConfigError(f"{quoted_path(self._header.path)} has become shorter")
+        count = stored.num_rows * stored.row_bytes
+        mapped = torch.frombuffer(
+            self._mapping, dtype=torch.uint8, count=count, offset=stored.offset
+        )
+        return mapped.view(stored.num_rows, stored.row_bytes)
+
+    def _forget_pages(self) -> None:
+        """Pages that were read stay resident as long as the mapping does, if nobody says this."""
+        assert self._mapping is not None
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _pairs_to_halves(rows: range, head_dim: int) -> Tensor:
+    """Return which stored rows are these rows of a checkpoint.
+
+    A head's stored rows are the pairs that are rotated together, one pair behind the other. In a
+    checkpoint all first elements of pairs come before all second ones.
+    """
+    wanted = np.arange(rows.start, rows.stop)
+    head, row = np.divmod(wanted, head_dim)
+    second, pair = np.divmod(row, head_dim // 2)
+    return torch.from_numpy(head * head_dim + 2 * pair + second)

@@ -1,0 +1,113 @@
+"""The vocabulary of a GGUF file: its tokens with their types, those that end a text, templates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gptmanager.models.gguf.header import Header
+from gptmanager.models.gguf.metadata import Metadata
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+_GGML = "tokenizer.ggml."
+_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+# llama.cpp: a token of this text ends a text, whatever its type is
+_ENDS = frozenset(
+    """
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>
+    <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance>
+    <eos> <turn|> <｜end▁of▁sentence｜>
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """`types`: what each token is. `ids`: of tokens by role, where a file says or implies them."""
+
+    texts: list[str]
+    types: list[int]
+    ids: Mapping[str, int]
+    ends: tuple[int, ...]
+
+    def text(self, role: str) -> str | None:
+        """Return the text of the token with this role."""
+        number = self.ids.get(role)
+        return None if number is None else self.texts[number]
+
+
+def read_vocabulary(header: Header) -> Vocabulary | None:
+    """Return the tokens; None if the file has none."""
+    metadata = Metadata(header.path, header.metadata)
+    if f"{_GGML}tokens" not in metadata:
+        return None
+    texts = metadata.texts(f"{_GGML}tokens")
+    types = [NORMAL] * len(texts)
+    if f"{_GGML}token_type" in metadata:
+        types = metadata.numbers(f"{_GGML}token_type", len(texts))
+    ids = _ids(metadata, len(texts))
+    named = [number for number, text in enumerate(texts) if text in _ENDS]
+    given = [ids[role] for role in ("eos", "eot", "eom") if role in ids]
+    ends = tuple(dict.fromkeys([*given, *named]))
+    for number in named:
+        types[number] = CONTROL
+    return Vocabulary(texts, types, ids, _without_normal(ends, texts))
+
+
+def _ids(metadata: Metadata, count: int) -> dict[str, int]:
+    is_spm = metadata.text(f"{_GGML}model") == "llama"
+    found = {"unknown": 0, "bos": 1, "eos": 2} if is_spm else {}
+    found = {role: number for role, number in found.items() if number < count}
+    for role in _IDS:
+        key = f"{_GGML}{role}_token_id"
+        number = metadata.integer(key)
+        if number is None or number in (-1, 2**32 - 1):  # some files say so that there is none
+            continue
+        if not 0 <= number < count:
+            raise metadata.error(key, f"the id of one of {count} tokens is needed")
+        found[role] = number
+    return found
+
+
+def _without_normal(ends: tuple[int, ...], texts: list[str]) -> tuple[int, ...]:
+    """In the format that has <|return|> and <|call|>, <|end|> only ends a message."""
+    by_text = {texts[number]: number for number in ends}
+    if {"<|return|>", "<|call|>"} <= by_text.keys():
+        return tuple(number for number in ends if texts[number] != "<|end|>")
+    return ends
+
+
+def tokenizer_config_of(header: Header) -> dict[str, Any]:
+    """Return what `tokenizer_config.json` says: the texts of special tokens, and templates."""
+    metadata, vocabulary = Metadata(header.path, header.metadata), read_vocabulary(header)
+    config: dict[str, Any] = {}
+    if vocabulary is not None:
+        names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+        for role, name in names.items():
+            if (text := vocabulary.text(role)) is not None:
+                config[f"{name}_token"] = text
+    key = "tokenizer.chat_template"
+    templates = {"default": metadata.text(key)} if key in metadata else {}
+    if f"{key}s" in metadata:
+        for name in metadata.texts(f"{key}s"):
+            templates[name] = metadata.text(f"{key}.{name}")
+    if templates:
+        config["chat_template"] = [
+            {"name": name, "template": text} for name, text in templates.items() if text is not None
+        ]
+    return config
+
+
+def generation_config_of(header: Header) -> dict[str, Any]:
+    """Return what `generation_config.json` says: the ids of tokens that begin, end and pad."""
+    vocabulary = read_vocabulary(header)
+    if vocabulary is None:
+        return {}
+    names = {"bos": "bos_token_id", "padding": "pad_token_id"}
+    config: dict[str, Any] = {
+        name: vocabulary.ids[role] for role, name in names.items() if role in vocabulary.ids
+    }
+    if vocabulary.ends:
+        config["eos_token_id"] = list(vocabulary.ends)
+    return config
