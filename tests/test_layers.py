@@ -179,6 +179,18 @@ memory/                       tensors that outlive a step, and the checkpoint fi
     weights                   parameters of a model, loaded by name
 models/                       decoder networks, and the table of families
     batch                     a schedule as packed tensors
+    gguf/                     GGUF files of llama.cpp as checkpoints
+        block_types           unpacks blocks of quantized elements to floats
+        header                reads metadata, and the places of tensors, with checks
+        metadata              checked reading of a file's keys
+        architectures         the table of architectures: keys and tensor names
+        config                makes a config.json from a file's metadata
+        tensors               a file's tensors under the names of a checkpoint
+        tokens                a file's vocabulary, end ids and chat templates
+        pre_tokenizers        the table of pre-tokenizers of byte-level BPE
+        tokenizer             makes a tokenizer from a file's metadata
+        checkpoint            GgufCheckpoint: a file as the parts of a checkpoint
+    checkpoint_parts          reads a checkpoint from a folder or a GGUF file
     fields                    checked reading of a checkpoint's config
     rope                      rotary embeddings and their scaling
     spec                      ModelSpec: all sizes and features of a network

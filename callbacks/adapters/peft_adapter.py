@@ -14,8 +14,8 @@ import torch
 
 from gptmanager.callbacks.adapters.peft_config import PeftConfig
 from gptmanager.errors import ConfigError, quoted_path
-from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.memory.tensor_sources import FLOATS, SafetensorsFolder, TensorInfo, tensor_name
+from gptmanager.models.checkpoint_parts import read_config
 from gptmanager.models.families import FAMILIES
 from gptmanager.models.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
@@ -139,7 +139,7 @@ def _find_pairs(
 
 def _check_widths(where: str, pairs: Mapping[tuple[int, int], _Pair], model: Path) -> None:
     """Raise ConfigError for an adapter of a model with other widths."""
-    modules = lora_modules(read_spec(read_object(model / "config.json")))
+    modules = lora_modules(read_spec(read_config(model)))
     for (_, module_id), pair in pairs.items():
         module = modules.get(module_id)  # None: the manager refuses the request
         own = pair.input_width, pair.num_columns

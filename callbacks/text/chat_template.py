@@ -22,7 +22,7 @@ from gptmanager.callbacks.text.templates import TemplateProcess, pick, read_chat
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
 from gptmanager.lifecycle.child_process import NotStartedError
-from gptmanager.memory.checkpoint_files import read_object
+from gptmanager.models.checkpoint_parts import read_part
 
 
 class ChatTemplate:
@@ -60,8 +60,7 @@ class ChatTemplate:
         templates = read_chat_templates(path)
         if pick(templates, has_tools=False) is None:
             raise ConfigError(f"{quoted_path(Path(path))} has no chat template: pass token ids")
-        config = Path(path) / "tokenizer_config.json"
-        special = special_tokens_of(read_object(config)) if os.path.lexists(config) else {}
+        special = special_tokens_of(read_part(path, "tokenizer_config.json") or {})
         return cls(templates, tokenizer, special)
 
     def render(

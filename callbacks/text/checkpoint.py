@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 
 from gptmanager import InferenceRequest
 from gptmanager.errors import ConfigError, error_summary, quoted
-from gptmanager.memory.checkpoint_files import check_file, read_object
+from gptmanager.memory.checkpoint_files import check_file
+from gptmanager.models.checkpoint_parts import gguf_checkpoint, read_part
 from gptmanager.request.read_tensors import MAX_END_IDS
 
 _MAX_TOKENIZER_BYTES = 256 << 20
@@ -39,9 +40,8 @@ class TokenDefaults:
         Raise ConfigError if the path is not a folder, or if a value is not a token id.
         """
         for name in ("generation_config.json", "config.json"):
-            path = Path(folder) / name
-            if os.path.lexists(path):
-                return cls.of_config(read_object(path), str(path))
+            if (config := read_part(folder, name)) is not None:
+                return cls.of_config(config, str(Path(folder) / name))
         if not os.path.isdir(folder):
             raise ConfigError(
                 f"{quoted(os.fspath(folder))} is not a folder: pass a checkpoint folder"
@@ -90,11 +90,20 @@ def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """Return the tokenizer of a checkpoint folder; ConfigError without a readable tokenizer.json.
+def has_tokenizer(path: str | os.PathLike[str]) -> bool:
+    """Return whether a checkpoint has a tokenizer, which need not be readable."""
+    gguf = gguf_checkpoint(path)
+    return os.path.lexists(Path(path) / "tokenizer.json") if gguf is None else gguf.has_tokenizer()
 
-    It never truncates or pads texts, even if the file says so. transformers does the same.
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
+    """Return the tokenizer of a checkpoint folder or a GGUF file.
+
+    It never truncates or pads texts, even if the file says so. transformers does the same. Raise
+    ConfigError where there is none that can be read.
     """
+    if (gguf := gguf_checkpoint(folder)) is not None:
+        return gguf.tokenizer()
     path = Path(folder) / "tokenizer.json"
     if not os.path.lexists(path):
         where = quoted(os.fspath(folder))

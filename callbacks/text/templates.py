@@ -24,6 +24,7 @@ from gptmanager.lifecycle.child_process import (
     NotStartedError,
     RefusedError,
 )
+from gptmanager.models.checkpoint_parts import gguf_checkpoint
 
 MAX_SECONDS = 5.0  # to render a template
 MAX_BYTES = 1 << 29  # of memory
@@ -37,9 +38,13 @@ def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
 
     The first source that exists is read, as in transformers: chat_template.jinja with
     additional_chat_templates/*.jinja, the key `chat_template` of tokenizer_config.json (a string,
-    or a list of named templates), the same key of chat_template.json. Empty without any of them.
+    or a list of named templates), the same key of chat_template.json. A GGUF file has its own.
+    Empty without any of them.
     Raise ConfigError for files that cannot be read.
     """
+    if (gguf := gguf_checkpoint(folder)) is not None:
+        found = (gguf.part("tokenizer_config.json") or {}).get("chat_template")
+        return {} if found is None else _named(found, Path(folder))
     own = Path(folder) / "chat_template.jinja"
     if own.is_file():
         named = sorted((Path(folder) / "additional_chat_templates").glob("*.jinja"))

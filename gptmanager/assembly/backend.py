@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,10 +40,12 @@ from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.threads import keep_within_quota
+from gptmanager.lifecycle.log import logger
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.checkpoint_model import CheckpointModel
+from gptmanager.models.checkpoint_parts import is_quantized
 from gptmanager.models.model import Dimensions, Model, load_model
 from gptmanager.ranks.collectives import Collectives
 
@@ -94,13 +96,14 @@ class Backend(ABC):
         `collectives`: of one of several ranks, which has its share of a checkpoint.
         """
         if isinstance(source, (str, os.PathLike, tuple)):
-            quantized, progress = params.weights_dtype is not None, params.on_progress
+            weights_dtype, progress = self._weights_dtype(source, params), params.on_progress
+            quantized = weights_dtype is not None
             return load_model(
                 source if isinstance(source, tuple) else Path(source),
                 kernels=self.kernels,
                 device=self.device,
                 dtype=params.dtype,
-                weights_dtype=params.weights_dtype,
+                weights_dtype=weights_dtype,
                 max_seq_len=params.max_seq_len,
                 attention_window=params.kv_cache_config.max_attention_window,
                 sink=params.kv_cache_config.sink_token_length or 0,
@@ -114,9 +117,22 @@ class Backend(ABC):
             model: Model = source
             return model
         raise ConfigError(
-            f"model_path = {source!r} is neither a checkpoint folder, nor a Model, nor a pair "
-            "(config dict, state dict)"
+            f"model_path = {source!r} is neither a checkpoint folder, nor a GGUF file, nor a "
+            "Model, nor a pair (config dict, state dict)"
         )
+
+    def _weights_dtype(self, source: Any, params: OptionalParams) -> Literal["int8"] | None:
+        """The option, or int8 where the CPU reads a quantized file and nothing else is asked for.
+
+        Floats would be larger and slower, and no more exact than the file is.
+        """
+        given = params.weights_dtype, params.dtype
+        if given != (None, None) or isinstance(source, tuple) or self.device.type != "cpu":
+            return params.weights_dtype
+        if not isinstance(self.kernels, CpuKernels) or not is_quantized(source):
+            return None
+        logger.info("%s is quantized: its matrices are kept as int8; dtype: as floats", source)
+        return "int8"
 
     def _adapter_pool(self, model: Model, options: StepOptions) -> AdapterPool | None:
         sizes = options.adapters

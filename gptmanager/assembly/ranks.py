@@ -29,7 +29,8 @@ from gptmanager.errors import ConfigError, RankError, response_text
 from gptmanager.executor.rank_executor import RankPlace
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
-from gptmanager.memory.tensor_sources import SafetensorsFolder, StateDict
+from gptmanager.memory.tensor_sources import StateDict
+from gptmanager.models.checkpoint_parts import open_tensors, read_part
 from gptmanager.ranks.collectives import Collectives, GroupCollectives
 from gptmanager.ranks.links import Links, Message
 from gptmanager.ranks.small_tensors import connect_parts
@@ -330,12 +331,12 @@ def _checkpoint(source: Any) -> dict[str, str]:
         config, tensors = repr(sorted(source[0].items(), key=str)).encode(), StateDict(source[1])
         headers = tensors.describe()
     elif isinstance(source, (str, os.PathLike)):
-        folder = Path(source)
-        file = folder / "config.json"
-        if not file.is_file():  # on every rank: loading says what is wrong
-            return {"digest of config.json": f"none, there is no file {file.absolute()}"}
-        config = file.read_bytes()
-        opened = SafetensorsFolder(folder)
+        own = read_part(source, "config.json")
+        if own is None:  # on every rank: loading says what is wrong
+            file = Path(source, "config.json").absolute()
+            return {"digest of config.json": f"none, there is no file {file}"}
+        config = repr(own).encode()
+        opened = open_tensors(source)
         headers = opened.describe()
         opened.close()
     else:

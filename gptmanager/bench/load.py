@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from gptmanager.bench.names import SHAPE_NAMES
 from gptmanager.errors import ConfigError
-from gptmanager.memory.checkpoint_files import check_file, read_object
+from gptmanager.memory.checkpoint_files import check_file
+from gptmanager.models import checkpoint_parts
+from gptmanager.models.checkpoint_parts import gguf_checkpoint
 from gptmanager.models.fields import Fields
 
 # the model that CPU figures are compared on when no checkpoint is given
@@ -107,8 +110,12 @@ def uniform_requests(
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a folder. ConfigError for what cannot be read."""
+    """Config and tensors of a checkpoint. ConfigError for what cannot be read."""
     config = read_config(folder)
+    if (gguf := gguf_checkpoint(folder)) is not None:
+        tensors = gguf.tensors()
+        pieces = {name: tensors.pieces(name, sys.maxsize) for name in tensors.describe()}
+        return config, {name: torch.cat([one for _, one in own]) for name, own in pieces.items()}
     state: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         check_file(file)
@@ -212,6 +219,6 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """A checkpoint's config.json, whose vocab_size is one. ConfigError."""
-    config = read_object(folder / "config.json")
+    config = checkpoint_parts.read_config(folder)
     Fields(config, {}, {}, f"--model {folder}: config.json: ").size("vocab_size")
     return config

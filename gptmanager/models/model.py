@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.config import ProgressCallback
-from gptmanager.errors import ConfigError, quoted
+from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.reference import Ints, Kernels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,9 +13,10 @@ from typing import Any
 import orjson
 
 from gptmanager.callbacks import JsonLinesSink, RequestQueue, broadcast, fan_out, load_tokenizer
+from gptmanager.callbacks.text.checkpoint import has_tokenizer
 from gptmanager.errors import ConfigError
 from gptmanager.manager.gpt_manager import GptManager
-from gptmanager.memory.checkpoint_files import read_object
+from gptmanager.models.checkpoint_parts import read_config
 from gptmanager.models.read_spec import read_spec
 from gptmanager.run.follow import follow, is_follower
 from gptmanager.run.live_view import LiveView
@@ -78,10 +78,8 @@ def serve_file(
 
     Raises ConfigError for bad options.
     """
-    has_tokenizer = os.path.lexists(options.model / "tokenizer.json")
-    tokenizer = load_tokenizer(options.model) if has_tokenizer else None
-    config = read_object(options.model / "config.json")
-    spec = read_spec(config, max_seq_len=given.params.max_seq_len)
+    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
+    spec = read_spec(read_config(options.model), max_seq_len=given.params.max_seq_len)
     lengths = {"max_new_tokens": options.max_new_tokens, "max_tokens": spec.max_seq_len}
     if options.prompt is None:
         lines = read_file(options.requests, tokenizer, **lengths)

@@ -13,7 +13,7 @@ from gptmanager.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from gptmanager.terminal.arguments import folder, positive, threads
+from gptmanager.terminal.arguments import checkpoint, positive, threads
 from gptmanager.terminal.live_region import LiveRegion
 
 POLICIES = tuple(policy.name.lower() for policy in CapacitySchedulerPolicy)
@@ -35,7 +35,11 @@ def add_parser(commands: Any, name: str, call: str, **texts: Any) -> argparse.Ar
 
 def add_model(parser: Any, *, required: bool = False) -> None:
     parser.add_argument(
-        "--model", type=folder, required=required, metavar="DIR", help="a checkpoint folder"
+        "--model",
+        type=checkpoint,
+        required=required,
+        metavar="PATH",
+        help="a checkpoint folder, or a GGUF file",
     )
 
 

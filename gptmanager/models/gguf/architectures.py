@@ -118,9 +118,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         biases={**_ATTENTION_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"},
     ),
     "qwen2": Architecture("qwen2", constants={"use_sliding_window": False}),
-    "qwen3": Architecture(
-        "qwen3", constants={"use_sliding_window": False}, biases=_ATTENTION_BIAS
-    ),
+    "qwen3": Architecture("qwen3", constants={"use_sliding_window": False}, biases=_ATTENTION_BIAS),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": replace(_GEMMA2, model_type="gemma3_text", scaled_by_size=62),

@@ -62,7 +62,7 @@ class StoredTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says before its data. `metadata`: arrays are lists of str, or NumPy arrays."""
+    """The part of a file before its data. `metadata`: arrays are lists of str, or NumPy arrays."""
 
     path: Path
     metadata: Mapping[str, Any]

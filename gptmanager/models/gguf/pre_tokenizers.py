@@ -121,9 +121,7 @@ _NAMED: Sequence[tuple[PreTokenizer, str]] = (
     ),
     (
         PreTokenizer(
-            _alternatives(
-                _CONTRACTIONS, _LETTERS, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", _SPACES
-            )
+            _alternatives(_CONTRACTIONS, _LETTERS, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", _SPACES)
         ),
         "seed-coder",
     ),

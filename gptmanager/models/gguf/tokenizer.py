@@ -140,9 +140,7 @@ def _added_tokens(metadata: Metadata, vocabulary: Vocabulary) -> list[AddedToken
     ]
 
 
-def _frame(
-    tokenizer: Tokenizer, metadata: Metadata, vocabulary: Vocabulary, add_bos: bool
-) -> None:
+def _frame(tokenizer: Tokenizer, metadata: Metadata, vocabulary: Vocabulary, add_bos: bool) -> None:
     """Let a text begin and end with the tokens that the file wants there."""
     begins = metadata.flag(f"{_GGML}add_bos_token", add_bos)
     ends = metadata.flag(f"{_GGML}add_eos_token", False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gptmanager.callbacks import TokenDefaults, load_tokenizer
-from gptmanager.callbacks.text.checkpoint import special_tokens_of
-from gptmanager.memory.checkpoint_files import read_object
+from gptmanager.callbacks.text.checkpoint import has_tokenizer, special_tokens_of
+from gptmanager.models.checkpoint_parts import read_config, read_part
 from gptmanager.models.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
 
@@ -55,11 +54,10 @@ class ModelCard:
         max_beam_width: int = 1,
     ) -> ModelCard:
         """Read a card from the files of a checkpoint. ConfigError for an unreadable file."""
-        spec = read_spec(read_object(folder / "config.json"), max_seq_len=max_seq_len)
+        spec = read_spec(read_config(folder), max_seq_len=max_seq_len)
         modules = lora_modules(spec).values()
-        tokenizer_config = _read(folder / "tokenizer_config.json")
-        has_tokenizer = os.path.lexists(folder / "tokenizer.json")
-        generation = _read(folder / "generation_config.json")
+        tokenizer_config = read_part(folder, "tokenizer_config.json") or {}
+        generation = read_part(folder, "generation_config.json") or {}
         return cls(
             name=name,
             folder=folder,
@@ -69,14 +67,10 @@ class ModelCard:
             adapter_rows=spec.num_layers * len(modules),
             adapter_width=max(module.width for module in modules),
             max_beam_width=max_beam_width,
-            tokenizer=load_tokenizer(folder) if has_tokenizer else None,
+            tokenizer=load_tokenizer(folder) if has_tokenizer(folder) else None,
             token_defaults=TokenDefaults.of_folder(folder),
             sampling_defaults={
                 key: generation[key] for key in _SAMPLING if generation.get(key) is not None
             },
             special_tokens=special_tokens_of(tokenizer_config),
         )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_object(path) if os.path.lexists(path) else {}

@@ -1,0 +1,204 @@
+"""GGUF files as models: the logits of transformers, block types, memory, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import CONFIGS, PagedDriver, expected_logits, random_model
+from gguf_files import (
+    gguf_bytes,
+    model_metadata,
+    model_tensors,
+    random_blocks,
+    save_gguf,
+    write_gguf,
+)
+from packed_logits import packed_logits, random_tokens, reference
+
+from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
+from gptmanager.assembly import backend
+from gptmanager.callbacks import RequestQueue
+from gptmanager.errors import ConfigError
+from gptmanager.models import load_model
+from gptmanager.models.checkpoint_parts import open_tensors, read_config
+from gptmanager.models.gguf.block_types import BLOCK_TYPES
+
+SIZES = {number: (block.size, block.num_bytes) for number, block in BLOCK_TYPES.items()}
+# the architecture of a file -> a config of a family
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", CONFIGS["llama"]),
+    "llama_biased": ("llama", CONFIGS["llama_biased"]),
+    "mistral": ("llama", {**CONFIGS["mistral"], "sliding_window": None}),
+    "qwen2": ("qwen2", CONFIGS["qwen2"]),
+    "qwen3": ("qwen3", CONFIGS["qwen3"]),
+    "gpt2": ("gpt2", CONFIGS["gpt2"]),
+}
+
+
+def logits_error(path: Path, model: Any, **options: Any) -> float:
+    sequences = random_tokens(1, 5, 23, 40, 8)
+    driver = PagedDriver(load_model(path, **options), 5)
+    pairs = zip(packed_logits(driver, sequences), sequences, strict=True)
+    return max((ours - expected_logits(model, tokens)).abs().max().item() for ours, tokens in pairs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    architecture, config = CASES[name]
+    model = random_model(config)
+    path = save_gguf(tmp_path / "model.gguf", architecture, model)
+
+    assert logits_error(path, model) < 1e-4
+    assert logits_error(tmp_path, model) < 1e-4  # a folder with one
+
+
+def test_rope_factors_of_llama_3_are_honored(tmp_path: Path) -> None:
+    model = reference("llama3")
+    config = model.config.to_dict()
+    tensors = model_tensors("llama", config, model.state_dict())
+    plain = 500.0 ** (-torch.arange(0, 8, 2).float() / 8)
+    factors = (plain / model.model.rotary_emb.inv_freq).numpy()
+    metadata = {**model_metadata("llama", config), "llama.rope.freq_base": 500.0}
+    path = write_gguf(tmp_path / "a.gguf", metadata, {**tensors, "rope_freqs.weight": (0, factors)})
+
+    assert factors.max() > 3
+    assert logits_error(path, model) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("linear", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+        (
+            "yarn",
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 40,
+            },
+        ),
+    ],
+)
+def test_scaled_ropes_are_honored(kind: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = 40
+    model = random_model({**CONFIGS["llama"], "rope_parameters": rope})
+    own = {f"llama.{key}": value for key, value in keys.items()}
+
+    assert logits_error(save_gguf(tmp_path / "a.gguf", "llama", model, **own), model) < 1e-4
+
+
+@pytest.mark.parametrize("number", BLOCK_TYPES, ids=lambda number: BLOCK_TYPES[number].name)
+def test_blocks_unpack_as_llama_cpp_unpacks_them(number: int) -> None:
+    gguf = pytest.importorskip("gguf", reason="PyPI's gguf is not installed")
+    block = BLOCK_TYPES[number]
+    raw = random_blocks(torch.Generator().manual_seed(number), 50, 3 * block.num_bytes)
+    given = raw.view(block.dtype) if block.dtype in ("float16",) or number == 0 else raw
+    with np.errstate(all="ignore"):  # of scales that are not finite
+        expected = gguf.quants.dequantize(given, gguf.GGMLQuantizationType(number))
+
+    ours = block.unpack(torch.from_numpy(raw).view(-1, block.num_bytes)).float()
+
+    assert ours.shape == (50 * 3, block.size)
+    assert np.array_equal(ours.numpy().reshape(expected.shape), expected, equal_nan=True)
+
+
+def quantized_llama(path: Path, number: int, **metadata: Any) -> Path:
+    """A Llama with matrices of random blocks, whose scales are small numbers."""
+    block, generator = BLOCK_TYPES[number], torch.Generator().manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    config = {**CONFIGS["llama"], **sizes}
+    tensors = model_tensors("llama", config, random_model(config).state_dict())
+    for name, (_, values) in tensors.items():
+        if values.ndim == 2:
+            blocks = values.shape[1] // block.size
+            raw = random_blocks(generator, values.shape[0] * blocks, block.num_bytes)
+            scales = [208] if block.name == "Q6_K" else [0, 2][: 2 if "_1" in block.name else 1]
+            if block.name in ("Q4_K", "Q5_K"):
+                scales = [0, 2]
+            for at in scales:
+                raw[:, at : at + 2] = np.float16([0.001]).view(np.uint8)
+            tensors[name] = number, raw.reshape(values.shape[0], -1)
+    keys = {**model_metadata("llama", config), **metadata}
+    return write_gguf(path, keys, tensors, sizes=SIZES)
+
+
+@pytest.mark.parametrize("number", [2, 3, 6, 7, 8, 12, 13, 14])
+def test_a_model_of_any_type_has_the_logits_of_its_floats(number: int, tmp_path: Path) -> None:
+    """In slices of any rows, and with the rows of queries and keys in their order."""
+    path = quantized_llama(tmp_path / "a.gguf", number)
+    source, config = open_tensors(path), read_config(path)
+    whole = {
+        name: torch.cat([piece for _, piece in source.pieces(name, 1 << 40)])
+        for name in source.describe()
+    }
+    name = "model.layers.0.self_attn.q_proj.weight"
+    pieces = list(source.pieces(name, 5000, [range(3, 200), range(32, 96)]))
+
+    assert len(pieces) > 10 and [start for start, _ in pieces][:2] == [0, len(pieces[0][1])]
+    assert torch.equal(torch.cat([it for _, it in pieces]), whole[name][3:200, 32:96])
+    ours, floats = load_model(path), load_model((config, whole))
+    for parameter in floats.weights:
+        assert _equal(ours.weights[parameter], floats.weights[parameter])
+
+
+def _equal(ours: Any, expected: Any) -> bool:
+    if not isinstance(ours, torch.Tensor):
+        ours, expected = ours.values, expected.values
+    return torch.equal(ours, expected)
+
+
+def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    path = quantized_llama(tmp_path / "a.gguf", 8)
+    source = open_tensors(path)
+    size = max(np.prod(info.shape) for info in source.describe().values()) * 4
+    tracemalloc.start()
+    largest = 0
+    for name in source.describe():
+        for _, piece in source.pieces(name, size // 16):
+            largest = max(largest, piece.nbytes)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert largest <= size // 16
+    assert peak < path.stat().st_size / 4  # of Python's objects: no copy of the file
+
+
+def manager(path: Path, **options: Any) -> GptManager:
+    queue = RequestQueue.for_checkpoint(path)
+    params = OptionalParams(kv_cache_config=KvCacheConfig(max_tokens=256), **options)
+    callbacks = queue.get_inference_requests, queue.send_response
+    return GptManager(
+        path, ModelType.INFLIGHT_FUSED_BATCHING, 1, None, *callbacks, optional_params=params
+    )
+
+
+@pytest.mark.parametrize(("options", "is_int8"), [({}, True), ({"dtype": "float32"}, False)])
+def test_quantized_files_are_kept_as_int8_unless_a_dtype_is_given(
+    options: dict[str, Any],
+    is_int8: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = quantized_llama(tmp_path / "a.gguf", 3)
+    caplog.set_level(logging.INFO, logger="gptmanager")
+    loaded: list[Any] = []
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        loaded.append(load_model(*args, **kwargs))
+        return loaded[-1]
+
+    monkeypatch.setattr(backend, "load_model", load)
+    manager(path, **options).shutdown()
+
+    dtypes = {getattr(matrix, "values", matrix).dtype for matrix in loaded[0].weights.matrices}
+    assert dtypes == {torch.int8 if is_int8 else torch.float32}
+    assert ("is quantized: its matrices are kept as int8" in caplog.text) == (options == {})
