@@ -85,6 +85,12 @@ def device(text: str) -> str:
     return text
 
 
+def folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise ArgumentTypeError(f"{text!r} is not a folder")
+    return Path(text)
+
+
 def checkpoint(text: str) -> Path:
     """A path that may be a checkpoint; what is in it is found when it is read."""
     if not Path(text).is_dir() and not Path(text).is_file():

@@ -427,7 +427,7 @@ def test_the_command_on_a_cpu(capsys, tmp_path):
         (["--minutes", "0"], "argument --minutes: '0' is not a time in minutes"),
         (["--batches", "1,x"], "argument --batches: 'x' is not a positive integer"),
         (["--lengths", "9:3"], "argument --lengths: '9:3' does not rise"),
-        (["--model", "nowhere"], "argument --model: 'nowhere' is not a folder"),
+        (["--model", "nowhere"], "argument --model: 'nowhere' is neither a folder nor a file"),
         (["--output", "nowhere/x.json"], "argument --output: 'nowhere' is not a folder"),
         (["--output", "."], "argument --output: '.' is a folder"),
         (

@@ -231,7 +231,9 @@ def test_a_missing_model_is_one_sentence(capsys, tmp_path):
     with pytest.raises(SystemExit) as caught:
         cli.main(["serve", "--model", "nowhere"])
     assert caught.value.code == 2
-    assert capsys.readouterr().err.endswith("argument --model: 'nowhere' is not a folder\n")
+    assert capsys.readouterr().err.endswith(
+        "argument --model: 'nowhere' is neither a folder nor a file\n"
+    )
     code = cli.main(["serve", "--model", str(tmp_path), "--port", "0"])
     assert code == 2 and capsys.readouterr().err.count("\n") == 1
 
