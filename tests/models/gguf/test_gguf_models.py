@@ -12,7 +12,6 @@ import pytest
 import torch
 from checkpoints import CONFIGS, PagedDriver, expected_logits, random_model
 from gguf_files import (
-    gguf_bytes,
     model_metadata,
     model_tensors,
     random_blocks,
@@ -24,7 +23,6 @@ from packed_logits import packed_logits, random_tokens, reference
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.assembly import backend
 from gptmanager.callbacks import RequestQueue
-from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
 from gptmanager.models.gguf.block_types import BLOCK_TYPES
