@@ -55,7 +55,7 @@ kv_cache/                     block accounting: which sequence holds which block
     block                     blocks and their reference counts (no torch)
     prefix_tree               prefix caching: blocks found by their tokens (no torch)
     eviction                  which cached block is evicted first (no torch)
-    tiers                     offloading of cached blocks to host memory (no torch)
+    offloading                offloading of cached blocks to host memory (no torch)
     needs                     number of blocks that a request will need (no torch)
     lookups                   cached prefixes of waiting requests (no torch)
     reuse                     cached blocks for new sequences, and from ended ones (no torch)
@@ -96,7 +96,7 @@ kernels/                      all operations of a model in torch, and compiled o
         packed_matrix         weights packed, or quantized to int8, for matmuls
         small_matmul          small matmuls in register tiles
         matrix_tiles          register tiles of matmuls, by dtype
-        quantized_rows        activations quantized to int8 or int16
+        quantized_activations activations quantized to int8 or int16
         int16_tiles           int8 weights times few rows, in int16
         int8_tiles            int8 weights times many rows, in int8
         matmul                the matmul of activations with packed weights
@@ -360,7 +360,7 @@ bindings/                     tensorrt_llm.bindings' interface for existing host
     tensor_names              names of tensors (no torch)
     executor                  the names of tensorrt_llm.bindings.executor
     requests                  its requests and named tensors
-    optional_params           its options, translated to ours
+    trt_gpt_model             its options, translated to ours
     memory_counters           MemoryCounters: bytes that managers use (no torch)
     gpt_manager               its GptManager, with both orders of arguments
 testing/                      helpers for tests of hosts and schedulers

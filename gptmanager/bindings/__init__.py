@@ -14,13 +14,13 @@ from gptmanager import PeftCacheManagerConfig
 from gptmanager.bindings import executor, tensor_names
 from gptmanager.bindings.gpt_manager import GptManager
 from gptmanager.bindings.memory_counters import MemoryCounters
-from gptmanager.bindings.optional_params import (
+from gptmanager.bindings.requests import InferenceRequest, NamedTensor
+from gptmanager.bindings.trt_gpt_model import (
     KvCacheConfig,
     SchedulerPolicy,
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from gptmanager.bindings.requests import InferenceRequest, NamedTensor
 
 __all__ = [
     "GptManager",

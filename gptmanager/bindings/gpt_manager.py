@@ -10,13 +10,13 @@ from typing import Any
 import gptmanager
 from gptmanager import InferenceRequest, ModelType
 from gptmanager.bindings.memory_counters import LastRecord, MemoryCounters
-from gptmanager.bindings.optional_params import (
+from gptmanager.bindings.requests import NamedTensor, as_id
+from gptmanager.bindings.trt_gpt_model import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
     translated,
     with_policy,
 )
-from gptmanager.bindings.requests import NamedTensor, as_id
 from gptmanager.errors import ConfigError
 from gptmanager.lifecycle.callables import check_answer, ordinary
 

@@ -32,7 +32,7 @@ from gptmanager.kernels.gemm.int16_tiles import FEW_ROWS
 from gptmanager.kernels.gemm.matmul import CHUNK_ROWS, STREAMED_ROWS
 from gptmanager.kernels.gemm.matmul_plan import MatmulPlan, can_be_packed, plan_matmul, registers
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
-from gptmanager.kernels.gemm.quantized_rows import quantize_rows, row_bytes
+from gptmanager.kernels.gemm.quantized_activations import quantize_rows, row_bytes
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.lora.adapter_plan import AdapterPlan
 from gptmanager.kernels.lora.adapters import add as adapters_body

@@ -2,8 +2,8 @@
 
 from gptmanager.kv_cache.block import BlockCopy, KvCacheReport, LedgerError
 from gptmanager.kv_cache.manager import KvCacheManager
+from gptmanager.kv_cache.offloading import HostCounts
 from gptmanager.kv_cache.reuse import ReuseCounts
-from gptmanager.kv_cache.tiers import HostCounts
 
 __all__ = [
     "BlockCopy", "HostCounts", "KvCacheManager", "KvCacheReport", "LedgerError", "ReuseCounts",

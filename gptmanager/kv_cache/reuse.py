@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockTables
 from gptmanager.kv_cache.lookups import Lookups, root_key
+from gptmanager.kv_cache.offloading import CachingBlockPool, HostTier
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, UNBOUNDED, Match, PrefixTree
-from gptmanager.kv_cache.tiers import CachingBlockPool, HostTier
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT

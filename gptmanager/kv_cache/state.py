@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from gptmanager.kv_cache.block import BlockCopy, BlockTables, LedgerError
 from gptmanager.kv_cache.lookups import key_of
 from gptmanager.kv_cache.manager import KvCacheManager
+from gptmanager.kv_cache.offloading import HostTier
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Node, PrefixTree
 from gptmanager.kv_cache.reuse import BlockReuse
 from gptmanager.kv_cache.sequences import KvSequences
-from gptmanager.kv_cache.tiers import HostTier
 from gptmanager.request.llm_request import RETENTION_PRIORITIES, LlmRequest
 
 Salt = bool | int | str | None

@@ -20,7 +20,7 @@ from gptmanager.kernels.gemm import (
     matmul,
     matmul_plan,
     matrix_tiles,
-    quantized_rows,
+    quantized_activations,
 )
 from gptmanager.kernels.gemm.matrix_tiles import has_matrix_unit
 from gptmanager.kernels.simd import pairs
@@ -135,12 +135,12 @@ def rounded(x: Tensor, positions: int, most: int, outlier: float = torch.inf) ->
 
 def as_int16(x: Tensor) -> Tensor:
     """What few rows are as whole numbers of 16 bits, each stretch times its own factor."""
-    return rounded(x, quantized_rows.MAX_POSITIONS, 32767)
+    return rounded(x, quantized_activations.MAX_POSITIONS, 32767)
 
 
 def as_int8(x: Tensor) -> Tensor:
     """What many rows are as whole numbers of 8 bits."""
-    return rounded(x, quantized_rows.STRETCH, 127, quantized_rows.OUTLIER)
+    return rounded(x, quantized_activations.STRETCH, 127, quantized_activations.OUTLIER)
 
 
 def held_by(matrix: PackedMatrix) -> Tensor:

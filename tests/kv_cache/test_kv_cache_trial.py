@@ -12,7 +12,7 @@ from fuzz import FUZZ
 from kv_cache_model import Divergence, KvCacheModel, Options
 from kv_cache_trial import main, run_episode, run_trial
 
-from gptmanager.kv_cache import KvCacheManager, lookups, reuse, tiers
+from gptmanager.kv_cache import KvCacheManager, lookups, offloading, reuse
 from gptmanager.kv_cache.block import BlockPool, BlockTables
 from gptmanager.request.llm_request import LlmRequest
 
@@ -106,9 +106,9 @@ def first_beam_whole(right, self, sequence, store):
 MISTAKES = [
     (reuse.CachingBlockPool, "share", for_one_beam, r"counts 1 references, but \d tables hold it"),
     (reuse.BlockReuse, "end", first_beam_whole, "goes before|blocks for|tokens found|not of"),
-    (tiers.HostTier, "__init__", greedy_host, "copies|the copy"),
-    (tiers.CachingBlockPool, "onboard", uncopied, "no copy of|is not of"),
-    (tiers.CachingBlockPool, "_offload", unmoved, "no copy of"),
+    (offloading.HostTier, "__init__", greedy_host, "copies|the copy"),
+    (offloading.CachingBlockPool, "onboard", uncopied, "no copy of|is not of"),
+    (offloading.CachingBlockPool, "_offload", unmoved, "no copy of"),
     (KvCacheManager, "get_needed_blocks_one_step", too_few, "blocks for"),
     (KvCacheManager, "get_needed_resource_to_completion", too_many, "blocks for the context and"),
     (KvCacheManager, "num_tokens", too_many, "tokens stored"),

@@ -83,7 +83,7 @@ _CPU = {
     "matmul_plan.py": _MATMULS,
     "small_matmul.py": "test_kernel_memory test_kernels",
     "captured_step.py": "test_captured_steps",
-    "quantized_rows.py": _MATMULS,
+    "quantized_activations.py": _MATMULS,
     "reference.py": "test_kernels test_adapter_kernels test_float64",
     "threads.py": "test_kernels test_adapter_kernels test_captured_steps",
     "torch_operations.py": "test_torch_operations test_captured_steps",

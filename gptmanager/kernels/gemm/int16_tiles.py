@@ -1,6 +1,6 @@
 """Matmuls of a packed int8 matrix with few rows, in int16 arithmetic.
 
-The rows are quantized to int16, see `quantized_rows`, and sums over a stretch of them are exact. An
+The rows are quantized to int16, see `quantized_activations`, and sums over a stretch of them are exact. An
 element does not depend on the number of rows.
 """
 
@@ -15,7 +15,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 
 from gptmanager.kernels.gemm.matrix_tiles import AHEAD, PANELS, fetch_line
-from gptmanager.kernels.gemm.quantized_rows import MAX_POSITIONS
+from gptmanager.kernels.gemm.quantized_activations import MAX_POSITIONS
 from gptmanager.kernels.gemm.small_matmul import repeat
 from gptmanager.kernels.simd.lanes import (
     FLOAT,

@@ -1,6 +1,6 @@
 """Matmuls of a packed int8 matrix with many rows, in int8 arithmetic.
 
-The rows are already quantized, see `quantized_rows`, and sums over a stretch of them are exact. The
+The rows are already quantized, see `quantized_activations`, and sums over a stretch of them are exact. The
 instruction needs unsigned factors on one side: 128 is added to each element of the matrix, and sums
 begin with the value that compensates for it. An element does not depend on the number of rows.
 """
@@ -17,7 +17,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 
 from gptmanager.kernels.gemm.matrix_tiles import PANELS, fetch_line
-from gptmanager.kernels.gemm.quantized_rows import MARK_BYTES, STRETCH
+from gptmanager.kernels.gemm.quantized_activations import MARK_BYTES, STRETCH
 from gptmanager.kernels.gemm.small_matmul import repeat
 from gptmanager.kernels.simd.lanes import (
     FLOAT,

@@ -29,7 +29,7 @@ from gptmanager.kernels.gemm.matrix_tiles import (
     widen_bytes,
     widen_panel,
 )
-from gptmanager.kernels.gemm.quantized_rows import (
+from gptmanager.kernels.gemm.quantized_activations import (
     MARK_BYTES,
     MAX_POSITIONS,
     STRETCH,

@@ -19,7 +19,7 @@ from gptmanager.kernels.gemm.int16_tiles import has_int16_dots, int16_scratch_by
 from gptmanager.kernels.gemm.matmul import MatmulTask
 from gptmanager.kernels.gemm.matrix_tiles import PANELS, has_matrix_unit
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix
-from gptmanager.kernels.gemm.quantized_rows import quantize_rows
+from gptmanager.kernels.gemm.quantized_activations import quantize_rows
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.pairs import has_fast_pairs
