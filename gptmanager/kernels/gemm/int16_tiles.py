@@ -1,6 +1,6 @@
 """Matmuls of a packed int8 matrix with few rows, in int16 arithmetic.
 
-The rows are quantized to int16, see `quantized_activations`, and sums over a stretch of them are exact. An
+`quantized_activations` has quantized the rows to int16. Sums over a stretch of a row are exact. An
 element does not depend on the number of rows.
 """
 

@@ -1,6 +1,6 @@
 """Matmuls of a packed int8 matrix with many rows, in int8 arithmetic.
 
-The rows are already quantized, see `quantized_activations`, and sums over a stretch of them are exact. The
+`quantized_activations` has quantized the rows to int8. Sums over a stretch of a row are exact. The
 instruction needs unsigned factors on one side: 128 is added to each element of the matrix, and sums
 begin with the value that compensates for it. An element does not depend on the number of rows.
 """
