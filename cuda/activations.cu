@@ -2,7 +2,7 @@
 // gelu: out = x * Phi(x), by erf or (TANH) by tanh(sqrt(2 / pi) * (x + 0.044715 x^3))
 #include "numerics.cuh"
 
-// Grid: (tokens, parts of the width). A thread makes WIDTH elements.
+// Grid: (tokens, parts of the width). A thread computes WIDTH elements.
 template <class T, int WIDTH>
 __global__ void silu_mul(
     T* out,            // [tokens, width]
@@ -20,6 +20,7 @@ __global__ void silu_mul(
     store(out + size_t(blockIdx.x) * width + column, gate);
 }
 
+// Grid: (parts of `size`). A thread computes WIDTH elements.
 template <class T, int WIDTH, bool TANH>
 __global__ void gelu(
     T* out,      // [size], may be x

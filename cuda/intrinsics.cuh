@@ -1,7 +1,7 @@
-// Every inline PTX instruction of the project, each in a function, and what differs by compiler.
+// All inline PTX of the project, one function per instruction, and macros that depend on the compiler.
 //
 // On a CPU these are declarations: the emulator defines them (emulator/intrinsics_cpu.h). Fragment
-// layouts are those of the PTX manual: g = lane / 4, t = lane % 4.
+// layouts are those of the PTX manual, where g = lane / 4 and t = lane % 4.
 #pragma once
 #define GPTMANAGER_INTRINSICS
 
@@ -14,7 +14,7 @@
 #define PTX(...) { __VA_ARGS__ }
 #endif
 
-// What only sm_90 and later can do, and what need not be done before.
+// Code that only sm_90 and later support, and that older architectures do not need.
 #if __CUDA_ARCH__ >= 900
 #define SM_90(...) __VA_ARGS__
 #else
@@ -27,7 +27,7 @@
 
 namespace ptx {
 
-// The block's dynamic shared memory, aligned for any copy.
+// Returns the block's dynamic shared memory, aligned for any copy.
 __device__ inline unsigned char* dynamic_shared() PTX(
     extern __shared__ __align__(1024) unsigned char memory[];
     return memory;
@@ -37,35 +37,36 @@ __device__ inline unsigned shared_address(const void* pointer) PTX(
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 )
 
-// Launches that begin early ----------------------------------------------------------------------
+// Programmatic dependent launch --------------------------------------------------------------------
 
-// A kernel of a Program that is `dependent` may begin while the kernel before it in the stream still
-// runs. Every thread calls this before it touches global memory. It returns when the kernel before
-// has ended and all that it wrote can be seen (at once, where the launch did not begin early), and
-// only then allows the kernel behind to begin. Why nothing more is needed, for A, B, C in a stream:
+// A kernel of a Program that is `dependent` may begin while the previous kernel in the stream still
+// runs. Every thread calls this before it accesses global memory. The call returns when the previous
+// kernel has ended and its writes are visible (immediately, if the launch did not begin early), and
+// only then allows the next kernel to begin. Why this is sufficient, for kernels A, B, C in a stream:
 // - C begins when all blocks of B have called this or ended. Each thread of B that did so saw A end.
-//   So when C begins, A has ended: no more than two kernels ever run side by side.
-// - Where C passes this line, B has ended, and therefore all that B waited for: by induction every
-//   kernel before C. So C may write what any of them read, and memory that was freed behind them.
-// - A kernel without the attribute (of torch or cuBLAS, a copy) begins when C has ended, which is
-//   then true of all before. Where such a kernel comes first, it allows nothing early: C begins when
-//   its blocks have ended, and sees here what they wrote.
-// - C has blocks on the device only when all blocks of B are there: B never waits for its room.
-// Loads before this line would need another argument: their data may be in a cache since before
-// it was written. `prefetch_l2` is not one: all reads and writes of global memory pass through L2.
+//   So A has ended when C begins: at most two kernels run at the same time.
+// - When C returns from this call, B has ended, and so has everything that B waited for: by induction
+//   every kernel before C. So C may overwrite what any of them read, and use memory that was freed
+//   after them.
+// - A kernel without the attribute (of torch or cuBLAS, or a copy) begins when C has ended; by then all
+//   kernels before C have ended, too. If such a kernel precedes C, it does not let C begin early: C
+//   begins when its blocks have ended, and sees their writes after this call.
+// - C has blocks on the device only when all blocks of B are on it: B never waits for the resources of C.
+// This argument does not cover loads before the call: a cache may hold data from before the write.
+// `prefetch_l2` is safe there, because all reads and writes of global memory pass through L2.
 __device__ inline void wait_for_previous() PTX(
     SM_90(asm volatile("griddepcontrol.wait;" ::: "memory");)
     SM_90(asm volatile("griddepcontrol.launch_dependents;" ::: "memory");)
 )
 
-// Brings the cache line of this address, inside of an array, to L2. Nothing waits for it.
+// Prefetches the cache line of this address, which must be inside an array, to L2, without a wait.
 __device__ inline void prefetch_l2(const void* address) PTX(
     asm volatile("prefetch.global.L2 [%0];" :: "l"(address));
 )
 
 // Arithmetic --------------------------------------------------------------------------------------
 
-// 2^x to about 2 ulp; 0 for -inf.
+// Returns 2^x to about 2 ulp; 0 for -inf.
 __device__ inline float exp2_approx(float x) PTX(
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -74,8 +75,8 @@ __device__ inline float exp2_approx(float x) PTX(
 
 // Loads --------------------------------------------------------------------------------------------
 
-// 16 bytes, aligned to them, that nothing writes while the kernel runs and no thread reads again:
-// past L1. Where not `valid`, nothing is read and they are zeros.
+// Loads 16 aligned bytes that nothing writes while the kernel runs and no thread reads again, without
+// allocating a line of L1. If not `valid`, nothing is read and the result is zeros.
 __device__ inline uint4 load_once_16(const void* address, bool valid) PTX(
     uint4 to;
     asm volatile("{ .reg .pred valid;"
@@ -88,8 +89,9 @@ __device__ inline uint4 load_once_16(const void* address, bool valid) PTX(
 
 // Atomics -----------------------------------------------------------------------------------------
 
-// atomicInc that also releases what comes before it, by barriers of the block too, and acquires what
-// earlier ones at this address have released: less to wait for than between two __threadfence().
+// atomicInc that also releases all earlier writes, including those that a barrier of the block orders
+// before it, and acquires what earlier calls for this address released. It waits for less than an
+// atomicInc between two __threadfence().
 __device__ inline unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) PTX(
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -97,11 +99,11 @@ __device__ inline unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) 
     return before;
 )
 
-// Copies from global to shared memory in the background -------------------------------------------
+// Asynchronous copies from global to shared memory --------------------------------------------------
 
-// 16 bytes, both addresses aligned to them; past L1, since each byte is read once. Where not `valid`,
-// nothing is read and zeros are written.
-#ifdef COPIES_AT_ONCE  // to find whether asynchronous copies cause a fault
+// Copies 16 bytes between addresses that are aligned to 16 bytes, bypassing L1, since each byte is
+// read once. If not `valid`, nothing is read and zeros are written.
+#ifdef COPIES_AT_ONCE  // to find out whether asynchronous copies cause a fault
 __device__ inline void cp_async_16(void* to, const void* from, bool valid = true) {
     *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
 }
@@ -115,7 +117,7 @@ __device__ inline void cp_async_16(void* to, const void* from, bool valid = true
 
 __device__ inline void cp_async_commit() PTX(asm volatile("cp.async.commit_group;" ::: "memory");)
 
-// Until all groups of this thread but the latest PENDING have arrived.
+// Waits until all copies of this thread have arrived, except its latest PENDING groups.
 template <int PENDING> __device__ inline void cp_async_wait() PTX(
     asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
 )
@@ -123,22 +125,23 @@ template <int PENDING> __device__ inline void cp_async_wait() PTX(
 
 // Matrices of 8 x 8 16-bit elements in registers --------------------------------------------------
 
-// Lane 8 i + r names row r of matrix i, 16 aligned bytes in shared memory. Register i of a lane then
-// holds matrix i's row g, columns 2 t and 2 t + 1.
+// Loads four matrices. Lane 8 i + r passes the address of row r of matrix i, 16 aligned bytes in shared
+// memory. Register i of a lane then holds columns 2 t and 2 t + 1 of row g of matrix i.
 __device__ inline void load_matrix_x4(unsigned (&registers)[4], const void* row) PTX(
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
         : "r"(shared_address(row)) : "memory");
 )
 
-// The same of the transposed matrices: column g, rows 2 t and 2 t + 1.
+// Loads four matrices transposed: register i holds rows 2 t and 2 t + 1 of column g of matrix i.
 __device__ inline void load_matrix_x4_transposed(unsigned (&registers)[4], const void* row) PTX(
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
         : "r"(shared_address(row)) : "memory");
 )
 
-// Transposes a matrix: a lane holds row g, columns 2 t and 2 t + 1, and gets column g, those rows.
+// Transposes a matrix: a lane passes columns 2 t and 2 t + 1 of row g, and receives rows 2 t and 2 t + 1
+// of column g.
 __device__ inline unsigned transpose_matrix(unsigned elements) PTX(
     unsigned result;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(elements));
@@ -147,9 +150,11 @@ __device__ inline unsigned transpose_matrix(unsigned elements) PTX(
 
 // Tensor cores ------------------------------------------------------------------------------------
 
-// d [16, 8] += a [16, 16] @ b [16, 8], all 32 lanes.
-// a: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with the column after it.
-// b: (2t, g), (2t + 8, g), each with the row below. d: (g, 2t), (g, 2t + 1), (g + 8, 2t), (.., + 1).
+// Computes d [16, 8] += a [16, 16] @ b [16, 8] with all 32 lanes. A lane holds these elements, as
+// (row, column); each register of a and b holds two:
+// a: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with the next column;
+// b: (2t, g), (2t + 8, g), each with the next row;
+// d: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 __device__ inline void mma_m16n8k16(
     float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __nv_bfloat16) PTX(
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -166,21 +171,22 @@ __device__ inline void mma_m16n8k16(
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 )
 
-// Products of a warpgroup (Hopper) -----------------------------------------------------------------
+// Matmuls of a warpgroup (Hopper) ------------------------------------------------------------------
 //
-// Four warps, the first a multiple of four, multiply together, in the background. What the tensor
-// cores read of shared memory was written by ordinary stores or cp.async, then by the same thread
-// `fence_proxy_async`, then a barrier. Registers of a matmul may not be touched from
-// `warpgroup_fence` before it to `warpgroup_wait` behind it.
+// Four warps, the first one a multiple of four, issue a matmul together; it runs asynchronously. Its
+// operands in shared memory are written by ordinary stores or cp.async; then the thread that wrote
+// them calls `fence_proxy_async`, and a barrier follows. The registers of a matmul must not be
+// accessed between the `warpgroup_fence` before it and the `warpgroup_wait` after it.
 
-// Writes of this thread to shared memory before it are seen by what reads in the background.
+// Makes the earlier writes of this thread to shared memory visible to asynchronous matmuls.
 __device__ inline void fence_proxy_async() PTX(
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 )
 
-// A matrix of 16-bit elements in shared memory, in bytes: rows (K-major) or columns (MN-major) of 128
-// bytes, 8 of which make a pattern of 1024 aligned bytes in which address bits 4-6 are xored with bits
-// 7-9. `stride`: from 8 of them to the next 8. `leading`: MN-major, from 64 elements to the next 64.
+// Returns the descriptor of a matrix of 16-bit elements in shared memory. Its rows (K-major) or columns
+// (MN-major) have 128 bytes. Eight of them form a pattern of 1024 aligned bytes, in which address bits
+// 4-6 are xored with bits 7-9. `stride`: bytes from one pattern to the next. `leading`, for MN-major:
+// bytes from 64 elements to the next 64.
 __device__ inline unsigned long long matrix_descriptor(
     const void* start, unsigned leading, unsigned stride) {
     auto encoded = [](unsigned bytes) { return (unsigned long long)((bytes & 0x3FFFF) >> 4); };
@@ -198,7 +204,7 @@ __device__ inline unsigned long long matrix_descriptor(
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// The compiler sets these registers before it, and uses them behind it.
+// Keeps the compiler from moving writes of these registers down, or reads of them up, across this call.
 template <int N> __device__ inline void settle(float (&d)[N][4]) PTX(
     _Pragma("unroll") for (int i = 0; i < N; i++) asm volatile("" : PTX_ROW("+f", d, i) :: "memory");
 )
@@ -206,7 +212,8 @@ template <int N> __device__ inline void settle(unsigned (&a)[N][4]) PTX(
     _Pragma("unroll") for (int i = 0; i < N; i++) asm volatile("" : PTX_ROW("+r", a, i) :: "memory");
 )
 
-// Before the first matmul, and after registers of one were touched: `d` is as it was set.
+// Must precede the first matmul, and any matmul with registers that were accessed since the last fence: it
+// orders accesses to `d`.
 template <int N> __device__ inline void warpgroup_fence(float (&d)[N][4]) PTX(
     settle(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -216,14 +223,15 @@ __device__ inline void warpgroup_commit() PTX(
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 )
 
-// Waits until all groups of matmuls but the latest PENDING are done, including that of `d`.
+// Waits until all groups of matmuls have finished, except the latest PENDING; `d` belongs to a finished one.
 template <int PENDING, int N> __device__ inline void warpgroup_wait(float (&d)[N][4]) PTX(
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
     settle(d);
 )
 
-// d [64, 128] = a [64, 16] @ b [128, 16]^T, plus d where `add`; both K-major. Warp w of the four holds
-// rows 16 w + g and 16 w + g + 8 of d: d[i][0..3] as of mma_m16n8k16, for the columns 8 i to 8 i + 7.
+// Computes d [64, 128] = a [64, 16] @ b [128, 16]^T, plus d if `add`; a and b are K-major. Warp w of the
+// four holds rows 16 w + g and 16 w + g + 8 of d: d[i][0..3] are as in mma_m16n8k16, for columns 8 i to
+// 8 i + 7.
 #define PTX_KEYS(T, TYPE) \
     __device__ inline void warpgroup_mma( \
         float (&d)[16][4], unsigned long long a, unsigned long long b, bool add, T) PTX( \
@@ -235,8 +243,8 @@ template <int PENDING, int N> __device__ inline void warpgroup_wait(float (&d)[N
 PTX_KEYS(__nv_bfloat16, "bf16")
 PTX_KEYS(__half, "f16")
 
-// d [64, 8 N] += a [64, 16] @ b [16, 8 N], b MN-major. Of a, each warp holds its 16 rows, as those of
-// mma_m16n8k16.
+// Computes d [64, 8 N] += a [64, 16] @ b [16, 8 N], where b is MN-major. Each warp holds its 16 rows of a,
+// as in mma_m16n8k16.
 #define PTX_VALUES(T, TYPE) \
     __device__ inline void warpgroup_mma( \
         float (&d)[16][4], const unsigned (&a)[4], unsigned long long b, T) PTX( \

@@ -1,10 +1,11 @@
-// residual += x where ADD; out = normalize(residual or x) * weight (+ bias)
+// With ADD: residual += x, out = normalize(residual) * weight (+ bias).
+// Without: out = normalize(x) * weight (+ bias).
 // RMSNorm: x / sqrt(mean(x^2) + eps). LayerNorm (CENTERED): (x - mean) / sqrt(variance + eps).
 #include "numerics.cuh"
 
-// A block per token; each thread holds COUNT vectors of WIDTH elements in registers: each element is
-// read once. The sum is rounded to T before it is normalized, as the next layer reads it. The weight
-// is loaded first, while the previous kernel ends and the sums are computed.
+// One block per token. Each thread holds COUNT vectors of WIDTH elements in registers, so that each
+// element is read once. The residual sum is rounded to T before it is normalized, because the next
+// layer reads it rounded. The weight is prefetched while the previous kernel still runs.
 template <class T, int WIDTH, int COUNT, bool CENTERED, bool ADD>
 __global__ void __launch_bounds__(1024, 1) norm(
     T* out,           // [tokens, width], may be x
@@ -16,7 +17,7 @@ __global__ void __launch_bounds__(1024, 1) norm(
     __shared__ float sums[32], squares[32];
     size_t row = size_t(blockIdx.x) * width;
     float values[COUNT][WIDTH];
-    constexpr bool EARLY = COUNT == 1;  // there are registers for the weight until it is needed
+    constexpr bool EARLY = COUNT == 1;  // enough registers to load the weight with x
     Vector<T, WIDTH> factors[COUNT], offsets[COUNT] = {};
     auto load_weight = [&](int i, int column) {
         factors[i] = *reinterpret_cast<const Vector<T, WIDTH>*>(weight + column);

@@ -1,5 +1,5 @@
-// Elements of a tensor as floats, 16 bytes at a time; sums over a warp or a block; the last of several
-// blocks.
+// Loads and stores of tensor elements as floats, 16 bytes at a time; sums over a warp or a block; a
+// test for the last of several blocks.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -8,7 +8,7 @@ template <class T, int N> struct alignas(sizeof(T) * N) Vector {
     T values[N];
 };
 
-// How many elements one load or store moves.
+// The number of elements that one load or store moves.
 template <class T> constexpr int WIDE = 16 / sizeof(T);
 
 __device__ inline float to_float(float x) { return x; }
@@ -22,7 +22,7 @@ template <> __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
-// Two floats as one register of a matrix, the first in its lower half.
+// Packs two floats into one register of a matrix, the first in its lower half.
 template <class T> __device__ inline unsigned pack(float low, float high);
 template <> __device__ inline unsigned pack<__half>(float low, float high) {
     __half2 both = __floats2half2_rn(low, high);
@@ -33,7 +33,7 @@ template <> __device__ inline unsigned pack<__nv_bfloat16>(float low, float high
     return *reinterpret_cast<unsigned*>(&both);
 }
 
-// N elements at an address that is aligned to all of them, or to 16 bytes.
+// Loads N elements as floats. The address is aligned to N elements, or to 16 bytes if that is less.
 template <int N, class T> __device__ inline void load(float (&to)[N], const T* from) {
     constexpr int STEP = N < WIDE<T> ? N : WIDE<T>;
 #pragma unroll
@@ -44,6 +44,7 @@ template <int N, class T> __device__ inline void load(float (&to)[N], const T* f
     }
 }
 
+// Stores N floats as elements; the address is aligned as for `load`.
 template <int N, class T> __device__ inline void store(T* to, const float (&from)[N]) {
     constexpr int STEP = N < WIDE<T> ? N : WIDE<T>;
 #pragma unroll
@@ -55,15 +56,15 @@ template <int N, class T> __device__ inline void store(T* to, const float (&from
     }
 }
 
-// Sum over each LANES lanes of a warp, a power of two; every lane gets it.
+// Returns, in every lane, the sum over its group of LANES adjacent lanes, a power of two.
 template <int LANES = 32> __device__ inline float warp_sum(float x) {
 #pragma unroll
     for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
     return x;
 }
 
-// Sum over a block of up to 32 full warps; every thread gets it. `partial` is free again after the
-// block's next barrier.
+// Returns, in every thread, the sum over a block of up to 32 full warps. `partial` may be reused after
+// the block's next barrier.
 __device__ inline float block_sum(float x, float (&partial)[32]) {
     x = warp_sum(x);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -72,12 +73,12 @@ __device__ inline float block_sum(float x, float (&partial)[32]) {
     return warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0f);
 }
 
-// Whether this block is the last of `count` to arrive: it then sees all their writes.
-// `arrived` is 0 before and after.
+// Whether this block is the last of `count` to call this; it then sees the writes of all of them.
+// `arrived` is 0 before the first call and after the last.
 //
-// What a block's threads have written is ordered by the barrier before the atomic, which releases it;
-// the last block's acquires it, for the threads that the second barrier lets go.
-__device__ inline bool comes_last(unsigned* arrived, int count) {
+// The first barrier orders the writes of a block's threads before its atomic, which releases them. The
+// atomic of the last block acquires them, and the second barrier passes them on to its other threads.
+__device__ inline bool is_last_block(unsigned* arrived, int count) {
     __syncthreads();
     unsigned last = count - 1;  // resets the counter to 0
     return __syncthreads_or(threadIdx.x == 0 && ptx::atomic_inc_acq_rel(arrived, last) == last);

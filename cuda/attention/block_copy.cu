@@ -1,7 +1,7 @@
-// destination[.., to, .., :n] = source[.., from, .., :n]: the first n tokens of blocks.
+// Copies the first n tokens of blocks: destination[:, to, :, :n] = source[:, from, :, :n].
 #include "numerics.cuh"
 
-// Grid: (copies, layers * kv heads). Either pool may be pinned CPU memory.
+// Grid: (copies, layers * kv heads). Either pool may be in pinned CPU memory.
 __global__ void copy_blocks(
     uint4* destination,   // [layers, destination_blocks, kv_heads, tokens_per_block, vectors]
     const uint4* source,  // [layers, source_blocks, kv_heads, tokens_per_block, vectors]

@@ -1,9 +1,10 @@
-// Where each token's keys and values belong in the pages, and the way there: QK norm, rotation, write.
+// Finds the place of each token's keys and values in the pages, and writes them there after QK norm and
+// rotation (RoPE).
 #include "attention/fp8.cuh"
 
-// cells[token] = block * tokens_per_block + offset; -1 for tokens behind the last row. Once a step.
+// cells[token] = block * tokens_per_block + offset; -1 for tokens after the last row. Runs once per step.
 __global__ void locate_tokens(
-    int* cells,              // [tokens]
+    int* cells,               // [tokens]
     const int* row_starts,    // [rows + 1]
     const int* kv_lengths,    // [rows]
     const int* slots,         // [rows]
@@ -16,7 +17,7 @@ __global__ void locate_tokens(
         cells[token] = -1;
         return;
     }
-    int first = 0, last = num_rows;  // the row is in [first, last): the last that starts at or before
+    int first = 0, last = num_rows;  // [first, last) contains the token's row
     while (last - first > 1) {
         int middle = (first + last) / 2;
         if (row_starts[middle] <= token) first = middle;
@@ -28,12 +29,13 @@ __global__ void locate_tokens(
     cells[token] = block * tokens_per_block + position % tokens_per_block;
 }
 
-// The lanes that share a head: a power of two.
+// The number of lanes that share a head, a power of two.
 __device__ constexpr int lanes_of(int vectors) {
     return vectors > 16 ? 32 : vectors > 8 ? 16 : vectors > 4 ? 8 : 4;
 }
 
-// Elements i and i + N / 2 of the first N (`rotary`) are rotated together. A group of lanes processes a head.
+// Rotates the first N elements of a head (`rotary`), in pairs i and i + N / 2. A group of lanes processes a
+// head.
 template <class T, int D, int WIDTH, class C = T>
 __global__ void __launch_bounds__(128) rope_and_write(
     T* queries,              // [tokens, heads, D]
@@ -44,8 +46,8 @@ __global__ void __launch_bounds__(128) rope_and_write(
     const float* cos_sin,    // [positions, rotary]: cosines, then sines; null: no rotation
     const T* q_norm,         // [D] or null
     const T* k_norm,         // [D] or null
-    const int* cells,       // [tokens], of locate_tokens
-    const float* scales,     // [2, kv_heads] of a cache of 8 bits
+    const int* cells,        // [tokens], from locate_tokens
+    const float* scales,     // [2, kv_heads] of an 8-bit cache
     int num_tokens, int num_heads, int num_kv_heads, int rotary, int tokens_per_block, float eps) {
     ptx::wait_for_previous();
     constexpr int LANES = lanes_of(D / WIDTH), COUNT = (D / WIDTH + LANES - 1) / LANES;
@@ -53,7 +55,7 @@ __global__ void __launch_bounds__(128) rope_and_write(
     int group = (blockIdx.x * blockDim.x + threadIdx.x) / LANES;
     int heads = num_heads + 2 * num_kv_heads;
     int token = group / heads, head = group % heads;
-    bool there = token < num_tokens;
+    bool inside = token < num_tokens;
     bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
     const T* from = qkv + (size_t(token) * heads + head) * D;
     float own[COUNT][WIDTH] = {};
@@ -61,15 +63,15 @@ __global__ void __launch_bounds__(128) rope_and_write(
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         int element = (i * LANES + lane) * WIDTH;
-        if (!there || element >= D) continue;
+        if (!inside || element >= D) continue;
         load(own[i], from + element);
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) square += own[i][j] * own[i][j];
     }
     const T* weight = is_value ? nullptr : is_query ? q_norm : k_norm;
     float scale = rsqrtf(warp_sum<LANES>(square) / D + eps);
-    int cell = there ? cells[token] : -1;
-    if (!there || (!is_query && cell < 0)) return;
+    int cell = inside ? cells[token] : -1;
+    if (!inside || (!is_query && cell < 0)) return;
     void* to = queries + (size_t(token) * num_heads + head) * D;
     if (!is_query) {
         int kv_head = (head - num_heads) % num_kv_heads;
@@ -77,7 +79,7 @@ __global__ void __launch_bounds__(128) rope_and_write(
         to = (is_value ? values : keys) +
              ((block * num_kv_heads + kv_head) * tokens_per_block + offset) * D;
     }
-    const float* turn = cos_sin && !is_value ? cos_sin + positions[token] * rotary : nullptr;
+    const float* rotation = cos_sin && !is_value ? cos_sin + positions[token] * rotary : nullptr;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         int element = (i * LANES + lane) * WIDTH, half = rotary / 2;
@@ -88,13 +90,13 @@ __global__ void __launch_bounds__(128) rope_and_write(
 #pragma unroll
             for (int j = 0; j < WIDTH; j++) own[i][j] *= scale * factors[j];
         }
-        if (turn && element < rotary) {
+        if (rotation && element < rotary) {
             bool low = element < half;
             int other = low ? element + half : element - half, angle = low ? element : other;
             float partner[WIDTH], cosine[WIDTH], sine[WIDTH];
             load(partner, from + other);
-            load(cosine, turn + angle);
-            load(sine, turn + half + angle);
+            load(cosine, rotation + angle);
+            load(sine, rotation + half + angle);
             if (weight) {
                 float factors[WIDTH];
                 load(factors, weight + other);

@@ -1,15 +1,16 @@
-// softmax(q @ keys^T * scale, causal) @ values for rows of several query tokens, over the pages.
+// softmax(q @ keys^T * scale, causal) @ values over paged keys and values, for rows of several query
+// tokens.
 //
-// FlashAttention-2: a block holds a tile of queries and passes over keys and values in tiles of 64 or
-// 32 tokens, which are copied while the ones before are computed with. The query heads of one KV
-// head are packed: packed query m of a row is token m / group, head m % group of the group.
+// FlashAttention-2: a block holds a tile of queries and iterates over keys and values in tiles of 64 or
+// 32 tokens; the next tile is copied while the current one is used. The query heads of one KV head are
+// packed: packed query m of a row is head m % group of the group, in token m / group.
 #include "attention/context_softmax.cuh"
 #include "attention/context_tiles.cuh"
 
-// A warp's queries, as the left operand of matmuls with keys: in registers if there is space for
-// all of them, otherwise loaded again for each tile of keys.
+// A warp's queries, the left operand of matmuls with keys: held in registers if all of them fit,
+// otherwise loaded again for each tile of keys.
 template <class K, class T = typename K::T> struct Queries {
-    const T* from;  // the row that the lane names
+    const T* from;  // the row that the lane passes to ldmatrix
     unsigned held[K::HOLDS ? K::D / 16 : 1][K::MATRICES][4];
 
     __device__ explicit Queries(const T* tile) {
@@ -50,7 +51,7 @@ __device__ inline void multiply_keys(TileScores<K>& scores, const Queries<K>& qu
 #pragma unroll
         for (int k = 0; k < D / 16; k++) multiply(queries.held[k], k);
     } else {
-#pragma unroll D == 128 ? 1 : 2  // what fits into registers
+#pragma unroll D == 128 ? 1 : 2  // limited by registers
         for (int k = 0; k < D / 16; k++) {
             unsigned a[K::MATRICES][4];
 #pragma unroll
@@ -81,8 +82,8 @@ __device__ inline void add_values(WarpState<K>& state, TileWeights<K>& weights, 
 }
 
 // Grid: (items, kv heads). Dynamic shared memory: QUERIES rows of T, then two tiles of keys and values;
-// where the cache is of 8 bits one of T and one of it.
-// `SMALL`: for devices with 99 KiB of it for a block.
+// with an 8-bit cache one tile of T and one of C.
+// `SMALL`: for devices with at most 99 KiB of shared memory per block.
 template <class T, int D, bool SOFTCAP, bool SINK, class C = T, bool SMALL = false>
 __global__ void __launch_bounds__(THREADS) context_attention(
     T* out,                   // [tokens, heads, D]
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     const int* kv_lengths,    // [rows]
     const int* slots,         // [rows]
     const int* block_tables,  // [slots, table_width]
-    const float* scales,      // [2, kv_heads] of a cache of 8 bits
+    const float* scales,      // [2, kv_heads] of an 8-bit cache
     int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
     float softcap) {
     using K = Kind<T, D, SOFTCAP, SINK, C, SMALL>;
@@ -103,15 +104,15 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     Item item = items[blockIdx.x];
     if (item.row < 0) return;
     if (threadIdx.x == 0)
-        begin(work, item, {row_starts, kv_lengths, slots, block_tables, table_width}, keys, values,
-              tokens_per_block, num_heads, sink);
+        start_work(work, item, {row_starts, kv_lengths, slots, block_tables, table_width}, keys,
+                   values, tokens_per_block, num_heads, sink);
     __syncthreads();
     T* query_tile = reinterpret_cast<T*>(ptx::dynamic_shared());
     T* tiles = query_tile + K::QUERIES * ROW<T, D>;
     C* raw_tiles = reinterpret_cast<C*>(K::FP8 ? tiles + K::TILE : tiles);
     Tile tile = work.tiles.begin();
-    keep_row(work, 0, find_row(work, tile));
-    keep_row(work, 1, find_row(work, work.tiles.after(tile)));
+    store_row(work, 0, find_row(work, tile));
+    store_row(work, 1, find_row(work, work.tiles.after(tile)));
     __syncthreads();
     copy_queries<K>(query_tile, queries, work);
     ptx::cp_async_commit();
@@ -129,11 +130,11 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     Window window{window_size};
     if constexpr (K::FP8) scale *= scales[blockIdx.y];
     Scores to_score(scale, softcap);
-    float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // from what `scores` holds to exponents
+    float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // converts `scores` to exponents of 2
     for (int stage = 0; tile.start < work.tiles.last; stage ^= 1, tile = work.tiles.after(tile)) {
         Tile next = work.tiles.after(tile);
         const T* key_tile = tiles;
-        if constexpr (K::FP8) {  // expanded, a tile makes room for the next
+        if constexpr (K::FP8) {  // the next tile replaces this one once it is expanded
             ptx::cp_async_wait<0>();
             __syncthreads();
             expand_tokens<K>(tiles, raw_tiles);
@@ -148,19 +149,19 @@ __global__ void __launch_bounds__(THREADS) context_attention(
             ptx::cp_async_wait<1>();
             __syncthreads();
         }
-        if (threadIdx.x < K::TOKENS) keep_row(work, stage, find_row(work, work.tiles.after(next)));
+        if (threadIdx.x < K::TOKENS) store_row(work, stage, find_row(work, work.tiles.after(next)));
         TileScores<K> scores = {};
         TileWeights<K> weights;
         multiply_keys<K>(scores, own, key_tile);
         if constexpr (SOFTCAP) cap<K>(scores, to_score);
         if (work.tiles.need_mask(tile, window)) {
             int packed = work.first_query + own_queries + threadIdx.x % 32 / 4;
-            hide<K>(scores, work, packed, tile, window);
+            mask<K>(scores, work, packed, tile, window);
         }
 #pragma unroll
         for (int m = 0; m < K::MATRICES; m++) {
             float factors[2];
-            weigh<K>(scores[m], state, factors, m, weight_scale);
+            to_weights<K>(scores[m], state, factors, m, weight_scale);
             rescale<K>(state, factors, m);
             pack_weights<K>(weights[m], scores[m]);
         }

@@ -1,12 +1,12 @@
-// From scores of a tile to weights and results, in registers: what the kernels of context attention do
-// alike. A warp has MATRICES matrices of 16 queries each, in fragments as those of mma.m16n8k16.
+// Online softmax in registers, from the scores of a tile to weights and results; shared by the kernels of
+// context attention. A warp has MATRICES matrices of 16 queries each, in fragments of mma.m16n8k16.
 #pragma once
 
 #include "attention/context_work.cuh"
 
 template <class K> struct WarpState {
     float out[K::MATRICES][K::D / 8][4];  // (row g, d = 2t, 2t + 1), (row g + 8, ...)
-    float largest[K::MATRICES][2];        // score of rows g and g + 8, not scaled
+    float largest[K::MATRICES][2];        // unscaled score of rows g and g + 8
     float sum[K::MATRICES][2];            // of this lane's columns only
 };
 
@@ -29,9 +29,10 @@ template <class K> __device__ inline void cap(TileScores<K>& scores, const Score
     }
 }
 
-// Sets scores of keys that a query must not see to -inf. `packed`: of the lane's first row, g.
+// Sets the scores of keys that a query must not see to -inf. `packed`: the packed query of the lane's row
+// g in its first matrix.
 template <class K>
-__device__ inline void hide(TileScores<K>& scores, const Work<K>& work, int packed, Tile tile,
+__device__ inline void mask(TileScores<K>& scores, const Work<K>& work, int packed, Tile tile,
                             Window window) {
 #pragma unroll
     for (int m = 0; m < K::MATRICES; m++) {
@@ -39,7 +40,7 @@ __device__ inline void hide(TileScores<K>& scores, const Work<K>& work, int pack
         for (int half = 0; half < 2; half++) {
             int position = work.position(packed + m * 16 + half * 8);
             int key = tile.start + threadIdx.x % 4 * 2;
-            // A query sees the keys after `low`, up to and including `high`.
+            // A query sees the keys in (low, high].
             int low = window.size ? position - window.size : -1, high = position;
             if (K::SINK) {
                 low = tile.sinking ? -1 : max(low, work.tiles.sink - 1);
@@ -57,10 +58,11 @@ __device__ inline void hide(TileScores<K>& scores, const Work<K>& work, int pack
     }
 }
 
-// Scores of matrix `m` to weights. `factors` rescale earlier sums to the new largest score.
+// Converts the scores of matrix `m` to weights, and sets `factors`, which rescale earlier sums to the new
+// largest score.
 template <class K>
-__device__ inline void weigh(float (&scores)[K::TOKENS / 8][4], WarpState<K>& state,
-                             float (&factors)[2], int m, float scale) {
+__device__ inline void to_weights(float (&scores)[K::TOKENS / 8][4], WarpState<K>& state,
+                                  float (&factors)[2], int m, float scale) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float largest = state.largest[m][half];
@@ -71,7 +73,7 @@ __device__ inline void weigh(float (&scores)[K::TOKENS / 8][4], WarpState<K>& st
         }
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-        // Where nothing was seen yet all weights are 0.
+        // All weights are 0 until the row has seen a key.
         float zero = largest == -INFINITY ? 0.0f : largest * scale;
         factors[half] = ptx::exp2_approx(state.largest[m][half] * scale - zero);
         state.largest[m][half] = largest;
@@ -111,7 +113,7 @@ __device__ inline void pack_weights(unsigned (&weights)[K::TOKENS / 16][4],
     }
 }
 
-// The results of a warp, the block's `warp`th, times `scale`.
+// Stores the results of warp `warp` of the block, times `scale`.
 template <class K, class T = typename K::T>
 __device__ inline void store_results(T* out, WarpState<K>& state, const Work<K>& work, int warp,
                                      float scale) {

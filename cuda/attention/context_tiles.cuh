@@ -1,35 +1,34 @@
-// What the kernel of mma.sync is made for, and the way of tiles to its shared memory.
+// The parameters of the mma.sync kernel, and the copies of its tiles to shared memory.
 #pragma once
 
 #include "attention/context_work.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * 32;
 
-// What a kernel is made for: queries of T, heads of D, a cache of C.
+// The compile-time parameters of an instantiation: queries of T, heads of D, a cache of C.
 template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK, class CacheElement, bool IS_SMALL>
 struct Kind {
     using T = Element;
     using C = CacheElement;
     static constexpr int D = HEAD_DIM;
     static constexpr bool SOFTCAP = IS_CAPPED, SINK = HAS_SINK, FP8 = IS_FP8<C>;
-    // 16-row matrices of a warp: with two, each fragment of keys and values is used twice; the
-    // results of 256 dimensions leave no registers for that, nor do those of 128 with a sink or
-    // elements to expand.
+    // 16-row matrices per warp. With two, each fragment of keys and values is used twice; there are not
+    // enough registers for that with 256 dimensions, or with 128 and a sink or an 8-bit cache.
     static constexpr int MATRICES = D > 128 || (D == 128 && (SINK || FP8)) ? 1 : 2;
     static constexpr int ROW_STAGES = 2, QUERIES = WARPS * 16 * MATRICES;
-    // Of a tile of keys and values: what shared memory holds twice, and registers have scores for.
+    // Tokens per tile: shared memory holds two tiles of keys and values, registers the scores of one.
     static constexpr int TOKENS = D > 128 || (D == 128 && (SOFTCAP || IS_SMALL)) ? 32 : 64;
-    // Whether registers have room for the queries from the first tile to the last.
+    // Whether the queries stay in registers from the first tile to the last.
     static constexpr bool HOLDS = MATRICES == 1 ? D == 128 : D <= 64;
-    static constexpr int TILE = 2 * TOKENS * ROW<T, D>;  // elements, as they are computed with
+    static constexpr int TILE = 2 * TOKENS * ROW<T, D>;  // elements of T
 };
 
-// Keys of a tile, and their values behind them.
+// Starts the copies of a tile's keys, and of its values, which follow them in shared memory.
 template <class K, class C = typename K::C>
 __device__ inline void copy_tokens(C* to, const Work<K>& work, int stage) {
     constexpr int D = K::D, VECTORS = D / WIDE<C>, COUNT = K::TOKENS * VECTORS;
     constexpr int PASSES = (COUNT + THREADS - 1) / THREADS;
-    // Rows are read before the copies, STEP at a time: no read can overtake a copy.
+    // STEP rows are read before their copies start: the compiler does not move reads across copies.
     constexpr int STEP = PASSES % 4 == 0 ? 4 : PASSES % 2 == 0 ? 2 : PASSES;
     const C *key_memory = work.pages.memory, *value_memory = work.value_memory;
 #pragma unroll 1
@@ -53,7 +52,7 @@ __device__ inline void copy_tokens(C* to, const Work<K>& work, int stage) {
     }
 }
 
-// Keys and values of 8 bits as those of T.
+// Converts a tile of 8-bit keys and values to T.
 template <class K, class T = typename K::T, class C = typename K::C>
 __device__ inline void expand_tokens(T* to, const C* from) {
     constexpr int D = K::D, VECTORS = D / 8;

@@ -1,10 +1,10 @@
-// Attention of both phases in float32, for which there are no tensor cores of its precision: a warp
-// takes a query of one head, lanes its elements.
+// Attention of both phases in float32, a precision that tensor cores do not have: a warp computes a query
+// of one head, its lanes hold the elements.
 #include "attention/partials.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * 32;
 
-// A query's way through keys and values.
+// The state of one query while a warp iterates over keys and values.
 template <int D, class C> struct Query {
     static constexpr int COUNT = (D + 31) / 32;
     int lane;
@@ -19,7 +19,7 @@ template <int D, class C> struct Query {
         for (int i = 0; i < COUNT; i++)
             elements[i] = lane + 32 * i < D ? from[lane + 32 * i] : 0.0f;
     }
-    __device__ void see(int position) {
+    __device__ void attend(int position) {
         size_t from = pages.offset(position) + lane;
         float product = 0;
         for (int i = 0; i < COUNT; i++)
@@ -37,7 +37,7 @@ template <int D, class C> struct Query {
     }
 };
 
-// What the arguments of a cache of C mean for one row and KV head.
+// The cache of one row and KV head, from the kernel's arguments.
 template <int D, class C> struct Cache {
     Pages<C, D> pages;
     const C* value_memory;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attentio
         int head = blockIdx.y * group + own;
         size_t index = (size_t(row_starts[item.row]) * num_heads + head) * D;
         Query<D, C> query(queries + index, cache.pages, cache.value_memory, to_score);
-        for (int position = item.first; position < item.last; position++) query.see(position);
+        for (int position = item.first; position < item.last; position++) query.attend(position);
         size_t part = size_t(item.partial) * num_heads + head;
         query.write(item.partial < 0 ? out + index : partial + part * D, cache.value_scale);
         if (item.partial >= 0 && threadIdx.x % 32 == 0)
@@ -84,12 +84,12 @@ __global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attentio
             out + first_head * D, {partial, partial_log, arrived, partial_starts}, item.row, group);
 }
 
-// As in context_attention.cu.
+// `Item` of context_work.cuh.
 struct ContextItem {
     int row, first_query, first, last;
 };
 
-// Grid: (items, kv heads). Arguments as in context_attention.cu; `num_queries`: packed ones of an item.
+// Grid: (items, kv heads). Arguments as in context_attention.cu; `num_queries`: packed queries per item.
 template <int D, class C = float>
 __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
     float* out, const float* queries, const C* keys, const C* values, const ContextItem* items,
@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
         int position = kv_lengths[item.row] - num_new + packed / group;
         Query<D, C> query(queries + index, cache.pages, cache.value_memory, to_score);
         int first = window_size ? max(0, position - window_size + 1) : 0;
-        for (int key = 0; key < min(sink, first); key++) query.see(key);
-        for (int key = first; key <= position; key++) query.see(key);
+        for (int key = 0; key < min(sink, first); key++) query.attend(key);
+        for (int key = first; key <= position; key++) query.attend(key);
         query.write(out + index, cache.value_scale);
     }
 }

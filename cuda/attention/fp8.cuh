@@ -1,6 +1,6 @@
-// A cache of 8-bit floats (e4m3): value = element * scale, with a scale for each KV head.
+// Conversions for a cache of 8-bit floats (e4m3): value = element * scale, with a scale for each KV head.
 //
-// `scales` [2, kv_heads]: of keys, then of values.
+// `scales` [2, kv_heads]: the scales of keys, then those of values.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -9,7 +9,7 @@
 
 template <class C> constexpr bool IS_FP8 = sizeof(C) == 1;
 
-// To the nearest, ties to even; beyond 448 to +-448; NaN stays.
+// Rounds to nearest, ties to even; saturates at +-448; NaN stays NaN.
 template <> __device__ inline __nv_fp8_e4m3 from_float<__nv_fp8_e4m3>(float x) {
     __nv_fp8_e4m3 result;
     result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
@@ -18,12 +18,12 @@ template <> __device__ inline __nv_fp8_e4m3 from_float<__nv_fp8_e4m3>(float x) {
 
 __device__ inline float to_float(__nv_fp8_e4m3 x) { return float(x); }
 
-// How much further left exponent and mantissa of T begin.
+// The number of bits by which exponent and mantissa of e4m3 are shifted left to their positions in T.
 template <class T> constexpr int SHIFT = 0;
 template <> constexpr int SHIFT<__half> = 7;
 template <> constexpr int SHIFT<__nv_bfloat16> = 4;
 
-// Corrects the exponent's bias, after the bits of e4m3 were moved to the positions of T's.
+// Corrects the exponent's bias of two elements, after the bits of e4m3 were moved to their positions in T.
 template <class T> __device__ inline unsigned rebase(unsigned both);
 template <> __device__ inline unsigned rebase<__half>(unsigned both) {
     __half2 result = __hmul2(*reinterpret_cast<__half2*>(&both), __float2half2_rn(256.0f));
@@ -35,19 +35,19 @@ template <> __device__ inline unsigned rebase<__nv_bfloat16>(unsigned both) {
     return *reinterpret_cast<unsigned*>(&result);
 }
 
-// Whether the device converts elements itself. The emulator runs either way.
+// Whether the device has instructions that convert elements. The emulator can run both versions.
 #ifndef DEVICE_CONVERTS_FP8
 #define DEVICE_CONVERTS_FP8 (__CUDA_ARCH__ >= 890)
 #endif
 
-// Two elements, in the lower 16 bits, as a register of a matrix; exact, since T has all of their bits.
+// Converts the two elements in the lower 16 bits to a register of a matrix; exact, since T has more bits.
 template <class T> __device__ inline unsigned expand(unsigned both) {
 #if DEVICE_CONVERTS_FP8
     __half2 halves(__nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(both), __NV_E4M3));
     if constexpr (SHIFT<T> == 7) return *reinterpret_cast<unsigned*>(&halves);
     float2 floats = __half22float2(halves);
     return pack<T>(floats.x, floats.y);
-#else  // the header's way is slow
+#else  // faster than the conversion of cuda_fp8.h
     unsigned lanes = __byte_perm(both, 0, 0x4140), size = lanes & 0x007F007F;
     unsigned nan = (size + 0x00010001) & 0x00800080;
     unsigned result = rebase<T>((lanes & 0x00800080) << 8 | size << SHIFT<T>);

@@ -1,19 +1,20 @@
-// softmax(q @ keys^T * scale) @ values for one query token a row, over the pages.
+// softmax(q @ keys^T * scale) @ values over paged keys and values, for one query token per row.
 //
-// A block works on an item of the plan, a stretch of one row, for one KV head: keys and values are
-// read once for its whole group of query heads. Results of a row with several items are merged by the
-// block that is the last of them.
+// A block works on an item of the plan, a part of one row, for one KV head: keys and values are read once
+// for its whole group of query heads. If a row has several items, the block that finishes last merges
+// their results.
 #include "attention/partials.cuh"
 
 constexpr int WARPS = 4, TILE = 16;
-// Tiles of a warp in shared memory; of 8 bits as many bytes are on their way.
+// Tiles of a warp in shared memory. The copies in flight have as many bytes with 8-bit elements as with 16.
 template <class C> constexpr int STAGES = IS_FP8<C> ? 3 : 2;
-// Blocks on a multiprocessor that have enough registers without spilling; the plan counts on them
-// (`resident_blocks` in the .py).
+// Blocks per multiprocessor for which registers suffice without spilling; the plan relies on this
+// (`resident_blocks` in the .py file).
 template <int WIDTH> constexpr int BLOCKS = WIDTH <= 32 ? 5 : WIDTH <= 64 ? 4 : WIDTH <= 160 ? 3 : 2;
 
-// Tensor cores compute the transposed matmul, keys [16 tokens, D] @ queries^T [D, 8 heads]: a group of
-// 8 heads fills them. A warp takes every fourth tile of 16 tokens, through its own shared memory.
+// Tensor cores compute the transposed matmul, keys [16 tokens, D] @ queries^T [D, 8 heads], so that a
+// group of 8 heads uses them fully. A warp computes every fourth tile of 16 tokens, in shared memory of
+// its own.
 template <class T, int D, int TILES> struct WarpState {
     unsigned queries[TILES][D / 16][2];
     float out[TILES][D / 16][4];  // transposed: (d = g, heads 2t, 2t + 1), (d = g + 8, ...)
@@ -34,8 +35,8 @@ template <class T, int D, int TILES> struct WarpState {
     }
 };
 
-// `rows`: of the tile's tokens in the pages, a lane each; at -1 nothing is read, and zeros are
-// written. A tile behind the last has only -1, so that lanes never part.
+// Starts the copies of a tile. `rows`: the rows of its tokens in the pages, one per lane; for -1 nothing
+// is read and zeros are written. A tile after the last has only -1, so that lanes never diverge.
 template <class C, int D>
 __device__ inline void copy_tile(C* keys, C* values, const C* key_memory, const C* value_memory,
                                  int rows) {
@@ -53,10 +54,10 @@ __device__ inline void copy_tile(C* keys, C* values, const C* key_memory, const 
     }
 }
 
-// A tile of keys and values as left operands of matmuls, 16 dimensions at a time. Which of them are in
-// which columns (of keys) and rows (of values) is free, as long as queries and results agree: columns
-// 2t, 2t + 8 of chunk k begin dimensions 16k + COLUMN * t and LATER_COLUMN behind that, and rows g,
-// g + 8 are 16k + ROW * g and LATER_ROW behind that.
+// A tile of keys and values as left operands of matmuls, in chunks of 16 dimensions. The order of the
+// dimensions in columns (of keys) and rows (of values) is free, as long as queries and results agree:
+// columns 2t and 2t + 8 of chunk k begin at dimension 16k + COLUMN * t and LATER_COLUMN after it; rows g
+// and g + 8 are dimension 16k + ROW_STEP * g and LATER_ROW after it.
 template <class T, class C, int D> struct Chunks {
     static constexpr int COLUMN = 2, LATER_COLUMN = 8, ROW_STEP = 1, LATER_ROW = 8;
     const T *key, *value;
@@ -72,12 +73,12 @@ template <class T, class C, int D> struct Chunks {
     }
 };
 
-// Two elements of 8 bits move as one of 16: a register has four dimensions of a key, or two of the
-// values of two tokens. Chunks are loaded in pairs, so they are asked for in order.
+// Two 8-bit elements are loaded as one of 16 bits: a register has four dimensions of a key, or two
+// dimensions of the values of two tokens. Chunks are loaded in pairs, so they must be requested in order.
 template <class T, int D> struct Chunks<T, __nv_fp8_e4m3, D> {
     static constexpr int COLUMN = 4, LATER_COLUMN = 2, ROW_STEP = 2, LATER_ROW = 1;
     const __nv_fp8_e4m3 *key, *value;
-    int later;  // which of a pair the lane addresses
+    int later;  // the chunk of a pair that the lane addresses, 0 or 1
     unsigned pair[4];
 
     __device__ Chunks(const __nv_fp8_e4m3* keys, const __nv_fp8_e4m3* values) {
@@ -86,7 +87,7 @@ template <class T, int D> struct Chunks<T, __nv_fp8_e4m3, D> {
         key = keys + row;
         value = values + row;
     }
-    // The last chunk may be alone.
+    // The first dimension of the lane's chunk; the last chunk has no partner if their number is odd.
     __device__ int column(int k) const { return min(k + later, D / 16 - 1) * 16; }
     __device__ void load_key(unsigned (&a)[4], int k) {
         if (k % 2 == 0) ptx::load_matrix_x4(pair, key + column(k));
@@ -157,8 +158,8 @@ __device__ inline void attend_tile(WarpState<T, D, TILES>& state, const C* keys,
     }
 }
 
-// The four warps' results as one, times the values' scale, to `out` or, with its logarithm of the sum,
-// to the partial one.
+// Merges the results of the four warps and multiplies them with the scale of values. Writes them to `out`
+// if they are of the `whole` row; otherwise to `partial`, with the logarithms of their sums.
 template <class Chunks, class T, int D, int TILES>
 __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float* partial,
                                    float* partial_log, int group, bool whole, float value_scale) {
@@ -210,24 +211,24 @@ __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float*
     }
 }
 
-// Grid: (blocks of the plan, kv heads), which all run at once. Dynamic shared memory: WARPS * STAGES *
-// 2 * TILE rows of the cache.
+// Grid: (blocks of the plan, kv heads), all of which run at the same time. Dynamic shared memory: WARPS *
+// STAGES * 2 * TILE rows of the cache.
 template <class T, int D, int TILES, class C = T>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_attention(
     T* out,                     // [tokens, heads, D]
-    float* partial,             // and the next three: Partials
+    float* partial,             // this and the next three: the fields of Partials
     float* partial_log,
     unsigned* arrived,
     const int* partial_starts,
     const T* queries,           // [tokens, heads, D]
     const C* keys,              // [blocks, kv_heads, tokens_per_block, D]
     const C* values,            // [blocks, kv_heads, tokens_per_block, D]
-    const Item* items,          // each row's in their order
-    const int* block_starts,    // [blocks + 1]: of a block's items
-    const int* row_starts,      // [rows + 1]: a row's only token
+    const Item* items,          // the items of a row are in ascending order
+    const int* block_starts,    // [blocks + 1]: the first item of each block
+    const int* row_starts,      // [rows + 1]: the token of each row
     const int* slots,           // [rows]
     const int* block_tables,    // [slots, table_width]
-    const float* scales,        // [2, kv_heads] of a cache of 8 bits
+    const float* scales,        // [2, kv_heads] of an 8-bit cache
     int num_heads, int table_width, int tokens_per_block, float scale, float softcap) {
     ptx::wait_for_previous();
     int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
@@ -252,7 +253,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
         constexpr int STEP = WARPS * TILE;
         int start = item.first / TILE * TILE + warp * TILE;
         int num_tiles = start < item.last ? (item.last - start + STEP - 1) / STEP : 0;
-        auto rows_of = [&](int tile) {  // the table is read ahead of its use
+        auto rows_of = [&](int tile) {  // reads the block table, ahead of the copies
             int position = start + tile * STEP + lane % TILE;
             // Pages outside of the item may be freed, and rows after its end were never written.
             return position >= item.first && position < item.last ? pages.row(position) : -1;
@@ -270,7 +271,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
         state.template load<Chunks<T, C, D>>(queries + first_head * D, group);
         for (int tile = 0; tile < num_tiles; tile++) {
             ptx::cp_async_wait<STAGES - 2>();
-            __syncwarp();  // this tile is loaded for all lanes, and all have finished with the previous one
+            __syncwarp();  // all lanes have loaded this tile, and finished with the previous one
             copy(tile + STAGES - 1, next_rows);
             next_rows = rows_of(tile + STAGES);
             const C* from = mine + tile % STAGES * 2 * TILE_SIZE;
@@ -283,6 +284,6 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
         if (item.partial >= 0)
             merge_if_last<WARPS, D, D <= 64 ? 32 : D <= 128 ? 16 : 8>(
                 out + first_head * D, {partial, partial_log, arrived, partial_starts}, item.row, group);
-        __syncthreads();  // its shared memory is the next item's
+        __syncthreads();  // the next item uses the same shared memory
     }
 }

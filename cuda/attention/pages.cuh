@@ -1,18 +1,18 @@
-// Rows of paged keys and values, and their way to shared memory.
+// Rows of paged keys and values, their layout in shared memory, and the softmax over their scores.
 #pragma once
 
 #include "attention/fp8.cuh"
 
-// One layer's pages `[blocks, kv_heads, tokens_per_block, D]` of one sequence and one KV head, as rows
-// of D elements: fewer than 2^31, or a layer would fill a device.
+// The pages `[blocks, kv_heads, tokens_per_block, D]` of one layer, for one sequence and one KV head, as
+// rows of D elements. Row numbers fit 31 bits: a layer with more rows would not fit a device.
 template <class C, int D> struct Pages {
     const C* memory;   // of the KV head in block 0
     const int* table;  // position / tokens_per_block -> block
     int tokens_per_block;
-    int shift;       // its logarithm; -1 if it is not a power of two
-    int block_rows;  // from a block to the next
+    int shift;       // log2(tokens_per_block); -1 if it is not a power of two
+    int block_rows;  // rows from one block to the next
 
-    // The row of the token at a position, counted from `memory`.
+    // The row of the token at a position, relative to `memory`.
     __device__ int row(int position) const {
         int number = shift >= 0 ? position >> shift : position / tokens_per_block;
         return table[number] * block_rows + position - number * tokens_per_block;
@@ -20,8 +20,8 @@ template <class C, int D> struct Pages {
     __device__ size_t offset(int position) const { return size_t(row(position)) * D; }
 };
 
-// How far rows of D elements are apart in shared memory: an odd number of 16 bytes, so that eight
-// rows at the same column are in different banks.
+// The stride of rows of D elements in shared memory, in elements: an odd multiple of 16 bytes, so that
+// eight rows at the same column are in different banks.
 template <class T, int D> constexpr int ROW = D + (D / WIDE<T> % 2 ? 0 : WIDE<T>);
 
 template <class C, int D>
@@ -33,11 +33,11 @@ __device__ inline Pages<C, D> find_pages(
             num_kv_heads * tokens_per_block};
 }
 
-// What online softmax knows of a score so far: the largest (base 2), and the sum of 2^(score - it).
+// The state of an online softmax: the largest score (an exponent of 2), and the sum of 2^(score - largest).
 struct Softmax {
     float largest = -INFINITY, sum = 0;
 
-    // Take a larger score into account; what was summed before shrinks by the result.
+    // Raises `largest` to at least `score`, and returns the factor that rescales earlier sums.
     __device__ float raise(float score) {
         float before = largest;
         largest = fmaxf(largest, score);
@@ -47,19 +47,19 @@ struct Softmax {
     }
 };
 
-// Converts q . k to the score as an exponent of 2.
+// Converts q . k to a score, as an exponent of 2.
 struct Scores {
     static constexpr float LOG2_E = 1.4426950408889634f;
     float scale, softcap;  // both times log2(e)
-    float turns;           // 0 without a softcap, else from q . k to 2 log2(e) * score / softcap
+    float tanh_scale;      // 2 log2(e) * scale / softcap; 0 without a softcap
     __device__ Scores(float scale, float softcap)
         : scale(scale * LOG2_E), softcap(softcap * LOG2_E),
-          turns(softcap > 0 ? 2 * LOG2_E * scale / softcap : 0.0f) {}
-    // With a softcap, softcap * tanh(score / softcap), where tanh(x) = 1 - 2 / (e^2x + 1).
-    __device__ float operator()(float product) const {
-        return turns == 0 ? product * scale : capped(product);
+          tanh_scale(softcap > 0 ? 2 * LOG2_E * scale / softcap : 0.0f) {}
+    __device__ float operator()(float dot) const {
+        return tanh_scale == 0 ? dot * scale : capped(dot);
     }
-    __device__ float capped(float product) const {
-        return softcap * (1 - 2 * __fdividef(1, ptx::exp2_approx(product * turns) + 1));
+    // softcap * tanh(score / softcap), where tanh(x) = 1 - 2 / (e^2x + 1).
+    __device__ float capped(float dot) const {
+        return softcap * (1 - 2 * __fdividef(1, ptx::exp2_approx(dot * tanh_scale) + 1));
     }
 };

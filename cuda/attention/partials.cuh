@@ -1,14 +1,14 @@
-// Rows that several items share: what a block leaves for the others, and how the last one merges it.
+// Rows that are divided into several items: each block writes a partial result, the last one merges them.
 #pragma once
 
 #include "attention/pages.cuh"
 
-// [first, last) of a row; partial: index of its partial result, -1 if it is the row's only item.
+// Positions [first, last) of a row. `partial`: index of its partial result; -1: the row has no other item.
 struct Item {
     int row, first, last, partial;
 };
 
-// A sum over partial results, as a warp has it of one head; lane l has elements l, l + 32, ...
+// The weighted sum of partial results of one head, computed by a warp; lane l holds elements l, l + 32, ...
 // AT_ONCE results, a divisor of 32, are loaded at a time.
 template <int D, int AT_ONCE> struct PartialSum {
     static constexpr int COUNT = (D + 31) / 32;
@@ -18,7 +18,7 @@ template <int D, int AT_ONCE> struct PartialSum {
 
     __device__ bool has(int i) const { return D % 32 == 0 || lane + 32 * i < D; }
 
-    // Of `count` <= 32 more, `stride` heads apart. Loads go past L1, which could hold older bytes.
+    // Adds `count` <= 32 results, `stride` heads apart. Loads bypass L1, which may hold stale bytes.
     __device__ void add(const float* partial, const float* partial_log, int count, int stride) {
         float log = lane < count ? __ldcg(partial_log + ptrdiff_t(lane) * stride) : -INFINITY;
         float largest = log;
@@ -26,7 +26,7 @@ template <int D, int AT_ONCE> struct PartialSum {
         for (int step = 16; step > 0; step /= 2)
             largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, step));
         float factor = softmax.raise(largest);
-        float weight = ptx::exp2_approx(log - softmax.largest);  // 0 where there is none
+        float weight = ptx::exp2_approx(log - softmax.largest);  // 0 in lanes from `count` on
 #pragma unroll
         for (int i = 0; i < COUNT; i++) result[i] *= factor;
         for (int first = 0; first < count; first += AT_ONCE) {
@@ -40,10 +40,10 @@ template <int D, int AT_ONCE> struct PartialSum {
             }
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {
-                float its = __shfl_sync(0xFFFFFFFFu, weight, first + j);
-                softmax.sum += its;
+                float own = __shfl_sync(0xFFFFFFFFu, weight, first + j);
+                softmax.sum += own;
 #pragma unroll
-                for (int i = 0; i < COUNT; i++) result[i] += its * loaded[j][i];
+                for (int i = 0; i < COUNT; i++) result[i] += own * loaded[j][i];
             }
         }
     }
@@ -54,22 +54,22 @@ template <int D, int AT_ONCE> struct PartialSum {
     }
 };
 
-// Where a row's partial results are, and how many blocks have left theirs.
+// The partial results of all rows, and the number of blocks of each row that have written theirs.
 struct Partials {
     float* results;     // [partials, heads, D]
     float* logs;        // [partials, heads]: log2 of the sum of 2^score
-    unsigned* arrived;  // [rows, kv heads], zeros before and after
-    const int* starts;  // [rows + 1]: of a row's partial results
+    unsigned* arrived;  // [rows, kv heads]; zeros before and after the launch
+    const int* starts;  // [rows + 1]: the first partial result of each row
 };
 
-// Called by a whole block of WARPS warps that has written its partial results of a row, for KV head
-// blockIdx.y of gridDim.y. The last block to arrive writes
+// All threads of a block of WARPS warps call this after writing their partial results of a row, for KV
+// head blockIdx.y of gridDim.y. The last block to call it writes
 //     sum of 2^(log - largest log) * result / sum of 2^(log - largest log)
-// to `out` [group, D], in the order of the items, whichever block it is.
+// to `out` [group, D]. It adds in the order of the items, so the result does not depend on which block it is.
 template <int WARPS, int D, int AT_ONCE, class T>
 __device__ inline void merge_if_last(T* out, const Partials& partials, int row, int group) {
     int first = partials.starts[row], count = partials.starts[row + 1] - first;
-    if (!comes_last(partials.arrived + row * gridDim.y + blockIdx.y, count)) return;
+    if (!is_last_block(partials.arrived + row * gridDim.y + blockIdx.y, count)) return;
     int num_heads = group * gridDim.y;
     for (int own = threadIdx.x / 32; own < group; own += WARPS) {
         PartialSum<D, AT_ONCE> sum;

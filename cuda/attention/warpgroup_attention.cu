@@ -1,9 +1,9 @@
-// Context attention by warpgroup matmuls (Hopper): the formula, the items and the arguments of
-// context_attention.cu, for heads of 64 and of 128.
+// Context attention with warpgroup matmuls (Hopper): the formula, the items and the arguments of
+// context_attention.cu, for head dimensions 64 and 128.
 //
-// A warpgroup has 64 queries. While tensor cores multiply its weights of a tile by values, its warps
-// make weights of the next tile's scores, as in FlashAttention-3. All threads copy: rows are in pages
-// of any size, and those behind a row's end must be zero, as no bulk copy would make them.
+// A warpgroup has 64 queries. While tensor cores multiply the weights of a tile with its values, the warps
+// compute the weights of the next tile from its scores, as in FlashAttention-3. All threads copy: pages
+// have any size, and rows after the end must become zeros, which no bulk copy does.
 #include "attention/context_softmax.cuh"
 
 template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK> struct Kind {
@@ -11,13 +11,13 @@ template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK> struct Kin
     using C = Element;
     static constexpr int D = HEAD_DIM;
     static constexpr bool SOFTCAP = IS_CAPPED, SINK = HAS_SINK;
-    static constexpr int QUERIES = D == 128 && SINK ? 64 : 128;  // as in the plan
+    static constexpr int QUERIES = D == 128 && SINK ? 64 : 128;  // the plan uses the same number
     static constexpr int MATRICES = 1, THREADS = 2 * QUERIES;
     static constexpr int TOKENS = 128, ROW_STAGES = 4;
 };
 
-// Offset in shared memory of the 8 elements from 8 * `vector` on of a row, as matrix_descriptor says
-// of them: in columns of 64 elements, ROWS rows each, one behind the other.
+// Returns the offset in shared memory of the 8 elements of a row that start at 8 * `vector`, in the layout
+// that matrix_descriptor describes: columns of 64 elements and ROWS rows, one after the other.
 template <int ROWS> __device__ inline int swizzled(int row, int vector) {
     return (vector / 8 * ROWS + row) * 64 + (vector % 8 ^ row % 8) * 8;
 }
@@ -36,13 +36,13 @@ __device__ inline void copy_queries(T* to, const T* from, const Work<K>& work) {
     }
 }
 
-// A tile of keys or of values.
+// Starts the copies of a tile of keys or of values.
 template <class K, class T = typename K::T>
 __device__ inline void copy_tokens(T* to, const T* memory, const int (&rows)[K::TOKENS]) {
     constexpr int VECTORS = K::D / 8, PASSES = K::TOKENS * VECTORS / K::THREADS, STEP = 4;
 #pragma unroll 1
     for (int first = 0; first < PASSES; first += STEP) {
-        int from[STEP];  // read before the copies: no read can overtake one
+        int from[STEP];  // read before the copies start: the compiler does not move reads across copies
 #pragma unroll
         for (int i = 0; i < STEP; i++)
             from[i] = rows[((first + i) * K::THREADS + threadIdx.x) / VECTORS];
@@ -57,15 +57,15 @@ __device__ inline void copy_tokens(T* to, const T* memory, const int (&rows)[K::
     }
 }
 
-// Copies of this thread have arrived, and after it those of all, also for the tensor cores.
+// Waits for the copies of all threads of the block, and makes them visible to warpgroup matmuls.
 __device__ inline void wait_for_copies() {
     ptx::cp_async_wait<0>();
     ptx::fence_proxy_async();
     __syncthreads();
 }
 
-// Shows the compiler that a warp does not diverge: asynchronous matmuls do not outlast a
-// branch at which its lanes might diverge.
+// Returns `x` such that the compiler knows it to be equal in all lanes of a warp: it ends asynchronous
+// matmuls before a branch at which lanes might diverge.
 __device__ inline int uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
 
 constexpr int PATTERN = 1024;  // bytes of 8 rows of 64 elements
@@ -97,8 +97,8 @@ __device__ inline void add_values(WarpState<K>& state, TileWeights<K>& weights, 
     ptx::warpgroup_commit();
 }
 
-// Grid: (items, kv heads). Dynamic shared memory: QUERIES rows, then two tiles of keys and two of
-// values, from an address on that is aligned to PATTERN.
+// Grid: (items, kv heads). Dynamic shared memory, from the first address that is aligned to PATTERN:
+// QUERIES rows, then two tiles of keys and two of values.
 template <class T, int D, bool SOFTCAP, bool SINK>
 __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_attention(
     T* out,                   // [tokens, heads, D]
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     const int* kv_lengths,    // [rows]
     const int* slots,         // [rows]
     const int* block_tables,  // [slots, table_width]
-    const float* scales,      // none: the cache has the elements of T
+    const float* scales,      // null: the cache has elements of T
     int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
     float softcap) {
     using K = Kind<T, D, SOFTCAP, SINK>;
@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     Item item = items[blockIdx.x];
     if (item.row < 0) return;
     if (threadIdx.x == 0)
-        begin(work, item, {row_starts, kv_lengths, slots, block_tables, table_width}, keys, values,
-              tokens_per_block, num_heads, sink);
+        start_work(work, item, {row_starts, kv_lengths, slots, block_tables, table_width}, keys,
+                   values, tokens_per_block, num_heads, sink);
     __syncthreads();
     unsigned char* memory = ptx::dynamic_shared();
     memory += -ptx::shared_address(memory) % PATTERN;
@@ -133,9 +133,9 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     Tiles<K> seen{uniform(from.first), uniform(from.last), uniform(from.sink), uniform(from.low),
                   uniform(from.high)};
     Tile tile = seen.begin(), next = seen.after(tile), after = seen.after(next);
-    keep_row(work, 0, find_row(work, tile));
-    keep_row(work, 1, find_row(work, next));
-    keep_row(work, 2, find_row(work, after));
+    store_row(work, 0, find_row(work, tile));
+    store_row(work, 1, find_row(work, next));
+    store_row(work, 2, find_row(work, after));
     __syncthreads();
 
     int last = seen.last, warp = uniform(threadIdx.x / 32);
@@ -148,12 +148,12 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     float factors[2];
     Window window{window_size};
     Scores to_score(scale, softcap);
-    float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // from what `scores` holds to exponents
+    float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // converts `scores` to exponents of 2
     volatile float* sums = unread + threadIdx.x * 2;
-    auto to_weights = [&](Tile of) {  // `scores`, which stay floats
+    auto convert_scores = [&](Tile of) {  // `scores` become weights, which stay floats
         if constexpr (SOFTCAP) cap<K>(scores, to_score);
-        if (seen.need_mask(of, window)) hide<K>(scores, work, packed, of, window);
-        weigh<K>(scores[0], state, factors, 0, weight_scale);
+        if (seen.need_mask(of, window)) mask<K>(scores, work, packed, of, window);
+        to_weights<K>(scores[0], state, factors, 0, weight_scale);
     };
 
     copy_queries<K>(query_tile, queries, work);
@@ -165,24 +165,27 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     copy_tokens<K>(value_tiles, work.value_memory, work.rows[0]);
     ptx::cp_async_commit();
     ptx::warpgroup_wait<0>(scores[0]);
-    to_weights(tile);
+    convert_scores(tile);
     pack_weights<K>(weights[0], scores[0]);
     int i = 0;
     for (; next.start < last; i++) {
-        // Keys of `next` and values of the tile before it are there, and all have done with the
-        // tiles that the copies overwrite.
+        // The keys of `next` and the values of the tile before it have arrived, and all threads have
+        // finished with the tiles that the next copies overwrite.
         wait_for_copies();
         multiply_keys<K>(scores, own_queries, key_tiles + (i + 1) % 2 * TILE);
         add_values<K>(state, weights, value_tiles + i % 2 * TILE);
         if (after.start < last)
-            copy_tokens<K>(key_tiles + i % 2 * TILE, work.pages.memory, work.rows[(i + 2) % K::ROW_STAGES]);
-        copy_tokens<K>(value_tiles + (i + 1) % 2 * TILE, work.value_memory, work.rows[(i + 1) % K::ROW_STAGES]);
+            copy_tokens<K>(key_tiles + i % 2 * TILE, work.pages.memory,
+                           work.rows[(i + 2) % K::ROW_STAGES]);
+        copy_tokens<K>(value_tiles + (i + 1) % 2 * TILE, work.value_memory,
+                       work.rows[(i + 1) % K::ROW_STAGES]);
         ptx::cp_async_commit();
         tile = next, next = after, after = seen.after(after);
-        keep_row(work, (i + 3) % K::ROW_STAGES, find_row(work, after));
+        store_row(work, (i + 3) % K::ROW_STAGES, find_row(work, after));
         ptx::warpgroup_wait<1>(scores[0]);
-        to_weights(tile);
-        // ptxas moves a wait up past arithmetic, here past the making of weights, but past no store.
+        convert_scores(tile);
+        // ptxas may move the wait up past arithmetic (here, past the computation of weights), but not past
+        // a store.
         sums[0] = state.sum[0][0];
         sums[1] = state.sum[0][1];
         ptx::warpgroup_wait<0>(state.out[0]);

@@ -1,4 +1,4 @@
-"""CUDA C++ kernels on a CPU: compiled by g++, run thread by thread, checked.
+"""Run CUDA C++ kernels on a CPU: g++ compiles them, threads run one after the other, checked.
 
 module = emulator.Module(source=text, name_expressions=["scale"], check=True)
 x = emulator.asarray(np.ones(100, np.float32))

@@ -1,4 +1,4 @@
-"""One argument of a launch, checked against the parameter that it is for."""
+"""Check an argument of a launch against the parameter that the kernel declares, and convert it."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ _WORDS = {"i": "signed integer", "u": "unsigned integer", "f": "float", "b": "bo
 
 
 def convert(value: Any, parameter: Parameter, what: str) -> Argument:
-    """`value` as the kernel gets it; `EmulatorError`, beginning with `what`, if it is another type.
+    """Return `value` as an argument of the kernel; `EmulatorError` if its type does not fit.
 
-    CuPy would pass the bytes on: a Python int is 8 of them whatever the kernel declares.
+    `what` is the beginning of the message. CuPy does not check: it passes a Python int as 8 bytes,
+    whatever the kernel declares.
     """
     if parameter.kind == "p":
         return _pointer(value, parameter, what)
     if not isinstance(value, np.generic):
         raise EmulatorError(
-            f"{what} is the {type(value).__name__} {value!r}; pass a NumPy scalar, because the "
-            f"kernel declares a {_name(parameter.kind, parameter.size)}"
+            f"{what} must be a NumPy scalar, because the kernel declares a "
+            f"{_name(parameter.kind, parameter.size)}, got the {type(value).__name__} {value!r}"
         )
     fits = value.dtype.kind == parameter.kind or parameter.kind == "V"
     if value.dtype.itemsize != parameter.size or not fits:
         raise EmulatorError(
-            f"{what} is a {value.dtype}, and the kernel declares a "
-            f"{_name(parameter.kind, parameter.size)}"
+            f"{what} must be a {_name(parameter.kind, parameter.size)} as the kernel declares, "
+            f"got a {value.dtype}"
         )
     return Argument(value.tobytes())
 
 
 def _pointer(value: Any, parameter: Parameter, what: str) -> Argument:
-    if isinstance(value, int | np.integer):  # an address, as CuPy takes it; 0: null
+    if isinstance(value, int | np.integer):  # an address, as in CuPy; 0: null
         return Argument(bytes(ctypes.c_void_p(int(value))), unknown=int(value) != 0)
     if hasattr(value, "data_ptr"):
         kind, size, address, nbytes = _tensor(value, what)
     elif isinstance(value, np.ndarray):
         if not value.flags.c_contiguous:
-            raise EmulatorError(f"{what} is an array that is not contiguous")
+            raise EmulatorError(f"{what} must be a C-contiguous array")
         kind, size = value.dtype.kind, value.dtype.itemsize
         address, nbytes = value.ctypes.data, value.nbytes
     else:
         raise EmulatorError(
-            f"{what} is a {type(value).__name__}; the kernel declares a pointer: pass an array"
+            f"{what} must be an array, because the kernel declares a pointer, "
+            f"got a {type(value).__name__}"
         )
     _check_elements(kind, size, parameter, what)
     return Argument(bytes(ctypes.c_void_p(address)), memory=(address, nbytes))
@@ -54,15 +56,15 @@ def _pointer(value: Any, parameter: Parameter, what: str) -> Argument:
 
 def _tensor(tensor: Any, what: str) -> tuple[str, int, int, int]:
     if tensor.device.type != "cpu":
-        raise EmulatorError(f"{what} is a tensor on {tensor.device}; the emulator runs on the CPU")
+        raise EmulatorError(f"{what} must be a tensor on the CPU, got one on {tensor.device}")
     if not tensor.is_contiguous():
-        raise EmulatorError(f"{what} is a tensor that is not contiguous")
+        raise EmulatorError(f"{what} must be a contiguous tensor")
     kind = "f" if tensor.dtype.is_floating_point else "i"
     return kind, tensor.element_size(), tensor.data_ptr(), tensor.nbytes
 
 
 def _check_elements(kind: str, size: int, parameter: Parameter, what: str) -> None:
-    """Check the size and kind of elements; bits may be passed as integers of the same size."""
+    """Check the size and the kind of elements. For bfloat16 integers of the same size will do."""
     if (
         parameter.pointee_size == 0
         or parameter.pointee_kind == "V"
@@ -73,7 +75,8 @@ def _check_elements(kind: str, size: int, parameter: Parameter, what: str) -> No
     if size != parameter.pointee_size or not same_kind:
         declared = _name(parameter.pointee_kind, parameter.pointee_size)
         raise EmulatorError(
-            f"{what} holds {size}-byte {_WORDS.get(kind, kind)}s; declared: {declared}"
+            f"{what} must have elements of the declared type {declared}, "
+            f"got {size}-byte {_WORDS.get(kind, kind)}s"
         )
 
 

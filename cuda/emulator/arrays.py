@@ -1,6 +1,6 @@
-"""Arrays as a kernel gets them: outside of them nothing can be read, and nothing in them is 0.
+"""Arrays for kernels: memory outside of them is protected, and new elements are NaN, not 0.
 
-They are NumPy arrays. The names are CuPy's, so that the body of a test can take either module.
+They are NumPy arrays. The functions have the names of CuPy's, so that a test can use either module.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ Array = npt.NDArray[Any]
 
 
 def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
-    """A C-contiguous array of NaN (-1 in integers) that ends, but for alignment, at a page that
-    cannot be read.
+    """Return a C-contiguous array of NaN (-1 for integers).
+
+    It ends, except for alignment to 16 bytes, at a page that cannot be read.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    room = -(-size // _ALIGNMENT) * _ALIGNMENT
-    pages = -(-room // _PAGE) * _PAGE
+    aligned = -(-size // _ALIGNMENT) * _ALIGNMENT
+    pages = -(-aligned // _PAGE) * _PAGE
     memory = mmap.mmap(-1, pages + 2 * _PAGE)
     flat = np.frombuffer(memory, dtype=np.uint8)
     begin = flat.ctypes.data
     for guard in (begin, begin + _PAGE + pages):
         _protect(guard)
-    start = _PAGE + pages - room
+    start = _PAGE + pages - aligned
     array = flat[start : start + size]
     array.fill(_POISON)
     return array.view(dtype).reshape(shape)
 
 
 def asarray(values: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> Array:
-    """A guarded copy of `values`."""
+    """Return a copy of `values` with guard pages."""
     given = np.asarray(values, dtype=dtype)
     array = empty(given.shape, given.dtype)
     array[...] = given
@@ -52,7 +53,7 @@ def asarray(values: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> Array:
 
 
 def asnumpy(array: Array) -> Array:
-    """A copy without guards."""
+    """Return a copy without guard pages."""
     return np.array(array)
 
 

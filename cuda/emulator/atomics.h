@@ -1,5 +1,5 @@
-// Atomic operations: each returns the value before it. One OS thread runs all threads, so they are
-// plain updates, reported to check mode.
+// Atomic operations; each returns the previous value. One OS thread runs all threads, so they are plain
+// updates, which are reported to check mode.
 #pragma once
 
 #include "machine.h"

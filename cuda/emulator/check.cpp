@@ -1,10 +1,10 @@
-// Check mode: every access of the kernel is seen, with its thread. GCC instruments the kernel as for
-// ThreadSanitizer and UndefinedBehaviorSanitizer; their run-time functions are defined here.
+// Check mode, which records the thread of every memory access of the kernel. GCC instruments the kernel
+// as for ThreadSanitizer and UndefinedBehaviorSanitizer; their run-time functions are defined here.
 //
-// Two accesses to a byte, at least one of them a write and not both atomic, are a race unless they
-// are ordered: by a barrier of the block, by __syncwarp, or between blocks by __threadfence before an
-// atomic that the other block's atomic on the same address follows. One last writer and one last
-// reader are kept for a byte, so that a kernel should be checked forward and in reverse.
+// Two accesses to a byte, at least one of them a write and not both atomic, are a race unless they are
+// ordered: by a barrier of the block; by __syncwarp; or, between blocks, by a __threadfence and then an
+// atomic in one block, followed by an atomic on the same address in the other. Only the last writer and
+// the last reader of a byte are recorded, so a kernel should be checked both forward and in reverse.
 #include "state.h"
 
 #include <algorithm>
@@ -17,10 +17,11 @@ namespace emulator {
 
 bool checking;
 
-// The number of block barriers passed, then (in 32 bits) of a thread's warp barriers since.
+// The number of block barriers so far in the upper bits; in the lower 32 bits a thread's clock, the number
+// of its warp barriers and fences since the last one.
 using Stamp = uint64_t;
 
-// The thread that accessed a byte, where and when; 0: no thread.
+// An access to a byte: its thread, place and time. All bits 0: none.
 struct Access {
     Stamp stamp;
     uint32_t bits;
@@ -43,19 +44,19 @@ struct Shadow {
     bool shared;
 };
 
-using Stamps = std::shared_ptr<std::vector<Stamp>>;  // the latest known of each thread
-using Known = std::map<unsigned, Stamps>;            // of each block
+using Stamps = std::shared_ptr<std::vector<Stamp>>;  // for each thread, up to when it is ordered
+using Known = std::map<unsigned, Stamps>;            // for each block
 
 static std::vector<Shadow> shadows;
 static Stamp epoch;
 static std::vector<uint32_t> clock_of;
-static std::vector<uint32_t> seen;  // [thread][lane]: that lane's clock at the last common __syncwarp
+static std::vector<uint32_t> seen;  // [thread][lane]: clock of the lane at the last common __syncwarp
 static std::vector<Stamp> fenced;   // [thread]: its stamp at its last fence
-static std::vector<uint32_t> seen_when_fenced;  // [thread][lane]
-static std::vector<Stamp> proxied;  // [thread]: its stamp at its last fence.proxy.async
-static std::vector<Stamp> proxied_before;  // the same at the last barrier of the block
-static Known acquired;                          // by the running block
-static std::map<const void*, Known> released;   // at an address
+static std::vector<uint32_t> seen_when_fenced;  // [thread][lane]: `seen` at the thread's last fence
+static std::vector<Stamp> proxy_fenced;         // [thread]: its stamp at its last fence.proxy.async
+static std::vector<Stamp> proxy_fenced_at_barrier;  // `proxy_fenced` at the last barrier of the block
+static Known acquired;                              // by the running block
+static std::map<const void*, Known> released;       // by atomics, for each address
 
 static Stamp stamp_of(unsigned thread) { return epoch << 32 | clock_of[thread]; }
 static Stamp epoch_in(Stamp stamp) { return stamp >> 32; }
@@ -77,7 +78,7 @@ void check_launch() {
     auto earlier = [](const Region& a, const Region& b) { return a.begin < b.begin; };
     std::sort(regions.begin(), regions.end(), earlier);
     std::vector<Region> merged;
-    for (const Region& region : regions) {  // a tensor and its view are one
+    for (const Region& region : regions) {  // overlapping regions, as of a tensor and its view, are one
         if (!merged.empty() && region.begin < merged.back().end) {
             merged.back().end = std::max(merged.back().end, region.end);
         } else {
@@ -106,15 +107,15 @@ void check_block() {
     seen.assign(size * WARP, 0);
     fenced.assign(size, 0);
     seen_when_fenced.assign(size * WARP, 0);
-    proxied.assign(size, 0);
-    proxied_before.assign(size, 0);
+    proxy_fenced.assign(size, 0);
+    proxy_fenced_at_barrier.assign(size, 0);
 }
 
-// What orders accesses ----------------------------------------------------------------------------
+// Order of accesses -------------------------------------------------------------------------------
 
 void check_barrier() {
     epoch++;
-    proxied_before = proxied;
+    proxy_fenced_at_barrier = proxy_fenced;
     std::fill(clock_of.begin(), clock_of.end(), 1);
     std::fill(seen.begin(), seen.end(), 0);
 }
@@ -141,11 +142,12 @@ void check_fence() {
 
 void check_proxy_fence() {
     unsigned thread = current->linear;
-    proxied[thread] = stamp_of(thread);
+    proxy_fenced[thread] = stamp_of(thread);
     clock_of[thread]++;
 }
 
-// The latest access of a thread of this block that others may rely on, once `self` has done an atomic.
+// Returns the stamp up to which the accesses of `thread` are released when `self`, a thread of the same
+// block, executes an atomic.
 static Stamp released_stamp(unsigned thread, unsigned self) {
     if (thread == self) return fenced[self];
     bool same_warp = thread / WARP == self / WARP;
@@ -198,12 +200,12 @@ static void fail_race(
     char buffer[256], where[64] = "shared memory";
     if (!in.shared) snprintf(where, sizeof where, "argument %d", in.region.argument);
     Site at_then = here(library().begin + before.at);
-    fail(site, "race on %s: %s by thread %u of block %u at %s, then unordered with it a %s", where,
-         then, before.thread(), before.block(), text(at_then, buffer), now);
+    fail(site, "race on %s: a %s by thread %u of block %u at %s is not ordered before a %s", where, then,
+         before.thread(), before.block(), text(at_then, buffer), now);
 }
 
 static Shadow* find(char* address) {
-    static size_t last;  // most accesses are to the same array as the one before
+    static size_t last;  // most accesses are to the same array as the previous one
     auto inside = [&](size_t i) {
         return address >= shadows[i].region.begin && address < shadows[i].region.end;
     };
@@ -240,15 +242,15 @@ static void access(void* pointer, size_t size, Kind kind, unsigned flags, Site s
     for (size_t i = 0; i < size; i++) {
         Byte& byte = shadow->bytes[address - region.begin + i];
         Access write = byte.write, read = byte.read;
-        if (shadow->shared) {  // another block's are of other memory
+        if (shadow->shared) {  // accesses of other blocks were to their own shared memory
             if (write && write.block() != block) write = {};
             if (read && read.block() != block) read = {};
-            if (kind & READ && !write) fail(site, "read of shared memory that nothing was written to");
+            if (kind & READ && !write) fail(site, "read of uninitialized shared memory");
         }
         if (kind & READ && write.in_flight())
-            fail(site, "read of what cp.async has not delivered: no cp_async_wait before it");
+            fail(site, "read of the destination of a cp.async before cp_async_wait");
         if (kind & WRITE && kind != ARRIVAL && write.in_flight())
-            fail(site, "write to what cp.async has not delivered: no cp_async_wait before it");
+            fail(site, "write to the destination of a cp.async before cp_async_wait");
         bool excused = self.atomic() && write.atomic();
         if (write && !excused && !ordered(write))
             fail_race(site, kind & WRITE ? "write" : "read", "write", write, *shadow);
@@ -284,28 +286,30 @@ void check_arrival(void* address, size_t size, Site site) {
     access(address, size, ARRIVAL, 0, site);
 }
 
-// Read by the tensor cores: a fence.proxy.async of the writer and then a barrier must be in between.
+// Tensor cores read this memory: after a write there must be a fence.proxy.async of the writer, and then a
+// barrier.
 void check_proxy(char* address, size_t size, Site site) {
     char buffer[256];
     Shadow* shadow = find(address);
     for (size_t i = 0; shadow && i < size; i++) {
         Access write = shadow->bytes[address - shadow->region.begin + i].write;
         unsigned thread = write.thread();
-        const std::vector<Stamp>& fences = thread == current->linear ? proxied : proxied_before;
+        const std::vector<Stamp>& fences =
+            thread == current->linear ? proxy_fenced : proxy_fenced_at_barrier;
         if (write.stamp > fences[thread])
-            fail(site, "wgmma of what thread %u wrote at %s, without fence_proxy_async behind it", thread,
+            fail(site, "wgmma reads what thread %u wrote at %s without fence_proxy_async after it", thread,
                  text(here(library().begin + write.at), buffer));
     }
 }
 
 static void aligned(void* address, size_t size, Site site) {
     if (uintptr_t(address) % size && current)
-        fail(site, "access of %zu bytes at an address that is not aligned to them", size);
+        fail(site, "access of %zu bytes at an address that is not aligned to %zu", size, size);
 }
 
 }  // namespace emulator
 
-// What GCC calls ------------------------------------------------------------------------------------
+// The functions that instrumented code calls --------------------------------------------------------
 
 using namespace emulator;
 
@@ -351,7 +355,7 @@ void __ubsan_handle_shift_out_of_bounds_abort(UbsanSite* site, uintptr_t, uintpt
     fail(here(site->file, site->line), "shift by %d bits", int(count));
 }
 void __ubsan_handle_float_cast_overflow_abort(void*, uintptr_t) {
-    fail(EMULATOR_RETURN, "conversion of a float to an integer type that has no such value");
+    fail(EMULATOR_RETURN, "conversion of a float that does not fit the integer type");
 }
 void __ubsan_handle_out_of_bounds_abort(UbsanSite* site, uintptr_t index) {
     fail(here(site->file, site->line), "array index %td out of bounds", intptr_t(index));

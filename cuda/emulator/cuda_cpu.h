@@ -1,7 +1,7 @@
-// CUDA C++ for g++: qualifiers, built-in variables and vector types. Precedes every kernel.
+// CUDA C++ for g++: qualifiers, built-in variables and vector types. It is included before every kernel.
 //
-// With NVIDIA's headers at hand (EMULATOR_CUDA_HEADERS) the types are theirs, and cuda_fp16.h and
-// cuda_bf16.h convert as they do on the GPU's host. A kernel that needs neither compiles without.
+// If NVIDIA's headers are installed (EMULATOR_CUDA_HEADERS), vector types are theirs, and cuda_fp16.h and
+// cuda_bf16.h convert as in host code. Kernels that do not include them compile without these headers.
 #pragma once
 
 #include <assert.h>
@@ -58,9 +58,9 @@ struct dim3 {
 };
 #endif
 
-// One OS thread runs a block. Arrays without a size are found by Python, see source.py. Without
-// __constinit g++ guards a variable with a constructor, even a trivial one, by another variable, which
-// would be poisoned, and checked as if it were the kernel's.
+// One OS thread runs a block, so that thread_local memory is that of the block. Arrays without a size are
+// replaced by Python, see source.py. Without __constinit g++ guards a variable with a constructor, even a
+// trivial one, by another variable, which would be poisoned and checked like one of the kernel's.
 #define __shared__ __constinit thread_local
 #define __launch_bounds__(...)
 #define __grid_constant__

@@ -1,4 +1,4 @@
-// Functions that CUDA C++ has and C++ has not. Approximate ones are exact here.
+// Functions that CUDA C++ adds to C++. Those that are approximate on a GPU are exact here.
 #pragma once
 
 #include <limits.h>
@@ -60,7 +60,7 @@ inline long long __double_as_longlong(double x) { return ::emulator::reinterpret
 inline double __longlong_as_double(long long x) { return ::emulator::reinterpret<double>(x); }
 
 namespace emulator {
-// The nearest that there is; 0 for NaN.
+// Converts to the nearest value of the type; NaN becomes 0.
 inline int to_int(double x) {
     return x >= INT_MAX ? INT_MAX : x <= INT_MIN ? INT_MIN : x == x ? int(x) : 0;
 }
@@ -109,7 +109,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     return result;
 }
 
-// Loads and stores with a hint for the caches.
+// Loads and stores with a cache hint, which is ignored.
 template <class T> T __ldg(const T* address) { return *address; }
 template <class T> T __ldcg(const T* address) { return *address; }
 template <class T> T __ldca(const T* address) { return *address; }

@@ -1,4 +1,4 @@
-// What Python must know of a kernel to launch it: a descriptor for each, and a call with arguments.
+// What Python needs to launch a kernel: its descriptor, and a function that calls it with arguments.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace emulator {
 
-// Same structure in library.py. kind: pointer p, signed i, unsigned u, float f, bool b, other V.
+// library.py has the same structure. kind: pointer p, signed i, unsigned u, float f, bool b, other V.
 struct Parameter {
     size_t size;
     char kind, pointee_kind;
@@ -32,7 +32,7 @@ template <class T> constexpr Parameter describe() {
 template <auto kernel> struct Export;
 template <class... P, void (*kernel)(P...)> struct Export<kernel> {
     static constexpr Parameter parameters[sizeof...(P) + 1] = {describe<P>()..., {0, 0, 0, 0}};
-    // The arguments that Python wrote are not memory of the kernel.
+    // Not instrumented: the array of arguments, written by Python, is not memory of the kernel.
     template <size_t... I>
     __attribute__((no_sanitize("thread"))) static void call(
         void** arguments, std::index_sequence<I...>) {

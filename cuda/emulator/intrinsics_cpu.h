@@ -1,4 +1,5 @@
-// The CPU versions of intrinsics.cuh. They are not inlined: the return address identifies the caller.
+// The CPU versions of intrinsics.cuh. They are not inlined, because the return address identifies the
+// caller.
 #pragma once
 
 #include "machine.h"
@@ -7,9 +8,9 @@
 
 namespace emulator {
 
-struct Rows {  // of ldmatrix: what a lane names, and what it gets
-    const uint16_t* row;
-    const uint16_t* from[8];  // of each element
+struct Rows {  // the operands of ldmatrix
+    const uint16_t* row;      // the row that the lane passes
+    const uint16_t* from[8];  // the source of each element that the lane receives
 };
 
 template <bool TRANSPOSED> void distribute(void** operands, Site) {
@@ -27,26 +28,28 @@ template <bool TRANSPOSED>
 void load_matrix(unsigned (&registers)[4], const void* row, Site site) {
     Rows rows{static_cast<const uint16_t*>(row), {}};
     if (uintptr_t(row) % 16) fail(site, "ldmatrix of a row that is not aligned to 16 bytes");
-    if (!in_shared(static_cast<const char*>(row))) fail(site, "ldmatrix of what is not shared memory");
+    if (!in_shared(static_cast<const char*>(row)))
+        fail(site, "ldmatrix of an address outside shared memory");
     warp_operation(distribute<TRANSPOSED>, "ldmatrix", ~0u, &rows, site);
-    // A lane reads what it gets, of rows that others name: it is what must be ordered with writes.
+    // The lane that receives an element reads it, also if another lane passes the row's address: its read
+    // must be ordered after the write.
     uint16_t elements[8];
     for (int i = 0; i < 8; i++) read_memory(&elements[i], rows.from[i], sizeof *elements, site);
     for (int i = 0; i < 4; i++) registers[i] = elements[2 * i] | unsigned(elements[2 * i + 1]) << 16;
 }
 
-struct Turned {
+struct Transposed {
     unsigned elements, result;
 };
 
-inline void turn(void** operands, Site) {
+inline void transpose(void** operands, Site) {
     for (int lane = 0; lane < WARP; lane++) {
         int g = lane / 4, t = lane % 4;
         auto element = [&](int row, int column) {
-            unsigned both = static_cast<Turned*>(operands[4 * row + column / 2])->elements;
+            unsigned both = static_cast<Transposed*>(operands[4 * row + column / 2])->elements;
             return both >> 16 * (column % 2) & 0xFFFF;
         };
-        static_cast<Turned*>(operands[lane])->result =
+        static_cast<Transposed*>(operands[lane])->result =
             element(2 * t, g) | element(2 * t + 1, g) << 16;
     }
 }
@@ -105,7 +108,7 @@ inline float exp2_approx(float x) { return exp2f(x); }
 EMULATED uint4 load_once_16(const void* address, bool valid) {
     uint4 to{0, 0, 0, 0};
     if (uintptr_t(address) % 16)
-        ::emulator::fail(EMULATOR_RETURN, "load of 16 bytes that are not aligned to them");
+        ::emulator::fail(EMULATOR_RETURN, "load_once_16 of an address that is not aligned to 16 bytes");
     if (valid) ::emulator::read_memory(&to, address, sizeof to, EMULATOR_RETURN);
     return to;
 }
@@ -134,9 +137,9 @@ EMULATED void load_matrix_x4_transposed(unsigned (&registers)[4], const void* ro
 }
 
 EMULATED unsigned transpose_matrix(unsigned elements) {
-    ::emulator::Turned turned{elements, 0};
-    ::emulator::warp_operation(::emulator::turn, "movmatrix", ~0u, &turned, EMULATOR_RETURN);
-    return turned.result;
+    ::emulator::Transposed matrix{elements, 0};
+    ::emulator::warp_operation(::emulator::transpose, "movmatrix", ~0u, &matrix, EMULATOR_RETURN);
+    return matrix.result;
 }
 
 EMULATED void mma_m16n8k16(
@@ -173,17 +176,17 @@ template <class T> float widened(unsigned bits) { return ::emulator::widen(bits,
 #define EMULATOR_WARPGROUP_MMA(T) \
     EMULATED void warpgroup_mma( \
         float (&d)[16][4], unsigned long long a, unsigned long long b, bool add, T) { \
-        ::emulator::warpgroup_product( \
+        ::emulator::warpgroup_matmul( \
             {128, add, false, a, b, widened<T>, &d[0][0], nullptr}, EMULATOR_RETURN); \
     } \
     EMULATED void warpgroup_mma( \
         float (&d)[16][4], const unsigned (&a)[4], unsigned long long b, T) { \
-        ::emulator::warpgroup_product( \
+        ::emulator::warpgroup_matmul( \
             {128, true, true, 0, b, widened<T>, &d[0][0], a}, EMULATOR_RETURN); \
     } \
     EMULATED void warpgroup_mma( \
         float (&d)[8][4], const unsigned (&a)[4], unsigned long long b, T) { \
-        ::emulator::warpgroup_product( \
+        ::emulator::warpgroup_matmul( \
             {64, true, true, 0, b, widened<T>, &d[0][0], a}, EMULATOR_RETURN); \
     }
 EMULATOR_WARPGROUP_MMA(__nv_bfloat16)

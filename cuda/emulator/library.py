@@ -1,4 +1,4 @@
-"""A built library, loaded: what it says of its kernels, and how one is run."""
+"""Load a compiled library: describe its kernels, and run them."""
 
 from __future__ import annotations
 
@@ -83,22 +83,22 @@ class _Symbol(NamedTuple):
 
 
 def _encoding(function: str) -> str:
-    """How the names of a function's own variables begin, as C++ mangles them."""
+    """Return the beginning of the mangled names of a function's static variables."""
     return function[2:] if function.startswith("_Z") else f"{len(function)}{function}"
 
 
 class Library:
-    """`order` 0: blocks, warps and lanes forward; -1: in reverse; else the seed of a shuffle."""
+    """A loaded library. `order` 0: blocks, warps and lanes forward; -1: reverse; else a seed."""
 
     def __init__(self, path: Path, checked: bool, order: int) -> None:
         self._path = path
         self._checked = checked
         self._order = order
         self._static_shared: dict[int, int] = {}
-        # The machine is one object: the interpreter lock must be held while it runs.
+        # The machine has global state: the interpreter lock must be held while it runs.
         try:
             self._library = ctypes.PyDLL(str(path))
-        except OSError as error:  # the kernel uses what is declared and nowhere defined
+        except OSError as error:  # the kernel calls a function that is declared but not defined
             raise EmulatorError(f"the compiled kernel cannot be loaded: {error}") from None
 
     def _descriptor(self, number: int) -> _Descriptor:
@@ -155,7 +155,7 @@ class Library:
         dynamic_shared: int,
         dependent: bool = False,
     ) -> None:
-        """Run every block to its end. `EmulatorError` with what the kernel did wrong, and where."""
+        """Run all blocks of a launch. `EmulatorError` names the kernel's error and its line."""
         values = [ctypes.create_string_buffer(it.value, len(it.value)) for it in arguments]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
         regions = [

@@ -1,4 +1,4 @@
-// Fibers, their schedule, warp operations, barriers, and the launch.
+// Fibers and their schedule, warp operations, barriers, and the launch.
 #include "state.h"
 
 #include <algorithm>
@@ -42,7 +42,7 @@ const char* text(Site site, char (&buffer)[256]) {
     if (site.file) {
         const char* slash = strrchr(site.file, '/');
         snprintf(buffer, 256, "%s:%d", slash ? slash + 1 : site.file, site.line);
-    } else {  // the call, not what follows it
+    } else {  // one byte back: the call, not the next instruction
         snprintf(buffer, 256, "@0x%zx", size_t((const char*)site.address - library().begin - 1));
     }
     return buffer;
@@ -69,7 +69,7 @@ void fail(Site site, const char* format, ...) {
     abandon();
 }
 
-// A kernel behind this one would not be ordered behind those before it.
+// The next kernel would not be ordered after the previous ones.
 [[noreturn]] static void fail_unordered() {
     Index i = current->index;
     describe("a thread ended without wait_for_previous, block (%u, %u, %u), thread (%u, %u, %u)",
@@ -110,7 +110,8 @@ __attribute__((noinline)) static void wait() {
 
 // Schedule ----------------------------------------------------------------------------------------
 
-static void shuffle(std::vector<unsigned>& order, size_t size, unsigned salt) {
+// Sets `order` to 0, 1, ..., size - 1 in the order of the launch.
+static void set_order(std::vector<unsigned>& order, size_t size, unsigned salt) {
     order.resize(size);
     std::iota(order.begin(), order.end(), 0u);
     if (launch->order < 0) std::reverse(order.begin(), order.end());
@@ -120,7 +121,7 @@ static void shuffle(std::vector<unsigned>& order, size_t size, unsigned salt) {
     }
 }
 
-// Whether any lane of the warp could go on.
+// Runs the lanes of a warp until all wait or have returned. Returns whether any lane ran.
 static bool run_warp(unsigned warp) {
     bool progress = false;
     for (unsigned lane : lane_order) {
@@ -194,8 +195,8 @@ static void prepare() {
         thread.warp = i / WARP;
         thread.lane = i % WARP;
     }
-    shuffle(lane_order, WARP, 1);
-    shuffle(warp_order, (size + WARP - 1) / WARP, 2);
+    set_order(lane_order, WARP, 1);
+    set_order(warp_order, (size + WARP - 1) / WARP, 2);
 }
 
 // Warp operations and barriers ----------------------------------------------------------------------
@@ -205,7 +206,7 @@ void warp_operation(
     Thread& self = *current;
     unsigned first = self.warp * WARP;
     char buffer[256];
-    if (!(mask >> self.lane & 1)) fail(site, "%s with a mask without the calling lane", name);
+    if (!(mask >> self.lane & 1)) fail(site, "the mask of %s does not include the calling lane", name);
     self.evaluate = evaluate;
     self.operation = name;
     self.mask = mask;
@@ -215,18 +216,19 @@ void warp_operation(
     for (unsigned lane = 0; lane < WARP; lane++) {
         if (!(mask >> lane & 1)) continue;
         unsigned linear = first + lane;
-        if (linear >= threads.size()) fail(site, "%s names lane %u, which is not there", name, lane);
+        if (linear >= threads.size())
+            fail(site, "the mask of %s includes lane %u, which does not exist", name, lane);
         Thread& other = threads[linear];
         if (other.state == State::RETURNED)
-            fail(site, "%s names lane %u, which has returned", name, lane);
-        if (lane != self.lane && other.state == State::READY) {  // not the last one
+            fail(site, "the mask of %s includes lane %u, which has returned", name, lane);
+        if (lane != self.lane && other.state == State::READY) {  // this lane is not the last one
             self.state = State::IN_WARP;
             wait();
             return;
         }
         if (other.state == State::IN_BLOCK)
-            fail(site, "%s names lane %u, which waits in %s at %s", name, lane, other.operation,
-                 text(other.site, buffer));
+            fail(site, "the mask of %s includes lane %u, which waits in %s at %s", name, lane,
+                 other.operation, text(other.site, buffer));
         bool same = other.evaluate == evaluate && other.mask == mask &&
                     other.site.line == site.line && other.site.address == site.address;
         if (!same)
@@ -293,28 +295,29 @@ void fence_proxy_async() {
 
 // cp.async ----------------------------------------------------------------------------------------
 
-constexpr unsigned char NOT_THERE = 0xFF;
+constexpr unsigned char PENDING = 0xFF;  // each byte of a destination until the copy arrives
 
 void copy_async(void* to, const void* from, size_t size, size_t source_size, Site site) {
     if (uintptr_t(to) % size || (source_size && uintptr_t(from) % size))
-        fail(site, "cp.async of %zu bytes with an address that is not aligned to them", size);
-    if (!in_shared((char*)to)) fail(site, "cp.async to what is not shared memory");
+        fail(site, "cp.async with an address that is not aligned to %zu bytes", size);
+    if (!in_shared((char*)to)) fail(site, "cp.async to an address outside shared memory");
     if (source_size) check_read(from, source_size, site);
     if (checking) check_in_flight(to, size, site);
-    memset(to, NOT_THERE, size);
+    memset(to, PENDING, size);
     AsyncCopy copy{to, from, size, source_size, current->group, site, {}};
     memcpy(copy.value, from, source_size);
     current->copies.push_back(copy);
 }
 
-// It may have read and written its bytes at any time since it was asked for.
+// Completes a copy. On a GPU it reads and writes at any time between issue and wait, so that neither
+// source nor destination may have changed.
 static void arrive(const AsyncCopy& copy) {
-    auto in_flight = [](unsigned char byte) { return byte == NOT_THERE; };
+    auto is_pending = [](unsigned char byte) { return byte == PENDING; };
     auto* to = static_cast<unsigned char*>(copy.to);
     if (memcmp(copy.value, copy.from, copy.source_size))
-        fail(copy.site, "cp.async of what was written to before cp_async_wait");
-    if (!std::all_of(to, to + copy.size, in_flight))
-        fail(copy.site, "cp.async to what was written to before cp_async_wait");
+        fail(copy.site, "the source of cp.async was written to before cp_async_wait");
+    if (!std::all_of(to, to + copy.size, is_pending))
+        fail(copy.site, "the destination of cp.async was written to before cp_async_wait");
     memcpy(to, copy.value, copy.source_size);
     memset(to + copy.source_size, 0, copy.size - copy.source_size);
     if (checking) check_arrival(to, copy.size, copy.site);
@@ -337,7 +340,7 @@ void copy_async_wait(int pending_groups) {
 
 using namespace emulator;
 
-// 0: done. Otherwise the report holds what went wrong.
+// Runs a kernel. Returns 0 on success; otherwise `report` describes the error.
 extern "C" __attribute__((visibility("default"))) int emulator_launch(const Launch* given) {
     launch = given;
     volatile int failed = 1;
@@ -346,7 +349,7 @@ extern "C" __attribute__((visibility("default"))) int emulator_launch(const Laun
         prepare();
         if (checking) check_launch();
         std::vector<unsigned> blocks;
-        shuffle(blocks, size_t(grid_size.x) * grid_size.y * grid_size.z, 3);
+        set_order(blocks, size_t(grid_size.x) * grid_size.y * grid_size.z, 3);
         for (unsigned block : blocks) {
             block_index = {block % grid_size.x, block / grid_size.x % grid_size.y,
                            block / grid_size.x / grid_size.y};

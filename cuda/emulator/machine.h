@@ -1,8 +1,8 @@
-// The machine that runs a kernel on the CPU: what the headers seen by a kernel need to know of it.
+// The machine that runs a kernel on the CPU, as declared for the headers that a kernel includes.
 //
-// A GPU thread is a fiber. All fibers run in one OS thread; a fiber runs until it must wait, a warp
-// until all its lanes wait for the block, and one block after the other. That is the most skewed
-// schedule that CUDA allows, so that a missing barrier shows.
+// A GPU thread is a fiber; all fibers run in one OS thread. A fiber runs until it must wait, a warp until
+// all its lanes wait for the block, and the blocks run one after the other. CUDA allows no schedule in
+// which threads are further apart, so a missing barrier has an effect.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct Index {
     unsigned x, y, z;
 };
 
-// Where in the kernel's source something happens: a line, or an address that Python looks up.
+// A place in the kernel's source: a line, or an address that Python converts to a line.
 struct Site {
     const char* file;
     int line;
@@ -26,21 +26,23 @@ struct Site {
 inline Site here(const char* file, int line) { return {file, line, nullptr}; }
 inline Site here(const void* address) { return {nullptr, 0, address}; }
 
-// As last parameters they take the file and line of the call; EMULATOR_SITE makes a Site of them.
+// The last parameters of a function: their defaults are file and line of the call. EMULATOR_SITE is the
+// Site that they describe.
 #define EMULATOR_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define EMULATOR_SITE ::emulator::here(file, line)
-// The same for functions that intrinsics.cuh declares: they must not be inlined.
+// The Site of the call, for functions that intrinsics.cuh declares; they must not be inlined.
 #define EMULATOR_RETURN ::emulator::here(__builtin_return_address(0))
 
-// The running thread, and the launch it belongs to.
+// The indices of the running thread, and the sizes of its launch.
 extern Index thread_index, block_index, block_size, grid_size;
 unsigned lane();
 
-// Ends the launch with an error; never returns. `@` followed by an address becomes a line.
+// Ends the launch with an error; never returns. Python converts `@` and an address to a line.
 [[noreturn]] void fail(Site site, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
-// One primitive does all warp operations: each lane leaves a pointer to its operands and waits; the
-// last one to arrive calls `evaluate(operands of 32 lanes, null where absent)`, and all go on.
+// The primitive of all warp operations: each lane passes a pointer to its operands and waits. The last one
+// calls `evaluate` with the operands of 32 lanes (null for lanes that are not in the mask); then all
+// lanes continue.
 using Evaluate = void (*)(void** operands, Site site);
 void warp_operation(Evaluate evaluate, const char* name, unsigned mask, void* operands, Site site);
 void sync_warp(unsigned mask, Site site);
@@ -52,25 +54,25 @@ void fence();  // __threadfence
 void* dynamic_shared();
 bool in_shared(const char* address);
 
-// Memory is read or written by an emulated instruction, which no compiler has instrumented.
+// Accesses of emulated instructions, which the compiler does not instrument.
 void read_memory(void* to, const void* from, size_t size, Site site);
 void check_read(const void* address, size_t size, Site site);
 void check_write(void* address, size_t size, Site site);
 void check_atomic(void* address, size_t size, Site site);
 
-// What the kernel before may still write is not to be touched before this.
+// After this call the kernel may access memory that the previous kernel writes.
 void wait_for_previous();
 void prefetch(const void* address, Site site);
 
-// cp.async: the destination is NaN until the thread waits for the group the copy belongs to. Until
-// then nothing may write to it, nor to the source.
+// cp.async: the destination holds NaN until the thread waits for the group of the copy. Until then
+// neither the destination nor the source may be written.
 void copy_async(void* to, const void* from, size_t size, size_t source_size, Site site);
 void copy_async_commit();
 void copy_async_wait(int pending_groups);
 
-// wgmma, as a lane gives it: d [64, columns] = a [64, 16] @ b [16, columns], plus d where it adds. `a` and
-// `b` are descriptors; `registers`: of a, in place of one.
-struct Product {
+// The operands that a lane passes to wgmma: d [64, columns] = a [64, 16] @ b [16, columns], plus d if
+// `adds`. `a` and `b` are descriptors; `registers`, if not null, holds a in place of its descriptor.
+struct Matmul {
     int columns;
     bool adds, transposed;
     uint64_t a, b;
@@ -78,7 +80,7 @@ struct Product {
     float* d;
     const unsigned* registers;
 };
-void warpgroup_product(Product product, Site site);
+void warpgroup_matmul(Matmul matmul, Site site);
 void warpgroup_fence(float* d, size_t size, Site site);
 void warpgroup_commit(Site site);
 void warpgroup_wait(int pending_groups, const float* d, Site site);

@@ -1,4 +1,4 @@
-// Stacks, shared memory, its poisoning, and what becomes of an access to no memory at all.
+// Stacks, shared memory and its poisoning, and the handlers of invalid accesses and interrupts.
 #include "state.h"
 
 #include <algorithm>
@@ -20,8 +20,8 @@ static size_t num_stacks;
 static char* dynamic;  // between two unreadable pages
 static size_t dynamic_size;
 static Span loaded, shared;
-// Thread-local memory exists only after its first use. This is placed after the kernel's: shortly past
-// the end of an array there is poison.
+// Thread-local memory is allocated at its first use. The linker places this array after the variables of
+// the kernel, so that a read shortly past the end of one of them finds poison.
 static thread_local volatile char touched[4096];
 
 static char* map(size_t size) {
@@ -31,7 +31,8 @@ static char* map(size_t size) {
     return static_cast<char*>(memory);
 }
 
-// What the kernel calls __shared__ is thread_local: one block for the whole library.
+// Finds the span of this library, and that of its thread_local memory, which holds the kernel's __shared__
+// variables.
 static int find_library(dl_phdr_info* info, size_t, void*) {
     Span span{(char*)UINTPTR_MAX, nullptr}, local{};
     for (int i = 0; i < info->dlpi_phnum; i++) {
@@ -73,7 +74,7 @@ char* stack_of(unsigned thread) { return stacks + thread * (STACK + PAGE) + PAGE
 Span library() { return loaded; }
 Span static_shared() { return shared; }
 
-// It ends at an unreadable page, as closely as the alignment of its contents allows.
+// Dynamic shared memory ends at an unreadable page, as closely as the alignment of its contents allows.
 Span dynamic_span() {
     size_t alignment = 16;
     while (alignment < ALIGNMENT && dynamic_size % (2 * alignment) == 0) alignment *= 2;
@@ -114,7 +115,7 @@ static pthread_t launching;
 static volatile sig_atomic_t interrupted;
 static stack_t stack_before;
 static char signal_stack[64 << 10];
-static const Site* touching;  // what an emulated instruction reads or writes
+static const Site* touching;  // of the emulated instruction that is accessing memory
 
 static char* interrupted_address(void* context) {
     auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
@@ -128,7 +129,7 @@ static char* interrupted_address(void* context) {
 static Site site_of(void* context) {
     if (touching) return *touching;
     char* address = interrupted_address(context);
-    // In a function of another library: the line of the last operation is the nearest known.
+    // In a function of another library, the line of the last operation is the best that is known.
     return in_library(address) ? here(address + 1) : current->site;
 }
 
@@ -148,14 +149,14 @@ void fail_outside(char* address, Site site) {
     if (address >= dynamic - PAGE && address < dynamic + DYNAMIC + PAGE)
         fail(site, "access to byte %td of dynamic shared memory, which has %zu bytes",
              address - span.begin, dynamic_size);
-    if (!nearest) fail(site, "access to %p, which is no memory", address);
+    if (!nearest) fail(site, "access to %p, which is far from the memory of any argument", address);
     fail(site, "access to byte %td of argument %d, which has %td bytes", address - nearest->begin,
          nearest->argument, nearest->end - nearest->begin);
 }
 
 static void on_fault(int signal, siginfo_t* info, void* context) {
-    if (!current || !pthread_equal(launching, pthread_self())) {  // not the kernel
-        release_faults();  // it happens again, for whoever was asked before
+    if (!current || !pthread_equal(launching, pthread_self())) {  // not in the kernel
+        release_faults();  // the access is repeated, and the previous handler is called
         return;
     }
     Site site = site_of(context);
@@ -168,7 +169,7 @@ void stop_if_interrupted() {
     if (interrupted) fail(current->site, "interrupted");
 }
 
-// Ctrl-C, or a test's time limit. A kernel that never ends would keep Python from seeing it.
+// Ctrl-C, or the time limit of a test. A kernel that never ends would keep Python from handling it.
 static void on_interrupt(int signal, siginfo_t* info, void* context) {
     if (!pthread_equal(launching, pthread_self())) {
         pthread_kill(launching, signal);
@@ -185,7 +186,7 @@ static void on_interrupt(int signal, siginfo_t* info, void* context) {
     else python.sa_handler(signal);
     interrupted = 1;
     char* address = interrupted_address(context);
-    // Not out of the middle of another library, which might hold a lock.
+    // A function of another library is not interrupted: it may hold a lock.
     if (current && in_library(address)) fail(here(address + 1), "interrupted");
 }
 

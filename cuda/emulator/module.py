@@ -1,7 +1,7 @@
-"""`Module`: CUDA C++ source as kernels that run on the CPU, launched as CuPy's are.
+"""`Module`: kernels in CUDA C++ that run on the CPU, with the interface of CuPy's RawModule.
 
-It refuses what CuPy passes on silently or the driver rejects. It knows nothing of the kernels that
-this package has: a host's own work as well.
+It rejects arguments that CuPy would silently misinterpret, and launches that a driver would reject.
+It does not depend on the kernels of this package: a host's own kernels run as well.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MAX_SHARED_OPTIN = 227 << 10  # of sm_90
 class Kernel:
     """A kernel of a `Module`, called as `kernel(grid, block, args, shared_mem=0, stream=None)`.
 
-    `dependent`: launched so, it may begin before the kernel before it has ended; what it touches
-    before `ptx::wait_for_previous` is an error.
+    `dependent`: a programmatic dependent launch, which may begin before the previous kernel has
+    ended: an access to global memory before `ptx::wait_for_previous` is an error.
     """
 
     dependent = False
@@ -44,8 +44,8 @@ class Kernel:
         self._static_shared = library.static_shared(number)
         if self._static_shared > _MAX_SHARED:
             raise EmulatorError(
-                f"{name}: {self._static_shared} bytes of static shared memory are more than "
-                f"{_MAX_SHARED}; beyond these it must be dynamic"
+                f"{name}: static shared memory must have at most {_MAX_SHARED} bytes, got "
+                f"{self._static_shared}; use dynamic shared memory"
             )
         self.max_dynamic_shared_size_bytes = _MAX_SHARED - self._static_shared
         self._library = library
@@ -61,16 +61,22 @@ class Kernel:
         shared_mem: int = 0,
         stream: object = None,
     ) -> None:
-        """Run to the end. `grid`, `block`: one to three sizes. `args`: NumPy arrays, CPU tensors of
-        torch, and NumPy scalars of the declared types. The stream is ignored.
+        """Run the kernel to its end.
+
+        `grid`, `block`: one to three sizes. `args`: NumPy arrays, CPU tensors of torch, and NumPy
+        scalars of the declared types. The stream is ignored.
         """
         self._check_shared(shared_mem)
         sizes = self._sizes("block", block, _MAX_BLOCK)
         if np.prod(sizes) > _MAX_THREADS:
-            raise EmulatorError(f"{self.name}: block {sizes} has more than {_MAX_THREADS} threads")
+            raise EmulatorError(
+                f"{self.name}: a block must have at most {_MAX_THREADS} threads, got {sizes}"
+            )
         if len(args) != len(self._parameters):
-            expected = f"takes {len(self._parameters)} arguments"
-            raise EmulatorError(f"{self.name} {expected}, and was given {len(args)}")
+            raise EmulatorError(
+                f"{self.name}: the kernel has {len(self._parameters)} parameters, got {len(args)} "
+                "arguments"
+            )
         arguments = [
             convert(value, parameter, f"{self.name}: argument {index}")
             for index, (value, parameter) in enumerate(zip(args, self._parameters, strict=True))
@@ -89,29 +95,34 @@ class Kernel:
         try:
             sizes = [max(1, int(size)) for size in given]  # as CuPy does
         except (TypeError, ValueError):
-            raise EmulatorError(f"{self.name}: {what} {given!r} is no tuple of sizes") from None
+            raise EmulatorError(
+                f"{self.name}: `{what}` must be a tuple of sizes, got {given!r}"
+            ) from None
         x, y, z = [*sizes, 1, 1][:3]
         if not 1 <= len(sizes) <= 3 or any(map(int.__gt__, (x, y, z), most)):
-            raise EmulatorError(f"{self.name}: {what} {tuple(given)} is not within {most}")
+            raise EmulatorError(
+                f"{self.name}: `{what}` must be one to three sizes of at most {most}, "
+                f"got {tuple(given)}"
+            )
         return x, y, z
 
     def _check_shared(self, shared_mem: int) -> None:
-        room = _MAX_SHARED_OPTIN - self._static_shared
-        if shared_mem > min(self.max_dynamic_shared_size_bytes, room):
+        most = min(self.max_dynamic_shared_size_bytes, _MAX_SHARED_OPTIN - self._static_shared)
+        if shared_mem > most:
             raise EmulatorError(
-                f"{self.name}: shared_mem={shared_mem} is more than max_dynamic_shared_size_bytes="
-                f"{self.max_dynamic_shared_size_bytes}, or than the {_MAX_SHARED_OPTIN} of a device"
-                f" less {self._static_shared} of static shared memory"
+                f"{self.name}: shared_mem = {shared_mem} must be at most {most}: "
+                f"max_dynamic_shared_size_bytes is {self.max_dynamic_shared_size_bytes}, and a "
+                f"device has {_MAX_SHARED_OPTIN} bytes, {self._static_shared} of them static"
             )
 
 
 class Module:
     """The kernels `name_expressions` (as `decode<128, 4>`) of CUDA C++ in a file or a string.
 
-    `options`: macros and folders as for NVRTC; what concerns the GPU alone is ignored. `check`: see
-    every access, and report races, uninitialized shared memory and misaligned vectors; slow.
-    `order`: of blocks, warps and lanes: "forward", "reverse", or the seed of a shuffle.
-    `EmulatorError` with g++'s words for a source that does not compile; `ConfigError` without g++.
+    `options`: macros and folders as for NVRTC; options that only concern GPUs are ignored. `check`:
+    check every access, and report races and uninitialized shared memory; slow. `order` of blocks,
+    warps and lanes: "forward", "reverse", or the seed of a shuffle. `EmulatorError` with g++'s
+    messages if the source does not compile; `ConfigError` without g++.
     """
 
     def __init__(
@@ -126,10 +137,10 @@ class Module:
         toolchain: Toolchain | None = None,
     ) -> None:
         if (path is None) == (source is None):
-            raise EmulatorError("give either path= or source=")
+            raise EmulatorError("pass either `path` or `source`")
         for name, given in (("name_expressions", name_expressions), ("options", options)):
             if isinstance(given, str):
-                raise EmulatorError(f"{name}={given!r} is to be a sequence of strings")
+                raise EmulatorError(f"`{name}` must be a sequence of strings, got {given!r}")
         file = Path("kernel.cu" if path is None else path)
         text = file.read_text("utf-8") if source is None else source
         toolchain = toolchain or Toolchain()
@@ -142,7 +153,7 @@ class Module:
     def get_function(self, name: str) -> Kernel:
         if name not in self._names:
             known = ", ".join(self._names)
-            raise EmulatorError(f"{name!r} is not among the name expressions: {known}")
+            raise EmulatorError(f"unknown kernel {name!r}; the name expressions are: {known}")
         return Kernel(name, self._library, self._names[name])
 
 
@@ -150,6 +161,6 @@ def _order(order: str | int) -> int:
     if isinstance(order, str):
         names = {"forward": 0, "reverse": -1}
         if order not in names:
-            raise EmulatorError(f"order={order!r} is neither 'forward', 'reverse' nor a seed")
+            raise EmulatorError(f"`order` must be 'forward', 'reverse' or a seed, got {order!r}")
         return names[order]
     return order + 1

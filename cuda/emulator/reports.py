@@ -1,7 +1,8 @@
-"""Reports of a kernel's faults, with the line of its source.
+"""Add the lines of source code to reports of a kernel's errors.
 
-The machine reports addresses as `@0x1234`, relative to the library; binutils' addr2line knows the
-lines. Frames inside the emulator's own headers say nothing to the author of a kernel.
+The machine reports addresses as `@0x1234`, relative to the library; addr2line of binutils converts
+them to lines. Frames inside the emulator's own headers are skipped: they do not help the author of
+a kernel.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _FRAME = re.compile(r"^(.*):(\d+)(?: \(discriminator \d+\))?$")
 
 
 class EmulatorError(GptManagerError):
-    """A kernel does what CUDA forbids, or is launched as it cannot be."""
+    """A kernel violates the rules of CUDA, or its launch is invalid."""
 
 
 def with_lines(text: str, library: Path) -> str:
-    """`text` with each address replaced by `file:line`, where addr2line can be had."""
+    """Return `text` with each address replaced by `file:line`, if addr2line is installed."""
     if shutil.which("addr2line") is None:
         return text
     return _ADDRESS.sub(lambda found: _line(found[1], library) or found[0], text)

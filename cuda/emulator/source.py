@@ -1,6 +1,8 @@
-"""From a kernel's CUDA C++ to the C++ that g++ compiles: nothing of the kernel is edited but arrays
-of dynamic shared memory, which have no definition on a CPU, and `__noinline__`, which cannot be a
-macro, as g++ knows it in attributes. Line numbers stay the kernel's own.
+"""Convert a kernel from CUDA C++ to C++ that g++ compiles.
+
+Two things in the kernel are replaced: arrays of dynamic shared memory, which have no definition on
+a CPU, and `__noinline__`, which cannot be a macro, because g++ knows the word in attributes. Line
+numbers do not change.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pathlib import Path
 
 from gptmanager.cuda.emulator.reports import EmulatorError
 
-# What `extern __shared__ __align__(16) float x[];` is after the preprocessor.
+# `extern __shared__ __align__(16) float x[];` after the preprocessor.
 _DYNAMIC = re.compile(
     r"\bextern\s+__constinit\s+thread_local\s+(?:__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)?"
     r"([^;{}()\[\]]+?)\b(\w+)\s*\[\s*\]\s*;"
@@ -22,7 +24,7 @@ _TEXT = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'')
 
 
 def translation_unit(source: str, name: str, kernels: Sequence[str]) -> str:
-    """The machine, the kernel's text as file `name`, and a descriptor for each kernel."""
+    """Return C++ with the machine, `source` as file `name`, and a descriptor for each kernel."""
     exports = (f"EMULATOR_EXPORT({i}, {kernel})\n" for i, kernel in enumerate(kernels))
     return (
         '#include "cuda_cpu.h"\n'
@@ -49,16 +51,18 @@ def _is_meaningful(option: str) -> bool:
 
 
 def compilable(text: str, name: str) -> str:
-    """Preprocessed `text` with each `extern __shared__ T x[];` as a pointer to machine memory, and
-    each `__noinline__` as g++ writes it.
+    """Return preprocessed `text` in a form that g++ compiles.
+
+    Each `extern __shared__ T x[];` becomes a pointer to memory of the machine, and `__noinline__`
+    an attribute.
     """
 
     def define(found: re.Match[str]) -> str:
         before = _TEXT.sub("", text[: found.start()])
         if before.count("{") - before.count("}") - before.count("namespace {") <= 0:
             raise EmulatorError(
-                f"{name}: the array of dynamic shared memory `{found[2]}` is declared outside of a "
-                "function; the emulator finds it only inside the kernel that uses it"
+                f"{name}: the array of dynamic shared memory `{found[2]}` must be declared inside "
+                "the kernel that uses it, not outside of a function"
             )
         lines = "\n" * found[0].count("\n")
         kind = found[1].strip()

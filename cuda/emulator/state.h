@@ -1,4 +1,4 @@
-// What the parts of the machine share: threads, the launch, and what each part does for the others.
+// Declarations shared by the parts of the machine: threads, the launch, and the functions of each part.
 #pragma once
 
 #include "machine.h"
@@ -16,22 +16,22 @@ struct AsyncCopy {
     size_t size, source_size;
     int group;
     Site site;
-    unsigned char value[16];  // of the source when it was asked for
+    unsigned char value[16];  // the source when the copy was issued
 };
 
 struct Thread {
     Index index;
     unsigned linear, warp, lane;
     State state;
-    // What it waits in.
+    // The operation in which it waits.
     const char* operation;
     Site site;
     Evaluate evaluate;
     unsigned mask;
     void* operands;
     int predicate;
-    bool has_waited;  // for the kernel before this one
-    // Its copies that have not arrived, oldest first.
+    bool has_waited;  // for the previous kernel
+    // Copies that have not arrived, oldest first.
     std::vector<AsyncCopy> copies;
     int group;
     // Its fiber.
@@ -39,22 +39,22 @@ struct Thread {
     bool started;
 };
 
-struct Region {  // the memory of an argument, from `begin` to `end`
+struct Region {  // the memory of an argument, [begin, end)
     char *begin, *end;
     int argument;
 };
 
-struct Launch {  // filled by Python: library.py has the same structure
+struct Launch {  // filled by Python; library.py has the same structure
     void (*body)(void** arguments);
     void** arguments;
     Index grid, block;
     size_t dynamic_shared;
     Region* regions;
     int num_regions;
-    int order;  // 0: forward, -1: reverse, else the seed of a shuffle
+    int order;  // 0: forward; -1: reverse; other values: the seed of a shuffle
     int checking;
-    int dependent;  // it may begin before the kernel before it has ended
-    int closed;  // every address that the kernel may use is known
+    int dependent;  // it may begin before the previous kernel has ended
+    int closed;     // `regions` has all memory that the kernel may access
     char* report;
     size_t report_size;
 };
@@ -65,7 +65,7 @@ extern std::vector<Thread> threads;
 extern bool checking;
 
 unsigned block_number();
-void abandon() __attribute__((noreturn));  // back to where the launch began
+void abandon() __attribute__((noreturn));  // ends the launch
 void describe(const char* format, ...) __attribute__((format(printf, 1, 2)));
 const char* text(Site site, char (&buffer)[256]);
 
@@ -77,7 +77,7 @@ void poison();  // shared memory, before each block
 void catch_faults();
 void release_faults();
 void stop_if_interrupted();
-void touch(const void* address, size_t size, Site site);  // fault, if at all, at `site`
+void touch(const void* address, size_t size, Site site);  // reads it; a fault is reported at `site`
 [[noreturn]] void fail_outside(char* address, Site site);
 bool in_stacks(const char* address);
 bool in_library(const char* address);
@@ -86,7 +86,7 @@ struct Span {
 };
 Span static_shared();
 Span dynamic_span();
-char* shared_window();  // where the shared address 0 is
+char* shared_window();  // the memory of shared address 0
 Span library();
 
 // check.cpp

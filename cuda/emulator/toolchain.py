@@ -1,7 +1,7 @@
-"""g++ and NVIDIA's headers: where they are, and libraries that are built once and kept.
+"""Find g++ and NVIDIA's headers, and build libraries with them.
 
-Built libraries are kept in the cache folder under a hash of all their inputs. Two
-processes may build the same one at once: each writes a file of its own and renames it.
+Built libraries are kept in the cache folder, under a hash of all their inputs. Two processes may
+build the same one at the same time: each writes its own file and renames it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from gptmanager.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
 _RUNTIME = ("machine.cpp", "memory.cpp", "check.cpp", "warpgroup.cpp")
-# Kernels reinterpret memory, longjmp leaves stacks behind, a template's shared variables must not
-# be one object across all loaded libraries (as GNU unique symbols are), and __fmul_rn rounds where
-# a processor could fuse it with a sum.
+# Kernels reinterpret memory; longjmp abandons stacks; a template's shared variables must not be the
+# same object in all loaded libraries (as GNU unique symbols would be); and the processor must not
+# fuse __fmul_rn with an addition.
 _FLAGS = (
     "-std=c++17 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -fno-gnu-unique "
     "-fno-threadsafe-statics -fwrapv -ffp-contract=off -U_FORTIFY_SOURCE -w"
 ).split()
-# What a GPU refuses or answers otherwise than a CPU costs too little for check mode alone. Threaded
-# jumps would make two of a warp operation, one for each way to it.
+# Operations that fail on a GPU, or have another result than on a CPU, are always checked: it costs
+# little. Jump threading would duplicate a warp operation, one copy for each path to it.
 FAST = (
     *("-O1", "-fsanitize=alignment,shift-exponent,float-cast-overflow"),
     *("-fno-sanitize-recover=all", "-fno-thread-jumps"),
@@ -44,23 +44,23 @@ _INSTALL_HEADERS = (
     "NVIDIA's headers are not installed: pip install 'nvidia-cuda-runtime==13.0.*' "
     "'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'"
 )
-_SEALED = "1"  # version of the cached files' format; before, they had no digests
+_SEALED = "1"  # version of the cached files' format; earlier ones had no digests
 _STDIN = re.compile(r'^(# \d+ )"<stdin>"', re.MULTILINE)
 
 
 class Toolchain:
-    """One g++, one set of headers, one cache folder. `ConfigError` where there is no g++."""
+    """A g++, NVIDIA's headers if installed, and a cache folder. `ConfigError` without g++."""
 
     def __init__(self, cache: Path | None = None) -> None:
         named = os.environ.get("CXX")
         found = shutil.which(named or "g++")
         if found is None:
             raise ConfigError(
-                f"the CUDA emulator needs the C++ compiler g++, and CXX={named!r} is none"
+                f"the CUDA emulator needs the C++ compiler g++, but CXX={named!r} was not found"
                 if named
-                else "the CUDA emulator needs the C++ compiler g++, and there is none on PATH: "
-                "install it (Debian and Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++), "
-                "or name another one in the environment variable CXX"
+                else "the CUDA emulator needs the C++ compiler g++, which is not on PATH: install "
+                "it (Debian and Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++), or set "
+                "the environment variable CXX to another one"
             )
         self.compiler = found
         self.headers = cuda_headers()
@@ -73,19 +73,19 @@ class Toolchain:
         return hash((self.compiler, self.headers, self.cache))
 
     def require_headers(self) -> None:
-        """`ConfigError` where kernels that include cuda_fp16.h or cuda_bf16.h do not compile."""
+        """Raise `ConfigError` if the headers for cuda_fp16.h and cuda_bf16.h are not installed."""
         if self.headers is None:
             raise ConfigError(f"the CUDA emulator cannot run these kernels: {_INSTALL_HEADERS}")
 
     def preprocess(self, text: str, name: str, options: Sequence[str]) -> str:
-        """The C++ that is compiled, includes and macros done. `EmulatorError` with g++'s words."""
+        """Return preprocessed C++. `EmulatorError` with g++'s messages if it fails."""
         flags = [*_FLAGS, *options, *self._includes()]
         made = self._run(["-E", *flags, "-x", "c++", "-"], text, name)
-        # What g++ calls the source itself; with one function in it, that is what addr2line says.
+        # g++ calls the source itself <stdin>, and for a single function so does addr2line.
         return _STDIN.sub(lambda found: f'{found[1]}"{name}"', made)
 
     def build(self, text: str, name: str, checked: bool) -> Path:
-        """A shared library of preprocessed `text` and the machine that runs its kernels."""
+        """Build a shared library of preprocessed `text` and the machine that runs its kernels."""
         flags = [*_FLAGS, *(CHECKED if checked else FAST)]
         runtime = self._runtime()
         key = self._key([_SEALED, text, runtime.name, *flags])
@@ -94,7 +94,7 @@ class Toolchain:
     def _compile(self, text: str, name: str, flags: list[str], target: Path) -> None:
         compiled = target.with_suffix(".o")
         self._run([*flags, "-x", "c++-cpp-output", "-c", "-", "-o", str(compiled)], text, name)
-        # No sanitizer here: the machine itself has the functions that it calls.
+        # Linked without sanitizers: the machine defines the functions that instrumented code calls.
         files = [str(compiled), str(self._runtime())]
         self._run(["-shared", "-Wl,-Bsymbolic", *files, "-o", str(target)], "", name)
         compiled.unlink()
@@ -136,9 +136,9 @@ class Toolchain:
             input=text,
             capture_output=True,
             encoding="utf-8",
-            env={**os.environ, "LC_ALL": "C"},  # English, and quotes that a test can name
+            env={**os.environ, "LC_ALL": "C"},  # messages in English, with ASCII quotes
             check=False,
-            start_new_session=True,  # a Ctrl-C is Python's to handle, not the compiler's
+            start_new_session=True,  # Python handles a Ctrl-C, not the compiler
         )
         if done.returncode:
             hint = self._hint(done.stderr)
@@ -149,7 +149,7 @@ class Toolchain:
         if self.headers is None and "No such file" in complaint and "cuda" in complaint:
             return f"\n{_INSTALL_HEADERS}"
         if "\nname_expressions:" in complaint:
-            return "\nEach of name_expressions is to name a kernel, with all template arguments"
+            return "\nEach of `name_expressions` must name a kernel, with all template arguments"
         if "Assembler messages" in complaint or "'asm'" in complaint:
             return (
                 "\nInline PTX does not run on a CPU: call the functions of intrinsics.cuh, or put "
@@ -159,7 +159,7 @@ class Toolchain:
 
 
 def cuda_headers() -> Path | None:
-    """The folder of cuda_fp16.h: from NVIDIA's wheels or an installed toolkit; None without."""
+    """Return the folder of cuda_fp16.h, from NVIDIA's wheels or a toolkit; None if not found."""
     folders = [Path(os.environ.get("CUDA_PATH", "/usr/local/cuda")) / "include"]
     try:
         runtime = importlib.metadata.distribution("nvidia-cuda-runtime")

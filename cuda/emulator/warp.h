@@ -1,4 +1,4 @@
-// Barriers, fences, and what the lanes of a warp tell each other.
+// Barriers, fences, and the exchange of values between the lanes of a warp.
 #pragma once
 
 #include "machine.h"
@@ -7,7 +7,7 @@ namespace emulator {
 
 template <class T> struct Exchange {
     T value, result;
-    int source;  // the lane that provides the result; out of range: its own value
+    int source;  // the lane that provides the result
 };
 
 template <class T> void exchange(void** operands, Site site) {
@@ -16,7 +16,7 @@ template <class T> void exchange(void** operands, Site site) {
         auto* mine = static_cast<Exchange<T>*>(operands[lane]);
         auto* source = static_cast<Exchange<T>*>(operands[mine->source]);
         if (!source)
-            fail(site, "lane %d reads lane %d, which does not take part", lane, mine->source);
+            fail(site, "lane %d reads lane %d, which does not participate", lane, mine->source);
         mine->result = source->value;
     }
 }
@@ -28,7 +28,7 @@ T shuffle(const char* name, unsigned mask, T value, int source, Site site) {
     return operands.result;
 }
 
-// The bounds of the part of a warp, `width` lanes wide, that the lane is in.
+// The first lane, and the end, of the part of a warp of `width` lanes that contains this lane.
 inline int part_begin(int width) { return int(lane()) & ~(width - 1); }
 inline int part_end(int width) { return part_begin(width) + width; }
 
@@ -57,8 +57,8 @@ template <class T> void match(void** operands, Site) {
         auto* mine = static_cast<Exchange<T>*>(operands[lane]);
         if (mine) mine->source = 0;
         for (int other = 0; mine && other < WARP; other++) {
-            auto* its = static_cast<Exchange<T>*>(operands[other]);
-            if (its && its->value == mine->value) mine->source |= 1u << other;
+            auto* source = static_cast<Exchange<T>*>(operands[other]);
+            if (source && source->value == mine->value) mine->source |= 1u << other;
         }
     }
 }
@@ -100,7 +100,7 @@ inline int __syncthreads_or(int predicate, EMULATOR_CALLER) {
 inline void __syncwarp(unsigned mask = ~0u, EMULATOR_CALLER) {
     ::emulator::sync_warp(mask, EMULATOR_SITE);
 }
-// Nothing promises that lanes run together; here none ever does.
+// CUDA does not guarantee that lanes run together; here they never do.
 inline unsigned __activemask() { return 1u << ::emulator::lane(); }
 inline void __threadfence() { ::emulator::fence(); }
 inline void __threadfence_block() {}

@@ -1,7 +1,7 @@
-// Warpgroup matmuls (wgmma). Each of the four warps computes its 16 rows by itself, so they may
-// be as far apart as the kernel lets them; all four must issue the same instructions.
+// Warpgroup matmuls (wgmma). Each of the four warps computes its own 16 rows, so the warps may be as far
+// apart as the kernel allows; all four must issue the same instructions.
 //
-// A matmul is computed at the wait for it. Until then its registers hold NaN, and its operands in
+// A matmul is computed when its warp waits for it. Until then its registers hold NaN, and its operands in
 // shared memory must not change.
 #include "state.h"
 
@@ -13,27 +13,27 @@ constexpr int ROWS = 16, DEPTH = 16, WARPS = 4;
 
 using Elements = std::vector<uint16_t>;  // [rows, DEPTH]
 
-struct Registers {  // of the lanes of a warp, one array of each
+struct Registers {  // one array of each lane of a warp
     char* of[WARP];
     size_t size;
-    int pending;              // matmuls that use them
-    std::vector<float> sums;  // [lane, size / 4]: what they will hold
+    int pending;              // the number of pending matmuls that use them
+    std::vector<float> sums;  // [lane, size / 4]: their values after the wait
 };
 
 struct Pending {
-    Product product;  // as lane 0 gave it
+    Matmul matmul;  // the operands of lane 0
     int group;
     Site site;
-    size_t d, registers;  // indices
+    size_t d, registers;  // indices in WarpMatmuls::registers
     Elements a, b;
 };
 
-struct WarpProducts {
+struct WarpMatmuls {
     bool fenced;
     int group;
     std::vector<Registers> registers;
     std::vector<Pending> pending;
-    size_t come;  // to how many instructions
+    size_t issued;  // the number of instructions
 };
 
 struct Instruction {
@@ -42,9 +42,9 @@ struct Instruction {
     uint64_t a, b;
 };
 
-static std::vector<WarpProducts> warps;
+static std::vector<WarpMatmuls> warps;
 static std::vector<std::vector<Instruction>> instructions;  // of each warpgroup
-static bool any;
+static bool any;                                            // whether this block issued any
 
 void warpgroup_block() {
     any = false;
@@ -57,27 +57,29 @@ void warpgroup_block_end() {
     for (size_t i = 0; any && i < warps.size(); i++) {
         std::vector<Instruction>& all = instructions[i / WARPS];
         if (!warps[i].pending.empty())
-            fail(warps[i].pending[0].site, "wgmma that warp %zu has never waited for", i);
-        if (warps[i].come < all.size())
-            fail(all[warps[i].come].site, "%s of a warpgroup, of which warp %zu never came to it",
-                 all[warps[i].come].name, i);
+            fail(warps[i].pending[0].site, "wgmma without warpgroup_wait in warp %zu", i);
+        size_t issued = warps[i].issued;
+        if (issued < all.size())
+            fail(all[issued].site, "%s of a warpgroup was not issued by its warp %zu",
+                 all[issued].name, i);
     }
 }
 
-// The four warps must issue the same instructions.
-static WarpProducts& join(const char* name, Site site, uint64_t a = 0, uint64_t b = 0) {
+// Records that the current warp issues an instruction; the four warps must issue the same ones.
+static WarpMatmuls& issue(const char* name, Site site, uint64_t a = 0, uint64_t b = 0) {
     char buffer[256];
-    if (threads.size() % (WARP * WARPS)) fail(site, "%s in a block with less than four warps", name);
+    if (threads.size() % (WARP * WARPS))
+        fail(site, "%s in a block of %zu threads, not a multiple of 128", name, threads.size());
     any = true;
-    WarpProducts& own = warps[current->warp];
+    WarpMatmuls& own = warps[current->warp];
     std::vector<Instruction>& all = instructions[current->warp / WARPS];
-    if (own.come == all.size()) all.push_back({name, site, a, b});
-    const Instruction& other = all[own.come++];
+    if (own.issued == all.size()) all.push_back({name, site, a, b});
+    const Instruction& other = all[own.issued++];
     if (other.site.address != site.address)
-        fail(site, "%s, but another warp of the warpgroup has come to %s at %s", name, other.name,
+        fail(site, "%s, but another warp of the warpgroup issued %s at %s", name, other.name,
              text(other.site, buffer));
     if (other.a != a || other.b != b)
-        fail(site, "%s with another descriptor than in another warp of the warpgroup", name);
+        fail(site, "%s with descriptors that differ between warps of the warpgroup", name);
     return own;
 }
 
@@ -88,24 +90,24 @@ struct Descriptor {
 
     Descriptor(uint64_t bits, Site site)
         : start(bits << 4 & 0x3FFF0), leading(bits >> 12 & 0x3FFF0), stride(bits >> 28 & 0x3FFF0) {
-        if (bits & 0x3FF1C000C000C000) fail(site, "wgmma descriptor with bits set that have no meaning");
+        if (bits & 0x3FF1C000C000C000) fail(site, "wgmma descriptor with reserved bits set");
         if (bits >> 62 != 1) fail(site, "wgmma descriptor without 128-byte swizzle: not emulated");
         if (bits >> 49 & 7 || start & 0x380)
-            fail(site, "wgmma descriptor of a pattern that begins at no 1024 bytes: not emulated");
+            fail(site, "wgmma descriptor of a pattern that is not aligned to 1024 bytes: not emulated");
     }
 };
 
-// The 8 elements at an address of the layout before it is swizzled.
+// Reads the 8 elements at an address, to which the swizzle is applied here.
 static void read_vector(uint16_t (&to)[8], unsigned address, Site site) {
     address ^= (address >> 7 & 7) << 4;
     char* from = shared_window() + (address & 0x3FFFF);
-    if (!in_shared(from)) fail(site, "wgmma of what is not dynamic shared memory");
+    if (!in_shared(from)) fail(site, "wgmma of an address outside dynamic shared memory");
     read_memory(to, from, sizeof to, site);
     if (checking) check_proxy(from, sizeof to, site);
 }
 
-// Of [rows, DEPTH] the part from `first` on. K-major: a row's elements are contiguous; MN-major: those of
-// a column do.
+// Reads `rows` rows of a matrix [.., DEPTH], starting at row `first` (K-major) or at 0 (MN-major). K-major:
+// the elements of a row are contiguous; MN-major: those of a column.
 static Elements read_matrix(Descriptor from, bool mn_major, int first, int rows, Site site) {
     Elements elements(rows * DEPTH);
     uint16_t vector[8];
@@ -124,9 +126,9 @@ static Elements read_matrix(Descriptor from, bool mn_major, int first, int rows,
     return elements;
 }
 
-static Elements read_left(const WarpProducts& own, const Pending& it) {
-    if (!it.product.registers)
-        return read_matrix({it.product.a, it.site}, false, current->warp % WARPS * ROWS, ROWS, it.site);
+static Elements read_left(const WarpMatmuls& own, const Pending& it) {
+    if (!it.matmul.registers)
+        return read_matrix({it.matmul.a, it.site}, false, current->warp % WARPS * ROWS, ROWS, it.site);
     Elements elements(ROWS * DEPTH);
     for (int lane = 0; lane < WARP; lane++) {
         unsigned registers[4];
@@ -140,18 +142,18 @@ static Elements read_left(const WarpProducts& own, const Pending& it) {
 }
 
 static Elements read_right(const Pending& it) {
-    return read_matrix({it.product.b, it.site}, it.product.transposed, 0, it.product.columns, it.site);
+    return read_matrix({it.matmul.b, it.site}, it.matmul.transposed, 0, it.matmul.columns, it.site);
 }
 
-// Products ------------------------------------------------------------------------------------------
+// Matmuls -------------------------------------------------------------------------------------------
 
-// The index of registers of which lane 0's are at `first`.
-static size_t find(WarpProducts& own, const void* first, size_t size, Site site) {
+// Returns the index of the registers that are at `first` in lane 0; adds them if they are new.
+static size_t find(WarpMatmuls& own, const void* first, size_t size, Site site) {
     for (size_t i = 0; i < own.registers.size(); i++) {
         Registers& known = own.registers[i];
         if (known.of[0] != first) continue;
         if (known.pending && known.size != size)
-            fail(site, "wgmma with registers of another that is not waited for");
+            fail(site, "wgmma with registers of another wgmma, before warpgroup_wait");
         known.size = size;
         return i;
     }
@@ -160,10 +162,10 @@ static size_t find(WarpProducts& own, const void* first, size_t size, Site site)
 }
 
 static void begin(void** operands, Site site) {
-    const Product& first = *static_cast<Product*>(operands[0]);
-    WarpProducts& own = join("wgmma", site, first.a, first.b);
+    const Matmul& first = *static_cast<Matmul*>(operands[0]);
+    WarpMatmuls& own = issue("wgmma", site, first.a, first.b);
     if (!own.fenced)
-        fail(site, "wgmma without a warpgroup_fence since its registers were touched or waited for");
+        fail(site, "wgmma without a warpgroup_fence since its registers were accessed or waited for");
     size_t size = first.columns / 2 * sizeof(float);
     Pending it{first, own.group, site, find(own, first.d, size, site), 0, {}, {}};
     if (first.registers) it.registers = find(own, first.registers, 4 * sizeof(unsigned), site);
@@ -172,12 +174,12 @@ static void begin(void** operands, Site site) {
     if (first.registers) own.registers[it.registers].pending++;
     if (is_new) d.sums.resize(WARP * size / sizeof(float));
     for (int lane = 0; lane < WARP; lane++) {
-        const Product& product = *static_cast<Product*>(operands[lane]);
-        if (product.a != first.a || product.b != first.b || product.adds != first.adds)
-            fail(site, "wgmma with descriptors that differ between lanes");
-        if (first.registers) own.registers[it.registers].of[lane] = (char*)product.registers;
+        const Matmul& matmul = *static_cast<Matmul*>(operands[lane]);
+        if (matmul.a != first.a || matmul.b != first.b || matmul.adds != first.adds)
+            fail(site, "wgmma with operands that differ between lanes");
+        if (first.registers) own.registers[it.registers].of[lane] = (char*)matmul.registers;
         if (!is_new) continue;
-        d.of[lane] = (char*)product.d;
+        d.of[lane] = (char*)matmul.d;
         memcpy(&d.sums[lane * size / sizeof(float)], d.of[lane], size);
         memset(d.of[lane], 0xFF, size);
     }
@@ -187,40 +189,40 @@ static void begin(void** operands, Site site) {
 }
 
 static void multiply(Registers& d, const Pending& it) {
-    const Product& product = it.product;
+    const Matmul& matmul = it.matmul;
     std::vector<float> a(it.a.size()), b(it.b.size());
-    for (size_t i = 0; i < a.size(); i++) a[i] = product.widen(it.a[i]);
-    for (size_t i = 0; i < b.size(); i++) b[i] = product.widen(it.b[i]);
+    for (size_t i = 0; i < a.size(); i++) a[i] = matmul.widen(it.a[i]);
+    for (size_t i = 0; i < b.size(); i++) b[i] = matmul.widen(it.b[i]);
     for (int lane = 0; lane < WARP; lane++) {
-        float* sums = &d.sums[lane * product.columns / 2];
-        for (int i = 0; i < product.columns / 2; i++) {
+        float* sums = &d.sums[lane * matmul.columns / 2];
+        for (int i = 0; i < matmul.columns / 2; i++) {
             const float* row = &a[(lane / 4 + i / 2 % 2 * 8) * DEPTH];
             const float* column = &b[(i / 4 * 8 + lane % 4 * 2 + i % 2) * DEPTH];
             float sum = 0;
             for (int k = 0; k < DEPTH; k++) sum += row[k] * column[k];
-            sums[i] = (product.adds ? sums[i] : 0) + sum;
+            sums[i] = (matmul.adds ? sums[i] : 0) + sum;
         }
     }
 }
 
-static void finish(WarpProducts& own, const Pending& it) {
+static void finish(WarpMatmuls& own, const Pending& it) {
     if (read_left(own, it) != it.a || read_right(it) != it.b)
-        fail(it.site, "wgmma of what was changed before the wait for it");
+        fail(it.site, "the operands of wgmma were changed before warpgroup_wait");
     Registers& d = own.registers[it.d];
     multiply(d, it);
-    if (it.product.registers) own.registers[it.registers].pending--;
+    if (it.matmul.registers) own.registers[it.registers].pending--;
     if (--d.pending) return;
     for (int lane = 0; lane < WARP; lane++) {
         for (size_t i = 0; i < d.size; i++) {
             if (d.of[lane][i] != char(0xFF))
-                fail(it.site, "wgmma to registers that were changed before the wait for it");
+                fail(it.site, "the result registers of wgmma were changed before warpgroup_wait");
         }
         memcpy(d.of[lane], &d.sums[lane * d.size / sizeof(float)], d.size);
     }
 }
 
-void warpgroup_product(Product product, Site site) {
-    warp_operation(begin, "wgmma", ~0u, &product, site);
+void warpgroup_matmul(Matmul matmul, Site site) {
+    warp_operation(begin, "wgmma", ~0u, &matmul, site);
 }
 
 struct Fenced {
@@ -229,7 +231,7 @@ struct Fenced {
 };
 
 static void do_fence(void** operands, Site site) {
-    WarpProducts& own = join("wgmma.fence", site);
+    WarpMatmuls& own = issue("wgmma.fence", site);
     own.fenced = true;
     auto& first = *static_cast<Fenced*>(operands[0]);
     Registers& d = own.registers[find(own, first.d, first.size, site)];
@@ -237,9 +239,10 @@ static void do_fence(void** operands, Site site) {
         d.of[lane] = (char*)static_cast<Fenced*>(operands[lane])->d;
 }
 
-static void do_commit(void**, Site site) { join("wgmma.commit_group", site).group++; }
+static void do_commit(void**, Site site) { issue("wgmma.commit_group", site).group++; }
 
-// The compiler knows of `d` alone that it changes here: it may read others before.
+// To the compiler a wait changes only `d`: it may move reads of other results before the wait. So a wait
+// may complete only matmuls with the result `d`.
 struct Waited {
     int pending_groups;
     const float* d;
@@ -247,14 +250,15 @@ struct Waited {
 
 static void do_wait(void** operands, Site site) {
     char buffer[256];
-    WarpProducts& own = join("wgmma.wait_group", site);
+    WarpMatmuls& own = issue("wgmma.wait_group", site);
     auto& first = *static_cast<Waited*>(operands[0]);
     int until = own.group - first.pending_groups;
     size_t done = 0;
     for (; done < own.pending.size() && own.pending[done].group < until; done++) {
         const Pending& it = own.pending[done];
         if (own.registers[it.d].of[0] != (const char*)first.d)
-            fail(site, "warpgroup_wait of other registers than wgmma has at %s", text(it.site, buffer));
+            fail(site, "warpgroup_wait for other registers than those of wgmma at %s",
+                 text(it.site, buffer));
         finish(own, it);
     }
     own.pending.erase(own.pending.begin(), own.pending.begin() + done);
@@ -275,12 +279,12 @@ void warpgroup_wait(int pending_groups, const float* d, Site site) {
 
 void check_registers(const char* address, size_t size, bool is_write, Site site) {
     if (!any) return;
-    WarpProducts& own = warps[current->warp];
+    WarpMatmuls& own = warps[current->warp];
     for (Registers& registers : own.registers) {
         char* begin = registers.of[current->lane];
         if (address + size <= begin || address >= begin + registers.size) continue;
         if (registers.pending)
-            fail(site, "%s of a register that wgmma uses: no warpgroup_wait before it",
+            fail(site, "%s of a register of wgmma before warpgroup_wait",
                  is_write ? "write" : "read");
         if (is_write) own.fenced = false;
     }

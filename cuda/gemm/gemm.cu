@@ -1,40 +1,41 @@
 // out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for more rows than gemv.cu
-// is made for. With SILU the weight holds the rows of a gate, then those of an up projection:
+// supports. With SILU the weight holds the rows of a gate, then those of an up projection:
 // out = gate / (1 + e^-gate) * up.
 //
-// A tile is all rows of x and 32 * N rows of the weight, so that each weight is read once. The rounds
-// of all tiles, each of DEPTH elements of the sums, are concatenated and cut into equal shares, one
-// for a block. The sum of an element takes its rounds in their order; where blocks share a tile, the
-// last one to finish adds their sums, in the order of the blocks. So it depends on M, N and the
-// length of a share, and neither on the other rows nor on which block is last.
+// A tile covers all rows of x and 32 * N rows of the weight, so that each weight is read once. It is
+// computed in rounds of DEPTH values of k. The rounds of all tiles are concatenated and divided into
+// equal shares, one per block (stream-K). The sum of an element adds its rounds in order; if blocks
+// share a tile, the last one to finish adds their sums, in the order of the blocks. So the result
+// depends on M, N and the length of a share, but neither on other rows nor on which block is last.
 #include "numerics.cuh"
 
 constexpr int THREADS = 256, WARP_ROWS = 2, WARP_COLUMNS = 4;
 constexpr int DEPTH = 64, VECTORS = DEPTH / 8;  // of a round: 128 bytes of each row
 constexpr int COPIED = THREADS / VECTORS;       // rows that a block copies at a time
 
-// A warp has M matrices of 16 rows of x, and N of 8 rows of the weight. Where registers and shared
-// memory have room for two blocks (RESIDENT), one multiplies while the other waits.
+// A warp has M matrices of 16 rows of x, and N of 8 rows of the weight. If registers and shared memory
+// suffice for two blocks per multiprocessor (RESIDENT), one multiplies while the other waits.
 template <class Element, int M_, int N_, int STAGES_, int RESIDENT, bool HAS_SILU> struct Kind {
     using T = Element;
     static constexpr int M = M_, N = N_, STAGES = STAGES_;
     static constexpr bool SILU = HAS_SILU;
     static constexpr int ROWS = WARP_ROWS * 16 * M, WEIGHTS = WARP_COLUMNS * 8 * N;
-    static constexpr int COLUMNS = WEIGHTS / (SILU ? 2 : 1);  // of the result
-    static constexpr int SPAN = 8 * N / (SILU ? 2 : 1);       // those of a warp
+    static constexpr int COLUMNS = WEIGHTS / (SILU ? 2 : 1);  // columns of the result, of a tile
+    static constexpr int SPAN = 8 * N / (SILU ? 2 : 1);       // columns of the result, of a warp
     static constexpr int STAGE = (ROWS + WEIGHTS) * DEPTH;    // elements
-    // Matrices of x that are loaded ahead of matmuls: as many as there are registers for.
+    // Matrices of x that are loaded before their matmuls, limited by registers.
     static constexpr int AT_ONCE = RESIDENT == 2 ? 1 : M == 2 ? 2 : 4;
 };
 
-// Swizzled offset in a stage's row of the 8 elements from 8 * `vector` on: rows share no bank.
-__device__ inline int turned(unsigned row, int vector) { return (vector ^ row % 8) * 8; }
+// Returns the offset in a stage's row of the 8 elements that start at 8 * `vector`, swizzled so that
+// rows do not share banks.
+__device__ inline int swizzled(unsigned row, int vector) { return (vector ^ row % 8) * 8; }
 
-// The copies of a block, a round at a time, which run ahead of the sums into the next tile.
+// The copies of a block, one round at a time; they run ahead of the sums, into the next tile.
 template <class K, class T = typename K::T> struct Copies {
     const T *x, *weight;
     int num_rows, width, depth, rounds;
-    int last, ahead, tile, round, stage;  // `last`: of the block's rounds, excluded
+    int last, ahead, tile, round, stage;  // `ahead`: the next round; `last`: the end of the share
 
     __device__ Copies(const T* x, const T* weight, int num_rows, int width, int depth, int share)
         : x(x), weight(weight), num_rows(num_rows), width(width), depth(depth),
@@ -45,9 +46,9 @@ template <class K, class T = typename K::T> struct Copies {
     }
     __device__ int element() const { return round * DEPTH + threadIdx.x % VECTORS * 8; }
 
-    // The row of the weight that is row `row` of the tile, -1: none. Of a warp's rows with SILU the
-    // first half is of the gate.
-    __device__ int find(int row) const {
+    // The row of the weight that is row `row` of the tile; -1: none. With SILU the first half of a warp's
+    // rows is of the gate.
+    __device__ int weight_row(int row) const {
         int own = row % (8 * K::N), column = tile * K::COLUMNS + row / (8 * K::N) * K::SPAN;
         column += own % K::SPAN;
         return column >= width ? -1 : own < K::SPAN ? column : column + width;
@@ -57,24 +58,24 @@ template <class K, class T = typename K::T> struct Copies {
         if (++round == rounds) round = 0, tile++;
         if (++stage == K::STAGES) stage = 0;
     }
-    // To L2, of the weight only: nothing else is certain before `wait_for_previous`.
+    // Prefetches the weight to L2; nothing else may be read before `wait_for_previous`.
     __device__ void prefetch() const {
         if (ahead >= last || element() >= depth) return;
 #pragma unroll
         for (int i = 0; i < K::N; i++) {
-            int row = find(threadIdx.x / VECTORS + i * COPIED);
+            int row = weight_row(threadIdx.x / VECTORS + i * COPIED);
             if (row >= 0) ptx::prefetch_l2(weight + size_t(row) * depth + element());
         }
     }
     __device__ void copy(T* stages) {
         if (ahead < last) {
             unsigned own = threadIdx.x / VECTORS;  // COPIED is a multiple of 8
-            T* to = stages + stage * K::STAGE + own * DEPTH + turned(own, threadIdx.x % VECTORS);
+            T* to = stages + stage * K::STAGE + own * DEPTH + swizzled(own, threadIdx.x % VECTORS);
             bool inside = element() < depth;
-            int start = inside ? element() : 0;  // what is not copied has an address, too
+            int start = inside ? element() : 0;  // the address must be valid even if nothing is copied
 #pragma unroll
             for (int i = 0; i < K::N; i++) {
-                int row = find(own + i * COPIED);
+                int row = weight_row(own + i * COPIED);
                 const T* from = weight + size_t(max(row, 0)) * depth + start;
                 ptx::cp_async_16(to + (K::ROWS + i * COPIED) * DEPTH, from, inside && row >= 0);
             }
@@ -90,11 +91,11 @@ template <class K, class T = typename K::T> struct Copies {
     }
 };
 
-// A warp's sums of a tile, as mma.sync leaves them; each second matrix of rows is another warp's.
+// A warp's sums of a tile, in fragments of mma.sync. Matrices of rows alternate between two warps.
 template <class K> struct TileSums {
     float values[K::M][K::N][4] = {};
     int warp_row = threadIdx.x / 32 % WARP_ROWS, warp_column = threadIdx.x / 32 / WARP_ROWS;
-    int matrices;  // that have rows
+    int matrices;  // the number of them that have rows
 
     __device__ explicit TileSums(int num_rows)
         : matrices((num_rows - warp_row * 16 + WARP_ROWS * 16 - 1) / (WARP_ROWS * 16)) {}
@@ -108,14 +109,14 @@ template <class K> struct TileSums {
         }
     }
     template <class T> __device__ void add_round(const T* stage) {
-        int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;  // that the lane names
+        int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;  // the lane's for ldmatrix
         const T* rows = stage + (warp_row * 16 + matrix % 2 * 8 + row) * DEPTH;
         const T* weights =
             stage + (K::ROWS + warp_column * 8 * K::N + matrix / 2 * 8 + row) * DEPTH;
 #pragma unroll
         for (int k = 0; k < DEPTH / 16; k++) {
             unsigned b[K::N / 2][4];
-            int own = turned(row, 2 * k + matrix / 2), other = turned(row, 2 * k + matrix % 2);
+            int own = swizzled(row, 2 * k + matrix / 2), other = swizzled(row, 2 * k + matrix % 2);
 #pragma unroll
             for (int n = 0; n < K::N / 2; n++)
                 ptx::load_matrix_x4(b[n], weights + n * 16 * DEPTH + other);
@@ -139,27 +140,27 @@ template <class K> struct TileSums {
             }
         }
     }
-    __device__ float4* place(float* partial, int slot) const {
+    __device__ float4* place_of(float* partial, int slot) const {
         return reinterpret_cast<float4*>(partial) + size_t(slot) * K::M * K::N * THREADS + threadIdx.x;
     }
-    __device__ void leave(float* partial, int slot) {
-        float4* to = place(partial, slot);
+    __device__ void save(float* partial, int slot) {
+        float4* to = place_of(partial, slot);
         each([&](float(&own)[4], int m, int n) {
             to[(m * K::N + n) * THREADS] = {own[0], own[1], own[2], own[3]};
         });
     }
-    // Loads go past L1, which could hold older bytes.
+    // Adds the sums that `save` wrote. Loads bypass L1, which may hold stale bytes.
     __device__ void add(float* partial, int slot) {
-        const float4* from = place(partial, slot);
+        const float4* from = place_of(partial, slot);
         each([&](float(&own)[4], int m, int n) {
-            float4 its = __ldcg(from + (m * K::N + n) * THREADS);
-            own[0] += its.x, own[1] += its.y, own[2] += its.z, own[3] += its.w;
+            float4 saved = __ldcg(from + (m * K::N + n) * THREADS);
+            own[0] += saved.x, own[1] += saved.y, own[2] += saved.z, own[3] += saved.w;
         });
     }
     __device__ void clear() {
         each([](float(&own)[4], int, int) { own[0] = own[1] = own[2] = own[3] = 0; });
     }
-    // Columns from `first` on.
+    // Stores the results in the columns of the tile, the first of which is `first`.
     template <class T>
     __device__ void store(T* out, const T* bias, int first, int num_rows, int width) {
         int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -167,7 +168,7 @@ template <class K> struct TileSums {
 #pragma unroll
         for (int n = 0; n < MATRICES; n++) {
             int column = first + warp_column * K::SPAN + n * 8 + 2 * t;
-            float added[2][2] = {};  // to the result or the gate, and to the up projection
+            float added[2][2] = {};  // bias of the result or the gate, and of the up projection
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 if (!bias || column + i >= width) continue;
@@ -203,13 +204,13 @@ template <class K> struct TileSums {
     }
 };
 
-// Grid: a block for each `share` rounds. Dynamic shared memory: STAGES stages.
+// Grid: one block per `share` rounds. Dynamic shared memory: STAGES stages.
 template <class T, int M, int N, int STAGES, int RESIDENT, bool SILU>
 __global__ void __launch_bounds__(THREADS, RESIDENT) gemm(
     T* out,             // [rows, width]
     float* partial,     // [2 * blocks, M * N, THREADS, 4]: sums of blocks that share a tile
-    unsigned* arrived,  // [blocks], zeros before and after
-    const T* x,         // [rows, depth], at most ROWS
+    unsigned* arrived,  // [blocks]; zeros before and after the launch
+    const T* x,         // [rows, depth], at most ROWS rows
     const T* weight,    // [width, depth], with SILU [2 * width, depth]
     const T* bias,      // [width], with SILU [2 * width]; or null
     int num_rows, int width, int depth, int share) {  // depth: a multiple of 8
@@ -232,15 +233,15 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) gemm(
         for (int stop = min(end, copies.last); at < stop; at++) {
             ptx::cp_async_wait<STAGES - 2>();
             __syncthreads();
-            copies.copy(stages);  // over the round that all have done with
-            sums.add_round(stages + copies.stage * K::STAGE);  // the oldest is the next to go
+            copies.copy(stages);  // overwrites the round that all warps have finished
+            sums.add_round(stages + copies.stage * K::STAGE);  // the oldest stage, overwritten next
         }
         int first_block = begin / share, last_block = (end - 1) / share;
         if (first_block < last_block) {
-            // A block shares two tiles at most: one that begins before it, and one that it begins.
+            // A block shares at most two tiles: one that an earlier block begins, and one that it begins.
             auto slot = [&](int of) { return 2 * of + (of == first_block); };
-            sums.leave(partial, slot(block));
-            if (!comes_last(arrived + first_block, last_block - first_block + 1)) continue;
+            sums.save(partial, slot(block));
+            if (!is_last_block(arrived + first_block, last_block - first_block + 1)) continue;
             sums.clear();
 #pragma unroll 1
             for (int other = first_block; other <= last_block; other++)

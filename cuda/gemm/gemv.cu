@@ -1,20 +1,20 @@
-// out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for few rows: what takes time is
-// to read the weight once. With SILU the weight holds the rows of a gate, then those of an up
-// projection: out = gate / (1 + e^-gate) * up.
+// out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for few rows: reading the weight once
+// dominates the time. With SILU the weight holds the rows of a gate, then those of an up projection:
+// out = gate / (1 + e^-gate) * up.
 //
-// The sum of an element is always the same one: the 64 bytes of chunk c belong to warp c % WARPS,
-// which adds its chunks in their order, and the warps' sums are added in theirs. It depends neither
-// on the number of rows, nor on how the work is shared by blocks.
+// The sum of an element always has the same order: chunk c, 64 bytes, belongs to warp c % WARPS, which
+// adds its chunks in order; then the sums of the warps are added in order. So the result depends neither
+// on the number of rows nor on how blocks divide the work.
 #include "gemm/matmul_sums.cuh"
 
 constexpr int WARPS = 16;
-constexpr int STEP = WARPS * LANES;               // vectors from a chunk of a warp to its next one
-// Chunks of each warp that are on their way, 4 or 6 KiB: what there are registers for.
+constexpr int STEP = WARPS * LANES;  // vectors from one chunk of a warp to its next
+// Chunks of each warp that are in flight, 4 or 6 KiB, limited by registers.
 template <int TILES> constexpr int CHUNKS_AHEAD = TILES == 4 ? 3 : 4;
 
-// Grid: any number of blocks, which take items round-robin: 8 * TILES weight rows (with SILU the same
-// ones of gate and up) and up to ROWS of x. Items of the same weight rows follow each other, and find
-// these in L2. A warp's loads run ahead of its sums, into the next item.
+// Grid: any number of blocks, which take items round-robin. An item is 8 * TILES weight rows (with SILU
+// the same rows of gate and up) and up to ROWS rows of x. Items with the same weight rows are adjacent, so
+// that L2 still holds these. A warp's loads run ahead of its sums, into the next item.
 template <class T, int TILES, bool SILU>
 __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
     T* out,           // [rows, width]
@@ -22,19 +22,19 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
     const T* weight,  // [width, depth], with SILU [2 * width, depth]
     const T* bias,    // [width], with SILU [2 * width]; or null
     int num_rows, int width, int depth) {  // depth: a multiple of 16 bytes
-    constexpr int COLUMNS = 8 * TILES / (SILU ? 2 : 1);  // of the result, of an item
+    constexpr int COLUMNS = 8 * TILES / (SILU ? 2 : 1);  // columns of the result, of an item
     constexpr int DEPTH = CHUNKS_AHEAD<TILES>;
-    __shared__ float sums[WARPS][ROWS<T>][8 * TILES + 8];  // so padded, lanes share no bank
+    __shared__ float sums[WARPS][ROWS<T>][8 * TILES + 8];  // padded against bank conflicts
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    int vectors = depth / WIDE<T>, first_vector = warp * LANES + t;  // of 16 bytes, of a row
+    int vectors = depth / WIDE<T>, first_vector = warp * LANES + t;  // 16-byte vectors of a row
     int row_tiles = (num_rows + ROWS<T> - 1) / ROWS<T>;
     int num_items = (width + COLUMNS - 1) / COLUMNS * row_tiles;
-    int rounds = (vectors + DEPTH * STEP - 1) / (DEPTH * STEP);  // of DEPTH chunks of each warp
+    int rounds = (vectors + DEPTH * STEP - 1) / (DEPTH * STEP);  // each: DEPTH chunks per warp
 
-    // The round that is loaded, one ahead of the one that is added.
+    // The round that is being loaded, one ahead of the round that is being added.
     int item_ahead = blockIdx.x, round_ahead = 0;
     const T* rows_ahead[TILES];
-    auto seek = [&] {  // a row behind the last is read as the last one
+    auto seek = [&] {  // rows after the last one are replaced by the last one
         int first = item_ahead / row_tiles * COLUMNS + g;
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
             to[i] = ptx::load_once_16(from + chunk * STEP * WIDE<T>, inside);
         }
     };
-    auto go_ahead = [&] {
+    auto advance = [&] {
         if (++round_ahead < rounds) return;
         round_ahead = 0;
         item_ahead += gridDim.x;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
         const T* own_x = x + size_t(first_row) * depth;
         Sums<T, TILES> own;
         for (int round = 0; round < rounds; round++) {
-            go_ahead();
+            advance();
             int vector = first_vector + round * DEPTH * STEP;
 #pragma unroll
             for (int chunk = 0; chunk < DEPTH; chunk++) {
@@ -107,6 +107,6 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
                 value = value / (1.0f + __expf(-value)) * sum_of(column + COLUMNS, width + n);
             out[size_t(first_row + row) * width + n] = from_float<T>(value);
         }
-        __syncthreads();  // the sums' memory is the next item's
+        __syncthreads();  // the next item overwrites `sums`
     }
 }

@@ -1,20 +1,21 @@
-// result[t, columns] += B (A x[t]) for each module that token t's adapter has: `shrink` makes h = A x,
-// `expand` adds B h. A block works on runs: tokens of one adapter that follow each other, in a tile of
-// rows. What it reads of the adapter, it reads once for all of a run. What a run is decides nothing
-// about a token's sums: they are added in an order of their own.
+// result[t, columns] += B (A x[t]) for each module of the adapter of token t: `shrink` computes h = A x,
+// `expand` adds B h. A block works on runs: adjacent tokens in a tile of rows that use the same adapter.
+// It reads the adapter once per run. The order in which a token's sums are added does not depend on the
+// runs.
 #include "gemm/matmul_sums.cuh"
 
 using Packed = unsigned long long;
 
-// A module of this matrix; none where it has no columns.
+// An adapted module of this matrix: its number in the table, and its columns of the matrix's output. 0
+// columns: there is no such module.
 struct Module {
-    int number, first, columns;  // in the table; of the matrix's output
+    int number, first, columns;
 
     __device__ Module(Packed it)
         : number(int(it >> 48)), first(int(it >> 24 & 0xFFFFFF)), columns(int(it & 0xFFFFFF)) {}
 };
 
-// What an adapter has for a module: A [rank, width], then B [columns, rank], in the pool.
+// The weights that an adapter has for a module: A [rank, width], then B [columns, rank], in the pool.
 struct Entry {
     long long start;
     int rank;
@@ -22,8 +23,8 @@ struct Entry {
     __device__ Entry(const long long* own) : start(own[0]), rank(int(own[1])) {}
 };
 
-// Calls `work(slot, first token, tokens)` for the runs that begin in this block's `group` of tokens, a
-// part of a tile of TILE. All threads call it, and find the same runs.
+// Calls `work(slot, first token, number of tokens)` for each run that begins in this block's `group` of
+// tokens, which is part of a tile of TILE tokens. All threads call it and find the same runs.
 template <int TILE, class Work>
 __device__ inline void for_each_run(const int* slots, int num_tokens, int group, Work work) {
     int first = blockIdx.x * group, tile = first / TILE * TILE, lane = threadIdx.x % 32;
@@ -34,12 +35,12 @@ __device__ inline void for_each_run(const int* slots, int num_tokens, int group,
     unsigned own = ((1u << group) - 1) << (first - tile);
     for (unsigned begins = borders & has_adapter & own; begins; begins &= begins - 1) {
         int begin = __ffs(begins) - 1;
-        int end = __ffs(borders & ~((2u << begin) - 1)) - 1;  // at TILE, at the latest
+        int end = __ffs(borders & ~((2u << begin) - 1)) - 1;  // at most TILE
         work(__shfl_sync(0xFFFFFFFFu, slot, begin), tile + begin, end - begin);
     }
 }
 
-// 16 bytes, zeros where not `valid`; element by element where they are not `aligned`.
+// Loads 16 bytes; zeros if not `valid`. Unless `aligned`, it loads single elements.
 template <class T> __device__ inline uint4 load_vector(const T* from, bool aligned, bool valid) {
     if (aligned) return ptx::load_once_16(from, valid);
     Vector<T, WIDE<T>> vector = {};
@@ -55,24 +56,24 @@ template <class T> __device__ inline bool is_aligned(const T* pointer) {
 }
 
 constexpr int WARPS = 8;
-constexpr int TILES = 2;            // of 8 ranks, that a block of `shrink` makes
+constexpr int TILES = 2;  // tiles of 8 ranks that a block of `shrink` computes
 constexpr int RANKS = 8 * TILES;
-constexpr int DEPTH = 4;            // chunks of a warp that are read at a time
-constexpr int STEP = WARPS * LANES; // vectors from a chunk of a warp to its next one
+constexpr int DEPTH = 4;             // chunks of a warp that are read at a time
+constexpr int STEP = WARPS * LANES;  // vectors from one chunk of a warp to its next
 
-// Grid: groups of tokens; modules, each with parts of RANKS ranks. Chunk c of x belongs to warp
-// c % WARPS, which adds its chunks in their order, and the warps' sums are added in theirs.
+// Grid: (groups of tokens, modules * parts of RANKS ranks). Chunk c of x belongs to warp c % WARPS, which
+// adds its chunks in order; then the sums of the warps are added in order.
 template <class T>
 __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
-    float* h,                // [tokens, modules, max_rank], written where there is an adapter
-    const T* x,              // [tokens, width], of whole aligned vectors
+    float* h,                // [tokens, modules, max_rank], written for tokens with an adapter
+    const T* x,              // [tokens, width]; aligned, and width is a multiple of 16 bytes
     const T* pool,
     const int* slots,        // [tokens], -1: none
     const long long* table,  // [slots, layers, modules, 2]
     Packed module0, Packed module1, Packed module2, Packed module3,
     int num_tokens, int width, int slot_stride, int layer_start, int num_modules, int max_rank,
     int group) {
-    __shared__ float sums[WARPS][ROWS<T>][RANKS + 8];  // so padded, lanes share no bank
+    __shared__ float sums[WARPS][ROWS<T>][RANKS + 8];  // padded against bank conflicts
     ptx::wait_for_previous();
     int number = blockIdx.y % num_modules, first_rank = blockIdx.y / num_modules * RANKS;
     Module module(number == 0 ? module0 : number == 1 ? module1 : number == 2 ? module2 : module3);
@@ -118,17 +119,17 @@ __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
             for (int w = 0; w < WARPS; w++) sum += sums[w][row][d];
             h[(size_t(token + row) * num_modules + number) * max_rank + first_rank + d] = sum;
         }
-        __syncthreads();  // the sums' memory is the next run's
+        __syncthreads();  // the next run overwrites `sums`
     });
 }
 
-constexpr int COLUMNS = 128;  // of a block of `expand`, one for each thread
+constexpr int COLUMNS = 128;  // of a block of `expand`, one per thread
 constexpr int TILE = 16;      // tokens
 constexpr int PART = 64;      // ranks of h in shared memory
 constexpr int QUAD = 4;       // tokens that are computed together
 
-// Grid: groups of tokens; parts of COLUMNS columns. The sum of an element takes one module after the
-// other, and its ranks in their order; then the result is added, and rounded.
+// Grid: (groups of tokens, parts of COLUMNS columns). The sum of an element adds one module after the
+// other, each in the order of its ranks; then it is added to the result, which is rounded once.
 template <class T>
 __global__ void __launch_bounds__(COLUMNS, 5) expand(
     T* result,               // [tokens, width]
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(COLUMNS, 5) expand(
             b += size_t(column - module.first) * rank;
             for (int first = 0; first < rank; first += PART) {
                 int count = min(rank - first, PART);
-                __syncthreads();  // what was there is read
+                __syncthreads();  // all threads have read the previous part
                 for (int i = threadIdx.x; i < (rows + QUAD - 1) / QUAD * QUAD * PART; i += COLUMNS) {
                     int row = i / PART, d = i % PART;
                     size_t at = (size_t(token + row) * num_modules + number) * max_rank + first + d;

@@ -1,22 +1,22 @@
-// A warp's sums for matmuls of a few rows of x with rows of a weight in its registers.
+// The sums of a warp that multiplies a few rows of x with weight rows in its registers.
 #pragma once
 
 #include "numerics.cuh"
 
-constexpr int LANES = 4;                     // of 16 bytes, of one weight row in a chunk
-template <class T> constexpr int ROWS = 16;  // of x, that are multiplied at a time
+constexpr int LANES = 4;                     // lanes per weight row: a chunk has 4 * 16 bytes of it
+template <class T> constexpr int ROWS = 16;  // rows of x that are multiplied at a time
 template <> constexpr int ROWS<float> = 8;
 
-// Sums of a warp: rows of x with 8 * TILES weight rows, as mma.sync leaves them: rows g and g + 8,
-// weight rows 2t and 2t + 1 of a tile. A lane has weight row g of each tile, and its vector t.
+// Sums of rows of x with 8 * TILES weight rows, in fragments of mma.sync: a lane has rows g and g + 8, and
+// weight rows 2t and 2t + 1 of each tile. It loads vector t of weight row g of each tile.
 //
-// Tensor cores take x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. The order of k is free,
-// as long as both sides agree: a lane's 8 consecutive elements are 2t, 2t + 1, 2t + 8, 2t + 9 of one
-// matmul, then of another.
+// Tensor cores compute x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. The order of k is free, as
+// long as both operands agree: the first 4 of a lane's 8 consecutive elements are k = 2t, 2t + 1, 2t + 8
+// and 2t + 9 of one matmul, the other 4 those of the next.
 template <class T, int TILES> struct Sums {
     float result[TILES][4] = {};
 
-    // Of x at the lane's vector, which is past the end where not `inside`.
+    // Adds one chunk. `x`: the first row, at the lane's vector, which is past the end if not `inside`.
     __device__ void add(const uint4 (&weight)[TILES], const T* x, int depth, int rows, bool inside) {
         int g = threadIdx.x % 32 / 4;
         auto load_row = [&](int row) {
@@ -36,8 +36,8 @@ template <class T, int TILES> struct Sums {
     __device__ void finish() {}
 };
 
-// Tensor cores have no float32 matmul: a lane adds its own k, for all rows, and at the end its four
-// lanes are added.
+// Tensor cores have no float32 matmul: each lane adds its own k for all rows, and `finish` adds the sums
+// of the four lanes of a weight row.
 template <int TILES> struct Sums<float, TILES> {
     float result[TILES][4] = {};
     float own[TILES][ROWS<float>] = {};

@@ -1,1 +1,1 @@
-"""From logits to tokens and their log probabilities."""
+"""Kernels that compute tokens and log probabilities from logits."""

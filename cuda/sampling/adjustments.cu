@@ -1,26 +1,27 @@
-// Bias, penalties and bans on rows of logits, in place: the rules of gptmanager.decoding.sampling.adjustments,
-// in the same order and with the same roundings.
+// Applies bias, penalties and bans to rows of logits, in place: the rules of
+// gptmanager.decoding.sampling.adjustments, in the same order and with the same rounding.
 //
-// Only the logits of affected tokens are read and written. Counts are made from the history, in a
-// table that is zero before and after.
+// Only the logits of affected tokens are read and written. Tokens of the history are counted in a table
+// that is zero before and after the launch.
 #include "intrinsics.cuh"
 
 constexpr int THREADS = 256;
 
 struct Adjustments {  // PARAMS of adjustments.py
-    long long prompt_len, first_end;  // the end ids are allowed from position first_end on
-    long long lists;  // where they begin: bias ids, bias values, tokens of bad words, ends of words, end ids
+    long long prompt_len, first_end;  // end ids are banned before position first_end
+    // Index of the row's lists: bias ids, bias values, tokens of bad words, ends of the words, end ids.
+    long long lists;
     int num_ends, ngram_size, num_biases, num_word_tokens, num_words;
     float repetition, presence, frequency;
     bool adjusts, penalizes;
 };
 
-// Several threads may ban one token.
+// Sets the logit of a token to -inf. Atomic, because several threads may ban the same token.
 __device__ inline void ban(float* row, int size, int token) {
     if (0 <= token && token < size) atomicExch(reinterpret_cast<unsigned*>(row) + token, 0xFF800000u);
 }
 
-// Whether the history ends with `count` tokens; compared from the last one back.
+// Whether the history ends with `tokens`, compared from the last one back.
 __device__ inline bool ends_with(const int* history, int length, const int* tokens, int count) {
     if (count > length) return false;
     for (int i = 1; i <= count; i++)
@@ -28,8 +29,8 @@ __device__ inline bool ends_with(const int* history, int length, const int* toke
     return true;
 }
 
-// Bit 0 of seen[token]: it is in the history; the rest: how often it was generated. The thread that
-// takes a token's mark away applies its penalties.
+// Applies the penalties. Bit 0 of seen[token]: the prompt contains it; the other bits: how often it was
+// generated. The thread that resets seen[token] to 0 applies the penalties of the token.
 __device__ void penalize(
     float* row, int size, const Adjustments& own, const int* history, int length, int* seen) {
     int prompt_len = int(min(own.prompt_len, (long long)length));
@@ -61,9 +62,9 @@ __device__ void penalize(
 __global__ void __launch_bounds__(THREADS) adjust(
     float* logits,               // [rows, size]
     const Adjustments* params,   // [slots]
-    const int* lists,            // what Adjustments.lists points into
+    const int* lists,            // Adjustments.lists is an index into it
     const int* histories,        // [slots, history_size]
-    int* seen,                   // [rows at least, size]: zero
+    int* seen,                   // [at least rows, size]: zeros
     const int* slots,            // [rows], -1: none
     const long long* positions,  // [rows]: of the token to be chosen
     int size, int history_size) {

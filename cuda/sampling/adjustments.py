@@ -1,6 +1,7 @@
-"""Bias, penalties and bans on rows of logits, as in `gptmanager.decoding.sampling.adjustments`.
+"""Apply bias, penalties and bans to rows of logits: `gptmanager.decoding.sampling.adjustments`.
 
-A row costs as much as its history is long; one that asks for nothing costs the read of its record.
+The cost of a row is proportional to the length of its history. For a row without adjustments only
+its record is read.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from gptmanager.request.input_rows import split_bias
 from gptmanager.request.sampling_params import SamplingParams
 
 _THREADS = 256
-PARAMS = np.dtype(  # `Adjustments` of the .cu
+PARAMS = np.dtype(  # `Adjustments` of adjustments.cu
     [
         ("prompt_len", np.int64),  # tokens that the host sent
-        ("first_end", np.int64),  # the position from which on the end ids are allowed
-        ("lists", np.int64),  # where this slot's begin
+        ("first_end", np.int64),  # the first position at which end ids are allowed
+        ("lists", np.int64),  # index of this slot's first list
         ("num_ends", np.int32),
         ("ngram_size", np.int32),  # 0: none
         ("num_biases", np.int32),
@@ -37,8 +38,10 @@ PROGRAM = Program("sampling/adjustments.cu", ("adjust",), dependent=True)
 
 
 def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:
-    """Ids and values (as bits) of the bias, tokens of bad words, ends of words, end ids that may be
-    banned; often empty.
+    """Return the lists of a request, concatenated; often empty.
+
+    They are: ids of the bias, its values (as bits), tokens of the bad words, ends of the words, and
+    the end ids if they may be banned.
     """
     ids, values = split_bias(params.embedding_bias)
     words = [word for word in params.bad_words if word]
@@ -55,9 +58,9 @@ def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:
 def pack(
     params: SamplingParams, orig_prompt_len: int, vocab_size: int, lists: int
 ) -> tuple[object, ...]:
-    """Return a value of dtype PARAMS, for a sequence with `orig_prompt_len` prompt tokens.
+    """Return a value of dtype PARAMS for a sequence with `orig_prompt_len` prompt tokens.
 
-    `lists`: where `pack_lists(params)` begins in the tensor of all lists; its address on the CPU.
+    `lists`: the index of `pack_lists(params)` in the tensor of all lists; on the CPU its address.
     """
     words = [word for word in params.bad_words if word]
     num_biases = len(split_bias(params.embedding_bias)[0])
@@ -95,13 +98,13 @@ def adjust(
     slots: Tensor,
     positions: Tensor,
 ) -> None:
-    """Change `logits` `[S, V]` float32 in place, bit for bit as the CPU does.
+    """Adjust `logits` `[S, V]` float32 in place; the result has the same bits as on the CPU.
 
-    `params` `[slots, PARAMS.itemsize]` uint8: an array of PARAMS, as bytes; `lists` int32: those of
-    `pack_lists`; `histories` `[slots, length]` int32, of which a row reads the part before its
+    `params` `[slots, PARAMS.itemsize]` uint8: an array of PARAMS, as bytes; `lists` int32: the
+    lists of `pack_lists`; `histories` `[slots, length]` int32: a row reads the part before its
     position; `seen` `[S or more, V]` int32: zero before and after; `slots` `[S]` int32, -1: the row
-    is left as it is; `positions` `[S]` int64: of the tokens to be chosen. Ids of a bias are
-    distinct and in the vocabulary. A slot is a beam's; several rows may share one.
+    is not changed; `positions` `[S]` int64: the positions of the tokens to be chosen. Ids of a bias
+    are distinct and in the vocabulary. Each beam has its own slot; several rows may share a slot.
     ValueError for other tensors.
     """
     num_rows, vocab_size = logits.shape
@@ -115,7 +118,7 @@ def adjust(
         positions=(positions, (num_rows,), torch.int64),
     )
     if len(seen) < num_rows:
-        raise ValueError(f"seen has {len(seen)} rows, logits {num_rows}")
+        raise ValueError(f"`seen` must have at least {num_rows} rows as `logits`, got {len(seen)}")
     if num_rows == 0:
         return
     sizes = ints(vocab_size, histories.shape[1])

@@ -1,10 +1,12 @@
-// The best continuations of beams, of each row of logits by itself.
-// Nothing is sorted: what may be among the best is collected, and each counts what ranks above it.
+// Finds the best continuations of beams, separately for each row of logits.
+//
+// Nothing is sorted: tokens that may be among the best are collected, and for each of them the number of
+// tokens that rank above it is counted.
 #include "sampling/choice.cuh"
 
 constexpr int CANDIDATES = 4 * THREADS;
 
-// Ranks log probabilities, equal ones by ascending id; no two are equal.
+// Returns a key that orders log probabilities, equal ones by ascending id; no two tokens have equal keys.
 __device__ inline unsigned long long to_rank(float value, int id) {
     return (unsigned long long)to_key(value) << 32 | (0xFFFFFFFFu - unsigned(id));
 }
@@ -30,7 +32,7 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
     const T* logits,       // [rows, vocab_size]
     const Params* params,  // [slots]
     const int* slots,      // [rows]
-    const int* counts,     // [rows]: how many are wanted, 0: nothing is written
+    const int* counts,     // [rows]: the number of continuations; 0: nothing is written
     int vocab_size, int most) {
     ptx::wait_for_previous();
     __shared__ unsigned long long candidates[CANDIDATES];
@@ -62,8 +64,8 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
         __syncthreads();
         return num_candidates;
     };
-    // The k-th best of the threads' own best ones is not better than the k-th best of all; of more
-    // than there are threads the row itself is counted.
+    // The k-th best token of the row does not rank below the k-th best of the threads' best tokens. If k
+    // exceeds the number of threads, all tokens of the row are counted instead.
     unsigned own = to_key(score(own_best));
     unsigned bound = k <= THREADS
         ? kth_key(k, [&](unsigned key) { return __syncthreads_count(own >= key); })
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
         }
         return;
     }
-    unsigned long long last = ~0ull;  // very many ties: one after the other
+    unsigned long long last = ~0ull;  // too many ties to collect: find one after the other
     for (int index = 0; index < k; index++) {
         unsigned long long best = 0;
         row.template each<1>([&](const float(&values)[WIDTH], int id) {

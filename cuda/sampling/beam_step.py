@@ -1,8 +1,8 @@
-"""The best continuations of beams: what `BeamCandidates` holds, each beam by itself.
+"""Find the best continuations of each beam, as `BeamCandidates` holds them.
 
-Two passes over a row, and 32 more where it wants more than a block has threads. What all beams of a
-request make of them is for a host to rank: it alone knows their sums. Requests of any widths share
-a launch.
+A row is read twice, and 32 more times if it asks for more continuations than a block has threads.
+The host ranks the continuations of all beams of a request, because only it knows the sums of their
+log probabilities. Requests with different beam widths share a launch.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def best_of_rows(
     slots: Tensor,
     counts: Tensor,
 ) -> None:
-    """Write to `tokens` int32 and `log_probs` float32, both `[S, most]`, the best of each row.
+    """Write the best tokens of each row to `tokens` int32 and `log_probs` float32, `[S, most]`.
 
-    `counts` `[S]` int32: how many a row wants; 0: the row is passed over, and nothing written.
-    Behind those, and behind a vocabulary of fewer, are -1 and -inf.
-    `logits` `[S, V]`, bfloat16, float16 or float32, adjusted;
-    `params` `[slots, sampling.PARAMS.itemsize]` uint8: an array of those, as bytes;
+    `counts` `[S]` int32: the number of continuations of each row; 0: nothing is written for it. The
+    rest of a row is filled with -1 and -inf, also if the vocabulary has fewer tokens than `counts`.
+    `logits` `[S, V]`, bfloat16, float16 or float32, are adjusted;
+    `params` `[slots, sampling.PARAMS.itemsize]` uint8: an array of PARAMS, as bytes;
     `slots` `[S]` int32.
 
-    Log probabilities are those of the logits divided by the temperature (0 counts as 1), in single
-    precision; equal ones rank by ascending id. NaN counts as -inf, +inf as the highest finite
-    number; a row of nothing but -inf has no other log probability. ValueError for other tensors,
-    and for more than MAX_COUNT a row.
+    Log probabilities are computed in single precision from the logits divided by the temperature
+    (0 counts as 1). Equal ones rank by ascending id. NaN counts as -inf, +inf as the largest finite
+    number. If all logits of a row are -inf, so are its log probabilities. ValueError for other
+    tensors, and for `most` above MAX_COUNT.
     """
     num_rows, vocab_size = logits.shape
     most = tokens.shape[-1]
@@ -51,7 +51,7 @@ def best_of_rows(
         counts=(counts, (num_rows,), torch.int32),
     )
     if most > MAX_COUNT:
-        raise ValueError(f"tokens has room for {most} a row, the limit is {MAX_COUNT}")
+        raise ValueError(f"`tokens` must have at most {MAX_COUNT} columns, got {most}")
     if num_rows == 0:
         return
     name = sampling.instantiation("best_of_rows", logits.dtype, vocab_size)

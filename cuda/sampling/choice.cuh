@@ -1,4 +1,4 @@
-// What kernels that choose tokens from a row of logits share: a block of THREADS works on a row.
+// Definitions shared by kernels that choose tokens from a row of logits; a block of THREADS works on a row.
 #pragma once
 
 #include "numerics.cuh"
@@ -17,7 +17,7 @@ struct Params {  // PARAMS of sampling.py
     }
 };
 
-// Integers in the order of the floats, the same for both zeros.
+// Maps floats to integers of the same order; both zeros have the same key.
 __device__ inline unsigned to_key(float x) {
     unsigned bits = __float_as_uint(__fadd_rn(x, 0.0f));
     return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -26,7 +26,8 @@ __device__ inline float from_key(unsigned key) {
     return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
 }
 
-// The largest key that at least k elements reach, as `count(key)` counts them in the block.
+// Returns the largest key that at least k elements reach; `count(key)` returns how many reach it, to all
+// threads of the block.
 template <class F> __device__ unsigned kth_key(long long k, F count) {
     unsigned key = 0;
 #pragma unroll 1
@@ -36,7 +37,7 @@ template <class F> __device__ unsigned kth_key(long long k, F count) {
     return key;
 }
 
-// A row of logits divided by a temperature. NaN counts as -inf, and `ceiling` is the highest.
+// A row of logits divided by a temperature. NaN counts as -inf; `ceiling` is the largest value.
 template <class T, int WIDTH> struct ScaledRow {
     const T* logits;
     int size;
@@ -47,8 +48,8 @@ template <class T, int WIDTH> struct ScaledRow {
         return isnan(value) ? -INFINITY : fminf(value, ceiling);
     }
 
-    // visit(values, first id) for stretches of the row, of which there is -inf behind the end. A
-    // thread has several loads under way.
+    // Calls visit(values, first id) for the thread's parts of the row, with LOADS loads in flight. Values
+    // past the end of the row are -inf.
     template <int LOADS, class F> __device__ void each(F visit) const {
         constexpr int STEP = THREADS * WIDTH;
         for (int first = threadIdx.x * WIDTH; first < size; first += LOADS * STEP) {
@@ -72,7 +73,7 @@ template <class T, int WIDTH> struct ScaledRow {
     }
 };
 
-// The largest of some values, and the sum of e^(value - largest); 0 if there is none above -inf.
+// The largest of some values, and the sum of e^(value - largest), which is 0 if all are -inf.
 struct Mass {
     float largest;
     double sum;
@@ -87,7 +88,8 @@ struct Mass {
     }
 };
 
-// Mass of a row, in one pass over it; every thread gets it. `own_best` is the thread's own largest.
+// Returns, in every thread, the mass of a row, computed in one pass. `own_best` becomes the thread's
+// largest value.
 template <class T, int WIDTH>
 __device__ Mass block_mass(const ScaledRow<T, WIDTH>& row, float& own_best) {
     __shared__ Mass masses[WARPS];

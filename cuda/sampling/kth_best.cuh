@@ -1,33 +1,34 @@
-// The k-th best logit of a row, and the few tokens that reach it, without a sort: from the few that reach
-// the k-th best of the threads' own best ones, or for a wide top-k from the few about as far below the
-// best one.
+// Finds the k-th best logit of a row, and the few tokens that reach it, without a sort. It first collects
+// the few tokens that reach the k-th best of the threads' best logits; or, for a large k, those in the bin
+// of the k-th best, where bins count logits by their distance to the best one.
 #pragma once
 
 #include "sampling/logits_row.cuh"
 
 constexpr int CANDIDATES = 4 * THREADS;
-constexpr int BINS = 2 * CANDIDATES;  // as much memory
+constexpr int BINS = 2 * CANDIDATES;  // as large as Candidates: see Scratch
 
-// Tokens of a row that are looked at apart from it.
-struct alignas(16) Few {
+// Tokens that were collected from a row.
+struct alignas(16) Candidates {
     float logits[CANDIDATES];
     int ids[CANDIDATES];
 };
 
-// The bins are read no more when something is kept.
-union Room {
-    Few kept;
+// The bins are no longer needed when `kept` is filled.
+union Scratch {
+    Candidates kept;
     int bins[BINS];
 };
 
-// How many bins below the best logit; the last bin has all that is further.
+// Returns the distance to the best logit, in bins. The last bin counts all logits that are further away.
 __device__ inline float distance(float scaled, float largest) { return (largest - scaled) * 64; }
 
 struct KthBin {
-    int bin, above, inside;  // of the k-th best; how many are in better bins, and in this one
+    int bin, above, inside;  // the bin of the k-th best; the number of logits in better bins, and in it
 };
 
-// Of logits divided by the temperature. The last bin is not counted: it is the answer if no other is.
+// Returns the bin of the k-th best of the logits divided by the temperature. Logits of the last bin are not
+// counted: it is the result if the others have fewer than k logits.
 template <class R>
 __device__ KthBin find_bin(
     const R& row, long long k, const Params& own, float largest, const Pieces& pieces,
@@ -66,24 +67,25 @@ __device__ KthBin find_bin(
     return kth;
 }
 
-// The k-th best of the logits divided by the temperature. `found`: all that reach it and some more, in
-// any order, if `count` is at most CANDIDATES. `own_best`: the best logit of this thread's share.
+// Returns the k-th best of the logits divided by the temperature. If `count` is at most CANDIDATES, `found`
+// holds all tokens that reach it and some more, in any order. `own_best`: the best of the logits that this
+// thread read.
 template <class R>
 __device__ inline float kth_best(
-    const R& row, const Params& own, float own_best, float largest, const Pieces& pieces, Few& found,
-    int (&bins)[BINS], int& count) {
+    const R& row, const Params& own, float own_best, float largest, const Pieces& pieces,
+    Candidates& found, int (&bins)[BINS], int& count) {
     __shared__ int num_found;
     long long k = own.top_k;
     auto key_of = [&](float logit) { return to_key(own.scaled(logit)); };
     count = CANDIDATES + 1;
 #pragma unroll 1
     for (bool by_bins = k > THREADS;; by_bins = true) {
-        float from = 0, to;  // distances
+        float from = 0, to;  // the distances of the collected logits
         int above = 0;
         if (by_bins) {
             KthBin kth = find_bin(row, k, own, largest, pieces, bins);
             if (kth.bin == BINS - 1 || kth.inside > CANDIDATES) break;
-            to = __uint_as_float(__float_as_uint(float(kth.bin + 1)) - 1);  // the highest below
+            to = __uint_as_float(__float_as_uint(float(kth.bin + 1)) - 1);  // the largest float below
             if (kth.above + kth.inside > CANDIDATES) {
                 from = kth.bin;
                 above = kth.above;
@@ -118,7 +120,7 @@ __device__ inline float kth_best(
             return reached;
         }));
     }
-    return from_key(kth_key(k, [&](unsigned key) {  // very many ties, or very far below
+    return from_key(kth_key(k, [&](unsigned key) {  // too many candidates, or in the last bin
         int reached = 0;
         auto reaches = [&](int piece) { return key_of(pieces.best[piece]) >= key; };
         row.each(reaches, [&](float logit, int) { reached += key_of(logit) >= key; });
@@ -131,14 +133,15 @@ __device__ inline float kth_best(
     }));
 }
 
-// Those of `found` that reach `kth`, by ascending id; returns how many.
-__device__ inline int keep(Few& kept, Few& found, int count, float kth, const Params& own) {
+// Copies the tokens of `found` that reach `kth` to `kept`, by ascending id, and returns their number.
+__device__ inline int keep(
+    Candidates& kept, Candidates& found, int count, float kth, const Params& own) {
     constexpr int NONE = 0x7FFFFFFF;
     int size = 0;
     for (int first = 0; first < count; first += THREADS) {
         int i = first + threadIdx.x;
         bool reaches = i < count && own.scaled(found.logits[i]) >= kth;
-        if (!reaches) found.ids[i] = NONE;  // there is room behind the last
+        if (!reaches) found.ids[i] = NONE;  // i < CANDIDATES, also where i >= count
         size += __syncthreads_count(reaches);
     }
     for (int i = threadIdx.x; i < count; i += THREADS) {

@@ -1,4 +1,4 @@
-// Log probabilities of some tokens of each row of logits: the log-softmax behind the temperature.
+// Log probabilities of some tokens of each row of logits: the log-softmax after the temperature.
 #include "sampling/choice.cuh"
 
 // Grid: (rows).
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(THREADS, 2) log_probs(
     for (int i = threadIdx.x; i < count; i += THREADS) {
         float logit = to_float(own[tokens[i]]), scaled = __fdiv_rn(logit, temperature);
         double value = double(scaled) - double(mass.largest) - log(mass.sum);
-        // What is infinitely likely has all mass; so has a token if all quotients overflow to -inf.
+        // A token with +inf has all the mass, and so has any finite logit if all quotients overflow to -inf.
         if (!isfinite(mass.largest)) value = mass.largest > 0 || logit > -INFINITY ? 0 : -INFINITY;
         values[i] = float(value);
     }

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens: the log-softmax after adjustments and temperature."""
+"""Compute log probabilities of tokens: the log-softmax after adjustments and temperature."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gptmanager.cuda.device.launch import Argument, Launcher, Program, check_ten
 from gptmanager.cuda.sampling import sampling
 
 _THREADS = 512
-NOTHING, LOGIT, LOG_PROB = range(3)  # what a slot wants
+NOTHING, LOGIT, LOG_PROB = range(3)  # the values of `wanted`
 PROGRAM = Program("sampling/log_probs.cu", sampling.instantiations("log_probs"), dependent=True)
 
 
@@ -22,18 +22,18 @@ def log_probs(
     wanted: Tensor,
     slots: Tensor,
 ) -> None:
-    """Write to `values` `[S]` float32 what the slots of the rows want of `tokens` `[S]` int32.
+    """Write the logits or log probabilities of `tokens` int32 to `values` float32.
 
-    Both may be `[S, n]`: of several tokens of each row.
+    Both have the shape `[S]`, or `[S, n]` for several tokens of each row.
 
-    `logits` `[S, V]`, bfloat16, float16 or float32, adjusted;
-    `params` `[slots, sampling.PARAMS.itemsize]` uint8: an array of those, as bytes;
-    `wanted` `[slots]` uint8: NOTHING leaves the row's value as it is,
-    LOGIT is a token's logit divided by the temperature, LOG_PROB logit - log(sum(exp(logits)))
-    of such logits. `slots` `[S]` int32, -1: nothing is wanted. One pass over the row.
+    `logits` `[S, V]`, bfloat16, float16 or float32, are adjusted;
+    `params` `[slots, sampling.PARAMS.itemsize]` uint8: an array of PARAMS, as bytes;
+    `wanted` `[slots]` uint8: with NOTHING the row's values are not changed; LOGIT is the token's
+    logit divided by the temperature; LOG_PROB is logit - log(sum(exp(logits))) of such logits.
+    `slots` `[S]` int32, -1: the same as NOTHING. The row is read once.
 
-    A temperature of 0 counts as 1, NaN as -inf; where a logit is +inf, or all are -inf, the value
-    is 0 or -inf; 0 for a finite logit that the temperature makes -inf with all others.
+    A temperature of 0 counts as 1, NaN as -inf. If a logit is +inf, or all are -inf, the values are
+    0 or -inf. If the temperature makes all logits -inf, the value of a finite logit is 0.
     ValueError for other tensors.
     """
     num_rows, vocab_size = logits.shape

@@ -1,42 +1,41 @@
-// A row of logits as a block reads it: in pieces, each by one warp, with a known sum for each.
+// A row of logits, divided into pieces: each piece is read by one warp, and has its own sum of weights.
 #pragma once
 
 #include "sampling/choice.cuh"
 
-constexpr int PIECES = 256;  // of a row, at most
+constexpr int PIECES = 256;  // the maximum number of pieces of a row
 
 struct Token {
     float logit;
     int id;
-    // Equal logits rank by ascending id.
+    // Whether this token ranks above `other`. Equal logits rank by ascending id.
     __device__ bool above(Token other) const {
         return logit > other.logit || (logit == other.logit && id < other.id);
     }
 };
 
-// What is known of the pieces of a row: sums of weights, and the best logit.
+// Sums of weights and the best logit of each piece of a row. `ties`: the weights of logits equal to a limit.
 struct Pieces {
     double sums[PIECES], ties[PIECES];
     float best[PIECES];
 };
 
-// A lane takes WIDTH logits at a time, a warp STEP, several of them under way. How a row is cut depends
-// on its size and on WIDTH, so on nothing but the size of the vocabulary: each sum has the same bits
-// whichever type, block and number of blocks made it.
+// A lane reads WIDTH logits at a time and a warp STEP logits, with LOADS loads in flight. The division into
+// pieces depends on the row's size and on WIDTH, and therefore only on the size of the vocabulary: each sum
+// has the same bits for every type, block and number of blocks.
 template <class T, int WIDTH> struct Row {
     static constexpr int EACH = WIDTH, STEP = 32 * WIDTH;
-    static constexpr int LOADS = WIDTH == 1 ? 16 : WIDE<T> / 2;  // four of 16 bytes, where there are such
+    static constexpr int LOADS = WIDTH == 1 ? 16 : WIDE<T> / 2;
     static constexpr int UNIT = WIDTH == 1 ? 512 : 1024;         // logits
     using Loaded = Vector<T, WIDTH>[LOADS];
     const T* logits;
     int size;
 
-    // Logits in a piece: a unit, or several in a huge vocabulary.
+    // The number of logits in a piece: one unit, or several if the vocabulary is huge.
     __device__ int piece() const { return (size + PIECES * UNIT - 1) / (PIECES * UNIT) * UNIT; }
     __device__ int num_pieces() const { return (size + piece() - 1) / piece(); }
 
-    // The lane's logits in the LOADS steps from `start` on, and those of one step as floats: the first
-    // of them is that of token `id`. -inf where there is none.
+    // Loads the lane's logits of the LOADS steps that begin at `start`; -inf past the end of the row.
     __device__ void load(Loaded& loaded, int start) const {
 #pragma unroll
         for (int i = 0; i < LOADS; i++) {
@@ -49,13 +48,14 @@ template <class T, int WIDTH> struct Row {
             }
         }
     }
+    // The token id of the lane's first logit in step i.
     __device__ static int id_of(int start, int i) { return start + i * STEP + threadIdx.x % 32 * WIDTH; }
     __device__ void expand(float (&to)[WIDTH], const Vector<T, WIDTH>& from) const {
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) to[j] = to_float(from.values[j]);
     }
 
-    // visit(logits of a step, the lane's first id) in ids from `first` to `end`.
+    // Calls visit(the lane's logits of a step, its first id) for each step from `first` to `end`.
     template <class F> __device__ void each_step(int first, int end, F visit) const {
 #pragma unroll 1
         for (int start = first; start < end; start += LOADS * STEP) {
@@ -69,14 +69,15 @@ template <class T, int WIDTH> struct Row {
             }
         }
     }
-    // visit(piece, first id, end) for this warp's pieces, which it shares with those of `parts` blocks.
+    // Calls visit(piece, first id, end) for each piece of this warp. The warps of `parts` blocks share the
+    // pieces; this block is number `part`.
     template <class F> __device__ void each_piece(F visit, int part = 0, int parts = 1) const {
         int count = num_pieces(), length = piece();
 #pragma unroll 1
         for (int i = part * WARPS + threadIdx.x / 32; i < count; i += parts * WARPS)
             visit(i, i * length, min((i + 1) * length, size));
     }
-    // visit(logit, id) for every token of the pieces for which `wanted(piece)`.
+    // Calls visit(logit, id) for every token of the pieces for which `wanted(piece)` is true.
     template <class P, class F> __device__ void each(P wanted, F visit) const {
         each_piece([&](int number, int first, int end) {
             if (!wanted(number)) return;
@@ -94,18 +95,18 @@ __device__ inline double warp_total(double x) {
     return x;
 }
 
-// The largest float of a warp.
+// Returns the largest value of the lanes of a warp.
 __device__ inline float warp_max(float x) { return from_key(__reduce_max_sync(~0u, to_key(x))); }
 
-// Of `sums` by piece their sum; each warp by itself.
+// Returns the total of the pieces' `sums`; each warp computes it.
 __device__ inline double sum_pieces(const double (&sums)[PIECES], int count) {
     double own = 0;
     for (int i = threadIdx.x % 32; i < count; i += 32) own += sums[i];
     return warp_total(own);
 }
 
-// The first lane at which the sum of the lanes' `own` passes `rest`, or -1; `rest` is then what is left
-// of it behind the lanes before.
+// Returns the first lane at which the running sum of the lanes' `own` exceeds `rest`, or -1. Subtracts the
+// sum of the lanes before it (of all lanes, if -1) from `rest`.
 __device__ inline int lane_passing(double own, double& rest) {
     int lane = threadIdx.x % 32;
     double up_to = own;
@@ -121,7 +122,7 @@ __device__ inline int lane_passing(double own, double& rest) {
     return found;
 }
 
-// The lowest id of a logit that is equal to `best`, the best of all; one warp.
+// Returns the lowest id of the logits that equal `best`, the best of the row; one warp calls it.
 template <class R> __device__ int find_equal(const R& row, const Pieces& pieces, float best) {
     int lane = threadIdx.x % 32, count = row.num_pieces(), piece = 0, token = -1;
     for (unsigned found = 0; !found; piece += found ? __ffs(found) - 1 : 32)
@@ -137,8 +138,8 @@ template <class R> __device__ int find_equal(const R& row, const Pieces& pieces,
     return token;
 }
 
-// The token at which the sum of the weights of a row passes `rest`, by `sums`, those of its pieces; one
-// warp. The last one with a weight, if by rounding there is none.
+// Returns the token at which the running sum of the weights of a row exceeds `rest`; one warp calls it.
+// `sums`: the sums of the pieces. If rounding leaves no such token, returns the last one with a weight.
 template <class R, class F>
 __device__ int find_token(const R& row, const double (&sums)[PIECES], double rest, F weight) {
     int lane = threadIdx.x % 32, count = row.num_pieces(), piece = 0, last = -1, found = -1;
@@ -164,13 +165,13 @@ __device__ int find_token(const R& row, const double (&sums)[PIECES], double res
         found = lane_passing(sum, rest);
         last = max(last, __reduce_max_sync(~0u, own));
         if (found < 0) return;
-        double to_here = 0;
+        double up_to = 0;
         int chosen = own;
 #pragma unroll
         for (int j = 0; j < R::EACH; j++) {
             float value = weight(values[j], id + j);
-            to_here += value;
-            if (value > 0 && to_here > rest && chosen == own) chosen = id + j;
+            up_to += value;
+            if (value > 0 && up_to > rest && chosen == own) chosen = id + j;
         }
         last = __shfl_sync(~0u, chosen, found);
     });

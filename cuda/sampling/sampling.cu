@@ -1,17 +1,17 @@
-// One token from each row of logits: min_length, temperature, top-k, top-p and min-p, by the row's own
+// Chooses one token from each row of logits by temperature, top-k, top-p and min-p, with the row's own
 // parameters, seed and position. The rules are those of gptmanager.decoding.sampling.sampling.
 //
-// Nothing is sorted. A draw inverts the cumulative distribution over ascending ids; a token outside of
-// the nucleus is replaced by one of those that rank above it. With top-k what is drawn comes from those
-// that reach the k-th best alone, if they are few.
+// Nothing is sorted. A draw inverts the cumulative distribution over ascending ids. A token outside of the
+// nucleus is rejected, and the next draw is from the tokens that rank above it. With top-k, draws are only
+// from the tokens that reach the k-th best, which are copied if they are few.
 //
-// The first pass finds the best of each piece and, relative to it, the sum of its weights. It is all that
-// greedy rows and draws from all tokens need, and the pass that several blocks share if rows are few.
-// Each draw of top-p reads the row once more, as do top-k and min-p; a wide top-k twice. A piece is skipped
-// if its best logit shows that nothing in it counts.
+// The first pass finds the best logit of each piece, and the sum of the piece's weights relative to it.
+// Greedy rows and draws from all tokens need no other pass; several blocks share it if there are few rows.
+// Each draw of top-p reads the row once more, as do top-k and min-p; a large top-k reads it twice. A piece
+// is skipped if its best logit shows that none of its tokens counts.
 #include "sampling/kth_best.cuh"
 
-// 53 random bits as a number in [0, 1): Philox4x32-10, key = seed, counter = (position, draw, 0).
+// Returns 53 random bits as a number in [0, 1): Philox4x32-10, key = seed, counter = (position, draw, 0).
 __device__ inline double uniform(unsigned long long seed, unsigned long long position, unsigned draw) {
     unsigned c0 = position, c1 = position >> 32, c2 = draw, c3 = 0, k0 = seed, k1 = seed >> 32;
     for (int round = 0; round < 10; round++) {
@@ -30,12 +30,12 @@ __device__ inline float weigh(float scaled, float largest) {
     return ptx::exp2_approx((scaled - largest) * 1.4426950408889634f);
 }
 
-// Best logit and sum of weights of this block's pieces. Returns the best logit of the thread's share,
-// +inf for NaN.
+// Sets the best logit and the sum of weights of this block's pieces. Returns the best of the logits that
+// the thread read; NaN counts as +inf.
 template <class R>
 __device__ inline float find_best(
     const R& row, const Params& own, int part, int parts, Pieces& pieces) {
-    constexpr int AT_ONCE = 16 / R::EACH;  // loads of which the best is found first
+    constexpr int AT_ONCE = 16 / R::EACH;  // loads in a group: first its best logit, then its weights
     bool weighs = !own.greedy && own.top_k == 0;
     float own_best = -INFINITY;
     row.each_piece([&](int number, int first, int end) {
@@ -88,17 +88,18 @@ __device__ inline float find_best(
     return own_best;
 }
 
-// What the blocks of a row leave for the last of them: 0 where nothing is under way.
-struct Shared {
+// The results that the blocks of a row write for the last of them.
+struct SharedRow {
     Pieces* pieces;     // [rows]
     float* own_bests;   // [rows, parts, THREADS]
-    unsigned* arrived;  // [rows], zeros before and after
+    unsigned* arrived;  // [rows]; zeros before and after the launch
 };
 
-// Whether this block is the last; then it has the pieces of all, and the best logit of its threads'
-// shares, as if it had been alone.
+// Whether this block is the last one of the row. If so, `pieces` and `own_best` become those of the whole
+// row, as if the block had read all of it.
 __device__ inline bool gather(
-    const Shared& shared, int row, int part, int parts, int count, Pieces& pieces, float& own_best) {
+    const SharedRow& shared, int row, int part, int parts, int count, Pieces& pieces,
+    float& own_best) {
     if (parts == 1) return true;
     Pieces& all = shared.pieces[row];
     float* bests = shared.own_bests + size_t(row) * parts * THREADS + threadIdx.x;
@@ -108,9 +109,9 @@ __device__ inline bool gather(
         all.sums[i] = pieces.sums[i];
         all.best[i] = pieces.best[i];
     }
-    if (!comes_last(shared.arrived + row, parts)) return false;
+    if (!is_last_block(shared.arrived + row, parts)) return false;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += THREADS) {  // past L1, which could hold older bytes
+    for (int i = threadIdx.x; i < count; i += THREADS) {  // bypasses L1, which may hold stale bytes
         pieces.sums[i] = __ldcg(all.sums + i);
         pieces.best[i] = __ldcg(all.best + i);
     }
@@ -120,8 +121,8 @@ __device__ inline bool gather(
     return true;
 }
 
-// What may be drawn: tokens that rank above `limit`, if their weight is at least `floor`; e^(scaled -
-// largest), so that the best token's is 1.
+// The tokens that may be drawn: those that rank above `limit` and have at least the weight `floor`. The
+// weight is e^(scaled - largest), so the best token has weight 1.
 struct Drawable {
     Token limit;
     float largest, floor;
@@ -132,12 +133,12 @@ struct Drawable {
     }
 };
 
-// Sums by piece of the weights above `limit.logit`, and of those that tie with it. Pieces with nothing
-// so good are not read.
+// Sums, for each piece, the weights of logits above `limit.logit`, and of those that equal it. Pieces with
+// a best logit below it are not read.
 template <class R>
 __device__ inline void sum_weights(
     const R& row, const Params& own, const Drawable& drawable, Pieces& pieces) {
-    __syncthreads();  // the sums of before are read
+    __syncthreads();  // all threads have read the previous sums
     row.each_piece([&](int number, int first, int end) {
         double above = 0, ties = 0;
         if (own.scaled(pieces.best[number]) >= drawable.limit.logit) {
@@ -163,7 +164,7 @@ __device__ inline void sum_weights(
     __syncthreads();
 }
 
-// With the ties; the sum of all.
+// Adds the ties to the sums, and returns the total.
 __device__ inline double add_ties(Pieces& pieces, int count) {
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += THREADS) pieces.sums[i] += pieces.ties[i];
@@ -171,8 +172,8 @@ __device__ inline double add_ties(Pieces& pieces, int count) {
     return sum_pieces(pieces.sums, count);
 }
 
-// A token of the row among those that rank above `limit`, drawn; `largest` is the best of the logits
-// divided by the temperature. `is_weighed`: the sums are there, each relative to the piece's best.
+// Draws a token of the row from those that rank above `limit`. `largest`: the best of the logits divided by
+// the temperature. `is_weighed`: `pieces` already has the sums, each relative to the best of its piece.
 template <class R>
 __device__ inline int draw_token(
     const R& row, const Params& own, long long position, float largest, Token limit, Pieces& pieces,
@@ -196,7 +197,7 @@ __device__ inline int draw_token(
     }
     for (unsigned draw = 0;; draw++) {
         if (threadIdx.x < 32) {
-            double spot = uniform(own.seed, position, draw) * kept;  // below kept, which is 1 or more
+            double spot = uniform(own.seed, position, draw) * kept;  // < kept, which is at least 1
             int id = find_token(row, pieces.sums, spot, [&](float logit, int id) {
                 return drawable.weight(own.scaled(logit), id);
             });
@@ -207,11 +208,11 @@ __device__ inline int draw_token(
         if (own.top_p >= 1) return token;
         drawable.limit = {own.scaled(to_float(row.logits[token])), token};
         sum_weights(row, own, drawable, pieces);
-        // Outside of the nucleus if what ranks above it has p already; compared from below.
+        // Outside of the nucleus if the tokens above it have probability p already; 1 - p is compared.
         auto outside = [&] { return kept > 0 && float(1 - kept / total) <= float(1 - own.top_p); };
         kept = sum_pieces(pieces.sums, count);
         if (outside()) {
-            drawable.limit.id = 0;  // and so are all that tie with it
+            drawable.limit.id = 0;  // all tokens with an equal logit are outside, too
             continue;
         }
         kept = add_ties(pieces, count);
@@ -219,43 +220,43 @@ __device__ inline int draw_token(
     }
 }
 
-// The same among the tokens that top-k keeps.
+// Draws a token from those that top-k keeps.
 __device__ inline int draw_kept(
-    const Few& kept, int size, const Params& own, long long position, float largest, Token limit,
-    Pieces& pieces) {
+    const Candidates& kept, int size, const Params& own, long long position, float largest,
+    Token limit, Pieces& pieces) {
     Row<float, 1> few{kept.logits, size};
     for (int i = threadIdx.x; i < few.num_pieces(); i += THREADS) pieces.best[i] = INFINITY;
     return kept.ids[draw_token(few, own, position, largest, limit, pieces, false)];
 }
 
-// Of a row from which no token can be chosen, as in gptmanager.step.
+// The results for rows from which no token can be chosen, as in gptmanager.step.
 constexpr int NO_TOKEN = -1;    // all are -inf
 constexpr int NOT_FINITE = -2;  // one is NaN or +inf
 
 // Grid: (rows * parts).
 template <class T, int WIDTH>
 __global__ void __launch_bounds__(THREADS, 1) sample(
-    int* tokens,                 // [rows]: NO_TOKEN or NOT_FINITE where there is none
-    int* inputs,                 // the same, 0 where there is none: a row's is [its cell]
+    int* tokens,                 // [rows]: a token id, NO_TOKEN or NOT_FINITE
+    int* inputs,                 // [cells]: the same, but 0 for NO_TOKEN and NOT_FINITE
     const T* logits,             // [rows, vocab_size]
     const Params* params,        // [slots]
     const int* slots,            // [rows], -1: nothing is chosen
     const long long* positions,  // [rows]: of the token to be chosen
-    const long long* cells,      // [rows]; null: their numbers
-    Pieces* all_pieces, float* own_bests, unsigned* arrived,  // as in Shared; null for one part
+    const long long* cells,      // [rows]: index in `inputs`; null: the row's number
+    Pieces* all_pieces, float* own_bests, unsigned* arrived,  // SharedRow; null if parts == 1
     int vocab_size, int parts) {
     ptx::wait_for_previous();
-    __shared__ Few found;
-    __shared__ Room room;
+    __shared__ Candidates found;
+    __shared__ Scratch scratch;
     __shared__ Pieces pieces;
     int number = blockIdx.x / parts, part = blockIdx.x % parts, slot = slots[number];
     if (slot < 0) return;
-    const Params& own = params[slot];  // read again rather than kept in registers
+    const Params& own = params[slot];  // a reference: reading again is cheaper than registers
     long long position = positions[number];
     Row<T, WIDTH> row{logits + size_t(number) * vocab_size, vocab_size};
     int count = row.num_pieces();
     float own_best = find_best(row, own, part, parts, pieces);
-    Shared shared{all_pieces, own_bests, arrived};
+    SharedRow shared{all_pieces, own_bests, arrived};
     if (!gather(shared, number, part, parts, count, pieces, own_best)) return;
     auto choose = [&](int token) {
         if (threadIdx.x != 0) return;
@@ -271,14 +272,14 @@ __global__ void __launch_bounds__(THREADS, 1) sample(
         if (threadIdx.x < 32) choose(find_equal(row, pieces, best));
         return;
     }
-    Token limit{-INFINITY, vocab_size};  // only what ranks above it is drawn; top-k keeps ties
+    Token limit{-INFINITY, vocab_size};  // tokens above it are drawn, with top-k all ties as well
     if (own.top_k > 0) {
         int num_found;
         limit.logit =
-            kth_best(row, own, own_best, largest, pieces, found, room.bins, num_found);
+            kth_best(row, own, own_best, largest, pieces, found, scratch.bins, num_found);
         if (num_found <= CANDIDATES) {  // the row itself is not read again
-            int size = keep(room.kept, found, num_found, limit.logit, own);
-            return choose(draw_kept(room.kept, size, own, position, largest, limit, pieces));
+            int size = keep(scratch.kept, found, num_found, limit.logit, own);
+            return choose(draw_kept(scratch.kept, size, own, position, largest, limit, pieces));
         }
     }
     choose(draw_token(row, own, position, largest, limit, pieces, own.top_k == 0));

@@ -1,6 +1,6 @@
-"""One token from each row of logits, by the rules of `gptmanager.decoding.sampling.sampling`.
+"""Choose a token from each row of logits, by the rules of `gptmanager.decoding.sampling.sampling`.
 
-That reads the same records, PARAMS.
+The CPU's sampler reads the same records, PARAMS.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ PARAMS = np.dtype(  # `Params` of choice.cuh
 
 
 def instantiations(kernel: str) -> tuple[str, ...]:
-    """Return a kernel's instantiations: any type of logits, a vocabulary of whole vectors or not.
+    """Return the instantiations of a kernel: every dtype, for vectors of 8 logits or of 1.
 
-    As many logits are taken at a time whatever the type, so that sums have the same bits.
+    The width of vectors does not depend on the dtype, so that sums have the same bits.
     """
     return tuple(f"{kernel}<{name}, {width}>" for name in NAMES.values() for width in (8, 1))
 
 
 def instantiation(kernel: str, dtype: torch.dtype, vocab_size: int) -> str:
-    """The one for such logits."""
+    """Return the instantiation for logits of this dtype and vocabulary size."""
     return f"{kernel}<{NAMES[dtype]}, {1 if vocab_size % 8 else 8}>"
 
 
 def logits_dtype(logits: Tensor) -> torch.dtype:
-    """Their own, if there are kernels for it, else one that they are expected to have."""
+    """Return the dtype of `logits` if kernels support it, otherwise float32, for the error."""
     return logits.dtype if logits.dtype in NAMES else torch.float32
 
 
 _MOST_PARTS = 8  # blocks that share a row
 _PIECES_BYTES = 256 * (8 + 8 + 4)  # `Pieces` of logits_row.cuh
-_PIECE = 512  # logits that a warp takes at a time, at least
+_PIECE = 512  # the minimum number of logits in a piece, which one warp reads
 PROGRAM = Program("sampling/sampling.cu", instantiations("sample"), dependent=True)
 
 
 def pack(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
-    """A value of dtype PARAMS."""
+    """Return a value of dtype PARAMS."""
     only_best = params.temperature <= 0 or params.top_k == 1 or params.top_p <= 0
     return (
         params.seed & (2**64 - 1),
@@ -68,7 +68,7 @@ def pack(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
 class Workspace(NamedTuple):
     """Memory in which blocks that share a row exchange results; one per stream is enough.
 
-    `pieces` uint8, `own_bests` float32, `arrived` int32, zero between launches.
+    `pieces` uint8, `own_bests` float32, and `arrived` int32, which is zero between launches.
     """
 
     pieces: Tensor
@@ -77,8 +77,8 @@ class Workspace(NamedTuple):
 
     @classmethod
     def of(cls, launcher: Launcher, device: torch.device) -> Workspace:
-        """For any number of rows: where there are many, blocks do not share them."""
-        most = launcher.num_multiprocessors  # blocks that share rows, at least two each
+        """Return a workspace for any number of rows: blocks do not share rows if there are many."""
+        most = launcher.num_multiprocessors  # blocks that share rows, at least two per row
         return cls(
             torch.empty(most // 2 * _PIECES_BYTES, dtype=torch.uint8, device=device),
             torch.empty(most * _THREADS, device=device),
@@ -97,20 +97,21 @@ def sample(
     workspace: Workspace | None = None,
     cells: Tensor | None = None,
 ) -> None:
-    """Write to `tokens` `[S]` int32 the token chosen for each row of `logits` `[S, V]`, bfloat16,
-    float16 or float32, and to `inputs` `[S]` int32 the same, 0 where there is none. With `cells`
-    int64 `[S]` a row's input is that element of `inputs` `[n]`.
+    """Choose a token for each row of `logits` `[S, V]`, bfloat16, float16 or float32.
+
+    The tokens are written to `tokens` `[S]` int32, and to `inputs` int32 `[S]`, with 0 if no token
+    can be chosen. With `cells` int64 `[S]`, row i is written to `inputs[cells[i]]`.
 
     `params` `[slots, PARAMS.itemsize]` uint8: an array of PARAMS, as bytes; `slots` `[S]` int32,
-    -1: nothing is chosen or written; `positions` `[S]` int64: of the tokens to be chosen. A row's
-    token depends on nothing of the others. The logits are left as they are. ValueError for other
-    tensors. With a `workspace`, where there are few rows several blocks share each; the bits are
-    the same.
+    -1: nothing is chosen or written; `positions` `[S]` int64: the positions of the tokens to be
+    chosen. A row's token does not depend on other rows. The logits are not changed. With a
+    `workspace`, several blocks share each row if there are few; the result has the same bits.
+    ValueError for other tensors.
 
-    top_k keeps all that tie with the k-th best; top_p the shortest ranking with a mass of at least
-    p in single precision; min_p is a share of the best token's probability; equal logits rank by
-    ascending id. NOT_FINITE stands for the token of a row that holds NaN or +inf, NO_TOKEN for that
-    of one of nothing but -inf.
+    top_k keeps all tokens that tie with the k-th best. top_p keeps the shortest ranking with a mass
+    of at least p, in single precision. min_p is relative to the best token's probability. Equal
+    logits rank by ascending id. The token is NOT_FINITE if the row contains NaN or +inf, NO_TOKEN
+    if all its logits are -inf.
     """
     num_rows, vocab_size = logits.shape
     check_tensors(
@@ -136,7 +137,7 @@ def sample(
 
 
 def num_parts(launcher: Launcher, num_rows: int, vocab_size: int) -> int:
-    """How many blocks share a row: as many as run at once, and each has work for all its warps."""
-    # Each has a multiprocessor for itself: one that waited for a place would end its row no sooner.
+    """Return the number of blocks that share a row; each has work for all of its warps."""
+    # One block per multiprocessor: more would wait for the first ones, and save no time.
     resident = launcher.num_multiprocessors // num_rows
     return max(1, min(_MOST_PARTS, resident, -(-vocab_size // (_PIECE * _THREADS // 32))))

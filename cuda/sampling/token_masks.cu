@@ -1,12 +1,12 @@
-// -inf in rows of logits for each token that has no bit in the row's mask. Logits are not read.
+// Sets logits to -inf for each token with a 0 in the row's mask. Logits are not read.
 #include "intrinsics.cuh"
 
-constexpr int THREADS = 256, WORDS = 32;  // words that a warp takes, one a lane
+constexpr int THREADS = 256, WORDS = 32;  // mask words per warp, one per lane
 
-// Grid: (masks, stretches of the vocabulary).
+// Grid: (masks, parts of the vocabulary).
 __global__ void __launch_bounds__(THREADS) mask_logits(
     float* logits,          // [rows, vocab_size]
-    const int* rows,        // [masks], -1: none
+    const int* rows,        // [masks]: the row of each mask; -1: none
     const unsigned* masks,  // [masks, num_words]
     int vocab_size, int num_words) {
     ptx::wait_for_previous();
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(THREADS) mask_logits(
     float* own = logits + size_t(row) * vocab_size;
     const unsigned* mask = masks + size_t(blockIdx.x) * num_words;
     int first = (blockIdx.y * THREADS + threadIdx.x) / 32 * WORDS;
-    unsigned bits = first + lane < num_words ? mask[first + lane] : 0;  // none behind the last
+    unsigned bits = first + lane < num_words ? mask[first + lane] : 0;
     unsigned changed = __ballot_sync(~0u, bits != ~0u);
     for (; changed; changed &= changed - 1) {
         int word = __ffs(changed) - 1;

@@ -178,16 +178,16 @@ def test_the_standard_library_of_cuda():
 @pytest.mark.parametrize(
     ("index", "value", "why"),
     [
-        (1, 200, "argument 1 is the int 200; pass a NumPy scalar.* 4-byte signed integer"),
-        (1, np.int64(200), "argument 1 is a int64, and .* declares a 4-byte signed integer"),
-        (2, np.int32(2), "argument 2 is a int32, and .* declares a 4-byte float"),
-        (2, 0.5, "argument 2 is the float 0.5"),
-        (0, np.zeros(200), "argument 0 holds 8-byte floats; declared: 4-byte float"),
-        (0, np.zeros(200, np.int32), "argument 0 holds 4-byte signed integers"),
-        (0, np.zeros((200, 2), np.float32)[:, 0], "argument 0 is an array that is not contig"),
-        (0, torch.zeros(9, 9).T, "argument 0 is a tensor that is not contiguous"),
-        (0, torch.zeros(9, device="meta"), "argument 0 is a tensor on meta"),
-        (0, [1.0], "argument 0 is a list; the kernel declares a pointer"),
+        (1, 200, "argument 1 must be a NumPy scalar.* 4-byte signed integer, got the int 200"),
+        (1, np.int64(200), "argument 1 must be a 4-byte signed integer .*, got a int64"),
+        (2, np.int32(2), "argument 2 must be a 4-byte float .*, got a int32"),
+        (2, 0.5, "argument 2 must be a NumPy scalar.*, got the float 0.5"),
+        (0, np.zeros(200), "argument 0 must have .* type 4-byte float, got 8-byte floats"),
+        (0, np.zeros(200, np.int32), "argument 0 must have .*, got 4-byte signed integers"),
+        (0, np.zeros((200, 2), np.float32)[:, 0], "argument 0 must be a C-contiguous array"),
+        (0, torch.zeros(9, 9).T, "argument 0 must be a contiguous tensor"),
+        (0, torch.zeros(9, device="meta"), "argument 0 must be .* on the CPU, got one on meta"),
+        (0, [1.0], "argument 0 must be an array, .* declares a pointer, got a list"),
     ],
 )
 def test_an_argument_of_another_type(scale, index, value, why):
@@ -198,13 +198,13 @@ def test_an_argument_of_another_type(scale, index, value, why):
 
 
 def test_launches_that_no_device_takes(scale):
-    with pytest.raises(emulator.EmulatorError, match="takes 4 arguments, and was given 2"):
+    with pytest.raises(emulator.EmulatorError, match="has 4 parameters, got 2 arguments"):
         scale((2,), (128,), arguments()[:2], shared_mem=16)
-    with pytest.raises(emulator.EmulatorError, match="block .* has more than 1024 threads"):
+    with pytest.raises(emulator.EmulatorError, match="must have at most 1024 threads, got"):
         scale((2,), (64, 32), arguments())
-    with pytest.raises(emulator.EmulatorError, match="grid .* is not within"):
+    with pytest.raises(emulator.EmulatorError, match="`grid` must be one to three sizes"):
         scale((1, 1 << 16), (128,), arguments())
-    with pytest.raises(emulator.EmulatorError, match="max_dynamic_shared_size_bytes=49152"):
+    with pytest.raises(emulator.EmulatorError, match="must be at most 49152: max_dynamic"):
         scale((2,), (128,), arguments(), shared_mem=50000)
 
 
@@ -212,7 +212,7 @@ def test_more_shared_memory_once_it_is_allowed(module):
     kernel = module.get_function("scale<float>")
     kernel.max_dynamic_shared_size_bytes = 100_000
     kernel((2,), (128,), arguments(), shared_mem=50_000)
-    with pytest.raises(emulator.EmulatorError, match="232448 of a device"):
+    with pytest.raises(emulator.EmulatorError, match="a device has 232448 bytes"):
         kernel.max_dynamic_shared_size_bytes = 300_000
         kernel((2,), (128,), arguments(), shared_mem=250_000)
 
@@ -245,31 +245,35 @@ def test_static_shared_memory_counts(check):
     assert x == 2
     kernel.max_dynamic_shared_size_bytes = 227 << 10
     kernel((1,), (1,), (x,), shared_mem=195 << 10)
-    with pytest.raises(emulator.EmulatorError, match="232448 of a device less 32768 of static"):
+    with pytest.raises(emulator.EmulatorError, match="232448 bytes, 32768 of them static"):
         kernel((1,), (1,), (x,), shared_mem=(195 << 10) + 1)
     assert module.get_function("plain").max_dynamic_shared_size_bytes == (48 << 10) - 4160
-    with pytest.raises(emulator.EmulatorError, match="tiles<double>: 65536 bytes of static"):
+    with pytest.raises(emulator.EmulatorError, match="tiles<double>: static .*, got 65536"):
         module.get_function("tiles<double>")
 
 
 def test_an_unknown_name(module):
-    with pytest.raises(emulator.EmulatorError, match="'scale' is not among .*: scale<float>, fill"):
+    with pytest.raises(
+        emulator.EmulatorError, match="unknown kernel 'scale'.*: scale<float>, fill"
+    ):
         module.get_function("scale")
-    with pytest.raises(emulator.EmulatorError, match="either path= or source="):
+    with pytest.raises(emulator.EmulatorError, match="pass either `path` or `source`"):
         emulator.Module(name_expressions=NAMES)
-    with pytest.raises(emulator.EmulatorError, match="order='up' is neither"):
+    with pytest.raises(emulator.EmulatorError, match="`order` must be .*, got 'up'"):
         emulator.Module(source=SCALE, name_expressions=NAMES, order="up")
-    with pytest.raises(emulator.EmulatorError, match="name_expressions='fill' is to be a sequence"):
+    with pytest.raises(emulator.EmulatorError, match="`name_expressions` must be .*, got 'fill'"):
         emulator.Module(source=SCALE, name_expressions="fill")
-    with pytest.raises(emulator.EmulatorError, match="options='-DX' is to be a sequence"):
+    with pytest.raises(emulator.EmulatorError, match="`options` must be .*, got '-DX'"):
         emulator.Module(source=SCALE, name_expressions=NAMES, options="-DX")
-    with pytest.raises(emulator.EmulatorError, match="fill: grid 3 is no tuple of sizes"):
+    with pytest.raises(
+        emulator.EmulatorError, match="fill: `grid` must be a tuple of sizes, got 3"
+    ):
         module.get_function("fill")(3, (1,), (np.zeros(4, np.uint64), np.int64(4)))
 
 
 def test_a_compiler_that_is_none(monkeypatch):
     monkeypatch.setenv("CXX", "/nope")
-    with pytest.raises(ConfigError, match="CXX='/nope' is none"):
+    with pytest.raises(ConfigError, match="CXX='/nope' was not found"):
         emulator.Toolchain()
 
 
@@ -280,7 +284,7 @@ def test_errors_carry_the_line_numbers_of_the_source():
     source = "__global__ void f(int* x) {\n    extern __shared__ int a[];\n    x[0] = missing;\n}\n"
     with pytest.raises(emulator.EmulatorError, match=r"kernel.cu:3:\d+: error: .missing. was not"):
         emulator.Module(source=source, name_expressions=["f"])
-    with pytest.raises(emulator.EmulatorError, match="(?s)'g' was not.*is to name a kernel"):
+    with pytest.raises(emulator.EmulatorError, match="(?s)'g' was not.*must name a kernel"):
         emulator.Module(source=source.replace("missing", "1"), name_expressions=["g"])
 
 
@@ -316,7 +320,7 @@ def test_inline_ptx_is_explained():
 
 def test_dynamic_shared_memory_declared_outside_of_the_kernel():
     source = "extern __shared__ float memory[];\n__global__ void f() { memory[0] = 1; }"
-    with pytest.raises(emulator.EmulatorError, match="`memory` is declared outside of a function"):
+    with pytest.raises(emulator.EmulatorError, match="`memory` must be declared inside the kernel"):
         emulator.Module(source=source, name_expressions=["f"])
 
 

@@ -124,6 +124,16 @@ def test_tests_of_a_new_header_are_those_of_its_users(tmp_path):
         covering_tests(tmp_path, "cuda/b.cu")
 
 
+def test_equivalent_mutants_are_of_the_code_as_it_is():
+    command = runpy.run_path(str(FOLDER / "__main__.py"))
+    known = command["read_equivalent"]((FOLDER / "equivalent.txt").read_text("utf-8"))
+    texts = {file: (ROOT / file).read_text("utf-8") for file, _, _ in known}
+    planted = {
+        command["identity"](it) for file, text in texts.items() for it in mutants_of(file, text)
+    }
+    assert [it for it in known if it not in planted] == []
+
+
 def test_no_name_of_a_file_is_cut(tmp_path, monkeypatch, capsys):
     """Also where the table goes to a pipe."""
     monkeypatch.setenv("COLUMNS", "60")
