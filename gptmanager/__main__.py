@@ -1,7 +1,20 @@
-"""`python -m gptmanager`."""
+"""`gptmanager`, also as `python -m gptmanager`: handles signals from the first moment on."""
 
+import signal
 import sys
 
-from gptmanager.cli import main
+from gptmanager.environment.lazy_names import named
+from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
 
-sys.exit(main())
+
+def main() -> int:
+    """Run the command line. A server handles signals before the modules of its command load."""
+    if sys.argv[1:2] == ["serve"]:
+        for number in leaving_signals():
+            signal.signal(number, leave_at_once)
+    status: int = named("gptmanager.cli:main")()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import importlib
 import logging
-import os
 import signal
 import sys
 import threading
@@ -26,6 +25,7 @@ from gptmanager.replay.command import add_command as add_replay
 from gptmanager.run.command import add_command as add_run
 from gptmanager.server.command import add_command as add_serve
 from gptmanager.simulator.command import add_command as add_simulate
+from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
 from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.streams import flushed, open_closed_streams, tell
@@ -105,21 +105,8 @@ def _terminable() -> contextlib.AbstractContextManager[None]:
 
 
 def _leaving() -> contextlib.AbstractContextManager[None]:
-    """A server handles signals itself while it serves. Before and after that no request depends on
-    it, so it leaves at once, with status 0, also as the first process of a container, which would
-    be deaf to signals. No exception does that: imports swallow some.
-    """
-
-    def leave(number: int, _: Any) -> None:
-        if number == signal.SIGINT:
-            with contextlib.suppress(OSError):
-                os.write(2, b"gptmanager: interrupted\n")
-            os._exit(130)
-        os._exit(0)
-
-    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as nohup wants it
-    hangup = () if is_deaf else (signal.SIGHUP,)
-    return _handled(leave, signal.SIGINT, *hangup, signal.SIGTERM)
+    """A server handles signals itself while it serves; before and after that it exits at once."""
+    return _handled(leave_at_once, *leaving_signals())
 
 
 @contextlib.contextmanager

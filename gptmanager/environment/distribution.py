@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 VERSION = "0.1.0"
@@ -11,6 +10,8 @@ DISTRIBUTION = "gptmanager-engine"  # "gptmanager" on the package index is anoth
 
 def install_command(extra: str) -> str:
     """A command that installs what `extra` asks for, wherever this package came from."""
+    from importlib import metadata  # takes a third of the time in which `gptmanager` is imported
+
     try:
         needed = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # a checkout that is not installed

@@ -1,6 +1,7 @@
 """What a user installs: the wheel's content, and what can be imported from where."""
 
 import configparser
+import importlib.metadata
 import json
 import os
 import re
@@ -115,7 +116,7 @@ def test_wheel_tells_its_command_version_and_licence(wheel):
     with zipfile.ZipFile(wheel) as archive:
         texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist()}
 
-    assert "gptmanager = gptmanager.cli:main" in texts["entry_points.txt"]
+    assert "gptmanager = gptmanager.__main__:main" in texts["entry_points.txt"]
     assert {"Name: gptmanager-engine", "License: Apache-2.0"} <= set(texts["METADATA"].splitlines())
     assert texts["LICENSE"] == (ROOT / "LICENSE").read_text()
 
@@ -280,13 +281,13 @@ def test_the_command_for_an_extra_installs_what_it_lists(monkeypatch, extra):
     wanted = [line for line in listed.split("\n") if line and not line.startswith("#")]
     metadata = [f'{it}; extra == "{extra}"' for it in wanted]
     metadata += ["torch>=2", 'other>=1; extra == "another"']
-    monkeypatch.setattr(distribution.metadata, "requires", lambda name: metadata)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: metadata)
     assert shlex.split(install_command(extra)) == ["pip", "install", *wanted]
 
 
 def test_in_a_checkout_that_nobody_has_installed_the_command_names_the_checkout(monkeypatch):
     def refuse(name):
-        raise distribution.metadata.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(distribution.metadata, "requires", refuse)
+    monkeypatch.setattr(importlib.metadata, "requires", refuse)
     assert install_command("server") == f"pip install -e '{ROOT}[server]'"

@@ -187,12 +187,12 @@ SERVE = [
 @pytest.mark.parametrize(
     ("number", "status", "text"),
     [
-        (signal.SIGTERM, 0, ""),
-        (signal.SIGHUP, 0, ""),
+        (signal.SIGTERM, 0, "gptmanager: terminated\n"),
+        (signal.SIGHUP, 0, "gptmanager: terminated\n"),
         (signal.SIGINT, 130, "gptmanager: interrupted\n"),
     ],
 )
-def test_a_signal_before_the_server_serves_ends_it_in_silence(tmp_path, number, status, text):
+def test_a_signal_before_the_server_serves_ends_it_with_a_line(tmp_path, number, status, text):
     """It is sent while the server reads a part of its model."""
     config = tmp_path / "config.json"
     config.symlink_to(MODEL / "config.json")
@@ -204,6 +204,27 @@ def test_a_signal_before_the_server_serves_ends_it_in_silence(tmp_path, number, 
         process.send_signal(number)
         assert process.stderr.read() == text
     assert process.returncode == status
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_handled_before_the_command_line_is_imported(number):
+    code = f"""
+import os, sys
+
+class Interrupting:
+    def find_spec(name, path, target=None):
+        if name == "gptmanager.cli":
+            print(sorted({{"argparse", "logging", "importlib.metadata", "torch"}} & sys.modules.keys()))
+            sys.stdout.flush()
+            os.kill(os.getpid(), {int(number)})
+
+from gptmanager.__main__ import main
+sys.meta_path.insert(0, Interrupting)
+sys.argv[1:] = ["serve"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "gptmanager: terminated\n")
 
 
 def catches(pid, number):

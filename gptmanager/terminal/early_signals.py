@@ -1,0 +1,27 @@
+"""The signal handler of a server that does not serve yet, or no longer.
+
+No request depends on the process then, so it exits at once. An exception would not do: some imports
+swallow it. As the first process of a container, a process without a handler ignores SIGTERM. This
+module imports little, because the handler is set before anything else is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from typing import Any
+
+
+def leave_at_once(number: int, _: Any) -> None:
+    """Exit with status 130 for SIGINT, and with 0 for other signals."""
+    text = b"interrupted" if number == signal.SIGINT else b"terminated"
+    with contextlib.suppress(OSError):
+        os.write(2, b"gptmanager: %b\n" % text)
+    os._exit(130 if number == signal.SIGINT else 0)
+
+
+def leaving_signals() -> list[signal.Signals]:
+    """Return the signals that end a server; nohup ignores SIGHUP."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *(() if is_ignored else (signal.SIGHUP,))]
