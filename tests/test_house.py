@@ -102,7 +102,7 @@ def test_a_dangling_docstring_is_found():
 TO_REWRITE = (
     *("gptmanager/assembly", "gptmanager/bench", "gptmanager/bindings"),
     *("gptmanager/manager", "gptmanager/models", "gptmanager/picture"),
-    *("gptmanager/server/triton", "gptmanager/terminal"),
+    "gptmanager/terminal",
 )
 
 

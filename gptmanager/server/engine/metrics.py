@@ -110,11 +110,10 @@ def routes(engine: Any, settings: ServerSettings) -> list[BaseRoute]:
     """Return the route of /metrics."""
     registry = engine.metrics.registry
 
-    def metrics(
-        request: Request,
-    ) -> Response:  # not a coroutine, so that it runs on a worker thread
-        # always the plain format, which all scrapers read: prometheus_client's OpenMetrics has
-        # underscores where vLLM's names have colons
+    def metrics(request: Request) -> Response:
+        # Not a coroutine: Starlette runs it on a worker thread. Always the plain format, which all
+        # scrapers read: prometheus_client's OpenMetrics has underscores where vLLM's names have
+        # colons.
         return Response(
             generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4}
         )

@@ -1,1 +1,1 @@
-"""Triton's protocol: clients of the C++ batch manager's backend find their models here."""
+"""Triton's protocol, with the models of the C++ batch manager's backend."""

@@ -1,7 +1,7 @@
-"""The datatypes of Triton's protocol, as NumPy arrays and as bytes.
+"""Convert tensors of Triton's datatypes between NumPy arrays, bytes and JSON values.
 
-Numbers are little-endian. A BYTES element is its length, four bytes, and what it holds. NumPy has
-no BF16: such tensors are read as float32.
+Numbers are little-endian. A BYTES element is its length in four bytes, followed by its content.
+NumPy has no BF16: such tensors are read as float32.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NUMPY = {
 }
 Buffer = Union[bytes, memoryview]
 _LENGTH = struct.Struct("<I")
-_MOST_DIMS = 8
+_MAX_DIMS = 8
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> np.ndarray:
-    """Return the tensor `name` of a request from its bytes. Its datatype and its shape are those
-    that the model allows: see `InputReader.check`. ApiError for any other number of bytes.
+    """Return the tensor `name` of a request from its bytes. `InputReader.check` must have accepted
+    its datatype and shape. Raises ApiError if the number of bytes does not fit the shape.
     """
     dtype, count = NUMPY[datatype], math.prod(shape)
     if datatype == "BYTES":
@@ -52,7 +52,7 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> n
             f"unexpected total byte size {len(raw)} for input {quoted(name)}, "
             f"expecting {count * size}",
         )
-    if datatype == "BOOL":  # any other byte than 0 would be no bool of NumPy's
+    if datatype == "BOOL":  # a client may send other bytes than 0 and 1
         return np.frombuffer(raw, dtype=np.uint8).reshape(shape).astype(np.bool_)
     if datatype == "BF16":
         halves = np.frombuffer(raw, dtype="<u2").astype("<u4")
@@ -62,9 +62,10 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> n
 
 
 def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> np.ndarray:
-    """Return the tensor `name` of a request from numbers, bools, texts or bytes, in lists of any
-    depth. Its datatype and its shape are those that the model allows. ApiError for any other number
-    of elements, which are then not read, and for those that the datatype does not hold.
+    """Return the tensor `name` of a request from numbers, bools, strings or bytes, in lists of any
+    depth. `InputReader.check` must have accepted its datatype and shape. Raises ApiError if the
+    number of elements does not fit the shape, before they are read, and for an element that the
+    datatype cannot represent.
     """
     dtype, count = NUMPY[datatype], math.prod(shape)
     found = _flat(name, values, math.prod(max(size, 1) for size in shape))
@@ -72,8 +73,8 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> 
         raise _wrong_number(name, str(len(found)), count)
     if not _all_fit(dtype, found):
         index = next(index for index, value in enumerate(found) if not _all_fit(dtype, [value]))
-        told = f"{quoted(name)}[{index}] = {quoted(found[index])} must be of datatype {datatype}"
-        raise invalid(name, f"input {told}")
+        where = f"input {quoted(name)}[{index}]"
+        raise invalid(name, f"{where} = {quoted(found[index])} must be of datatype {datatype}")
     if datatype == "BYTES":
         encoded = [one.encode() if isinstance(one, str) else one for one in found]
         return _objects(encoded, shape)
@@ -82,7 +83,7 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> 
 
 
 def _all_fit(dtype: np.dtype, values: Sequence[Any]) -> bool:
-    """Quick for millions of them."""
+    """Return whether `dtype` can represent all values; fast for millions of values."""
     kinds = set(map(type, values))
     if dtype == object:
         return kinds <= {str, bytes}
@@ -103,11 +104,11 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
 
 
 def _flat(name: str, values: Any, most: int) -> list[Any]:
-    """Return what is in lists of lists. ApiError for more than `most` on any level, of which none
-    is read.
+    """Return the elements of nested lists. Raises ApiError if a level has more than `most` items,
+    before they are read.
     """
     found = values if isinstance(values, list) else [values]
-    for _ in range(_MOST_DIMS):
+    for _ in range(_MAX_DIMS):
         if len(found) > most:
             raise _wrong_number(name, str(len(found)), most)
         if list not in set(map(type, found)):
@@ -116,7 +117,7 @@ def _flat(name: str, values: Any, most: int) -> list[Any]:
         if size > most:
             raise _wrong_number(name, str(size), most)
         found = [inner for one in found for inner in (one if isinstance(one, list) else [one])]
-    raise invalid(name, f"input {quoted(name)} has lists deeper than {_MOST_DIMS}")
+    raise invalid(name, f"input {quoted(name)} has lists deeper than {_MAX_DIMS}")
 
 
 def _wrong_number(name: str, given: str, expected: int) -> ApiError:
@@ -132,13 +133,13 @@ def _objects(elements: Sequence[bytes], shape: Sequence[int]) -> np.ndarray:
 
 
 def to_values(array: np.ndarray) -> list[Any]:
-    """All elements of a tensor of a response, as JSON has them."""
+    """Return all elements of a response's tensor as JSON values."""
     found: list[Any] = array.reshape(-1).tolist()
     return [one.decode() for one in found] if array.dtype == object else found
 
 
 def to_bytes(array: np.ndarray) -> bytes:
-    """A tensor of a response; one of objects holds bytes."""
+    """Return a response's tensor as bytes; elements of a tensor of objects are bytes."""
     if array.dtype != object:
         return np.ascontiguousarray(array).tobytes()
     return b"".join(_LENGTH.pack(len(one)) + one for one in array.reshape(-1))

@@ -1,4 +1,4 @@
-"""The paths below /v2 in the OpenAPI document, from the tables of the models' tensors."""
+"""Describe the paths below /v2 for the OpenAPI document, from the tables of the models' tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEXT = {"type": "string"}
 _OBJECT = {"type": "object"}
 _ERROR = {"type": "object", "required": ["error"], "properties": {"error": _TEXT}}
 _STATUSES = (400, 401, 404, 413, 429, 500, 501, 503, 504)
-_OF_DATATYPE: dict[str, dict[str, Any]] = {
+_DATATYPE_SCHEMAS: dict[str, dict[str, Any]] = {
     "BYTES": _TEXT,
     "BOOL": {"type": "boolean"},
     "INT32": {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1},
@@ -53,26 +53,31 @@ _INFER = {
 
 
 def paths() -> dict[str, Any]:
-    """Path items by path."""
+    """Return the path items of the document by path."""
     generate = {"anyOf": [_generate(token_model.INPUTS), _generate(text_model.BLS_INPUTS)]}
     found = {
-        "/v2": {"get": _operation("the server's name and version")},
-        "/v2/health/live": {"get": _operation("whether the loop runs", answer=None)},
-        "/v2/health/ready": {"get": _operation("whether calls are taken", answer=None)},
-        "/v2/repository/index": {"post": _operation("the models")},
-        "/v2/models/stats": {"get": _operation("how many calls the models have answered")},
+        "/v2": {"get": _operation("return the server's name and version")},
+        "/v2/health/live": {"get": _operation("check that the loop runs", answer=None)},
+        "/v2/health/ready": {"get": _operation("check that calls are accepted", answer=None)},
+        "/v2/repository/index": {"post": _operation("list the models")},
+        "/v2/models/stats": {"get": _operation("return the call statistics of all models")},
     }
     for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
-        found[path] = {"get": _operation("a model's tensors", path=path)}
+        found[path] = {"get": _operation("list a model's tensors", path=path)}
         found[f"{path}/ready"] = {
-            "get": _operation("whether it takes calls", answer=None, path=path)
+            "get": _operation("check that a model accepts calls", answer=None, path=path)
         }
-        found[f"{path}/config"] = {"get": _operation("a model's configuration", path=path)}
-        found[f"{path}/stats"] = {"get": _operation("how many calls it has answered", path=path)}
-        found[f"{path}/infer"] = {"post": _operation("one response", body=_INFER, path=path)}
-        found[f"{path}/generate"] = {"post": _operation("one response", body=generate, path=path)}
+        found[f"{path}/config"] = {"get": _operation("return a model's configuration", path=path)}
+        found[f"{path}/stats"] = {"get": _operation("return a model's statistics", path=path)}
+        found[f"{path}/infer"] = {"post": _operation("run a call", body=_INFER, path=path)}
+        found[f"{path}/generate"] = {"post": _operation("run a call", body=generate, path=path)}
         found[f"{path}/generate_stream"] = {
-            "post": _operation("a stream", body=generate, answer="text/event-stream", path=path)
+            "post": _operation(
+                "stream the responses of a call",
+                body=generate,
+                answer="text/event-stream",
+                path=path,
+            )
         }
     return found
 
@@ -86,10 +91,10 @@ def _operation(
 ) -> dict[str, Any]:
     content = {"application/json": {"schema": _ERROR}}
     responses: dict[str, Any] = {
-        str(status): {"description": "refused", "content": content} for status in _STATUSES
+        str(status): {"description": "the error", "content": content} for status in _STATUSES
     }
     if answer is None:
-        responses["503"] = {"description": "it is not"}
+        responses["503"] = {"description": "the check failed"}
     responses["200"] = {"description": summary, **({"content": {answer: {}}} if answer else {})}
     if body is not None and answer == "application/json":
         responses["200"]["content"]["application/octet-stream"] = {}
@@ -108,7 +113,7 @@ def _operation(
 
 
 def _generate(inputs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """An object with a tensor's name for each key."""
+    """Return the schema of a body with inputs by name."""
     return {
         "type": "object",
         "required": [spec.name for spec in inputs.values() if not spec.is_optional],
@@ -121,8 +126,8 @@ def _generate(inputs: Mapping[str, TensorSpec]) -> dict[str, Any]:
 
 
 def _tensor(spec: TensorSpec) -> dict[str, Any]:
-    """One element stands for a list of it."""
-    element = _OF_DATATYPE[spec.datatype]
+    """Return the schema of an input; a vector may also be given as a single element."""
+    element = _DATATYPE_SCHEMAS[spec.datatype]
     if spec.dims == (1,):
         return element
     schema: dict[str, Any] = element

@@ -1,4 +1,4 @@
-"""Refusals in Triton's protocol: of what a call itself is wrong about."""
+"""Errors of Triton's protocol for calls that are wrong or not supported."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from gptmanager.server.errors import ApiError
 
 
 def invalid(param: str | None, message: str) -> ApiError:
-    """A call that cannot be run as it is: INVALID_ARGUMENT over gRPC, else a 400."""
+    """Return the error for a wrong call: INVALID_ARGUMENT over gRPC, 400 over HTTP."""
     return ApiError(400, message, param=param, code="InvalidRequestError")
 
 
 def unsupported(message: str) -> ApiError:
-    """An extension of the protocol that is not here: UNIMPLEMENTED over gRPC, else a 501."""
+    """Return the error for an unsupported extension: UNIMPLEMENTED over gRPC, 501 over HTTP."""
     return ApiError(501, message)
 
 
-def not_here(what: str) -> ApiError:
-    """The refusal of a part of the protocol that needs files or memory beside the calls."""
+def unsupported_extension(what: str) -> ApiError:
+    """Return the error for a method that manages models, files or memory outside of calls."""
     return unsupported(f"{what} is not supported: this server has one model, in this process")

@@ -1,4 +1,4 @@
-"""Messages of the generated gRPC service, from and to calls and answers."""
+"""Convert messages of the gRPC service into calls, and responses into messages."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _CONTENTS = {
 
 
 def read_request(message: Any, model: Model, *, may_have_many: bool) -> InferRequest:
-    """Return the call of a ModelInferRequest. ApiError for the first thing that is wrong; nothing
-    behind it is read.
+    """Return the call of a ModelInferRequest. Raises ApiError for the first fault, and reads
+    nothing after it.
     """
     raw = message.raw_input_contents
     model.reader.check_number(len(message.inputs))
@@ -107,7 +107,7 @@ def _parameter(value: Any) -> Parameter:
 
 
 def write_response(response: InferResponse, model: Model) -> Any:
-    """A ModelInferResponse."""
+    """Return `response` as a ModelInferResponse."""
     request = response.request
     message = pb.ModelInferResponse(model_name=model.name, model_version=VERSION, id=request.id)
     for name, array in response.outputs.items():
@@ -118,8 +118,8 @@ def write_response(response: InferResponse, model: Model) -> Any:
 
 
 class StreamedResponses:
-    """The responses of one call of a stream. All are one message, since most of them differ in
-    little: each `write` changes what the one before has returned.
+    """Converts the responses of a streamed call. It reuses one message, since responses differ
+    little: each `write` changes the message that the previous one returned.
     """
 
     def __init__(self, model: Model) -> None:
@@ -128,7 +128,7 @@ class StreamedResponses:
         self._outputs: dict[str, np.ndarray] = {}
 
     def write(self, response: InferResponse) -> Any:
-        """A ModelStreamInferResponse."""
+        """Return `response` as a ModelStreamInferResponse, valid until the next `write`."""
         old, new = self._outputs, dict(response.outputs)
         message = self._message.infer_response
         if not old or _shapes(old) != _shapes(new):
@@ -149,7 +149,7 @@ def _shapes(outputs: Mapping[str, np.ndarray]) -> list[tuple[str, tuple[int, ...
 
 
 def refused_response(request_id: str, error: ApiError) -> Any:
-    """A ModelStreamInferResponse, the only one of its call."""
+    """Return the only ModelStreamInferResponse of a call that fails with `error`."""
     response = pb.ModelInferResponse(id=request_id)
     response.parameters["triton_final_response"].bool_param = True
     return pb.ModelStreamInferResponse(error_message=error.message, infer_response=response)

@@ -1,4 +1,4 @@
-"""Triton's protocol over gRPC, with the service that tritonclient's wheel has generated."""
+"""Serve Triton's protocol over gRPC, with the service code in tritonclient's wheel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gptmanager.server.http.body import BodyBudget, run_in_thread
 from gptmanager.server.http.keys import ServerKey, bearer, is_key
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
-from gptmanager.server.triton.errors import invalid, not_here
+from gptmanager.server.triton.errors import invalid, unsupported_extension
 from gptmanager.server.triton.grpc_messages import (
     StreamedResponses,
     read_request,
@@ -44,8 +44,8 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-_OPEN = ("ServerLive", "ServerReady")  # health needs no key
-_NOT_HERE = {
+_OPEN = ("ServerLive", "ServerReady")  # health checks need no key
+_UNSUPPORTED = {
     **dict.fromkeys(
         [f"SystemSharedMemory{does}" for does in ("Status", "Register", "Unregister")],
         "system shared memory",
@@ -59,14 +59,14 @@ _NOT_HERE = {
     "TraceSetting": "tracing",
     "LogSettings": "changing what is logged",
 }
-_MOST_ENDING = 16  # calls of a stream beyond those that may run and wait
-_MAX_STREAMS = 1024  # calls of a connection, streams among them
-_LARGE = 1 << 14  # elements: it takes a noticeable time to read them
-_CALLS = ("ModelInfer", "ModelStreamInfer")  # whose messages may be large
+_EXTRA_CALLS = 16  # calls of a stream in addition to those that may run and wait
+_MAX_STREAMS = 1024  # concurrent calls of a connection
+_LARGE = 1 << 14  # elements of a tensor that is read on a worker thread
+_CALLS = ("ModelInfer", "ModelStreamInfer")  # methods with large messages
 
 
 class GrpcFront:
-    """The server beside the HTTP one, on the same event loop. `port`: where it listens."""
+    """The gRPC server, on the event loop of the HTTP server. `port`: its port."""
 
     def __init__(self, server: grpc.aio.Server, port: int) -> None:
         self._server = server
@@ -74,7 +74,7 @@ class GrpcFront:
 
     @classmethod
     async def start(cls, engine: Engine, settings: ServerSettings) -> GrpcFront:
-        """ConfigError: the port cannot be used."""
+        """Start the server. Raises ConfigError if the port cannot be used."""
         interceptors: list[grpc.aio.ServerInterceptor] = [BadMessages()]
         if settings.has_key:
             interceptors.insert(0, KeyInterceptor(engine.key))
@@ -84,7 +84,7 @@ class GrpcFront:
                 ("grpc.max_receive_message_length", settings.body_limit(carries_tensors=True)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_concurrent_streams", _MAX_STREAMS),
-                ("grpc.so_reuseport", 0),  # else a second server would share the port
+                ("grpc.so_reuseport", 0),  # otherwise a second server could share the port
             ],
         )
         service = TritonService(Inference.of(engine, settings), settings, engine.body_budget)
@@ -101,12 +101,12 @@ class GrpcFront:
         return cls(server, port)
 
     async def stop(self, grace_s: float) -> None:
-        """Calls that still run are cancelled after `grace_s`."""
+        """Stop the server; calls that still run after `grace_s` are cancelled."""
         await self._server.stop(grace_s)
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """The server's key comes as metadata: `authorization`, "Bearer KEY"."""
+    """Checks the key, which clients send as metadata: `authorization` with "Bearer KEY"."""
 
     def __init__(self, key: ServerKey) -> None:
         self._key = key
@@ -114,7 +114,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
-                "the key is missing or wrong: metadata 'authorization: Bearer KEY' is needed",
+                "the key is missing or wrong: send the metadata 'authorization: Bearer KEY'",
             )
 
         self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
@@ -133,15 +133,15 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Call(NamedTuple):
-    """A message of a call, or the ApiError for it, and its bytes."""
+    """A message of a call, or the ApiError for it, and its size in bytes."""
 
     message: Any
     size: int
 
 
 class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Bytes that are no message, or too expensive to parse, reach a method as an ApiError: grpcio
-    would log each with its traceback, and tell the client nothing.
+    """Replaces a malformed message, or one that is too expensive to parse, by an ApiError for the
+    method. grpcio itself would log a traceback for each and answer without a reason.
     """
 
     async def intercept_service(
@@ -164,7 +164,7 @@ class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 return read(raw)
             except DecodeError as error:
-                return invalid(None, f"the message is not as the service defines it: {error}")
+                return invalid(None, f"the message does not match the service definition: {error}")
 
         return handler._replace(request_deserializer=call_of if is_call else request_of)
 
@@ -174,8 +174,10 @@ def _check_message(message: Any) -> None:
         raise message
 
 
-def _told(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """A method of the service whose errors end the call with their status."""
+def _ends_with_status(
+    work: Callable[..., Coroutine[Any, Any, Any]],
+) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Decorate a method of the service: its errors end the call with their status."""
 
     async def method(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
@@ -189,11 +191,11 @@ def _told(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Corout
 
 
 def refusal(error: Exception) -> ApiError:
-    """Return the error as a client gets it; an unexpected one is logged, too."""
+    """Return `error` as an ApiError, and log it if it is unexpected."""
     if isinstance(error, (ApiError, GptManagerError)):
         return api_error(error)
     _logger.error("a call over gRPC failed", exc_info=error)
-    return ApiError(500, "the server failed; its log tells more")
+    return ApiError(500, "the server failed; its log has the details")
 
 
 def status_of(refused: ApiError) -> grpc.StatusCode:
@@ -201,7 +203,7 @@ def status_of(refused: ApiError) -> grpc.StatusCode:
 
 
 class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """The calls that clients of the C++ backend make."""
+    """The methods of the gRPC service."""
 
     def __init__(
         self, inference: Inference, settings: ServerSettings, body_budget: BodyBudget
@@ -209,47 +211,47 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
         self._inference = inference
         self._body_budget = body_budget
         self._settings = settings
-        self._most_calls = settings.concurrency + settings.max_queued_requests + _MOST_ENDING
+        self._most_calls = settings.concurrency + settings.max_queued_requests + _EXTRA_CALLS
 
-    @_told
+    @_ends_with_status
     async def ServerLive(self, request: Any) -> Any:
         return pb.ServerLiveResponse(live=self._inference.is_live)
 
-    @_told
+    @_ends_with_status
     async def ServerReady(self, request: Any) -> Any:
         return pb.ServerReadyResponse(ready=self._inference.is_ready)
 
-    @_told
+    @_ends_with_status
     async def ModelReady(self, request: Any) -> Any:
         has = request.name in self._inference.models and request.version in ("", "1")
         return pb.ModelReadyResponse(ready=has and self._inference.is_ready)
 
-    @_told
+    @_ends_with_status
     async def ServerMetadata(self, request: Any) -> Any:
         return pb.ServerMetadataResponse(**repository.server_metadata())
 
-    @_told
+    @_ends_with_status
     async def ModelMetadata(self, request: Any) -> Any:
         model = self._inference.find(request.name, request.version)
         return pb.ModelMetadataResponse(**repository.model_metadata(model))
 
-    @_told
+    @_ends_with_status
     async def ModelConfig(self, request: Any) -> Any:
         model = self._inference.find(request.name, request.version)
-        config = repository.model_config(model, self._inference.most_rows, self._settings)
+        config = repository.model_config(model, self._inference.max_rows, self._settings)
         message = json_format.ParseDict(config, model_config_pb2.ModelConfig())
         return pb.ModelConfigResponse(config=message)
 
-    @_told
+    @_ends_with_status
     async def RepositoryIndex(self, request: Any) -> Any:
         return pb.RepositoryIndexResponse(models=repository.index(self._inference))
 
-    @_told
+    @_ends_with_status
     async def ModelStatistics(self, request: Any) -> Any:
         found = repository.statistics(self._inference, request.name, request.version)
         return pb.ModelStatisticsResponse(**found)
 
-    @_told
+    @_ends_with_status
     async def ModelInfer(self, call: _Call) -> Any:
         with self._body_budget.reserved(call.size):
             model, request = await self._read(call.message, may_have_many=False)
@@ -265,11 +267,11 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
     async def ModelStreamInfer(
         self, messages: AsyncIterator[Any], context: grpc.aio.ServicerContext
     ) -> None:
-        """Calls run beside each other; their responses come as they are ready.
+        """Run the calls of a stream concurrently, and send their responses as they become ready.
 
-        A client that does not read holds up its own calls, and then what it sends.
+        A client that does not read delays its own calls; finally its messages are no longer read.
         """
-        writing, room = asyncio.Lock(), asyncio.Semaphore(self._most_calls)
+        writing, free_slots = asyncio.Lock(), asyncio.Semaphore(self._most_calls)
         calls: set[asyncio.Task[None]] = set()
 
         async def write(answer: Any) -> None:
@@ -278,11 +280,11 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
 
         def end(call: asyncio.Task[None]) -> None:
             calls.discard(call)
-            room.release()
+            free_slots.release()
 
         try:
             async for message in messages:
-                await room.acquire()
+                await free_slots.acquire()
                 call = asyncio.create_task(self._answer(message, write))
                 calls.add(call)
                 call.add_done_callback(end)
@@ -302,7 +304,7 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
                     async for response in responses:
                         await write(found.write(response))
         except grpc.aio.BaseError as error:
-            _logger.debug("the client of a stream has gone", exc_info=error)
+            _logger.debug("the client of a stream has disconnected", exc_info=error)
         except Exception as error:
             request_id = getattr(call.message, "id", "")[:MAX_ID]
             await write(refused_response(request_id, refusal(error)))
@@ -310,10 +312,10 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
 
 def _refuses(what: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def method(self: Any, request: Any) -> Any:
-        raise not_here(what)
+        raise unsupported_extension(what)
 
-    return _told(method)
+    return _ends_with_status(method)
 
 
-for _name, _what in _NOT_HERE.items():
+for _name, _what in _UNSUPPORTED.items():
     setattr(TritonService, _name, _refuses(_what))

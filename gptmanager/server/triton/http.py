@@ -1,6 +1,6 @@
-"""Triton's protocol over HTTP: /v2/..., with the generate extension.
+"""Serve Triton's protocol over HTTP at /v2/..., with the generate extension.
 
-Its errors are `{"error": "text"}`, as Triton's clients read them.
+Errors are `{"error": "text"}`, the format that Triton's clients expect.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from gptmanager.server.http.responses import EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
 from gptmanager.server.triton.datatypes import from_values, to_values
-from gptmanager.server.triton.errors import invalid, not_here
+from gptmanager.server.triton.errors import invalid, unsupported_extension
 from gptmanager.server.triton.http_messages import (
     HEADER,
+    decompressed,
     read_request,
-    unpacked,
     write_response,
 )
 from gptmanager.server.triton.inference import VERSION, Inference, Model
@@ -51,8 +51,8 @@ from gptmanager.server.triton.messages import (
 
 _ONE_MODEL = "/v2/models/{name}"
 _ONE_VERSION = "/v2/models/{name}/versions/{version}"
-# paths of Triton's whose extensions are not here, and what they are about
-NOT_HERE = {
+# paths of Triton's extensions that this server does not support, with what they do
+UNSUPPORTED_PATHS = {
     "/v2/systemsharedmemory/{rest:path}": "system shared memory",
     "/v2/cudasharedmemory/{rest:path}": "CUDA shared memory",
     "/v2/repository/models/{rest:path}": "loading and unloading of models",
@@ -63,7 +63,7 @@ NOT_HERE = {
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    """None unless the settings ask for them."""
+    """Return the routes below /v2, or none if the settings do not enable Triton's protocol."""
     if not settings.serves_triton:
         return []
     front = HttpFront(Inference.of(engine, settings), settings)
@@ -85,20 +85,21 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
             Route(f"{path}/generate_stream", front.generate_stream, methods=["POST"]),
         ]
     found += [
-        Route(path, _refuses(what), methods=["GET", "POST"]) for path, what in NOT_HERE.items()
+        Route(path, _refuses(what), methods=["GET", "POST"])
+        for path, what in UNSUPPORTED_PATHS.items()
     ]
     return found
 
 
 def _refuses(what: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     async def refuse(request: Request) -> Response:
-        raise not_here(what)
+        raise unsupported_extension(what)
 
     return refuse
 
 
 class HttpFront:
-    """The endpoints."""
+    """The endpoints below /v2."""
 
     def __init__(self, inference: Inference, settings: ServerSettings) -> None:
         self._inference = inference
@@ -124,16 +125,16 @@ class HttpFront:
         return await self.ready(request)
 
     async def config(self, request: Request) -> Response:
-        model, most = self._model(request), self._inference.most_rows
+        model, most = self._model(request), self._inference.max_rows
         return json_response(repository.model_config(model, most, self._settings))
 
     async def statistics(self, request: Request) -> Response:
         return json_response(repository.statistics(self._inference, **request.path_params))
 
     async def infer(self, request: Request) -> Response:
-        """One call, one response, in JSON or as bytes."""
+        """Answer a call with one response, in JSON or as bytes."""
         model = self._model(request)
-        async with body_of(request, carries_tensors=True) as body:  # its tensors are parts of it
+        async with body_of(request, carries_tensors=True) as body:  # its tensors are views of it
             return await self._infer(request, model, body)
 
     async def _infer(self, request: Request, model: Model, body: bytes) -> Response:
@@ -142,7 +143,7 @@ class HttpFront:
         limit = self._settings.body_limit(carries_tensors=True)
 
         def read() -> tuple[InferRequest, set[str] | None]:
-            return read_request(unpacked(body, encoding, limit), length, model)
+            return read_request(decompressed(body, encoding, limit), length, model)
 
         size = len(body) if encoding in ("", "identity") else limit
         call, binary = await parsed(request, size, read)
@@ -151,14 +152,14 @@ class HttpFront:
         return Response(content, headers=headers)
 
     async def generate(self, request: Request) -> Response:
-        """JSON by the tensors' names; there must be one response."""
+        """Answer a call that has inputs by name, in JSON, with one response."""
         model = self._model(request)
         call = await _generate_request(request, model)
         response = await until_disconnected(request, self._inference.one_response(call))
-        return json_response(_told(response, model))
+        return json_response(_as_json(response, model))
 
     async def generate_stream(self, request: Request) -> Response:
-        """An event for each response."""
+        """Answer like `generate`, with an event for each response."""
         model = self._model(request)
         call = await _generate_request(request, model)
         call.may_have_many = True
@@ -173,7 +174,7 @@ class HttpFront:
                     if response.error is not None:
                         raise response.error
                     has_begun = True
-                    yield event(_told(response, model))
+                    yield event(_as_json(response, model))
         except Exception as error:
             if not has_begun:
                 raise
@@ -188,17 +189,17 @@ async def _generate_request(request: Request, model: Model) -> InferRequest:
 
 
 def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
-    """The keys that are no inputs are parameters of the request, as Triton takes them; and what is
-    among `parameters`, but is an input, is one. Null is absent. Other keys are not read.
+    """Return the call of a generate body. As in Triton, parameters of the request may be top-level
+    keys, and inputs may be in `parameters`. Null counts as absent. Other keys are ignored.
     """
     parameters = body.get("parameters")
     parameters = {} if parameters is None else parameters
     if not isinstance(parameters, dict):
-        raise invalid("parameters", f"parameters = {quoted(parameters)} must be a JSON object")
+        raise invalid("parameters", f"parameters must be an object, got {quoted(parameters)}")
     request_id = body.get("id")
     request_id = "" if request_id is None else request_id
     if not isinstance(request_id, (str, int)) or isinstance(request_id, bool):
-        raise invalid("id", f"id = {quoted(request_id)} must be a text")
+        raise invalid("id", f"id must be a string, got {quoted(request_id)}")
 
     def given(names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         for name in names:
@@ -214,16 +215,16 @@ def _read_generate(body: Mapping[str, Any], model: Model) -> InferRequest:
         model.reader.check(name, datatype, shape)
         inputs[name] = InputTensor(datatype, from_values(name, datatype, shape, value))
     if not inputs:
-        raise invalid(None, f"no input of model {quoted(model.name)} is given")
+        raise invalid(None, f"the request has no input of model {quoted(model.name)}")
     return InferRequest(model.name, inputs, VERSION, str(request_id), None, dict(given(PARAMETERS)))
 
 
-def _told(response: InferResponse, model: Model) -> dict[str, Any]:
-    """Tensors by name; what has one element is no list."""
-    told: dict[str, Any] = {"model_name": model.name, "model_version": VERSION}
+def _as_json(response: InferResponse, model: Model) -> dict[str, Any]:
+    """Return the tensors of a response by name; a tensor with one element as that element."""
+    found: dict[str, Any] = {"model_name": model.name, "model_version": VERSION}
     if response.request.id:
-        told["id"] = response.request.id
+        found["id"] = response.request.id
     for name, array in response.outputs.items():
         values = to_values(array)
-        told[name] = values[0] if len(values) == 1 else values
-    return told
+        found[name] = values[0] if len(values) == 1 else values
+    return found

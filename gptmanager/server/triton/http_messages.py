@@ -1,4 +1,6 @@
-"""Bodies of HTTP's infer call: JSON, and tensors as bytes behind it (the binary extension)."""
+"""Read and write bodies of the infer call: JSON, followed by tensors as bytes (the binary
+extension).
+"""
 
 from __future__ import annotations
 
@@ -22,41 +24,41 @@ from gptmanager.server.triton.messages import (
 )
 
 HEADER = "inference-header-content-length"  # bytes of JSON before the tensors
-# bytes that a packed body may unpack to, and more for each of its own
-_UNPACKED, _UNPACKED_OF_EACH = 16 << 20, 4
-_MOST_DIMS = 8
+# limit for a decompressed body: a constant, plus a number of bytes for each compressed one
+_DECOMPRESSED_BASE, _DECOMPRESSED_PER_BYTE = 16 << 20, 4
+_MAX_DIMS = 8
 
 
-def unpacked(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return a body as it was before `Content-Encoding`. ApiError 413 for more than `limit` bytes,
-    and for many more than the client has sent: a thousandfold costs it nothing.
+def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
+    """Return the decompressed body. Raises ApiError 413 if it exceeds `limit`, or if it is many
+    times larger than the compressed body: a client could send a thousandfold at no cost.
     """
     if encoding in ("", "identity"):
         return body
     if encoding not in ("gzip", "deflate"):
-        raise ApiError(400, f"Content-Encoding {quoted(encoding)} is none of gzip, deflate")
-    limit = min(limit, _UNPACKED + _UNPACKED_OF_EACH * len(body))
-    reader = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either
+        raise ApiError(400, f"Content-Encoding must be gzip or deflate, got {quoted(encoding)}")
+    limit = min(limit, _DECOMPRESSED_BASE + _DECOMPRESSED_PER_BYTE * len(body))
+    reader = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip and deflate
     try:
         found = reader.decompress(body, limit + 1)
     except zlib.error as error:
-        raise ApiError(400, f"the body is no {encoding}: {error}") from None
+        raise ApiError(400, f"the body is not valid {encoding}: {error}") from None
     if len(found) > limit:
         raise ApiError(
             413,
-            f"the body of {len(body)} bytes unpacks to more than {limit} bytes, which are allowed "
-            "for so few, or by --max-body-bytes",
+            f"the body of {len(body)} bytes decompresses to more than {limit} bytes, the limit "
+            "for its size or of --max-body-bytes",
         )
     if not reader.eof:
-        raise ApiError(400, f"the body is no {encoding}: its end is missing")
+        raise ApiError(400, f"the body is not valid {encoding}: its end is missing")
     return found
 
 
 def read_request(
     body: bytes, header_length: str | None, model: Model
 ) -> tuple[InferRequest, set[str] | None]:
-    """Return the call, and the outputs that are wanted as bytes (None: all). ApiError 400 for the
-    first thing that is wrong; nothing behind it is read.
+    """Return the call, and the names of the outputs requested as bytes (None: all). Raises ApiError
+    400 for the first fault, and reads nothing after it.
     """
     length = _header_length(header_length, len(body))
     fields = _Object("the request", parse_json(body[:length]))
@@ -88,7 +90,9 @@ def _header_length(given: str | None, size: int) -> int:
     if given is None:
         return size
     if not (given.isascii() and given.isdecimal() and len(given) < 20 and int(given) <= size):
-        raise invalid(None, f"{HEADER} = {quoted(given)} is outside 0..{size}, that of the body")
+        raise invalid(
+            None, f"{HEADER} = {quoted(given)} is outside 0..{size}, the size of the body"
+        )
     return int(given)
 
 
@@ -100,7 +104,7 @@ def _input(tensor: _Object, name: str, rest: _Rest, model: Model) -> InputTensor
     if size is not None:
         if "data" in tensor.given:
             raise invalid(
-                name, f"input {quoted(name)} has data and binary_data_size: pass one of them"
+                name, f"input {quoted(name)} has both data and binary_data_size: pass one of them"
             )
         return InputTensor(datatype, from_bytes(name, datatype, shape, rest.take(name, size)))
     if "data" not in tensor.given:
@@ -128,7 +132,7 @@ def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
 
 
 class _Rest:
-    """The bytes behind the JSON, tensor by tensor."""
+    """The bytes behind the JSON, which tensors take one after another."""
 
     def __init__(self, raw: memoryview) -> None:
         self._raw = raw
@@ -140,7 +144,7 @@ class _Rest:
             raise invalid(
                 name,
                 f"input {quoted(name)}: binary_data_size = {quoted(size)} is outside 0..{left}, "
-                "what is left of the body",
+                "the remaining size of the body",
             )
         self._at += size
         return self._raw[self._at - size : self._at]
@@ -152,25 +156,25 @@ class _Rest:
 
 
 class _Object:
-    """A JSON object of a call; its parts are read as what they must be. `where`: for errors."""
+    """A JSON object of a call, with methods that check types. `where`: its name in errors."""
 
     def __init__(self, where: str, given: Any) -> None:
         if not isinstance(given, dict):
-            raise invalid(None, f"{where} = {quoted(given)} must be a JSON object")
+            raise invalid(None, f"{where} must be an object, got {quoted(given)}")
         self.given = given
         self._where = where
 
     def text(self, key: str, absent: str | None = None) -> str:
         found = self.given.get(key, absent)
         if not isinstance(found, str):
-            raise invalid(key, f"{self._where}: {key} = {quoted(found)} must be a text")
+            raise invalid(key, f"{self._where}: {key} must be a string, got {quoted(found)}")
         return found
 
     def number(self, key: str, absent: Any = None) -> int:
-        """Return how many objects `objects` has."""
+        """Return the number of objects that `objects` yields."""
         found = self.given.get(key, absent)
         if not isinstance(found, (list, tuple)):
-            raise invalid(key, f"{self._where}: {key} = {quoted(found)} must be a list")
+            raise invalid(key, f"{self._where}: {key} must be a list, got {quoted(found)}")
         return len(found)
 
     def objects(self, key: str) -> Iterator[_Object]:
@@ -181,13 +185,13 @@ class _Object:
         found = self.given.get("shape")
         if (
             not isinstance(found, list)
-            or len(found) > _MOST_DIMS
+            or len(found) > _MAX_DIMS
             or any(type(size) is not int for size in found)
         ):
             raise invalid(
                 "shape",
-                f"{self._where}: shape = {quoted(found)} must be a list of at most {_MOST_DIMS} "
-                "integers",
+                f"{self._where}: shape must be a list of at most {_MAX_DIMS} integers, got "
+                f"{quoted(found)}",
             )
         return found
 
@@ -195,7 +199,7 @@ class _Object:
         found = self.given.get("parameters", {})
         if not isinstance(found, dict):
             raise invalid(
-                "parameters", f"{self._where}: parameters = {quoted(found)} must be an object"
+                "parameters", f"{self._where}: parameters must be an object, got {quoted(found)}"
             )
         return found
 
@@ -203,20 +207,20 @@ class _Object:
 def write_response(
     response: InferResponse, model: Model, binary: set[str] | None
 ) -> tuple[bytes, dict[str, str]]:
-    """The body, and its headers."""
+    """Return the body and the headers of a response. `binary`: outputs sent as bytes; None: all."""
     outputs, raw = [], []
     for name, array in response.outputs.items():
-        told: dict[str, Any] = {
+        output: dict[str, Any] = {
             "name": name,
             "datatype": model.outputs[name].datatype,
             "shape": list(array.shape),
         }
         if binary is None or name in binary:
             raw.append(to_bytes(array))
-            told["parameters"] = {"binary_data_size": len(raw[-1])}
+            output["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            told["data"] = to_values(array)
-        outputs.append(told)
+            output["data"] = to_values(array)
+        outputs.append(output)
     head = orjson.dumps(
         {
             **({"id": response.request.id} if response.request.id else {}),

@@ -1,7 +1,6 @@
-"""`Inference`: calls of Triton's protocol, from their tensors to their responses.
+"""`Inference`: runs calls of Triton's protocol, independently of HTTP and gRPC.
 
-Knows the models by name, runs the rows of a call beside each other, and stops calls by their ids.
-Knows nothing of HTTP and of gRPC.
+It finds models by name, runs the rows of a call concurrently, and stops calls by their ids.
 """
 
 from __future__ import annotations
@@ -27,11 +26,13 @@ from gptmanager.server.triton.tensors import InputReader, Sizes, TensorSpec
 from gptmanager.server.triton.text_model import TextModel
 from gptmanager.server.triton.token_model import Tensors, TokenModel
 
-VERSION = "1"  # of each model
+VERSION = "1"  # the only version of each model
 
 
 class Reply(Protocol):
-    """One sequence of a row: what the engine is asked for, and what becomes of the parts."""
+    """One sequence of a row: the request for the engine, and the conversion of its parts into
+    tensors. `is_complete`: the response is complete, so the request can be stopped.
+    """
 
     @property
     def request(self) -> EngineRequest: ...
@@ -40,14 +41,14 @@ class Reply(Protocol):
     def streams(self) -> bool: ...
 
     @property
-    def has_all(self) -> bool: ...
+    def is_complete(self) -> bool: ...
 
     def take(self, part: GenerationPart) -> list[Tensors]: ...
 
 
 class Model(Protocol):
-    """`inputs`, `outputs`: its tensors by name; `reader` reads the inputs of a call.
-    `needs_outputs`: those that a client must list.
+    """A model that clients can call. `inputs`, `outputs`: its tensors by name. `reader` checks the
+    inputs of a call. `needs_outputs`: outputs that a client must request.
     """
 
     @property
@@ -72,14 +73,16 @@ class Model(Protocol):
 
 
 class Inference:
-    """`models`: those there are, by name, and their `statistics`; `most_rows`: of one call."""
+    """`models` and their `statistics` by name; `max_rows`: the maximum batch size of a call."""
 
-    # the fronts hold it; it holds the engine, so a strong one here would be for ever
+    # A weak reference: it refers to the engine, so a strong one would keep the engine alive.
     _of_engines: ClassVar[WeakKeyDictionary[Engine, ref[Inference]]] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, engine: Engine, settings: ServerSettings) -> Inference:
-        """The one that HTTP and gRPC share, so that a call is stopped by whichever."""
+        """Return the instance for `engine`. HTTP and gRPC share it, so that each can stop the
+        other's calls.
+        """
         known = cls._of_engines.get(engine)
         found = None if known is None else known()
         if found is None:
@@ -88,7 +91,7 @@ class Inference:
         return found
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        self.most_rows = settings.concurrency
+        self.max_rows = settings.concurrency
         sizes = sizes_of(engine, settings)
         tokens = TokenModel(engine, settings, sizes)
         self.models: dict[str, Model] = {tokens.name: tokens}
@@ -97,7 +100,7 @@ class Inference:
                 self.models[name] = TextModel(name, engine, settings, tokens, sizes)
         self.statistics = {name: ModelStatistics(name, VERSION) for name in self.models}
         self._engine = engine
-        self._running: dict[str, set[_Running]] = defaultdict(set)  # by the clients' ids
+        self._running: dict[str, set[_Running]] = defaultdict(set)  # by the ids that clients chose
 
     @property
     def is_live(self) -> bool:
@@ -109,20 +112,20 @@ class Inference:
         return self._engine.is_ready
 
     def find(self, name: str, version: str = "") -> Model:
-        """ApiError 404 for a model that is not here."""
+        """Return the model of this name. Raises ApiError 404 if there is none."""
         if name not in self.models or version not in ("", VERSION):
-            told = f" version {quoted(version)}" if name in self.models else ""
+            unknown = f" version {quoted(version)}" if name in self.models else ""
             raise ApiError(
                 404,
-                f"Request for unknown model: {quoted(name)}{told} is not found; "
-                f"there are {', '.join(self.models)}, version {VERSION}",
+                f"Request for unknown model: {quoted(name)}{unknown} is not found; "
+                f"this server has {', '.join(self.models)}, version {VERSION}",
                 param="model_name",
                 code="model_not_found",
             )
         return self.models[name]
 
     async def one_response(self, request: InferRequest) -> InferResponse:
-        """The response to a call that has one. ApiError for a call that has several."""
+        """Return the response to a call that has exactly one. Raises the error of a failed row."""
         async with contextlib.aclosing(self.responses(request)) as responses:
             async for response in responses:
                 if response.error is not None:
@@ -131,10 +134,10 @@ class Inference:
         raise AssertionError("every call has a response")
 
     async def responses(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        """All responses, as they come; leaving cancels what still runs.
+        """Yield all responses as they become ready; closing the iterator cancels the call.
 
-        A row that fails gives its error, the others go on. Raises ApiError for a call that cannot
-        be run at all.
+        A failed row yields its error, and the other rows continue. Raises ApiError for a wrong
+        call.
         """
         model = self.find(request.model_name, request.model_version)
         with self.statistics[model.name].call() as record:
@@ -147,7 +150,7 @@ class Inference:
                 record.succeeded = True
                 yield InferResponse(request, {}, True)
                 return
-            with self._listed(request.id) as running:
+            with self._registered(request.id) as running:
                 replies = await self._replies(request, model, rows)
                 requests = [_with_parameters(it.request, request.parameters) for _, it in replies]
                 async with self._engine.submit(requests) as call:
@@ -162,14 +165,14 @@ class Inference:
                             yield InferResponse(request, _chosen(outputs, request), is_final)
 
     def _stop(self, request_id: str) -> None:
-        """All calls of this id; none is no error, since it may have ended."""
+        """Stop all calls with this id. There may be none: the call may have ended already."""
         if not request_id:
             raise invalid("id", "Cannot send stop request without specifying a request_id")
         for running in self._running.get(request_id, ()):
             running.stop()
 
     @contextlib.contextmanager
-    def _listed(self, request_id: str) -> Iterator[_Running]:
+    def _registered(self, request_id: str) -> Iterator[_Running]:
         running = _Running()
         if not request_id:
             yield running
@@ -185,17 +188,19 @@ class Inference:
     async def _replies(
         self, request: InferRequest, model: Model, rows: Sequence[Mapping[str, Any]]
     ) -> list[tuple[int, Reply]]:
-        """Return them, each with the index of its row. ApiError as soon as they are too many."""
+        """Return the replies of all rows, each with the index of its row. Raises ApiError as soon
+        as there are too many.
+        """
         found: list[tuple[int, Reply]] = []
         for index, row in enumerate(rows):
             found += [(index, reply) for reply in await model.replies(row)]
             self._engine.check_number(len(found))
-            _check_one(request, [reply for _, reply in found])
+            _check_single_response(request, [reply for _, reply in found])
         return found
 
 
 def sizes_of(engine: Engine, settings: ServerSettings) -> Sizes:
-    """Return how large the inputs of a call may be."""
+    """Return the size limits for the inputs of a call."""
     card = engine.card
     highest = settings.manager.params.peft_cache_manager_config.max_adapter_size
     return Sizes(
@@ -209,7 +214,7 @@ def sizes_of(engine: Engine, settings: ServerSettings) -> Sizes:
 
 
 class _Running:
-    """A call that can be stopped, even before the engine has its requests."""
+    """A call that can be stopped, even before its requests have been submitted to the engine."""
 
     def __init__(self) -> None:
         self._call: Call | None = None
@@ -229,7 +234,7 @@ class _Running:
 async def _outputs(
     call: Call, replies: Sequence[tuple[int, Reply]]
 ) -> AsyncGenerator[tuple[Tensors | ApiError, bool], None]:
-    """(the tensors of a response, or the error of its row; whether it is the last)."""
+    """Yield the tensors of each response, or the error of its row, and whether it is the last."""
     num_left = len(replies)
     rows = [np.array([[row]], dtype=np.int32) for row, _ in replies]
     async for index, part in call.outcomes():
@@ -244,7 +249,7 @@ async def _outputs(
             continue
         if part.result is not None:
             num_left -= 1
-        elif reply.has_all:
+        elif reply.is_complete:
             call.stop(index)
         for position, tensors in enumerate(found):
             tensors["batch_index"] = rows[index]
@@ -257,11 +262,11 @@ def _check_id(request_id: str) -> None:
 
 
 def check_outputs(number: int, model: Model) -> None:
-    """ApiError for a call that asks for more outputs than the model has."""
+    """Raise ApiError if a call requests more outputs than the model has."""
     if number > len(model.outputs):
         raise invalid(
             "outputs",
-            f"{number} outputs are asked for, model {quoted(model.name)} has {len(model.outputs)}",
+            f"{number} outputs are requested, model {quoted(model.name)} has {len(model.outputs)}",
         )
 
 
@@ -273,32 +278,36 @@ def _check_outputs(request: InferRequest, model: Model) -> None:
             )
     for name in model.needs_outputs:
         if request.outputs is not None and name not in request.outputs:
-            raise invalid(name, f"{name} is missing among the outputs of the request")
+            raise invalid(name, f"{name} is missing among the outputs of the request: add it")
 
 
-def _check_one(request: InferRequest, replies: Sequence[Reply]) -> None:
-    """Check that a client which takes one response will not get several."""
+def _check_single_response(request: InferRequest, replies: Sequence[Reply]) -> None:
+    """Check that a client that accepts one response will not get several."""
     if request.may_have_many:
         return
     if len(replies) > 1:
-        told = f"{len(replies)} rows and sequences make as many responses"
+        reason = f"{len(replies)} rows and sequences have as many responses"
     elif replies[0].streams:
-        told = "a stream has a response for each token"
+        reason = "a stream has a response for each token"
     else:
         return
     raise invalid(
         None,
-        f"{told}, and this call takes one: use ModelStreamInfer over gRPC, generate_stream over "
-        "HTTP",
+        f"{reason}, but this method returns only one: use ModelStreamInfer over gRPC or "
+        "generate_stream over HTTP",
     )
 
 
 def _with_parameters(request: EngineRequest, parameters: Mapping[str, Any]) -> EngineRequest:
-    """`timeout` in microseconds; `priority`: 1 is the highest, 0 stands for the default."""
+    """Apply the parameters of a call to its request. `timeout`: microseconds; `priority`: 1 is the
+    highest; 0 means the default for both.
+    """
     for name in ("priority", "timeout"):
         value = parameters.get(name, 0)
         if type(value) is not int or value < 0:
-            raise invalid(name, f"the parameter {name} = {quoted(value)} must be an integer from 0")
+            raise invalid(
+                name, f"the parameter {name} = {quoted(value)} must be an integer of at least 0"
+            )
         if value and name == "timeout":
             request.by_name["deadline_s"] = value / 1e6
         elif value:

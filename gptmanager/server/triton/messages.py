@@ -1,4 +1,4 @@
-"""`InferRequest` and `InferResponse`: a call and its answers, whatever has carried them."""
+"""`InferRequest` and `InferResponse`: a call and its responses, independent of HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from gptmanager.server.errors import ApiError
 
 Parameter = Union[bool, int, float, str]
-PARAMETERS = ("priority", "timeout")  # of a call; others have no effect and are not read
+PARAMETERS = ("priority", "timeout")  # parameters of a call that are read; others have no effect
 MAX_ID = 1024  # characters of a call's id, which each of its responses repeats
 
 
 class InputTensor(NamedTuple):
-    """`datatype` by Triton's name; `array` has the batch as its first dimension."""
+    """An input. `datatype`: Triton's name; `array`: its first dimension is the batch."""
 
     datatype: str
     array: np.ndarray
@@ -24,9 +24,9 @@ class InputTensor(NamedTuple):
 
 @dataclass(slots=True)
 class InferRequest:
-    """`outputs` None: the client does not say which it wants, so it gets all.
+    """A call. `outputs`: the requested ones; None: the client lists none and gets all.
 
-    `may_have_many`: the client can take several responses.
+    `may_have_many`: the client accepts several responses.
     """
 
     model_name: str
@@ -39,7 +39,7 @@ class InferRequest:
 
 
 class InferResponse(NamedTuple):
-    """One answer of several. `is_final`: none comes after it. `error`: a row of it has failed."""
+    """One response to a call. `is_final`: it is the last one. `error`: why a row has failed."""
 
     request: InferRequest
     outputs: Mapping[str, np.ndarray]

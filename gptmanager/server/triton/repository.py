@@ -1,4 +1,4 @@
-"""Metadata, configurations and statistics of server and models, in Triton's form, for JSON."""
+"""Metadata, configuration and statistics of server and models, as JSON values in Triton's form."""
 
 from __future__ import annotations
 
@@ -37,20 +37,22 @@ def _metadata(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.dims]}
 
 
-def model_config(model: Model, most_rows: int, settings: ServerSettings) -> dict[str, Any]:
-    """The fields of Triton's ModelConfig that say something here."""
+def model_config(model: Model, max_rows: int, settings: ServerSettings) -> dict[str, Any]:
+    """Return the fields of Triton's ModelConfig that apply to this server."""
     return {
         "name": model.name,
         "platform": "",
         "backend": model.backend,
-        "max_batch_size": most_rows,
+        "max_batch_size": max_rows,
         "input": [_input(spec) for spec in model.inputs.values()],
         "output": [
             {"name": spec.name, "data_type": _data_type(spec), "dims": list(spec.dims)}
             for spec in model.outputs.values()
         ],
         "instance_group": [{"name": f"{model.name}_0", "kind": _kind(settings), "count": 1}],
-        "parameters": {key: {"string_value": value} for key, value in _told(settings).items()},
+        "parameters": {
+            key: {"string_value": value} for key, value in _parameters(settings).items()
+        },
         "model_transaction_policy": {"decoupled": True},
     }
 
@@ -77,7 +79,7 @@ def _kind(settings: ServerSettings) -> str:
     return "KIND_CPU" if settings.params.device == "cpu" else "KIND_GPU"
 
 
-def _told(settings: ServerSettings) -> Mapping[str, str]:
+def _parameters(settings: ServerSettings) -> Mapping[str, str]:
     params = settings.params
     return {
         "gpt_model_type": settings.manager.model_type.name.lower(),
@@ -99,6 +101,6 @@ def index(inference: Inference) -> list[dict[str, Any]]:
 
 
 def statistics(inference: Inference, name: str = "", version: str = "") -> dict[str, Any]:
-    """Return the statistics of one model, or of all. ApiError 404 for an unknown model."""
+    """Return the statistics of one model, or of all. Raises ApiError 404 for an unknown model."""
     models = [inference.find(name, version)] if name else inference.models.values()
-    return {"model_stats": [inference.statistics[model.name].told() for model in models]}
+    return {"model_stats": [inference.statistics[model.name].as_json() for model in models]}

@@ -1,4 +1,4 @@
-"""`ModelStatistics`: how many calls a model has answered, and how long they took."""
+"""`ModelStatistics`: counts a model's calls and measures how long they take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOT_MEASURED = (
 
 
 class CallRecord:
-    """One call. `num_rows`: of its batch; `succeeded`: all of them were answered in full."""
+    """One call. `num_rows`: rows of its batch; `succeeded`: all rows were answered in full."""
 
     num_rows = 0
     succeeded = False
@@ -33,7 +33,7 @@ class ModelStatistics:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[CallRecord]:
-        """Counts a call from here to the end of the block."""
+        """Record a call that lasts until the end of the block."""
         record, begin_ns, begin_ms = CallRecord(), time.perf_counter_ns(), time.time_ns() // 10**6
         try:
             yield record
@@ -45,9 +45,11 @@ class ModelStatistics:
                 self._num_rows += record.num_rows
                 self._last_ms = max(self._last_ms, begin_ms)
 
-    def told(self) -> dict[str, Any]:
-        """`inference_count`: rows; `execution_count`: calls; those that failed or were cancelled
-        are counted by `fail` alone. What is not measured has the count 0.
+    def as_json(self) -> dict[str, Any]:
+        """Return the statistics as JSON values.
+
+        `inference_count`: successful rows; `execution_count`: successful calls. Failed and
+        cancelled calls count only as `fail`. Durations that are not measured have the count 0.
         """
         durations = {kind: {"count": self._counts[kind], "ns": self._ns[kind]} for kind in self._ns}
         nothing = {kind: {"count": 0, "ns": 0} for kind in _NOT_MEASURED}

@@ -1,7 +1,7 @@
-"""`TensorSpec`: a tensor that a model takes or gives. `InputReader`: a call's inputs, checked.
+"""`TensorSpec` describes an input or output of a model; `InputReader` checks the inputs of a call.
 
-Decides which tensors of a call are looked at: nothing of a tensor is read before its name, its
-datatype and its sizes are checked against limits that the client does not choose.
+The data of a tensor is read only after its name, datatype and shape have been checked against
+limits that the client cannot choose.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ MAX_STOPS = 64
 
 
 class Sizes(NamedTuple):
-    """The largest sizes of dimensions that are of use to one server. `rows`: of a batch; `prompt`:
-    tokens before the first new one; `hidden`: numbers of an embedding; `word_ids`: token ids of all
-    words of a list; `adapter_rows`, `adapter_width`: modules of an adapter, and numbers of each.
+    """The maximum sizes of dimensions for one server.
+
+    `rows`: rows of a batch. `prompt`: tokens of a prompt. `hidden`: numbers of an embedding.
+    `adapter_rows`, `adapter_width`: modules of an adapter, and numbers of each. `word_ids`: token
+    ids of all words in a list.
     """
 
     rows: int
@@ -40,8 +42,10 @@ class Sizes(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """`dims`: without the batch, -1 for any size up to a limit; `most` names the limit of each -1
-    of an input, a field of `Sizes`. `is_of_model`: in any float datatype.
+    """An input or output of a model.
+
+    `dims`: the shape without the batch; -1: any size up to a limit. `most`: for each -1 of an
+    input, the field of `Sizes` that is its limit. `is_of_model`: any float datatype is accepted.
     """
 
     name: str
@@ -56,19 +60,19 @@ class TensorSpec(NamedTuple):
         return self.dims == (1,) and self.datatype != "BYTES"
 
     def limits(self, sizes: Sizes) -> tuple[int, ...]:
-        """Return the largest size of each dimension."""
+        """Return the maximum size of each dimension."""
         most = iter(self.most)
         return tuple(getattr(sizes, next(most)) if size < 0 else size for size in self.dims)
 
 
 def table(*rows: tuple[Any, ...]) -> dict[str, TensorSpec]:
-    """Specs by name. A row: the names, divided by spaces, and the rest of a spec."""
+    """Return specs by name. A row contains names, separated by spaces, and their common fields."""
     specs = [TensorSpec(name, *rest) for names, *rest in rows for name in names.split()]
     return {spec.name: spec for spec in specs}
 
 
 def input_table(*rows: tuple[Any, ...]) -> dict[str, TensorSpec]:
-    """Return a `table` of inputs. ValueError for a dimension without a limit."""
+    """Return a `table` of inputs. Raises ValueError for a dimension without a limit."""
     found = table(*rows)
     for spec in found.values():
         if spec.dims.count(-1) != len(spec.most) or not set(spec.most) <= set(Sizes._fields):
@@ -77,7 +81,7 @@ def input_table(*rows: tuple[Any, ...]) -> dict[str, TensorSpec]:
 
 
 class InputReader:
-    """Reads the inputs of calls of the model that clients call `model`."""
+    """Checks the inputs of calls. `model`: the model's name for clients."""
 
     def __init__(self, model: str, specs: Mapping[str, TensorSpec], sizes: Sizes) -> None:
         self.specs = specs
@@ -85,7 +89,7 @@ class InputReader:
         self._sizes = sizes
 
     def check_number(self, number: int) -> None:
-        """ApiError for more tensors than the model has."""
+        """Raise ApiError if a call has more inputs than the model."""
         if number > len(self.specs):
             raise invalid(
                 "inputs",
@@ -94,8 +98,8 @@ class InputReader:
             )
 
     def check(self, name: str, datatype: str, shape: Sequence[int]) -> None:
-        """ApiError for an input that the model does not know, or that does not fit; nothing of its
-        data is needed.
+        """Raise ApiError for an unknown input, and for a datatype or a shape that does not fit. The
+        data of the tensor is not needed.
         """
         spec = self.specs.get(name)
         if spec is None:
@@ -120,8 +124,8 @@ class InputReader:
                 raise self._too_large(spec, shape)
 
     def shape_of(self, name: str, value: Any) -> tuple[int, ...]:
-        """Return the shape of a row that JSON holds as lists in lists; one element stands for a
-        list of it. A list is not read if it is longer than the input may be.
+        """Return the shape of a row that JSON contains as nested lists; () for a single element. A
+        list that is longer than the input may be is refused before it is read.
         """
         spec, sizes, level = self.specs[name], [], [value]
         for depth, most in enumerate(spec.limits(self._sizes)):
@@ -142,9 +146,9 @@ class InputReader:
         return tuple(sizes)
 
     def rows(self, inputs: Mapping[str, InputTensor]) -> list[dict[str, Any]]:
-        """Return for each row of the batch its inputs by name: arrays without the batch dimension,
-        and what is a scalar as Python's. The inputs have passed `check`. ApiError where one is
-        missing, or has another number of rows than the others.
+        """Return the inputs of each row of the batch by name: arrays without the batch dimension,
+        scalars as Python values. `check` must have accepted the inputs. Raises ApiError if an input
+        is missing, and if the inputs have different numbers of rows.
         """
         for spec in self.specs.values():
             if not spec.is_optional and spec.name not in inputs:
@@ -194,7 +198,7 @@ class InputReader:
 
 
 def prompt_too_long(length: int | str, most: int) -> ApiError:
-    """A prompt that leaves no room for a new token, in the words of the C++ backend."""
+    """Return the error for a prompt without space for a new token, worded as in the C++ backend."""
     return invalid("input_ids", f"Prompt length ({length}) exceeds maximum input length ({most}).")
 
 

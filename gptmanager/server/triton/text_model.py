@@ -1,6 +1,7 @@
 """The models `ensemble` and `tensorrt_llm_bls`: text in, text out.
 
-As in Triton's model repository they are `tensorrt_llm` with a tokenizer before and behind it.
+As in Triton's model repository, they are `tensorrt_llm` with tokenization before it and
+detokenization after it.
 """
 
 from __future__ import annotations
@@ -65,17 +66,19 @@ _RENAMED = {
     "top_p": "runtime_top_p",
     "length_penalty": "len_penalty",
 }
-_BYTES_OF_LETTER = 4  # in UTF-8, at most
-_OWN = frozenset(
+_BYTES_PER_LETTER = 4  # maximum in UTF-8
+_NOT_PASSED_ON = frozenset(
     ("text_input", "decoder_text_input", "bad_words", "stop_words", "stream")
     + ("prompt_table_extra_id", "embedding_bias_words", "embedding_bias_weights")
     + ("exclude_input_in_output", "num_draft_tokens", "use_draft_logits")
 )
-_MAX_STOP_LETTERS = 1 << 16  # of one word
+_MAX_STOP_LETTERS = 1 << 16  # characters of one word
 
 
 class TextModel:
-    """`name`: what clients call it. `tokens`: the model that generates."""
+    """A model with text inputs and outputs. `name`: its name for clients; `tokens`: the model that
+    generates.
+    """
 
     outputs = OUTPUTS
     needs_outputs = ()
@@ -100,7 +103,7 @@ class TextModel:
         self._banned = BannedTexts(self._tokenizer)
 
     async def replies(self, row: Mapping[str, Any]) -> list[TextReply]:
-        """One for each sequence that the row asks for. ApiError: the row cannot be run."""
+        """Return a reply for each requested sequence. Raises ApiError for a wrong row."""
         _check(row)
         _, width = self._tokens.check_outputs(row)
         virtual, streams = self._virtual_tokens(row), row.get("stream", False)
@@ -109,20 +112,20 @@ class TextModel:
         if stops and width > 1:
             raise invalid(
                 "stop_words",
-                f"stop_words with beam_width = {width}: a search is not ended by texts",
+                f"stop_words are not supported with beam_width = {width}: pass beam_width = 1",
             )
         text = _text("text_input", row["text_input"][0])
         prompt = [*virtual, *await self._encode(text)]
         if not prompt:
             raise invalid("text_input", "text_input has no tokens, at least 1 is needed")
-        tokens_row = {_RENAMED.get(key, key): row[key] for key in row.keys() - _OWN}
+        tokens_row = {_RENAMED.get(key, key): row[key] for key in row.keys() - _NOT_PASSED_ON}
         tokens_row.update(
             input_ids=np.array(prompt, dtype=np.int32),
             input_lengths=len(prompt),
-            streaming=streams or bool(stops),  # they are looked for while the text comes
+            streaming=streams or bool(stops),  # stop words are matched token by token
             exclude_input_in_output=True,
         )
-        tokens_row.setdefault("end_id", None)  # the checkpoint's
+        tokens_row.setdefault("end_id", None)  # the checkpoint's end ids
         if "prompt_table_extra_id" in row:
             tokens_row["prompt_table_extra_ids"] = np.array([row["prompt_table_extra_id"]])
         if "embedding_bias_words" in row:
@@ -138,7 +141,7 @@ class TextModel:
         return replies
 
     def _virtual_tokens(self, row: Mapping[str, Any]) -> range:
-        """Those of a prompt table stand before the text."""
+        """Return the token ids of the prompt table's rows, which precede the text."""
         if "prompt_embedding_table" not in row:
             return range(0)
         first, most = self._engine.card.vocab_size, len(row["prompt_embedding_table"])
@@ -167,14 +170,16 @@ class TextModel:
             raise invalid("bad_words", f"bad_words: {error}") from None
 
     def _bias(self, row: Mapping[str, Any]) -> np.ndarray:
-        """Each token of a word gets its weight: of the word at the start, and after a space."""
+        """Return the bias of each token: a word's weight applies to its tokens, both at the start
+        of a text and after a space.
+        """
         words = _words("embedding_bias_words", row, MAX_WORD_LETTERS, keeps_empty=True)
         weights = row.get("embedding_bias_weights", ())
         if len(words) != len(weights):
             raise invalid(
                 "embedding_bias_weights",
-                f"embedding_bias_words has {len(words)} words, and embedding_bias_weights "
-                f"{len(weights)} weights",
+                f"embedding_bias_words has {len(words)} words, but embedding_bias_weights has "
+                f"{len(weights)} weights: pass one weight for each word",
             )
         bias = np.zeros(self._engine.card.vocab_size, dtype=np.float32)
         texts = [text for word in words for text in (word, " " + word)]
@@ -186,20 +191,22 @@ class TextModel:
 
 
 class TextReply:
-    """Makes texts of what `reply` gives; what is not decided yet waits for the next response."""
+    """Converts the responses of `reply` into text. Text that may still become a stop word is held
+    back until a later response.
+    """
 
     def __init__(self, reply: TokenReply, outputs: list[Output], before: str, streams: bool):
         self.request = reply.request
         self.index = reply.index
         self._reply = reply
-        self._outputs = outputs  # of the beams
-        self._texts = [before] * len(outputs)  # not given yet
+        self._outputs = outputs  # one for each beam
+        self._texts = [before] * len(outputs)  # not yet sent
         self.streams = streams
-        self._held: list[Tensors] = []
+        self._pending: list[Tensors] = []
 
     @property
-    def has_all(self) -> bool:
-        """A stop word has ended the text."""
+    def is_complete(self) -> bool:
+        """Whether a stop word has ended the text."""
         return self._outputs[0].finish_reason is not None
 
     def take(self, part: GenerationPart) -> list[Tensors]:
@@ -209,26 +216,28 @@ class TextReply:
         for index, tensors in enumerate(responses):
             is_last = part.result is not None and index == len(responses) - 1
             ids, lengths = tensors.pop("output_ids")[0], tensors.pop("sequence_length")[0]
-            if not self.has_all or not self._held:  # else it is of tokens behind the end
-                self._held.append(tensors)
+            if (
+                not self.is_complete or not self._pending
+            ):  # later tensors are of tokens behind the end
+                self._pending.append(tensors)
             for beam, output in enumerate(self._outputs[: len(ids)]):
                 output.push(ids[beam, : lengths[beam]].tolist())
                 if is_last:
                     assert part.result is not None
                     output.finish(part.result.finish_reasons[beam])
                 self._texts[beam] += output.take().text
-            if is_last or (self.streams and self._texts[0] and not self.has_all):
-                found.append(self._give())
+            if is_last or (self.streams and self._texts[0] and not self.is_complete):
+                found.append(self._response())
         return found
 
-    def _give(self) -> Tensors:
-        tensors = dict(self._held[-1])
-        for name in self._reply.asked.of_tokens:
-            tensors[name] = np.concatenate([one[name] for one in self._held], axis=2)
-        tensors["context_logits"] = self._held[0]["context_logits"]
+    def _response(self) -> Tensors:
+        tensors = dict(self._pending[-1])
+        for name in self._reply.requested.per_token:
+            tensors[name] = np.concatenate([one[name] for one in self._pending], axis=2)
+        tensors["context_logits"] = self._pending[0]["context_logits"]
         texts = np.empty((1, len(self._texts)), dtype=object)
         texts[0] = [text.encode() for text in self._texts]
-        self._held, self._texts = [], [""] * len(self._texts)
+        self._pending, self._texts = [], [""] * len(self._texts)
         return {"text_output": texts, **tensors}
 
 
@@ -246,23 +255,26 @@ def _text(name: str, raw: bytes) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        told = f"{error.reason} at byte {error.start}"
-        raise invalid(name, f"{name} must be text in UTF-8: {told}") from None
+        reason = f"{error.reason} at byte {error.start}"
+        raise invalid(name, f"{name} must be text in UTF-8: {reason}") from None
 
 
 def _words(
     name: str, row: Mapping[str, Any], most_letters: int, *, keeps_empty: bool = False
 ) -> tuple[str, ...]:
-    """Return the texts of an input; `InputReader` has bounded their number. Empty ones stand for
-    none, as clients send them, unless `keeps_empty`. ApiError for one of too many letters.
+    """Return the strings of an input; `InputReader` has limited their number. Clients send an empty
+    string for "none": such strings are dropped unless `keeps_empty`. Raises ApiError for a string
+    that is too long.
     """
     found = []
     for index, raw in enumerate(row.get(name, ())):
         where = f"{name}[{index}]"
-        word = "" if len(raw) > _BYTES_OF_LETTER * most_letters else _text(where, raw)
+        word = "" if len(raw) > _BYTES_PER_LETTER * most_letters else _text(where, raw)
         if len(word) > most_letters or (raw and not word):
-            given = f"{len(word)} letters" if word else f"{len(raw)} bytes"
-            raise invalid(name, f"{where} has {given}, at most {most_letters} letters are allowed")
+            given = f"{len(word)} characters" if word else f"{len(raw)} bytes"
+            raise invalid(
+                name, f"{where} has {given}, at most {most_letters} characters are allowed"
+            )
         if word or keeps_empty:
             found.append(word)
     return tuple(found)

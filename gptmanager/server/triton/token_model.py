@@ -1,6 +1,6 @@
 """The model `tensorrt_llm`: token ids in, token ids out, with the tensors of the C++ backend.
 
-Decides what its inputs mean to the engine, and what the tensors of its responses hold.
+It converts the inputs of a call into requests for the engine, and their parts into tensors.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ OUTPUTS = {
     **LOG_PROBS_AND_LOGITS,
 }
 MAX_SEQUENCES = 128
-PAD = -1  # behind the shorter beams of a response
+PAD = -1  # fills the shorter beams of a response
 _ONE = np.array([[1]], dtype=np.int32)
-_SAME = (
+_SAME_NAMES = (
     *("end_id", "pad_id", "stop_words_list", "bad_words_list", "embedding_bias", "beam_width"),
     *("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("runtime_top_k", "runtime_top_p", "len_penalty", "min_length", "random_seed"),
@@ -84,9 +84,9 @@ _SAME = (
     *("prompt_embedding_table", "prompt_vocab_size", "draft_input_ids", "draft_logits"),
     *("lora_task_id", "lora_weights", "lora_config"),
 )
-MAX_LOGITS_BYTES = 256 << 20  # of a row of a call, prompt and outputs together
-# what this engine does not do, with the values that ask for nothing
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+MAX_LOGITS_BYTES = 256 << 20  # limit for a row of a call, prompt and outputs together
+# inputs that this engine does not support, with the values that have no effect
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "decoder_input_ids": (),
     "decoder_input_lengths": (),
     "runtime_top_p_decay": (1.0,),
@@ -97,7 +97,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 
 
 class TokenModel:
-    """`replies` makes the engine's requests for a row of a call, and what reads their parts."""
+    """Makes the engine's requests for a row of a call, with the objects that read their parts."""
 
     name = "tensorrt_llm"
     backend = "tensorrtllm"
@@ -114,20 +114,21 @@ class TokenModel:
     async def replies(
         self, row: Mapping[str, Any], *, output_len: str = "request_output_len"
     ) -> list[TokenReply]:
-        """One for each sequence that the row asks for. ApiError: the row cannot be run.
+        """Return a reply for each sequence that the row asks for. Raises ApiError for a wrong row.
 
-        `output_len`: what the client calls that input.
+        `output_len`: the client's name of the input `request_output_len`.
         """
         count, width = self.check_outputs(row)
         is_streaming = row.get("streaming", False)
         if is_streaming and width > 1:
             raise invalid(
-                "beam_width", f"beam_width = {width} with streaming: only one beam can be streamed"
+                "beam_width",
+                f"beam_width = {width} must be 1 with streaming: beams cannot be streamed",
             )
         by_name = self._by_name(row)
         prompt = self._prompt(row)
         most = self._max_new_tokens(row, len(prompt), output_len)
-        if width > 1:  # the engine returns so many of its beams
+        if width > 1:  # one request returns several of its beams
             by_name["num_return_sequences"], count = count, 1
             if "num_return_sequences" not in row:
                 by_name["num_return_sequences"] = width
@@ -139,34 +140,34 @@ class TokenModel:
             if index and "random_seed" in row:
                 by_name = {**by_name, "random_seed": mixed_seed(row["random_seed"], 0, index)}
             request = EngineRequest(prompt, most, is_streaming=is_streaming, **by_name)
-            asked = Asked(
+            requested = RequestedOutputs(
                 row.get("return_log_probs", False),
                 row.get("return_context_logits", False) or gathers[0],
                 row.get("return_generation_logits", False) or gathers[1],
                 row.get("exclude_input_in_output", self._params.exclude_input_in_output),
             )
-            found.append(TokenReply(request, asked, index))
+            found.append(TokenReply(request, requested, index))
         return found
 
     def check_outputs(self, row: Mapping[str, Any]) -> tuple[int, int]:
-        """Return how many sequences a row asks for, and the beams of each search. ApiError for more
-        than there may be; so this comes before anything is made for each of them.
+        """Return how many sequences a row asks for, and its beam width. Raises ApiError if they
+        exceed their limits. Call this before anything is allocated for each sequence or beam.
         """
         count, width = row.get("num_return_sequences", 1), row.get("beam_width", 1)
         most = self._card.max_beam_width
         if not 1 <= width <= most:
             raise invalid("beam_width", f"beam_width = {width} is outside 1..{most}")
-        limit, told = (MAX_SEQUENCES, "") if width == 1 else (width, ", the beam_width")
+        limit, source = (MAX_SEQUENCES, "") if width == 1 else (width, ", the beam_width")
         if not 1 <= count <= limit:
             raise invalid(
                 "num_return_sequences",
-                f"num_return_sequences = {count} is outside 1..{limit}{told}",
+                f"num_return_sequences = {count} is outside 1..{limit}{source}",
             )
         return count, width
 
     def _check_logits(self, row: Mapping[str, Any], num_prompt: int, num_new: int) -> None:
-        """ApiError for a row whose logits would take more memory than is allowed: of so many tokens
-        of prompts, and of outputs.
+        """Raise ApiError for a row that asks for too many bytes of logits. `num_prompt`, `num_new`:
+        tokens of all its prompts and outputs.
         """
         of_context = row.get("return_context_logits", False) or self._params.gather_context_logits
         of_output = (
@@ -178,8 +179,9 @@ class TokenModel:
             name = "return_context_logits" if of_context else "return_generation_logits"
             raise invalid(
                 name,
-                f"{name}: the logits of {num_rows} tokens, {self._card.vocab_size} of each, would "
-                f"have {size} bytes, at most {MAX_LOGITS_BYTES} are allowed",
+                f"{name}: the logits of {num_rows} tokens with a vocabulary of "
+                f"{self._card.vocab_size} have {size} bytes, at most {MAX_LOGITS_BYTES} are "
+                "allowed",
             )
 
     def _prompt(self, row: Mapping[str, Any]) -> list[int]:
@@ -187,14 +189,14 @@ class TokenModel:
         if not 1 <= length <= len(ids):
             raise invalid(
                 "input_lengths",
-                f"input_lengths = {length} is outside 1..{len(ids)}, that of input_ids",
+                f"input_lengths = {length} is outside 1..{len(ids)}, the length of input_ids",
             )
         prompt: list[int] = ids[:length].tolist()
         return prompt
 
     def _max_new_tokens(self, row: Mapping[str, Any], length: int, name: str) -> int:
-        """Return how many tokens to generate: as many as are asked for, or as have room behind the
-        prompt and its drafts, as the C++ backend does it.
+        """Return how many tokens to generate: the requested number, or, as in the C++ backend, the
+        number that fits behind the prompt and its draft tokens if that is lower.
         """
         most: int = row["request_output_len"]
         limit = self._card.max_model_len
@@ -211,22 +213,22 @@ class TokenModel:
         return min(most, room)
 
     def _by_name(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        for name, idle in _WITHOUT_EFFECT.items():
+        for name, idle in _UNSUPPORTED.items():
             if name in row and not any(row[name] == value for value in idle):
-                told = f", but for {idle[0]:g}" if idle else ""
-                raise invalid(name, f"{name} is not supported{told}")
-        by_name = {name: row[name] for name in _SAME if name in row}
+                allowed = f" except with the value {idle[0]:g}" if idle else ""
+                raise invalid(name, f"{name} is not supported{allowed}")
+        by_name = {name: row[name] for name in _SAME_NAMES if name in row}
         by_name["include_stop_in_output"] = False
-        by_name.setdefault("end_id", -1)  # and not the checkpoint's
+        by_name.setdefault("end_id", -1)  # not the checkpoint's
         if "early_stopping" in row:
             by_name["early_stopping"] = int(row["early_stopping"])
-        if "prompt_table_extra_ids" in row:  # who has others must not share cached blocks
+        if "prompt_table_extra_ids" in row:  # requests with different ids must not share blocks
             ids = np.ascontiguousarray(row["prompt_table_extra_ids"], dtype=np.uint64)
             by_name["cache_salt"] = f"table {hashlib.blake2b(ids.tobytes()).hexdigest()}"
         return by_name
 
 
-class Asked(NamedTuple):
+class RequestedOutputs(NamedTuple):
     """The outputs that a row asks for in addition to its new tokens."""
 
     log_probs: bool
@@ -235,27 +237,27 @@ class Asked(NamedTuple):
     excludes_input: bool
 
     @property
-    def of_tokens(self) -> list[str]:
-        """Names of the tensors whose third dimension counts new tokens."""
+    def per_token(self) -> list[str]:
+        """Names of the requested tensors that have new tokens as their third dimension."""
         names = {"output_log_probs": self.log_probs, "generation_logits": self.generation_logits}
-        return [name for name, is_asked in names.items() if is_asked]
+        return [name for name, is_requested in names.items() if is_requested]
 
 
 class TokenReply:
-    """Makes responses of the parts of one engine request: of a stream one for each token."""
+    """Converts the parts of one engine request into responses, for a stream one for each token."""
 
-    has_all = False  # the engine knows all ends itself
+    is_complete = False  # the engine itself detects every end
 
-    def __init__(self, request: EngineRequest, asked: Asked, index: int) -> None:
+    def __init__(self, request: EngineRequest, requested: RequestedOutputs, index: int) -> None:
         self.request = request
-        self.index = index  # of the sequence
+        self.index = index  # index of the sequence
         self.streams: bool = request.by_name["is_streaming"]
-        self.asked = asked
+        self.requested = requested
         self._cum_log_prob = 0.0
         self._context_logits = np.zeros((1, 1, 1), dtype=np.float32)
-        self._not_asked = {
+        self._not_requested = {
             "cum_log_probs": np.zeros((1, 1), dtype=np.float32),
-            # one number, however long the prompt is
+            # a view of one number, to need no memory for a long prompt
             "output_log_probs": np.broadcast_to(np.float32(0), (1, 1, len(request.tokens))),
             "context_logits": self._context_logits,
             "generation_logits": np.zeros((1, 1, 1, 1), dtype=np.float32),
@@ -269,12 +271,12 @@ class TokenReply:
         return found
 
     def take(self, part: GenerationPart) -> list[Tensors]:
-        """The tensors of the responses that this part makes; the last part makes at least one.
-        Raises ApiError 504 past a deadline.
+        """Return the tensors of the responses for this part, at least one for the last part. Raises
+        ApiError 504 if the request has exceeded its deadline.
         """
         if part.result is not None:
             check_in_time(part.result)
-        if self.asked.context_logits and "context_logits" in part.tensors:
+        if self.requested.context_logits and "context_logits" in part.tensors:
             self._context_logits = part.tensors["context_logits"].numpy()
         if not self.streams:
             return [] if part.result is None else [self._whole(part, part.result)]
@@ -286,9 +288,9 @@ class TokenReply:
     def _whole(self, part: GenerationPart, result: GenerationResult) -> Tensors:
         beams = result.generated_ids or ((),)
         tensors = self._tensors(beams, part, 0, max(map(len, beams)))
-        if self.asked.log_probs and "cum_log_probs" in part.tensors:
+        if self.requested.log_probs and "cum_log_probs" in part.tensors:
             tensors["cum_log_probs"] = part.tensors["cum_log_probs"].numpy()
-        if not self.asked.excludes_input:
+        if not self.requested.excludes_input:
             prompt = np.array([self.request.tokens], dtype=np.int32)
             ids = tensors["output_ids"]
             before = np.broadcast_to(prompt, (1, len(beams), prompt.shape[1]))
@@ -297,7 +299,7 @@ class TokenReply:
         return tensors
 
     def _token(self, part: GenerationPart, index: int) -> Tensors:
-        if self.asked.log_probs:
+        if self.requested.log_probs:
             self._cum_log_prob += float(part.tensors["output_log_probs"][0, 0, index])
         return self._tensors([part.tokens[index : index + 1]], part, index, index + 1)
 
@@ -311,16 +313,16 @@ class TokenReply:
         found = {
             "output_ids": np.array([ids], dtype=np.int32),
             "sequence_length": _ONE if lengths == [1] else np.array([lengths], dtype=np.int32),
-            **self._not_asked,
+            **self._not_requested,
         }
-        if self.asked.log_probs:
+        if self.requested.log_probs:
             found["cum_log_probs"] = np.full((1, 1), self._cum_log_prob, dtype=np.float32)
             nothing: tuple[int, ...] = (1, len(beams), 0)
             found["output_log_probs"] = _piece(part, "output_log_probs", begin, end, nothing)
-        if self.asked.generation_logits:
+        if self.requested.generation_logits:
             nothing = (1, len(beams), 0, 1)
             found["generation_logits"] = _piece(part, "generation_logits", begin, end, nothing)
-        if self.asked.context_logits:  # once
+        if self.requested.context_logits:  # only in the first response
             found["context_logits"] = self._context_logits
             self._context_logits = self._context_logits[:, :0]
         return found
@@ -329,7 +331,9 @@ class TokenReply:
 def _piece(
     part: GenerationPart, name: str, begin: int, end: int, nothing: tuple[int, ...]
 ) -> np.ndarray:
-    """A piece along the axis of tokens; `nothing`: the shape where none came."""
+    """Return the tokens `begin` to `end` of a part's tensor; zeros of the shape `nothing` if the
+    part does not have it.
+    """
     if name not in part.tensors:
         return np.zeros(nothing, dtype=np.float32)
     found: np.ndarray = part.tensors[name][:, :, begin:end].numpy()

@@ -1,7 +1,7 @@
-"""The bytes of a gRPC message, looked at before protobuf makes objects of them.
+"""Check the bytes of a gRPC message before protobuf parses them into objects.
 
-Two bytes of a message make an empty tensor, which takes a hundred in memory, so the number of its
-fields is limited. Numbers and texts take at most eight times their bytes.
+An empty tensor has two bytes in a message and a hundred in memory, so the number of fields is
+limited. Numbers and strings need at most eight times their bytes.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-MAX_FIELDS = 4096  # of a call, and of its tensors
-MAX_SMALL = 1 << 16  # bytes of what is no tensor's data: names, shapes, parameters
-MAX_CONTENTS = 4 << 20  # bytes of typed contents; raw ones are read as they are
+MAX_FIELDS = 4096  # fields of a call and its tensors together
+MAX_SMALL = 1 << 16  # bytes of a field other than tensor data: a name, a shape, a parameter
+MAX_CONTENTS = 4 << 20  # bytes of typed contents; raw contents are not converted
 _TENSORS = (5, 6)  # inputs and outputs of a ModelInferRequest
 _RAW = 7
-_CONTENTS = 5  # of an input
+_CONTENTS = 5  # field of an input
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class _Field(NamedTuple):
-    """`begin` and `end`: where its content is, if it has a length."""
+    """A field. `begin` and `end`: the position of its content, if the field has a length."""
 
     number: int
     begin: int
@@ -27,8 +27,8 @@ class _Field(NamedTuple):
 
 
 def wire_problem(message: bytes) -> str | None:
-    """Return what makes a ModelInferRequest too expensive to parse; None: nothing. Bytes that are
-    no message are the parser's to refuse.
+    """Return why a ModelInferRequest is too expensive to parse, or None. Malformed messages pass:
+    the parser refuses them.
     """
     num_fields = size_of_contents = 0
     for field in _fields(message, 0, len(message)):
@@ -50,14 +50,14 @@ def wire_problem(message: bytes) -> str | None:
             return f"the message has more than {MAX_FIELDS} fields"
         if size_of_contents > MAX_CONTENTS:
             return (
-                f"the typed contents of the inputs have more than {MAX_CONTENTS} bytes: pass large "
+                f"the typed contents of the inputs have more than {MAX_CONTENTS} bytes: send large "
                 "tensors as raw_input_contents"
             )
     return None
 
 
 def small_problem(message: bytes) -> str | None:
-    """Return the problem of a message without tensors, or None; see `wire_problem`."""
+    """Return why a message without tensors is too large, or None; see `wire_problem`."""
     return _too_long(len(message)) if len(message) > MAX_SMALL else None
 
 
@@ -85,7 +85,7 @@ def _fields(message: bytes, at: int, end: int) -> Iterator[_Field]:
 
 
 def _varint(message: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return a number of up to ten bytes, and where the next one begins."""
+    """Return the number of up to ten bytes at `at`, and the position behind it."""
     found = 0
     for index in range(min(10, end - at)):
         byte = message[at + index]

@@ -70,5 +70,5 @@ def test_what_is_no_message_leaves_a_stream(server, front):
             return [one.error_message for one in answers]
 
     before, told, after = server.run(main())
-    assert before == after == "" and "not as the service defines it" in told
+    assert before == after == "" and "does not match the service definition" in told
     server.wait_idle()

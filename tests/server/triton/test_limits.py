@@ -197,7 +197,7 @@ def tensor(**parts):
             filled(
                 inputs=[tensor(contents=pb.InferTensorContents(uint64_contents=[1] * MAX_CONTENTS))]
             ),
-            f"more than {MAX_CONTENTS} bytes: pass large tensors as raw_input_contents",
+            f"more than {MAX_CONTENTS} bytes: send large tensors as raw_input_contents",
         ),
     ],
     ids=["inputs", "raw", "outputs", "parameters", "id", "name", "shape", "contents"],
@@ -249,7 +249,7 @@ def test_json_of_many_lists_and_objects_is_not_parsed(part):
 
 
 def test_json_that_would_take_much_more_memory_than_text():
-    assert "MiB in memory" in refused(parse_json, b"[" + b'"ab",' * 2_000_000 + b"0]")
+    assert "MiB of memory" in refused(parse_json, b"[" + b'"ab",' * 2_000_000 + b"0]")
 
 
 def test_what_is_inside_of_texts_is_no_structure():
@@ -260,7 +260,7 @@ def test_what_is_inside_of_texts_is_no_structure():
 def test_json_that_would_be_parsed_for_long_is_not():
     """Meanwhile no other thread runs: not the event loop's either."""
     assert "2097153 values, at most 2097152" in refused(parse_json, b"0," * MAX_VALUES + b"0")
-    assert "pass large tensors as binary" in refused(parse_json, b" " * (MAX_JSON_BYTES + 1))
+    assert "send large tensors as binary" in refused(parse_json, b" " * (MAX_JSON_BYTES + 1))
 
 
 @hypothesis.given(
@@ -290,9 +290,9 @@ def test_packed_bodies_unpack_to_a_multiple_of_what_was_sent():
     limit = 1 << 30
     bomb = gzip.compress(b"\0" * (32 << 20))
     assert len(bomb) < 1 << 16
-    assert "unpacks to more than" in refused(http_messages.unpacked, bomb, "gzip", limit)
+    assert "decompresses to more than" in refused(http_messages.decompressed, bomb, "gzip", limit)
     fair = gzip.compress(np.random.default_rng(0).bytes(1 << 16) * 20)
-    assert len(http_messages.unpacked(fair, "gzip", limit)) == 20 << 16
+    assert len(http_messages.decompressed(fair, "gzip", limit)) == 20 << 16
 
 
 # Calls ----------------------------------------------------------------------------------------
@@ -318,11 +318,15 @@ def text(**given):
             text(prompt_embedding_table=np.zeros((2, 128)), prompt_vocab_size=2**31 - 1),
             "prompt_vocab_size = 2147483647 is outside 1..2, that of prompt_embedding_table",
         ),
-        ("ensemble", text(bad_words=[b"a" * 257]), "bad_words[0] has 257 letters, at most 256"),
+        ("ensemble", text(bad_words=[b"a" * 257]), "bad_words[0] has 257 characters, at most 256"),
         ("ensemble", text(bad_words=[b"a" * 4000]), "bad_words[0] has 4000 bytes, at most 256"),
         ("ensemble", text(bad_words=[b"a" * 256] * 33), "bad_words: words: 8448 letters are"),
         ("ensemble", text(bad_words=[b"a"] * 1025), "at most [32, 1024], got [1, 1025]"),
-        ("ensemble", text(stop_words=[b"a" * 70_000]), "stop_words[0] has 70000 letters, at most"),
+        (
+            "ensemble",
+            text(stop_words=[b"a" * 70_000]),
+            "stop_words[0] has 70000 characters, at most",
+        ),
         (
             "ensemble",
             text(embedding_bias_words=[b"a"] * 1025, embedding_bias_weights=[0.0] * 1025),
@@ -331,7 +335,7 @@ def text(**given):
         (
             "ensemble",
             text(embedding_bias_words=[b"a" * 257], embedding_bias_weights=[0.0]),
-            f"embedding_bias_words[0] has 257 letters, at most {MAX_WORD_LETTERS}",
+            f"embedding_bias_words[0] has 257 characters, at most {MAX_WORD_LETTERS}",
         ),
     ],
     ids=str,
@@ -390,7 +394,9 @@ def test_logits_have_a_limit(infer, monkeypatch, given, num_rows):
     monkeypatch.setattr(token_model, "MAX_LOGITS_BYTES", size - 1)
     with pytest.raises(InferenceServerException) as error:
         infer(**prompt(5, 6, 7, new=5, **given))
-    assert f"of {num_rows} tokens, 640 of each, would have {size} bytes" in error.value.message()
+    assert (
+        f"of {num_rows} tokens with a vocabulary of 640 have {size} bytes" in error.value.message()
+    )
     assert error.value.message().startswith(next(iter(given)))
     monkeypatch.setattr(token_model, "MAX_LOGITS_BYTES", size)
     infer(**prompt(5, 6, 7, new=5, **given))

@@ -54,7 +54,7 @@ def refused(stub, call):
         (
             {"beam_width": 2, "streaming": True},
             CODES.INVALID_ARGUMENT,
-            "only one beam can be streamed",
+            "beams cannot be streamed",
         ),
         (
             {"num_return_sequences": 0},
@@ -64,7 +64,7 @@ def refused(stub, call):
         (
             {"runtime_top_p_decay": 0.5},
             CODES.INVALID_ARGUMENT,
-            "runtime_top_p_decay is not supported, but",
+            "runtime_top_p_decay is not supported except with the value 1",
         ),
         (
             {"beam_search_diversity_rate": 1.0},
@@ -97,7 +97,7 @@ def test_refusals_name_field_value_and_limit(stub, server, values, code, told):
 def test_messages_that_contradict_themselves(stub):
     good = message_of(**prompt(*TOKENS))
 
-    def wrong(**changes):
+    def bad_request(**changes):
         call = pb.ModelInferRequest()
         call.CopyFrom(good)
         for name, value in changes.items():
@@ -119,19 +119,26 @@ def test_messages_that_contradict_themselves(stub):
                 setattr(call.inputs[0], name, value)
         return refused(stub, call)
 
-    assert wrong(shape=[1, 2**62])[0] is wrong(shape=[0, 2**62])[0] is CODES.INVALID_ARGUMENT
-    assert wrong(raw=b"123") == (
+    assert (
+        bad_request(shape=[1, 2**62])[0]
+        is bad_request(shape=[0, 2**62])[0]
+        is CODES.INVALID_ARGUMENT
+    )
+    assert bad_request(raw=b"123") == (
         CODES.INVALID_ARGUMENT,
         "unexpected total byte size 3 for input 'input_ids', expecting 20",
     )
-    assert "raw_input_contents, one for each input, got 2" in wrong(fewer=2)[1]
-    assert "has 0 elements in" in wrong(fewer=0)[1] or "elements, expected" in wrong(fewer=0)[1]
-    assert "data-type is 'INT9', but model" in wrong(datatype="INT9")[1]
-    assert "unexpected inference input 'a'" in wrong(name="a")[1]
-    assert "'input_ids' is given twice" in wrong(twice=True)[1]
-    assert wrong(region="r")[0] is wrong(classes=2)[0] is CODES.UNIMPLEMENTED
-    assert wrong(model="none")[0] is CODES.NOT_FOUND
-    assert wrong(model="")[0] is CODES.NOT_FOUND
+    assert "raw_input_contents, one for each input, got 2" in bad_request(fewer=2)[1]
+    assert (
+        "has 0 elements in" in bad_request(fewer=0)[1]
+        or "elements, expected" in bad_request(fewer=0)[1]
+    )
+    assert "data-type is 'INT9', but model" in bad_request(datatype="INT9")[1]
+    assert "unexpected inference input 'a'" in bad_request(name="a")[1]
+    assert "'input_ids' is given twice" in bad_request(twice=True)[1]
+    assert bad_request(region="r")[0] is bad_request(classes=2)[0] is CODES.UNIMPLEMENTED
+    assert bad_request(model="none")[0] is CODES.NOT_FOUND
+    assert bad_request(model="")[0] is CODES.NOT_FOUND
 
 
 @pytest.mark.parametrize(
@@ -194,7 +201,7 @@ def test_what_is_not_here_says_so(grpc, http, method, given):
 @pytest.mark.parametrize("version", ["2", "01", "0", "latest", "-1"])
 def test_there_is_version_1_alone(grpc, http, stream, version):
     called = {"model_name": "ensemble", "model_version": version}
-    told = f"'ensemble' version '{version}' is not found; there are tensorrt_llm.*, version 1"
+    told = f"'ensemble' version '{version}' is not found; this server has tensorrt_llm.*, version 1"
     for client, module in ((grpc, grpcclient), (http, httpclient)):
         inputs = inputs_of(module, text_input=[b"Tom"], max_tokens=1)
         assert not client.is_model_ready(**called)

@@ -101,7 +101,7 @@ def test_words_with_a_bias(infer, server):
     encode = server.engine.card.tokenizer.encode
     allowed = {*encode("zoo").ids, *encode(" zoo").ids}
     assert set(encode(biased).ids) <= allowed
-    with pytest.raises(InferenceServerException, match="has 2 words, and .* 1 weights"):
+    with pytest.raises(InferenceServerException, match="has 2 words, but .* 1 weights"):
         infer(
             "ensemble",
             **ask(),
@@ -162,7 +162,10 @@ def test_a_prompt_table_stands_before_the_text(infer, server):
         ({"max_tokens": 0}, "max_tokens = 0 must be at least 1"),
         ({"decoder_text_input": [b"a"]}, "decoder_text_input is not supported"),
         ({"stop_words": words(*"a" * 65)}, r"at most \[32, 64\], got \[1, 65\]"),
-        ({"stop_words": words("a"), "beam_width": 2}, "stop_words with beam_width = 2"),
+        (
+            {"stop_words": words("a"), "beam_width": 2},
+            "stop_words are not supported with beam_width = 2",
+        ),
         ({"top_p": 2.0}, "runtime_top_p = 2"),
     ],
 )
