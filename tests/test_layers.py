@@ -33,6 +33,7 @@ lifecycle/                    states of a manager; clocks, logging, child proces
 arguments                     checks of constructor arguments, by name (no torch)
 config                        OptionalParams and all other options of a host; enums (no torch)
 terminal/                     shared by the commands: arguments, tables, progress bars
+    early_signals             signals of a server that does not serve yet (no torch)
     printable                 makes any text safe to print on a terminal (no torch)
     streams                   standard streams that are closed, full or have no reader (no torch)
     live_region               the last lines of a terminal, redrawn in place (no torch)
@@ -457,6 +458,7 @@ server/                       a manager behind HTTP and gRPC
         chat_prompt           renders messages as prompt tokens
     openai/                   OpenAI's endpoints
         models                /v1/models, and loading of adapters
+        json_answer           the JSON of an answer, in one piece or as chunks
         completions           /v1/completions
         chat                  /v1/chat/completions
         tokenization          /tokenize and /detokenize

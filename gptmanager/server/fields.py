@@ -42,7 +42,7 @@ def read_fields(
     """
     unknown = [name for name, value in body.items() if name not in fields and value is not None]
     if unknown and not lenient:
-        raise wrong(
+        raise bad_request(
             unknown[0],
             f"{quoted(unknown[0])} is an unknown field; a server started with --lenient ignores it",
             code="unknown_field",
@@ -53,7 +53,7 @@ def read_fields(
         if value is not None:
             given[name] = field.kind.read(name, value)
         elif field.required:
-            raise wrong(name, f"{name} is missing")
+            raise bad_request(name, f"{name} is missing")
     return given, unknown
 
 
@@ -78,8 +78,14 @@ def object_schema(fields: Mapping[str, Field], *, closed: bool = True) -> dict[s
     return found
 
 
-def wrong(where: str, message: str, *, code: str | None = None) -> ApiError:
+def bad_request(where: str, message: str, *, code: str | None = None) -> ApiError:
+    """Return the error for the field `where` with a complete message."""
     return ApiError(400, message, param=where, code=code)
+
+
+def field_error(where: str, what: str) -> ApiError:
+    """Return the error for the field `where`; `what` completes its name in the message."""
+    return bad_request(where, f"{where}: {what}")
 
 
 # Kinds ------------------------------------------------------------------------------------------
@@ -97,13 +103,13 @@ class Number(NamedTuple):
 
     def read(self, where: str, value: Any) -> float:
         if type(value) not in (int, float) or not math.isfinite(value):
-            raise wrong(where, f"{where} must be a number, got {quoted(value)}")
+            raise bad_request(where, f"{where} must be a number, got {quoted(value)}")
         if not (self.low <= value <= self.high or (self.or_zero and value == 0)):
             except_zero = ", and not 0" if self.or_zero else ""
             problem = _range_problem(self.low, self.high)
-            raise wrong(where, f"{where} = {quoted(value)} {problem}{except_zero}")
+            raise bad_request(where, f"{where} = {quoted(value)} {problem}{except_zero}")
         if self.excludes_low and value == self.low:
-            raise wrong(where, f"{where} = {quoted(value)} must be more than {self.low:g}")
+            raise bad_request(where, f"{where} = {quoted(value)} must be more than {self.low:g}")
         return float(value)
 
     def schema(self) -> dict[str, Any]:
@@ -122,11 +128,13 @@ class Integer(NamedTuple):
     def read(self, where: str, value: Any) -> int:
         whole = int(value) if type(value) is float and value.is_integer() else value
         if type(whole) is not int:
-            raise wrong(where, f"{where} must be an integer, got {quoted(value)}")
+            raise bad_request(where, f"{where} must be an integer, got {quoted(value)}")
         if not self.low <= whole <= self.high:
-            raise wrong(where, f"{where} = {quoted(value)} {_range_problem(self.low, self.high)}")
+            raise bad_request(
+                where, f"{where} = {quoted(value)} {_range_problem(self.low, self.high)}"
+            )
         if whole is not value and abs(whole) >= 2**53:
-            raise wrong(
+            raise bad_request(
                 where, f"{where} = {quoted(value)} is not exact as a float: send it as an integer"
             )
         return whole
@@ -138,7 +146,7 @@ class Integer(NamedTuple):
 class Flag(NamedTuple):
     def read(self, where: str, value: Any) -> bool:
         if not isinstance(value, bool):
-            raise wrong(where, f"{where} must be true or false, got {quoted(value)}")
+            raise bad_request(where, f"{where} must be true or false, got {quoted(value)}")
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -153,13 +161,13 @@ class Text(NamedTuple):
 
     def read(self, where: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise wrong(where, f"{where} must be a string, got {quoted(value)}")
+            raise bad_request(where, f"{where} must be a string, got {quoted(value)}")
         if len(value) < self.shortest:
-            raise wrong(
+            raise bad_request(
                 where, f"{where} has {len(value)} characters, at least {self.shortest} needed"
             )
         if self.longest is not None and len(value) > self.longest:
-            raise wrong(
+            raise bad_request(
                 where, f"{where} has {len(value)} characters, at most {self.longest} are allowed"
             )
         return value
@@ -180,7 +188,7 @@ class OneOf(NamedTuple):
 
     def read(self, where: str, value: Any) -> str:
         if not isinstance(value, str) or value not in self.values:
-            raise wrong(
+            raise bad_request(
                 where, f"{where} must be one of {', '.join(self.values)}, got {quoted(value)}"
             )
         return value
@@ -198,11 +206,13 @@ class ListOf(NamedTuple):
 
     def read(self, where: str, value: Any) -> list[Any]:
         if not isinstance(value, list):
-            raise wrong(where, f"{where} must be a list, got {quoted(value)}")
+            raise bad_request(where, f"{where} must be a list, got {quoted(value)}")
         if len(value) < self.shortest:
-            raise wrong(where, f"{where} has {len(value)} items, at least {self.shortest} needed")
+            raise bad_request(
+                where, f"{where} has {len(value)} items, at least {self.shortest} needed"
+            )
         if self.longest is not None and len(value) > self.longest:
-            raise wrong(
+            raise bad_request(
                 where, f"{where} has {len(value)} items, at most {self.longest} are allowed"
             )
         if isinstance(self.kind, Integer) and are_integers(value, self.kind.low, self.kind.high):
@@ -225,7 +235,7 @@ class TokenIds(NamedTuple):
 
     def read(self, where: str, value: Any) -> list[Any]:
         if not isinstance(value, list):
-            raise wrong(where, f"{where} must be a list of token ids, got {quoted(value)}")
+            raise bad_request(where, f"{where} must be a list of token ids, got {quoted(value)}")
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -244,7 +254,7 @@ class TextOrTexts(NamedTuple):
         if isinstance(value, str):
             return [self._text.read(where, value)]
         if not isinstance(value, list):
-            raise wrong(
+            raise bad_request(
                 where, f"{where} must be a string or a list of strings, got {quoted(value)}"
             )
         return ListOf(self._text, longest=self.longest).read(where, value)
@@ -265,7 +275,7 @@ class Object(NamedTuple):
 
     def read(self, where: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise wrong(where, f"{where} must be an object, got {quoted(value)}")
+            raise bad_request(where, f"{where} must be an object, got {quoted(value)}")
         if self.fields is None:
             return value
         inner = {f"{where}.{name}": value[name] for name in self.fields.keys() & value.keys()}
@@ -302,8 +312,8 @@ def check_token_ids(where: str, ids: Sequence[Any], vocab_size: int) -> None:
     )
     at = f"{where}[{index}]"
     if type(odd) is not int:
-        raise wrong(at, f"{at} must be a token id, got {quoted(odd)}")
-    raise wrong(where.partition("[")[0], f"{at} = {quoted(odd)} is outside 0 to {last}")
+        raise bad_request(at, f"{at} must be a token id, got {quoted(odd)}")
+    raise bad_request(where.partition("[")[0], f"{at} = {quoted(odd)} is outside 0 to {last}")
 
 
 def are_integers(values: Sequence[Any], low: float, high: float) -> bool:

@@ -381,6 +381,27 @@ def test_after_a_call_that_was_cut_off_the_chat_goes_on(qwen, ends):
     assert f'"arguments": {arguments}' in prompt
 
 
+@pytest.mark.parametrize("items", ["arguments.items()", "arguments | items"])
+def test_a_template_that_needs_objects_gets_a_cut_call_as_one(qwen, items):
+    """Arguments are given as text first, because most templates write texts as they are."""
+    each = f"{{% for key, value in call.function.{items} %}}({{{{ key }}}}={{{{ value }}}}){{% endfor %}}"
+    template = f"{{% for call in messages[-1].tool_calls %}}{each}{{% endfor %}}"
+    calls = [
+        {"id": name, "type": "function", "function": {"name": "look", "arguments": arguments}}
+        for name, arguments in (("a", '{"city": "Par'), ("b", '{"city": "Rome"}'))
+    ]
+    messages = [*ADD, {"role": "assistant", "content": None, "tool_calls": calls}]
+
+    def tokenized(template):
+        return qwen.post("/tokenize", json={"messages": messages, "chat_template": template})
+
+    ids = tokenized(template).json()["tokens"]
+    prompt = qwen.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert prompt == '(arguments={"city": "Par)(city=Rome)'
+    refused = tokenized("{{ raise_exception('No calls!') }}")
+    assert refused.status_code == 400 and "No calls!" in refused.json()["error"]["message"]
+
+
 def test_llama_3_which_takes_one_call_in_a_message_gets_one(llama3):
     call = '{"name": "get_weather", "parameters": {"city": "Rome", "days": 1}}'
     loose = {

@@ -81,7 +81,7 @@ def test_a_kind_takes_what_its_schema_describes(kind, value):
         ({"prompt": "x", "logit_bias": {"a": 1}}, "the key 'a' must be a token id"),
         (
             {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(2**16 + 1)), 1)},
-            "logit_bias has 65537 tokens, 65536 are allowed",
+            "logit_bias has 65537 tokens, at most 65536 are allowed",
         ),
         (
             {"prompt": "x", "stream_options": {"include_usage": 1}},

@@ -1,6 +1,6 @@
-"""From the messages of a chat to the tokens of its prompt.
+"""Convert the messages of a chat into the tokens of its prompt.
 
-Decides which template a request uses, and with which variables it is rendered.
+This module decides which template a request uses, and with which variables it is rendered.
 """
 
 from __future__ import annotations
@@ -23,13 +23,23 @@ from gptmanager.callbacks.text.templates import (
 from gptmanager.lifecycle.child_process import NotStartedError
 from gptmanager.server.chat.messages import (
     MESSAGES_SCHEMA,
+    arguments_as_objects,
     count_items,
     one_call_each,
     read_messages,
 )
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import AsItIs, Field, Flag, ListOf, Object, Text
+from gptmanager.server.fields import (
+    AsItIs,
+    Field,
+    Flag,
+    ListOf,
+    Object,
+    Text,
+    bad_request,
+    field_error,
+)
 from gptmanager.server.http.body import run_in_thread
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.settings import ServerSettings
@@ -37,11 +47,11 @@ from gptmanager.server.text.tools import ToolFormat, Tools, format_of
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
 _MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may have its own
-_MOST_LOOKED_FOR = 32  # variables in a template, which may be long
+_MOST_LOOKED_FOR = 32  # variables to search for in a template, which may be long
 MAX_DOCUMENTS = 1024
 _MANY = 100  # messages, parts and calls; reading them takes a millisecond
 MESSAGES = AsItIs(MESSAGES_SCHEMA)
-# of every request that has messages
+# fields of every request that has messages
 TEMPLATE_FIELDS = (
     Field("add_generation_prompt", Flag(), "absent: true, unless continue_final_message is set"),
     Field("continue_final_message", Flag(), "the answer continues the last message"),
@@ -52,7 +62,7 @@ TEMPLATE_FIELDS = (
     Field("enable_thinking", Flag(), "a variable of the template"),
 )
 _VARIABLES = ("reasoning_effort", "enable_thinking")
-# what a template gets from other fields
+# variables that a template gets from other fields
 _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -111,15 +121,15 @@ class ChatPrompts:
                 {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
             ]
         has_calls = tools is not None or any(len(one.get("tool_calls", ())) > 1 for one in messages)
-        one_call = has_calls and await self._takes_one_call(template, process)
+        one_call = has_calls and await self._accepts_one_call(template, process)
         if one_call:
             messages = one_call_each(messages)
-        text = await self._filled_in(template, process, messages, body, tools)
+        text = await self._render(template, process, messages, body, tools)
         special = body.get("add_special_tokens", False)  # the template writes them
-        tokens = await self._encoded(text, special=special)
+        tokens = await self._encode(text, special=special)
         return ChatPrompt(tokens, form, one_call)
 
-    async def _encoded(self, text: str, *, special: bool) -> list[int]:
+    async def _encode(self, text: str, *, special: bool) -> list[int]:
         if self._control_tokens is None:
             return await self._engine.encode("messages", text, special=special)
         tokens: list[int] = []
@@ -131,24 +141,22 @@ class ChatPrompts:
                 special = False
         return tokens
 
-    async def _takes_one_call(self, template: str, process: TemplateProcess) -> bool:
+    async def _accepts_one_call(self, template: str, process: TemplateProcess) -> bool:
         """Return whether a template accepts a message with one call and refuses one with two.
 
         Each template is tried once, because its text does not show what it refuses.
         """
         key = hashlib.sha256(template.encode()).digest()  # a template may be long
         if key not in self._one_call:
-            if not await self._takes(
-                template, process, 1
-            ):  # then a failure with two proves nothing
-                return False
-            takes_two = await self._takes(template, process, 2)
+            if not await self._accepts(template, process, 1):
+                return False  # a failure with two calls would prove nothing
+            accepts_two = await self._accepts(template, process, 2)
             if len(self._one_call) >= _MOST_TRIED:
                 self._one_call.clear()
-            self._one_call[key] = not takes_two
+            self._one_call[key] = not accepts_two
         return self._one_call[key]
 
-    async def _takes(self, template: str, process: TemplateProcess, num_calls: int) -> bool:
+    async def _accepts(self, template: str, process: TemplateProcess, num_calls: int) -> bool:
         messages, tools = _trial(num_calls)
         variables = {
             **self._engine.card.special_tokens,
@@ -166,23 +174,20 @@ class ChatPrompts:
         given = body.get("chat_template")
         if given is not None:
             if not self._settings.trust_request_chat_template:
-                raise ApiError(
-                    400,
-                    "chat_template: templates in requests need --trust-request-chat-template",
-                    param="chat_template",
+                raise field_error(
+                    "chat_template", "templates in requests need --trust-request-chat-template"
                 )
             return str(given), self._process_of_requests
         template = pick(self._templates, has_tools)
         if template is None:
-            raise ApiError(
-                400,
-                "messages: the model has no chat template: set one with --chat-template, or use "
+            raise field_error(
+                "messages",
+                "the model has no chat template: set one with --chat-template, or use "
                 "/v1/completions",
-                param="messages",
             )
         return template, self._process
 
-    async def _filled_in(
+    async def _render(
         self,
         template: str,
         process: TemplateProcess,
@@ -193,10 +198,9 @@ class ChatPrompts:
         continues = bool(body.get("continue_final_message"))
         generates = body.get("add_generation_prompt")
         if continues and generates:
-            raise ApiError(
-                400,
+            raise bad_request(
+                "continue_final_message",
                 "pass either continue_final_message or add_generation_prompt, not both",
-                param="continue_final_message",
             )
         of_client = {
             "tools": None if tools is None else tools.for_template(),
@@ -207,13 +211,22 @@ class ChatPrompts:
         }
         if self._control_tokens is not None:
             messages, of_client = map(self._control_tokens.marked, (messages, of_client))
-        variables = {**self._engine.card.special_tokens, **of_client}
+        render = functools.partial(
+            process.fill_in,
+            template,
+            variables={**self._engine.card.special_tokens, **of_client},
+            continue_final_message=continues,
+        )
         try:
-            return await process.fill_in(
-                template, messages, variables, continue_final_message=continues
-            )
+            try:
+                return await render(messages)
+            except TemplateError:
+                as_objects = arguments_as_objects(messages)
+                if as_objects is None:
+                    raise
+                return await render(as_objects)
         except TemplateError as error:
-            raise ApiError(400, f"messages: the chat template: {error}", param="messages") from None
+            raise field_error("messages", f"the chat template: {error}") from None
         except NotStartedError as error:
             raise ApiError(
                 503, f"messages: the chat template: {error}", code="no_process"
@@ -249,22 +262,20 @@ def _own_variables(given: Any) -> Mapping[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ApiError(400, f"{where} must be an object", param=where)
+        raise bad_request(where, f"{where} must be an object")
     for name in _FIELDS:
         if name in given:
-            raise ApiError(
-                400, f"{where}.{name} must be passed as the field {name}", param=f"{where}.{name}"
-            )
+            at = f"{where}.{name}"
+            raise bad_request(at, f"{at} must be passed as the field {name}")
     return given
 
 
 def _known_format(template: str) -> ToolFormat:
     form = format_of(template)
     if form is None:
-        raise ApiError(
-            400,
-            "tools: the chat template must describe a known format of calls: that of Hermes and "
-            "Qwen (<tool_call> with name and arguments) or of Llama 3 (name and parameters)",
-            param="tools",
+        raise field_error(
+            "tools",
+            "the chat template must describe a known format of calls: that of Hermes and Qwen "
+            "(<tool_call> with name and arguments) or of Llama 3 (name and parameters)",
         )
     return form

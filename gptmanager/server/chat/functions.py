@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import wrong
+from gptmanager.server.fields import bad_request
 from gptmanager.server.text.tools import MAX_TOOLS, Tools, read_tools
 
 
@@ -17,7 +17,7 @@ def has_functions(given: Mapping[str, Any]) -> bool:
     """Return whether a request uses the deprecated fields. ApiError 400 if it uses both kinds."""
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if old in given and new in given:
-            raise wrong(old, f"pass either {old} or {new}, not both")
+            raise bad_request(old, f"pass either {old} or {new}, not both")
     return "functions" in given or "function_call" in given
 
 
@@ -28,7 +28,7 @@ def read_functions(functions: Any, function_call: Any) -> Tools | None:
     """
     listed = [] if functions is None else functions
     if not isinstance(listed, list) or len(listed) > MAX_TOOLS:
-        raise wrong("functions", f"functions must be a list of at most {MAX_TOOLS} functions")
+        raise bad_request("functions", f"functions must be a list of at most {MAX_TOOLS} functions")
     tools = [{"type": "function", "function": one} for one in listed]
     choice = function_call
     if isinstance(function_call, Mapping):
@@ -36,7 +36,7 @@ def read_functions(functions: Any, function_call: Any) -> Tools | None:
     try:
         return read_tools(tools, choice, False)
     except ApiError as error:
-        raise wrong(_renamed(error.param or ""), _renamed(error.message)) from None
+        raise bad_request(_renamed(error.param or ""), _renamed(error.message)) from None
 
 
 def _renamed(text: str) -> str:

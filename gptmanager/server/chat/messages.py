@@ -1,4 +1,4 @@
-"""Messages of a chat: from what a client sends to what chat templates expect.
+"""Convert the messages that a client sends into the form that chat templates expect.
 
 Unknown keys of a message are ignored, because clients send back answers of other servers.
 """
@@ -12,15 +12,15 @@ from typing import Any
 import orjson
 
 from gptmanager.errors import quoted
-from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import field_error
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
-_MAY_BE_EMPTY = ("assistant", "tool", "function")  # a content that is null
+_MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles with an optional content
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that are not shown to the model
 _MOST_OBJECTS = 10_000  # in the arguments of a call
-_FUNCTION_CALL = "function_call"  # the id of a deprecated call, which has none
+_FUNCTION_CALL = "function_call"  # id given to a deprecated call, which has no id of its own
 
 
 def _no_json(name: str) -> None:
@@ -60,7 +60,7 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
     `tool_calls` and "tool". ApiError (400) names the wrong field and the reason.
     """
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", f"{quoted(messages)} must be a list of one or more messages")
+        raise field_error("messages", f"{quoted(messages)} must be a list of one or more messages")
     return [_read(one, f"messages[{index}]") for index, one in enumerate(messages)]
 
 
@@ -99,27 +99,45 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             moved.setdefault(rest[-1].get("tool_call_id"), []).append(rest.pop())
         for call in calls:
             found.append({**message, "tool_calls": [call]})
-            message = {
-                "role": message["role"],
-                "content": "",
-            }  # the rest is kept in the first message
+            # only the first message keeps the content
+            message = {"role": message["role"], "content": ""}
             found += moved.pop(call.get("id"), ())
         found += [result for results in moved.values() for result in results]
         moved.clear()
     return found
 
 
+def arguments_as_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return the messages with each call's string `arguments` as `{"arguments": string}`, for
+    templates that accept only objects; None if no arguments are a string.
+    """
+
+    def replaced(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if not isinstance(function["arguments"], str):
+            return call
+        return {**call, "function": {**function, "arguments": {"arguments": function["arguments"]}}}
+
+    found = [
+        {**one, "tool_calls": list(map(replaced, one["tool_calls"]))}
+        if "tool_calls" in one
+        else one
+        for one in messages
+    ]
+    return None if found == list(messages) else found
+
+
 def _read(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _wrong(where, f"{quoted(message)} must be an object with role and content")
+        raise field_error(where, f"{quoted(message)} must be an object with role and content")
     role = message.get("role")
     if role not in ROLES:
-        raise _wrong(f"{where}.role", f"{quoted(role)} must be one of {', '.join(ROLES)}")
+        raise field_error(f"{where}.role", f"{quoted(role)} must be one of {', '.join(ROLES)}")
     read: dict[str, Any] = {"role": role}
     calls = _calls_of(message, where)
     if calls:
         if role != "assistant":
-            raise _wrong(
+            raise field_error(
                 f"{where}.tool_calls", f"a message of role {role} must not have tool_calls"
             )
         read["tool_calls"] = calls
@@ -128,7 +146,7 @@ def _read(message: Any, where: str) -> dict[str, Any]:
         value = message.get(key)
         if value is not None:
             if not isinstance(value, str):
-                raise _wrong(f"{where}.{key}", f"{quoted(value)} must be a string")
+                raise field_error(f"{where}.{key}", f"{quoted(value)} must be a string")
             read[key] = value
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(thoughts, str):  # some clients send an object, which no template supports
@@ -147,9 +165,9 @@ def _content(message: Mapping[str, Any], role: str, where: str) -> str:
     if content is None:
         if role in _MAY_BE_EMPTY:
             return ""
-        raise _wrong(where, "is missing; it must be a string or a list of parts of type text")
+        raise field_error(where, "is missing; it must be a string or a list of parts of type text")
     if not isinstance(content, list):
-        raise _wrong(where, f"{quoted(content)} must be a string or a list of parts")
+        raise field_error(where, f"{quoted(content)} must be a string or a list of parts")
     parts = (_part(part, role, f"{where}[{index}]") for index, part in enumerate(content))
     return "\n".join(part for part in parts if part is not None)
 
@@ -157,18 +175,20 @@ def _content(message: Mapping[str, Any], role: str, where: str) -> str:
 def _part(part: Any, role: str, where: str) -> str | None:
     """Return the text of a part; None for one that is not shown to the model."""
     if not isinstance(part, Mapping):
-        raise _wrong(
+        raise field_error(
             where, f"{quoted(part)} must be a part such as {{'type': 'text', 'text': ...}}"
         )
     kind = part.get("type")
     if role == "assistant" and kind in _THOUGHTS:
         return None
     if kind not in _TEXT_PARTS:
-        raise _wrong(f"{where}.type", f"{quoted(kind)} is not supported: the model reads text only")
+        raise field_error(
+            f"{where}.type", f"{quoted(kind)} is not supported: the model reads text only"
+        )
     key = "refusal" if kind == "refusal" else "text"
     text = part.get(key)
     if not isinstance(text, str):
-        raise _wrong(f"{where}.{key}", f"{quoted(text)} must be a string")
+        raise field_error(f"{where}.{key}", f"{quoted(text)} must be a string")
     return text
 
 
@@ -177,7 +197,7 @@ def _calls_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if calls:
         where = f"{where}.tool_calls"
         if not isinstance(calls, list):
-            raise _wrong(where, f"{quoted(calls)} must be a list of calls")
+            raise field_error(where, f"{quoted(calls)} must be a list of calls")
         return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
     if legacy:
         call = {"id": _FUNCTION_CALL, "function": legacy}
@@ -189,10 +209,10 @@ def _call(call: Any, where: str, *, legacy: bool = False) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     inner = where if legacy else f"{where}.function"
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _wrong(inner, f"{quoted(function)} must be an object with name and arguments")
+        raise field_error(inner, f"{quoted(function)} must be an object with name and arguments")
     arguments = _arguments(function.get("arguments"))
     if not isinstance(arguments, Mapping | str):
-        raise _wrong(f"{inner}.arguments", f"{quoted(arguments)} must be an object")
+        raise field_error(f"{inner}.arguments", f"{quoted(arguments)} must be an object")
     read: dict[str, Any] = {
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
@@ -219,7 +239,3 @@ def _arguments(given: Any) -> Any:
     if found is None:
         return {}
     return found if isinstance(found, dict) else given
-
-
-def _wrong(where: str, what: str) -> ApiError:
-    return ApiError(400, f"{where}: {what}", type="invalid_request_error", param=where)

@@ -1,10 +1,7 @@
-"""Parser of tool calls in the text of a model, piece by piece.
+"""Parse tool calls in the text of a model, piece by piece.
 
-Whole answers use the same parser as streams, so that both have the same result. Independent of
-tokens.
-
-
-A call is a JSON object with the name of a tool and its arguments:
+Whole answers use the same parser as streams, so that both have the same result. The parser is
+independent of tokens. A call is a JSON object with the name of a tool and its arguments:
 
     <tool_call>                                                     Hermes, Qwen: any number, among
     {"name": "get_weather", "arguments": {"city": "Rome"}}          text
@@ -64,8 +61,8 @@ Found = Content | CallBegins | Arguments
 class _State(Enum):
     CONTENT = "text, until a call begins"
     HEADER = "a call, until its arguments begin"
-    ARGUMENTS = "its arguments"
-    REST = "what follows them in the object"
+    ARGUMENTS = "the arguments of a call"
+    REST = "the rest of the call's object"
     BETWEEN = "after a call"
     PLAIN = "text to the end: an answer without calls"
 
@@ -84,9 +81,9 @@ class ToolCallParser:
         self._state = _State.CONTENT if tagged else _State.BETWEEN
         self._text = ""  # not returned yet
         self._before = ""  # text skipped before a possible call, returned if it is not a call
-        self._whole = _ObjectScan()  # the object of a call, until its arguments begin
-        self._num_scanned = 0  # characters of it
-        self._arguments = _ObjectScan()  # the same from there on
+        self._whole = _ObjectScan()  # scans a call's object from its first brace
+        self._num_scanned = 0  # characters that `_whole` has scanned
+        self._arguments = _ObjectScan()  # scans a call's object from its arguments on
         self.num_calls = 0
 
     @property
@@ -107,10 +104,10 @@ class ToolCallParser:
         found: list[Found] = []
         rest, self._text = self._text, ""
         if self._state is _State.HEADER:
-            self._say(self._before + rest, found)
+            self._add_content(self._before + rest, found)
         elif self._state in (_State.CONTENT, _State.PLAIN) or not self.num_calls:
             if rest.strip() or not self.num_calls:
-                self._say(rest, found)
+                self._add_content(rest, found)
         return found
 
     # One step in the state table; returns False if it needs more text --------------------------
@@ -123,7 +120,7 @@ class ToolCallParser:
         if self._state is _State.HEADER:
             return self._read_header(found)
         if self._state is _State.PLAIN:
-            self._say(self._take(len(self._text)), found)
+            self._add_content(self._take(len(self._text)), found)
             return False
         return self._read_object(found)
 
@@ -135,7 +132,7 @@ class ToolCallParser:
         if stripped or at >= 0:
             said = self._take(stripped)
             if said:
-                self._say(said, found)
+                self._add_content(said, found)
         if at < 0:
             return False
         self._before = self._take(end - stripped + len(OPENER))
@@ -194,7 +191,7 @@ class ToolCallParser:
         return True
 
     def _reject_call(self, found: list[Found]) -> bool:
-        self._say(self._before, found)
+        self._add_content(self._before, found)
         self._state = _State.CONTENT if self._tagged else _State.PLAIN
         return True
 
@@ -222,7 +219,7 @@ class ToolCallParser:
         self.num_calls += 1
 
     @staticmethod
-    def _say(text: str, found: list[Found]) -> None:
+    def _add_content(text: str, found: list[Found]) -> None:
         if text:
             found.append(Content(text))
 

@@ -1,11 +1,9 @@
-"""/v1/chat/completions: from messages to an answer, in one piece or streamed."""
+"""/v1/chat/completions: answers the messages of a chat, in one piece or streamed."""
 
 from __future__ import annotations
 
 import functools
-import time
-import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +20,10 @@ from gptmanager.server.chat.chat_prompt import (
 )
 from gptmanager.server.chat.functions import has_functions, read_functions
 from gptmanager.server.engine.engine import Engine
-from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import AsItIs, Field, Flag, Integer, by_name, wrong
-from gptmanager.server.http.body import read_json, start_stream, until_disconnected
-from gptmanager.server.http.responses import DONE, EventStream, event, json_response
+from gptmanager.server.fields import AsItIs, Field, Flag, Integer, bad_request, by_name
+from gptmanager.server.http.body import read_json
 from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.openai.json_answer import JsonAnswer, answer_head, respond
 from gptmanager.server.openai.models import check_model
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.settings import ServerSettings
@@ -40,12 +37,7 @@ from gptmanager.server.text.generation_fields import (
     NewTokens,
     with_known_names,
 )
-from gptmanager.server.text.log_probs import (
-    TokenLogProb,
-    TokenTexts,
-    chat_shape,
-    prompt_shape,
-)
+from gptmanager.server.text.log_probs import TokenTexts, chat_shape, prompt_shape
 from gptmanager.server.text.outputs import Delta
 from gptmanager.server.text.processors import STRUCTURED, Processors
 from gptmanager.server.text.sampling import GenerationOptions, check
@@ -104,16 +96,11 @@ class Chats:
         given = with_known_names(given)
         check_model(self._engine, given.get("model"))
         if given.get("top_logprobs") and not given.get("logprobs"):
-            raise wrong("top_logprobs", "top_logprobs needs logprobs = true")
-        chat = await until_disconnected(request, self._begin(given, warnings))
-        headers = warnings.headers()
-        if given.get("stream"):
-            return EventStream(
-                await until_disconnected(request, start_stream(chat.frames())), headers
-            )
-        return json_response(await until_disconnected(request, chat.whole()), headers=headers)
+            raise bad_request("top_logprobs", "top_logprobs needs logprobs = true")
+        preparing = self._prepare(given, warnings)
+        return await respond(request, preparing, warnings, streams=given.get("stream", False))
 
-    async def _begin(self, given: dict[str, Any], warnings: Warnings) -> _Chat:
+    async def _prepare(self, given: dict[str, Any], warnings: Warnings) -> JsonAnswer:
         card = self._engine.card
         is_deprecated = has_functions(given)
         if is_deprecated:
@@ -122,9 +109,8 @@ class Chats:
             parallel = given.get("parallel_tool_calls", True)
             tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
         prompt = await self._prompts.read(given, tools, warnings)
-        if (
-            tools is not None and prompt.one_call
-        ):  # so that the template accepts the answer in the next prompt
+        if tools is not None and prompt.one_call:
+            # the template must accept the answer in the next prompt
             tools = replace(tools, parallel=False)
         num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
         processor = await self._processors.of(given, warnings, tools, prompt.tool_format)
@@ -135,94 +121,66 @@ class Chats:
         most = given.get(name, left)
         self._engine.context_length.check(len(prompt.tokens), most, prompt="messages", most=name)
         answer = Answer(self._engine, options, [prompt.tokens], [most])
-        shapes = [
+        messages = [
             ChatAnswer(tools, prompt.tool_format, is_deprecated=is_deprecated)
             for _ in answer.outputs
         ]
         texts = self._texts.as_ids() if given.get("return_tokens_as_token_ids") else self._texts
-        return _Chat(given, answer, shapes, texts, card.name)
+        kind = "chat.completion.chunk" if options.streams else "chat.completion"
+        head = answer_head(given, "chatcmpl", kind, card.name)
+        return JsonAnswer(given, answer, _ChatFormat(given, answer, messages, texts), head)
 
 
-class _Chat:
-    """The JSON of one request's answer. `shapes`: of each output."""
+class _ChatFormat:
+    """Writes the choices of a chat. `messages`: one for each output."""
 
     def __init__(
         self,
         given: Mapping[str, Any],
         answer: Answer,
-        shapes: list[ChatAnswer],
+        messages: list[ChatAnswer],
         texts: TokenTexts,
-        model: str,
     ) -> None:
         self._given = given
         self._answer = answer
-        self._shapes = shapes
+        self._messages = messages
         self._texts = texts
-        self._has_begun = [False] * len(shapes)
-        self._head = {
-            "id": given.get("request_id") or f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion.chunk" if given.get("stream") else "chat.completion",
-            "created": int(time.time()),
-            "model": given.get("model") or model,
-        }
+        self._has_begun = [False] * len(messages)
+        self._deltas: list[list[Delta]] = [[] for _ in messages]
+
+    def add(self, index: int, delta: Delta) -> None:
+        self._messages[index].push(delta.text)
+        self._deltas[index].append(delta)
 
     async def whole(self) -> dict[str, Any]:
-        outputs = self._answer.outputs
-        token_ids: list[list[int]] = [[] for _ in outputs]
-        log_probs: list[list[TokenLogProb]] = [[] for _ in outputs]
-        async for index, delta in self._answer.deltas():
-            self._shapes[index].push(delta.text)
-            token_ids[index] += delta.token_ids
-            log_probs[index] += delta.log_probs
         choices = []
-        for index, (shape, output) in enumerate(zip(self._shapes, outputs, strict=True)):
-            shape.flush()
-            delta = Delta("", token_ids[index], log_probs[index], output.finish_reason)
+        for index, message in enumerate(self._messages):
+            message.flush()
+            delta = Delta.joined(self._deltas[index])
             fields = await self._answer.shaped(
                 functools.partial(self._details, index, delta), len(delta.log_probs)
             )
             if self._given.get("logprobs") and fields["logprobs"] is None:  # clients expect a list
                 fields["logprobs"] = chat_shape([], 0, self._texts)
-            choices.append({"index": index, "message": shape.message(), **fields})
-        return {
-            **self._head,
-            "choices": choices,
-            "usage": self._answer.usage(),
-            **await self._answer.shaped(self._prompt_fields),
-        }
+            choices.append({"index": index, "message": message.message(), **fields})
+        return {"choices": choices, **await self._answer.shaped(self._prompt_fields)}
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        options = self._given.get("stream_options") or {}
-        has_usage = options.get("include_usage", False)
-        is_continuous = options.get("continuous_usage_stats", False)
-        try:
-            async for index, delta in self._answer.deltas():
-                for choice in self._choices(index, delta):
-                    chunk = {**self._head, "choices": [choice]}
-                    if not any(self._has_begun):
-                        chunk.update(await self._answer.shaped(self._prompt_fields))
-                    self._has_begun[index] = True
-                    if is_continuous:
-                        chunk["usage"] = self._answer.usage()
-                    elif has_usage:
-                        chunk["usage"] = None
-                    yield event(chunk)
-        except ApiError as error:
-            if not any(self._has_begun):
-                raise
-            yield event(error.body())
-        else:
-            if has_usage:
-                yield event({**self._head, "choices": [], "usage": self._answer.usage()})
-        yield DONE
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        chunks: list[dict[str, Any]] = [
+            {"choices": [choice]} for choice in self._choices(index, delta)
+        ]
+        if not any(self._has_begun):
+            chunks[0].update(await self._answer.shaped(self._prompt_fields))
+        self._has_begun[index] = True
+        return chunks
 
     def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Return the chunks' choices for a delta: first the role, at the end the finish reason."""
-        shape = self._shapes[index]
-        deltas = shape.push(delta.text)
+        message = self._messages[index]
+        deltas = message.push(delta.text)
         is_done = delta.finish_reason is not None
         if is_done:
-            deltas += shape.flush()
+            deltas += message.flush()
         if not self._has_begun[index]:
             deltas.insert(0, {"role": "assistant", "content": ""})
         if is_done or not deltas:
@@ -246,7 +204,7 @@ class _Chat:
         given, reason = self._given, delta.finish_reason
         fields: dict[str, Any] = {
             "logprobs": None,
-            "finish_reason": reason and self._shapes[index].finish_reason(reason),
+            "finish_reason": reason and self._messages[index].finish_reason(reason),
             "stop_reason": reason and self._answer.outputs[index].stop_reason,
         }
         if delta.log_probs:

@@ -1,11 +1,9 @@
-"""/v1/completions: raw prompts, and the text that continues them."""
+"""/v1/completions: continues raw prompts."""
 
 from __future__ import annotations
 
 import functools
-import time
-import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -14,19 +12,18 @@ from starlette.routing import BaseRoute, Route
 
 from gptmanager.errors import quoted
 from gptmanager.server.engine.engine import LONG_TEXT, Engine
-from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import (
     Field,
     Flag,
     Integer,
     Text,
+    bad_request,
     by_name,
     check_token_ids,
-    wrong,
 )
-from gptmanager.server.http.body import read_json, run_in_thread, start_stream, until_disconnected
-from gptmanager.server.http.responses import DONE, EventStream, event, json_response
+from gptmanager.server.http.body import read_json, run_in_thread
 from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.openai.json_answer import JsonAnswer, answer_head, respond
 from gptmanager.server.openai.models import check_model
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.settings import ServerSettings
@@ -63,19 +60,19 @@ class Prompts:
         if isinstance(value, str):
             return [Text(1).read(where, value)]
         if not isinstance(value, list) or not value:
-            raise wrong(
+            raise bad_request(
                 where,
                 f"{where} = {quoted(value)} must be a string, token ids, or a list of either",
             )
         prompts = [value] if type(value[0]) is int else value
         if len(prompts) > MAX_PROMPTS:
-            raise wrong(
+            raise bad_request(
                 where, f"{where} has {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed"
             )
         for index, prompt in enumerate(prompts):
             if not isinstance(prompt, (str, list)) or not prompt:
                 at = f"{where}[{index}]"
-                raise wrong(where, f"{at} = {quoted(prompt)} must be a string or token ids")
+                raise bad_request(where, f"{at} = {quoted(prompt)} must be a string or token ids")
         return prompts
 
     def schema(self) -> dict[str, Any]:
@@ -134,14 +131,10 @@ class Completions:
         if "max_completion_tokens" in given:
             given["max_tokens"] = given.pop("max_completion_tokens")
         _check(given, self._engine)
-        completion = await until_disconnected(request, self._begin(given, warnings))
-        headers = warnings.headers()
-        if given.get("stream"):
-            frames = await until_disconnected(request, start_stream(completion.frames()))
-            return EventStream(frames, headers)
-        return json_response(await until_disconnected(request, completion.whole()), headers=headers)
+        preparing = self._prepare(given, warnings)
+        return await respond(request, preparing, warnings, streams=given.get("stream", False))
 
-    async def _begin(self, given: dict[str, Any], warnings: Warnings) -> _Completion:
+    async def _prepare(self, given: dict[str, Any], warnings: Warnings) -> JsonAnswer:
         card = self._engine.card
         num_top = given.get("logprobs")
         is_echo = given.get("echo", False)
@@ -165,7 +158,8 @@ class Completions:
             is_silent=most == 0,
         )
         texts = self._texts.as_ids() if given.get("return_tokens_as_token_ids") else self._texts
-        return _Completion(given, answer, prompts, texts, card.name)
+        head = answer_head(given, "cmpl", "text_completion", card.name)
+        return JsonAnswer(given, answer, _CompletionFormat(given, answer, prompts, texts), head)
 
     async def _read_prompts(self, given: Mapping[str, Any]) -> list[_Prompt]:
         def read() -> list[_Prompt]:
@@ -194,21 +188,21 @@ def _check(given: Mapping[str, Any], engine: Engine) -> None:
     check_model(engine, given.get("model"))
     most = given.get("max_tokens")
     if most == 0 and not given.get("echo"):
-        raise wrong(
+        raise bad_request(
             "max_tokens", "max_tokens = 0 needs echo = true: without it the answer would be empty"
         )
     if most and given.get("min_tokens", 0) > most:
-        raise wrong(
+        raise bad_request(
             "min_tokens", f"min_tokens = {given['min_tokens']} must be at most max_tokens = {most}"
         )
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-        raise wrong("best_of", f"best_of = {given['best_of']} must equal n")
+        raise bad_request("best_of", f"best_of = {given['best_of']} must equal n")
     if given.get("suffix"):
-        raise wrong("suffix", "suffix is not supported: the model cannot fill in the middle")
+        raise bad_request("suffix", "suffix is not supported: the model cannot fill in the middle")
 
 
-class _Completion:
-    """The JSON of one request's answer."""
+class _CompletionFormat:
+    """Writes the choices of a completion."""
 
     def __init__(
         self,
@@ -216,7 +210,6 @@ class _Completion:
         answer: Answer,
         prompts: Sequence[_Prompt],
         texts: TokenTexts,
-        model: str,
     ) -> None:
         self._given = given
         self._answer = answer
@@ -224,47 +217,23 @@ class _Completion:
         self._texts = texts
         self._num_choices = given.get("n", 1)
         self._has_begun = [False] * len(answer.outputs)
-        self._head = {
-            "id": given.get("request_id") or f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": given.get("model") or model,
-        }
+        self._deltas: list[list[Delta]] = [[] for _ in answer.outputs]
+
+    def add(self, index: int, delta: Delta) -> None:
+        self._deltas[index].append(delta)
 
     async def whole(self) -> dict[str, Any]:
-        answer = self._answer
-        joined = [_Joined() for _ in answer.outputs]
-        async for index, delta in answer.deltas():
-            joined[index].add(delta)
-        deltas = [one.delta() for one in joined]
-        choices = await answer.shaped(
-            lambda: [self._choice(index, delta) for index, delta in enumerate(deltas)],
-            sum(len(delta.log_probs) for delta in deltas),
+        outputs = list(enumerate(map(Delta.joined, self._deltas)))
+        choices = await self._answer.shaped(
+            lambda: [self._choice(index, delta) for index, delta in outputs],
+            sum(len(delta.log_probs) for _, delta in outputs),
         )
-        return {**self._head, "choices": choices, "usage": answer.usage()}
+        return {"choices": choices}
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        options = self._given.get("stream_options") or {}
-        has_usage = options.get("include_usage", False)
-        is_continuous = options.get("continuous_usage_stats", False)
-        try:
-            async for index, delta in self._answer.deltas():
-                choice = functools.partial(self._choice, index, delta)
-                told = choice() if self._has_begun[index] else await self._answer.shaped(choice)
-                chunk = {**self._head, "choices": [told]}
-                if is_continuous:
-                    chunk["usage"] = self._answer.usage()
-                elif has_usage:
-                    chunk["usage"] = None
-                yield event(chunk)
-        except ApiError as error:
-            if not any(self._has_begun):
-                raise
-            yield event(error.body())
-        else:
-            if has_usage:
-                yield event({**self._head, "choices": [], "usage": self._answer.usage()})
-        yield DONE
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        choice = functools.partial(self._choice, index, delta)
+        found = choice() if self._has_begun[index] else await self._answer.shaped(choice)
+        return [{"choices": [found]}]
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         """Return a choice of a whole answer or of a chunk, made from `delta`."""
@@ -296,21 +265,3 @@ class _Completion:
             if is_first:
                 choice["prompt_token_ids"] = prompt.tokens
         return choice
-
-
-class _Joined:
-    """Joins the deltas of one output."""
-
-    def __init__(self) -> None:
-        self._deltas: list[Delta] = []
-
-    def add(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-
-    def delta(self) -> Delta:
-        return Delta(
-            "".join(one.text for one in self._deltas),
-            [token for one in self._deltas for token in one.token_ids],
-            [token for one in self._deltas for token in one.log_probs],
-            self._deltas[-1].finish_reason,
-        )

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: from text to tokens and back."""
+"""/tokenize and /detokenize: convert text into tokens and back."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from gptmanager.server.fields import (
     Flag,
     Text,
     TokenIds,
+    bad_request,
     by_name,
     check_token_ids,
-    wrong,
 )
 from gptmanager.server.http.body import read_json, run_in_thread, until_disconnected
 from gptmanager.server.http.responses import json_response
@@ -84,7 +84,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
             raise ApiError(400, "the model folder has no tokenizer.json", param="tokens")
         limit = engine.card.max_model_len
         if len(ids) > limit:
-            raise wrong("tokens", f"tokens has {len(ids)} items, at most {limit} are allowed")
+            raise bad_request("tokens", f"tokens has {len(ids)} items, at most {limit} are allowed")
         check_token_ids("tokens", ids, engine.card.vocab_size)
         text = await run_in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return json_response({"prompt": text}, headers=warnings.headers())
@@ -101,13 +101,13 @@ def _names(engine: Engine, ids: list[int]) -> list[str | None]:
 
 
 def _check_one(given: dict[str, Any]) -> None:
-    """Raise ApiError 400 unless there is either a prompt, or messages with their fields."""
+    """Raise ApiError 400 unless the request has either a prompt, or messages with their fields."""
     if "messages" in given:
         if "prompt" in given:
-            raise wrong("prompt", "pass either prompt or messages, not both")
+            raise bad_request("prompt", "pass either prompt or messages, not both")
         return
     if "prompt" not in given:
-        raise wrong("prompt", "pass either prompt or messages")
+        raise bad_request("prompt", "pass either prompt or messages")
     for name in _ONLY_CHAT:
         if name in given:
-            raise wrong(name, f"{name} needs messages")
+            raise bad_request(name, f"{name} needs messages")

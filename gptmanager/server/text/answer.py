@@ -1,7 +1,7 @@
-"""`Answer`: all outputs of one HTTP request, while the engine generates them.
+"""`Answer`: all outputs of one HTTP request while the engine generates them.
 
-Maps the engine's requests to outputs, and counts the usage. Independent of the JSON that clients
-get.
+It maps the engine's requests to outputs and counts the usage, independently of the JSON that
+clients get.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gptmanager.server.text.outputs import Delta, Output
 from gptmanager.server.text.sampling import GenerationOptions, ends_of, requests_of, scoring_request
 
 _T = TypeVar("_T")
-MANY_LISTED = 1024  # tokens; writing their log probabilities takes some tens of milliseconds
+MANY_LISTED = 1024  # tokens; formatting their log probabilities takes some tens of milliseconds
 
 
 class Answer:
@@ -30,7 +30,7 @@ class Answer:
 
     `prompts`: token ids. `max_new_tokens`: one limit per prompt. `offsets`: for each prompt, the
     number of characters before its outputs. `lists_end`: see `Output`. `is_silent`: generate no
-    text, because the request asks only about its prompts.
+    text; the request asks only for log probabilities of its prompts.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The fields that completions and chats share: how to generate, and what to return."""
+"""The fields that completions and chats share: generation, and what an answer contains."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gptmanager.server.fields import (
     Object,
     Text,
     TextOrTexts,
+    bad_request,
     by_name,
-    wrong,
 )
 from gptmanager.server.request_fields import NotSupported
 
@@ -52,10 +52,12 @@ class TokenBias:
         found, number = {}, Number(-100, 100)
         given = Object().read(where, value)
         if len(given) > MAX_BIASES:
-            raise wrong(where, f"{where} has {len(given)} tokens, {MAX_BIASES} are allowed")
+            raise bad_request(
+                where, f"{where} has {len(given)} tokens, at most {MAX_BIASES} are allowed"
+            )
         for key, bias in given.items():
             if not (key.isascii() and key.isdecimal() and len(key) < 10):
-                raise wrong(where, f"{where}: the key {quoted(key)} must be a token id")
+                raise bad_request(where, f"{where}: the key {quoted(key)} must be a token id")
             found[int(key)] = number.read(f"{where}.{key}", bias)
         return found
 
@@ -75,7 +77,7 @@ class EarlyStopping:
         if value == "never":
             return 2
         if not isinstance(value, bool):
-            raise wrong(where, f'{where} = {quoted(value)} must be true, false or "never"')
+            raise bad_request(where, f'{where} = {quoted(value)} must be true, false or "never"')
         return int(value)
 
     def schema(self) -> dict[str, Any]:
@@ -100,7 +102,7 @@ SAMPLING = (
     Field("seed", Integer(*_INT64), "the same seed gives the same choices"),
     Field("n", Integer(1, MAX_CHOICES), "choices for each prompt"),
     Field("presence_penalty", Number(-2, 2), "subtracted once from logits of generated tokens"),
-    Field("frequency_penalty", Number(-2, 2), "the same for each occurrence"),
+    Field("frequency_penalty", Number(-2, 2), "subtracted for each occurrence of a token"),
     Field("repetition_penalty", Number(0.01, 100), "above 1: repeated tokens are less likely"),
     Field("repeat_penalty", Number(0.01, 100), "repetition_penalty by another name"),
     Field("logit_bias", TokenBias(), "token id -> -100 to 100, added to its logit"),

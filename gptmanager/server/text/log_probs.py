@@ -1,8 +1,7 @@
-"""Log probabilities of tokens, in the two shapes that clients know.
+"""Format log probabilities of tokens for completions and for chats.
 
-The engine defines them. Output tokens: from the distribution after the penalties, bans and
-temperature of the request, before top-k, top-p and min-p. Prompt tokens: from the model's own
-distribution.
+Log probabilities of output tokens are taken after the penalties, bans and temperature of the
+request and before top-k, top-p and min-p, those of prompt tokens from the model's own distribution.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`Output`: one generated text, made from its tokens, and where it ends.
+"""`Output`: decodes the tokens of one generated text, and detects its end.
 
-Decides which text may be sent, and why the output ended. Independent of requests and protocols.
+It decides which text may be sent and why the output ended, independently of requests and protocols.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class Ends:
 
 
 class Delta(NamedTuple):
-    """The next piece of an output. All deltas, joined, are the whole output.
+    """The next piece of an output; the joined deltas are the whole output.
 
-    `token_ids`: the new tokens, including those that ended the output. `log_probs`: of tokens
-    that begin in the text sent so far. `finish_reason`: None before the last delta.
+    `token_ids`: the new tokens, including those that ended the output. `log_probs`: log
+    probabilities of the tokens that begin in the text sent so far. `finish_reason`: None before the
+    last delta.
     """
 
     text: str
@@ -52,9 +53,19 @@ class Delta(NamedTuple):
     log_probs: list[TokenLogProb]
     finish_reason: str | None
 
+    @staticmethod
+    def joined(deltas: Sequence[Delta]) -> Delta:
+        """Return consecutive deltas of an output as one."""
+        return Delta(
+            "".join(one.text for one in deltas),
+            [token for one in deltas for token in one.token_ids],
+            [log_prob for one in deltas for log_prob in one.log_probs],
+            deltas[-1].finish_reason,
+        )
+
 
 class Output:
-    """Turns tokens into text. The result does not depend on how the tokens are split into pieces.
+    """Decodes tokens into text. The result does not depend on how the tokens are split into pieces.
 
     `offset`: characters of the answer before this text (an echo of the prompt). `lists_end`: also
     list the log probability of the token that ended the output. `tokenizer` None: no text is made.

@@ -8,7 +8,7 @@ from typing import Any
 
 from gptmanager.callbacks import BannedTexts
 from gptmanager.server.engine.engine import Engine
-from gptmanager.server.fields import AsItIs, Field, wrong
+from gptmanager.server.fields import AsItIs, Field, bad_request
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.text.structured import (
     OutputRule,
@@ -84,5 +84,5 @@ class Processors:
         if not words:
             return None
         if texts is None:
-            raise wrong("bad_words", "bad_words needs a tokenizer, and the model has none")
+            raise bad_request("bad_words", "bad_words needs a tokenizer, and the model has none")
         return await prepared("bad_words", lambda: texts.bind(words))

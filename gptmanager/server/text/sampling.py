@@ -1,7 +1,7 @@
-"""From the fields of a request to the engine's requests.
+"""Convert the fields of a request into requests for the engine.
 
-Decides defaults, limits that depend on the model, seeds of choices, and what ends an output.
-Independent of prompt texts and of answers.
+This module decides defaults, limits that depend on the model, seeds of choices, and what ends an
+output. It is independent of prompt texts and of answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from gptmanager.server.engine.call import EngineRequest
 from gptmanager.server.engine.model_card import ModelCard
-from gptmanager.server.fields import wrong
+from gptmanager.server.fields import bad_request
 from gptmanager.server.text.outputs import Ends
 
 _SERVING = ("cache_salt", "deadline_s", "priority")
@@ -76,40 +76,42 @@ def check(options: GenerationOptions, card: ModelCard) -> None:
     """Check fields against the model and against each other. Raises ApiError 400."""
     given = options.given
     if given.get("stream_options") is not None and not options.streams:
-        raise wrong("stream_options", "stream_options needs stream = true")
+        raise bad_request("stream_options", "stream_options needs stream = true")
     if "beam_width" in given and not given.get("use_beam_search"):
-        raise wrong("beam_width", "beam_width needs use_beam_search = true")
+        raise bad_request("beam_width", "beam_width needs use_beam_search = true")
     if given.get("use_beam_search"):
         _check_beams(options, card)
     if card.tokenizer is None:
         for name in ("stop", "bad_words"):
             if name in given:
-                raise wrong(name, f"{name} needs a tokenizer, and the model has none")
+                raise bad_request(name, f"{name} needs a tokenizer, and the model has none")
     for token in given.get("logit_bias", ()):
         if token >= card.vocab_size:
-            raise wrong(
+            raise bad_request(
                 "logit_bias", f"logit_bias: token {token} is outside 0 to {card.vocab_size - 1}"
             )
     for index, token in enumerate(given.get("stop_token_ids", ())):
         if token >= card.vocab_size:
             where = f"stop_token_ids[{index}]"
-            raise wrong(where, f"{where} = {token} is outside 0 to {card.vocab_size - 1}")
+            raise bad_request(where, f"{where} = {token} is outside 0 to {card.vocab_size - 1}")
 
 
 def _check_beams(options: GenerationOptions, card: ModelCard) -> None:
     width = options.beam_width
     if options.streams:
-        raise wrong(
+        raise bad_request(
             "stream",
             "stream = true is not supported with beam search: its texts are known at the end only",
         )
     if width > card.max_beam_width:
         name = "beam_width" if "beam_width" in options.given else "n"
-        raise wrong(name, f"{name} = {width} exceeds --max-beam-width = {card.max_beam_width}")
+        raise bad_request(
+            name, f"{name} = {width} exceeds --max-beam-width = {card.max_beam_width}"
+        )
     if options.num_choices > width:
-        raise wrong("n", f"n = {options.num_choices} is more than beam_width = {width}")
+        raise bad_request("n", f"n = {options.num_choices} is more than beam_width = {width}")
     if "stop" in options.given:
-        raise wrong("stop", "stop is not supported with beam search; use stop_token_ids")
+        raise bad_request("stop", "stop is not supported with beam search; use stop_token_ids")
 
 
 def ends_of(options: GenerationOptions, card: ModelCard) -> Ends:
@@ -163,7 +165,7 @@ def requests_of(
 def scoring_request(
     options: GenerationOptions, card: ModelCard, tokens: list[int]
 ) -> EngineRequest:
-    """Return the engine's request for a prompt of which only the log probabilities are needed."""
+    """Return the engine's request for a prompt that is only scored."""
     given = options.given
     by_name = {name: given[name] for name in _SERVING if name in given}
     by_name["num_prompt_log_probs"] = options.num_prompt_top

@@ -1,7 +1,7 @@
-"""Answers that fit a JSON schema, a regular expression, a choice, or a grammar.
+"""Constrain answers to a JSON schema, a regular expression, a choice, or a grammar.
 
-Decides which fields of a request set such a rule; at most one may. Grammars are compiled before a
-request runs, so that the client of a wrong one gets an explanation.
+This module reads the fields of a request that set such a rule; at most one may. Grammars are
+compiled before a request runs, so that a wrong one is answered with an explanation.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gptmanager import GuidedDecoding
 from gptmanager.errors import CapacityError, ConfigError, RequestError
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import field_error
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.text.tools import ToolFormat, Tools, marks_of
 
@@ -32,7 +33,7 @@ _ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
 
 @dataclass(frozen=True, slots=True)
 class OutputRule:
-    """The rule that an answer has to fit. `where`: the field that sets it; `kind`: one of `_KINDS`.
+    """The rule that an answer must fit. `where`: the field that sets it; `kind`: one of `_KINDS`.
 
     `lenient`: schema keywords that cannot be enforced are ignored and reported.
     """
@@ -46,7 +47,7 @@ class OutputRule:
 def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
     """Return the rule in `response_format`, `structured_outputs`, or its aliases guided_json, ...
 
-    None if an answer may be any text. ApiError (400) for a wrong rule, and for two rules.
+    None if an answer may be any text. Raises ApiError 400 for a wrong rule, and for two rules.
     """
     rules = [
         *_of_response_format(body.get("response_format")),
@@ -58,7 +59,9 @@ def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
         ),
     ]
     if len(rules) > 1:
-        raise _wrong(rules[1].where, f"pass either {rules[0].where} or {rules[1].where}, not both")
+        raise field_error(
+            rules[1].where, f"pass either {rules[0].where} or {rules[1].where}, not both"
+        )
     for rule in rules:
         _check(rule)
     return rules[0] if rules else None
@@ -76,16 +79,16 @@ def _of_response_format(given: Any) -> list[OutputRule]:
             return [OutputRule("response_format.schema", "json", given["schema"], lenient)]
         return [OutputRule("response_format", "json_object", True)]
     if kind != "json_schema":
-        raise _wrong("response_format.type", "must be 'text', 'json_object' or 'json_schema'")
+        raise field_error("response_format.type", "must be 'text', 'json_object' or 'json_schema'")
     where, own = "response_format.json_schema", given.get("json_schema")
     if not isinstance(own, Mapping):
-        raise _wrong(where, "must be an object with name and schema")
+        raise field_error(where, "must be an object with name and schema")
     if not isinstance(own.get("name"), str):
-        raise _wrong(f"{where}.name", "is missing; it must be a string")
+        raise field_error(f"{where}.name", "is missing; it must be a string")
     if not isinstance(own.get("strict"), bool | None):
-        raise _wrong(f"{where}.strict", "must be true or false")
+        raise field_error(f"{where}.strict", "must be true or false")
     if own.get("schema") is None:
-        raise _wrong(f"{where}.schema", "is missing; it must be a JSON schema")
+        raise field_error(f"{where}.schema", "is missing; it must be a JSON schema")
     return [OutputRule(f"{where}.schema", "json", own["schema"], own.get("strict") is False)]
 
 
@@ -94,11 +97,13 @@ def _of_structured_outputs(given: Any) -> list[OutputRule]:
         return []
     where = "structured_outputs"
     if not isinstance(given, Mapping):
-        raise _wrong(where, f"must be an object with one of {', '.join(_KINDS)}")
+        raise field_error(where, f"must be an object with one of {', '.join(_KINDS)}")
     there = {key: value for key, value in given.items() if value is not None}
     for key in there:
         if key not in _KINDS:
-            raise _wrong(f"{where}.{key}", f"unknown field; the fields are {', '.join(_KINDS)}")
+            raise field_error(
+                f"{where}.{key}", f"unknown field; the fields are {', '.join(_KINDS)}"
+            )
     rules = [OutputRule(f"{where}.{key}", key, value) for key, value in there.items()]
     return [rule for rule in rules if (rule.kind, rule.value) != ("json_object", False)]
 
@@ -106,15 +111,15 @@ def _of_structured_outputs(given: Any) -> list[OutputRule]:
 def _check(rule: OutputRule) -> None:
     value = rule.value
     if rule.kind == "json" and not isinstance(value, Mapping | str | bool):
-        raise _wrong(rule.where, "must be a JSON schema: an object, or a string of JSON")
+        raise field_error(rule.where, "must be a JSON schema: an object, or a string of JSON")
     if rule.kind in ("regex", "grammar") and not isinstance(value, str):
-        raise _wrong(rule.where, "must be a string")
+        raise field_error(rule.where, "must be a string")
     if rule.kind == "json_object" and value is not True:
-        raise _wrong(rule.where, "must be true or false")
+        raise field_error(rule.where, "must be true or false")
     if rule.kind == "choice":
         texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not texts or not value:
-            raise _wrong(rule.where, "must be a list of one or more strings")
+            raise field_error(rule.where, "must be a list of one or more strings")
 
 
 class StructuredOutputs:
@@ -172,7 +177,7 @@ class StructuredOutputs:
         answer = None
         if rule is not None and not tools.required:
             if rule.kind not in ("json", "json_object"):
-                raise _wrong(rule.where, "with tools, only JSON rules are supported")
+                raise field_error(rule.where, "with tools, only JSON rules are supported")
             answer = _ANY_OBJECT if rule.kind == "json_object" else rule.value
         marks = {} if self._tokenizer is None else marks_of(self._tokenizer, self._end_ids)
         grammar, schemas = tools.grammar(form, marks, answer)
@@ -232,7 +237,7 @@ async def prepared(where: str, make: Callable[[], Any]) -> Any:
     except CapacityError as error:
         raise ApiError(503, f"{where}: {_without_field(error)}", param=where) from None
     except (ValueError, RequestError) as error:  # a ConfigError is also a ValueError
-        raise _wrong(where, _without_field(error)) from None
+        raise field_error(where, _without_field(error)) from None
     except asyncio.CancelledError:
         processor = None  # release it even if something still refers to this frame
         raise
@@ -262,7 +267,3 @@ async def _finished(future: Future[Any]) -> None:
 
 def _without_field(error: Exception) -> str:
     return str(error).removeprefix("logits_post_processor ")
-
-
-def _wrong(where: str, what: str) -> ApiError:
-    return ApiError(400, f"{where}: {what}", type="invalid_request_error", param=where)

@@ -1,7 +1,7 @@
-"""Tools that a model may call: how a request lists them, and how calls are written.
+"""Tools that a model may call: read them from a request, and make the grammar of their calls.
 
-Decides which format a chat template teaches its model, and which grammar enforces that format.
-Parsing of calls is in `chat.tool_parsing`.
+This module decides which call format a chat template describes, and which grammar enforces it.
+`chat.tool_parsing` parses the calls of an answer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gptmanager.errors import quoted
-from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import field_error
 
 MAX_TOOLS = 128
-MAX_CALLS = 16  # of one guided answer: a model not trained for tools would never stop
+MAX_CALLS = 16  # calls of one guided answer: a model not trained for tools would never stop
 
 _TAG, _END_TAG = "<tool_call>", "</tool_call>"
 _ANY = "(?s:.*)"
@@ -180,12 +180,12 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -
     """
     listed = [] if tools is None else tools
     if not isinstance(listed, list) or len(listed) > MAX_TOOLS:
-        raise _wrong("tools", f"must be a list of at most {MAX_TOOLS} tools")
+        raise field_error("tools", f"must be a list of at most {MAX_TOOLS} tools")
     parameters: dict[str, Any] = {}
     for index, tool in enumerate(listed):
         name, schema = _tool(tool, f"tools[{index}]")
         if name in parameters:
-            raise _wrong(
+            raise field_error(
                 f"tools[{index}].function.name",
                 f"{name!r} is used twice; each tool needs a unique name",
             )
@@ -193,18 +193,20 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -
     choice, allowed = _allowed("auto" if tool_choice is None else tool_choice)
     named = _named(choice)
     if named is None and choice not in ("none", "auto", "required"):
-        raise _wrong("tool_choice", "must be 'none', 'auto', 'required', or name a function")
+        raise field_error("tool_choice", "must be 'none', 'auto', 'required', or name a function")
     if not parameters and (named is not None or choice == "required"):
-        raise _wrong("tool_choice", "needs tools; the request has none")
+        raise field_error("tool_choice", "needs tools; the request has none")
     if not parameters or choice == "none":
         return None
     if named is not None:
         if named not in parameters:
-            raise _wrong("tool_choice.function.name", f"{quoted(named)} must be one of the tools")
+            raise field_error(
+                "tool_choice.function.name", f"{quoted(named)} must be one of the tools"
+            )
         return Tools(listed, {named: parameters[named]}, required=True, parallel=False)
     for name in allowed or ():
         if name not in parameters:
-            raise _wrong(
+            raise field_error(
                 "tool_choice.allowed_tools.tools", f"{quoted(name)} must be one of the tools"
             )
     if allowed is not None:
@@ -215,12 +217,12 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -
 def _tool(tool: Any, where: str) -> tuple[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
-        raise _wrong(
+        raise field_error(
             where, "must be a tool such as {'type': 'function', 'function': {'name': ...}}"
         )
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong(
+        raise field_error(
             f"{where}.function.name",
             f"{quoted(name)} must be 1 to 128 letters, digits, '_', '-' or '.'",
         )
@@ -228,9 +230,9 @@ def _tool(tool: Any, where: str) -> tuple[str, Any]:
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, Mapping):
-        raise _wrong(f"{where}.function.parameters", "must be a JSON schema object")
+        raise field_error(f"{where}.function.parameters", "must be a JSON schema object")
     if parameters.get("type", "object") != "object":
-        raise _wrong(f"{where}.function.parameters.type", "must be 'object'")
+        raise field_error(f"{where}.function.parameters.type", "must be 'object'")
     return name, {**parameters, "type": "object"}
 
 
@@ -244,11 +246,13 @@ def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
         return choice, None
     listed = own.get("tools")
     if not isinstance(listed, list) or not 0 < len(listed) <= MAX_TOOLS:
-        raise _wrong("tool_choice.allowed_tools.tools", f"must be a list of 1 to {MAX_TOOLS} tools")
+        raise field_error(
+            "tool_choice.allowed_tools.tools", f"must be a list of 1 to {MAX_TOOLS} tools"
+        )
     names = [_named(tool) for tool in listed]
     if None in names:
         index = names.index(None)
-        raise _wrong(f"tool_choice.allowed_tools.tools[{index}]", "must name a function")
+        raise field_error(f"tool_choice.allowed_tools.tools[{index}]", "must name a function")
     return own.get("mode", "auto"), [name for name in names if name is not None]
 
 
@@ -265,7 +269,3 @@ def _quoted(text: str, marks: Mapping[str, int]) -> str:
         f"<[{marks[part]}]>" if part in marks else json.dumps(part, ensure_ascii=False)
         for part in parts
     )
-
-
-def _wrong(where: str, what: str) -> ApiError:
-    return ApiError(400, f"{where}: {what}", type="invalid_request_error", param=where)

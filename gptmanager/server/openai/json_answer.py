@@ -1,0 +1,103 @@
+"""`JsonAnswer`: the JSON of one request's answer, in one piece or as a stream of chunks.
+
+Completions and chats share it; an `AnswerFormat` writes the parts in which they differ.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gptmanager.server.errors import ApiError
+from gptmanager.server.http.body import start_stream, until_disconnected
+from gptmanager.server.http.responses import DONE, EventStream, event, json_response
+from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.text.answer import Answer
+from gptmanager.server.text.outputs import Delta
+
+
+class AnswerFormat(Protocol):
+    """Writes the choices of an answer."""
+
+    def add(self, index: int, delta: Delta) -> None:
+        """Add the next delta of an output to the whole answer."""
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the fields of the whole answer, made from the added deltas."""
+
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """Return the fields of the chunks for the next delta of an output."""
+
+
+class JsonAnswer:
+    """Adds the common fields to what `form` writes. `head`: the first fields of the answer and of
+    each chunk.
+    """
+
+    def __init__(
+        self, given: Mapping[str, Any], answer: Answer, form: AnswerFormat, head: Mapping[str, Any]
+    ) -> None:
+        self._given = given
+        self._answer = answer
+        self._form = form
+        self._head = head
+
+    async def whole(self) -> dict[str, Any]:
+        async for index, delta in self._answer.deltas():
+            self._form.add(index, delta)
+        return {**self._head, **await self._form.whole(), "usage": self._answer.usage()}
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        options = self._given.get("stream_options") or {}
+        has_usage = options.get("include_usage", False)
+        is_continuous = options.get("continuous_usage_stats", False)
+        has_begun = False
+        try:
+            async for index, delta in self._answer.deltas():
+                for fields in await self._form.chunks(index, delta):
+                    chunk = {**self._head, **fields}
+                    if is_continuous:
+                        chunk["usage"] = self._answer.usage()
+                    elif has_usage:
+                        chunk["usage"] = None
+                    has_begun = True
+                    yield event(chunk)
+        except ApiError as error:
+            if not has_begun:
+                raise
+            yield event(error.body())
+        else:
+            if has_usage:
+                yield event({**self._head, "choices": [], "usage": self._answer.usage()})
+        yield DONE
+
+
+def answer_head(given: Mapping[str, Any], prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """Return the head of an answer. `prefix`: of a generated id; `kind`: the value of `object`."""
+    return {
+        "id": given.get("request_id") or f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": given.get("model") or model,
+    }
+
+
+async def respond(
+    request: Request,
+    preparing: Awaitable[JsonAnswer],
+    warnings: Warnings,
+    *,
+    streams: bool,
+) -> Response:
+    """Return the response with the prepared answer. A disconnect cancels its requests."""
+    answer = await until_disconnected(request, preparing)
+    headers = warnings.headers()
+    if streams:
+        frames = await until_disconnected(request, start_stream(answer.frames()))
+        return EventStream(frames, headers)
+    return json_response(await until_disconnected(request, answer.whole()), headers=headers)
