@@ -384,7 +384,8 @@ def test_after_a_call_that_was_cut_off_the_chat_goes_on(qwen, ends):
 @pytest.mark.parametrize("items", ["arguments.items()", "arguments | items"])
 def test_a_template_that_needs_objects_gets_a_cut_call_as_one(qwen, items):
     """Arguments are given as text first, because most templates write texts as they are."""
-    each = f"{{% for key, value in call.function.{items} %}}({{{{ key }}}}={{{{ value }}}}){{% endfor %}}"
+    each = f"{{% for key, value in call.function.{items} %}}({{{{ key }}}}={{{{ value }}}})"
+    each += "{% endfor %}"
     template = f"{{% for call in messages[-1].tool_calls %}}{each}{{% endfor %}}"
     calls = [
         {"id": name, "type": "function", "function": {"name": "look", "arguments": arguments}}

@@ -214,8 +214,8 @@ import os, sys
 class Interrupting:
     def find_spec(name, path, target=None):
         if name == "gptmanager.cli":
-            print(sorted({{"argparse", "logging", "importlib.metadata", "torch"}} & sys.modules.keys()))
-            sys.stdout.flush()
+            heavy = {{"argparse", "logging", "importlib.metadata", "torch"}}
+            print(sorted(heavy & sys.modules.keys()), flush=True)
             os.kill(os.getpid(), {int(number)})
 
 from gptmanager.__main__ import main
