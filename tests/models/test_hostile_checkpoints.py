@@ -10,19 +10,17 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
-import signal
 import socket
 import struct
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bounded import bounded
 from checkpoints import CONFIGS, checkpoint, random_model
 from fuzz import FUZZ
 from safetensors.torch import save_file
@@ -35,7 +33,6 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.memory import weights
 from gptmanager.models import load_model
 
-SPARE_BYTES = 3 << 30  # of address space that a hostile checkpoint may take
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -48,26 +45,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "hostile"))
-
-
-@contextmanager
-def bounded() -> Iterator[None]:
-    """No more memory than SPARE_BYTES; what hangs is interrupted."""
-
-    def give_up(*_: object) -> None:
-        raise TimeoutError("a hostile checkpoint hangs")
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SPARE_BYTES, hard))
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(60)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def start(source: Any, **options: Any) -> None:
