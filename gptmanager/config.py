@@ -160,8 +160,8 @@ class OptionalParams:
     The step. `device` None: the CPU. `run_ahead` None: 0 on the CPU and with `enable_trt_overlap`,
     otherwise 1. `cuda_graphs`: generation steps on a device are recorded at the start and then
     replayed. `weights_dtype` "int8", on the CPU: the network's matrices are kept in 8 bits. None:
-    as `dtype` says. `speculative_decoding_config`: draft tokens for requests of one beam. None: no
-    drafts.
+    as `dtype` says; 8 bits for a quantized GGUF file if `dtype` is None, too.
+    `speculative_decoding_config`: draft tokens for requests of one beam. None: no drafts.
 
     The host. `idle_poll_s` None: an idle manager asks Get only after `notify()`.
     `callback_budget_s`: the log names a callback that takes longer. `max_get_failures`: Get may

@@ -44,7 +44,7 @@ def add_command(commands: Any) -> None:
         "run",
         "gptmanager.run.main:main",
         help="serve a file of requests and show them live",
-        usage="gptmanager run --model DIR (--requests FILE | --prompt TEXT) [options]",
+        usage="gptmanager run --model PATH (--requests FILE | --prompt TEXT) [options]",
         description=_HELP,
         epilog=_EXAMPLES,
     )

@@ -35,14 +35,14 @@ def add_command(commands: Any) -> None:
         "serve",
         "gptmanager.server.main:main",
         help="serve a model over HTTP",
-        usage="gptmanager serve --model DIR [options]",
+        usage="gptmanager serve --model PATH [options]",
         description=_HELP,
         epilog=_EXAMPLES,
     )
     add_model(parser, required=True)
     add = parser.add_argument
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
-    text = "the model's name for clients (default: the name of the folder)"
+    text = "the model's name for clients (default: the name of the folder or file)"
     add("--served-model-name", metavar="NAME", help=text)
     text = "the address to listen at (default %(default)s)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)

@@ -86,7 +86,7 @@ class ServerSettings(AccessSettings):
     def name(self) -> str:
         """The model's name for clients."""
         if self.served_model_name is None:
-            return self.model.resolve().name
+            return self.model.resolve().name.removesuffix(".gguf")
         return self.served_model_name
 
     @property
