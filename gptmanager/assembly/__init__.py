@@ -1,1 +1,1 @@
-"""From what a host says to what a running loop stands on."""
+"""Builds all parts of a running loop from a host's options and a checkpoint."""

@@ -1,4 +1,4 @@
-"""How large the cache of LoRA adapters is, with the log line operators expect."""
+"""The size of the cache of LoRA adapters, with the log line that operators expect."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from gptmanager.request.adapter import AdapterLimits, AdapterShare, LoraModule
 
 logger = logging.getLogger("gptmanager")
 
-MAX_PAGES = 1 << 22  # of a level: more adapters than anybody has
+MAX_PAGES = 1 << 22  # per cache level; more than any host needs
 _DEFAULT = PeftCacheManagerConfig()
 
 
 class AdapterSizes(NamedTuple):
-    """`modules`: by id, in ascending order. `dtype`: of the pages, by name. `widths`: by id, where
-    ranks share modules, of what each of them keeps.
+    """The sizes of the adapter cache, and of the adapters that it can hold.
+
+    `modules`: by id, in ascending order. `dtype`: the name of the pages' dtype. `widths`: if ranks
+    share modules, the width of this rank's part of each, by id.
     """
 
     cache: CacheSizes
@@ -38,7 +40,7 @@ class AdapterSizes(NamedTuple):
 
     @property
     def limits(self) -> AdapterLimits:
-        """Return the limits of a request's adapter."""
+        """The limits of a request's adapter."""
         modules, highest = dict(self.modules), self.cache.max_adapter_size
         widths = dict(self.widths)
         return AdapterLimits(modules, self.num_layers, self.torch_dtype, highest, widths)
@@ -51,11 +53,11 @@ class AdapterSizes(NamedTuple):
 def adapter_sizes(
     config: PeftCacheManagerConfig, model: Any, free_bytes: float
 ) -> AdapterSizes | None:
-    """For a model with `adapter_modules`; None: it has none, or no page fits. Then requests with
-    adapters are refused.
+    """Return the sizes for a model, or None if it has no `adapter_modules` or if no page fits.
 
-    ConfigError for a size that was asked for, and that holds no page. `free_bytes`: of the device.
-    Ranks that share a model come to the same sizes if they have the same `free_bytes`.
+    With None, requests with adapters are refused. ConfigError if a configured size holds no page.
+    `free_bytes`: free memory of the device. Ranks that share a model get the same sizes from the
+    same `free_bytes`.
     """
     modules: Mapping[int, LoraModule] | None = getattr(model, "adapter_modules", None)
     if not modules:
@@ -82,8 +84,8 @@ def adapter_sizes(
         value = getattr(config, name)
         if not num_pages and value and value != getattr(_DEFAULT, name):
             raise ConfigError(
-                f"PeftCacheManagerConfig.{name} = {value} holds no page of {page_bytes} bytes, and "
-                "an adapter takes at least one; 0: there are no adapters"
+                f"PeftCacheManagerConfig.{name} = {value} holds no page of {page_bytes} bytes, but "
+                "an adapter needs at least one; set it to 0 to disable adapters"
             )
     logger.info(
         "pages of the adapter cache: %d on the host, %d on the device, of %d bytes each",

@@ -1,4 +1,4 @@
-"""From checked options and a model to what a loop stands on: every default is resolved here."""
+"""Builds the model, the executor and the blueprint of a loop. Every default is resolved here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gptmanager.assembly.adapter_sizing import AdapterSizes, adapter_sizes
 from gptmanager.assembly.backend import StepOptions, place
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.ranks import Ranks
-from gptmanager.assembly.sizing import Room, Sizes, size
+from gptmanager.assembly.sizing import MemoryBudget, Sizes, size
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
@@ -23,16 +23,18 @@ from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.models.model import Dimensions, Model
 
-# what torch says where a CPU has no memory, and NumPy and torch of sizes that no address reaches
-_NO_SUCH_ARRAY = ("allocate memory", "is too big", "Maximum allowed dimension", "overflow")
-
+# parts of the errors of torch and NumPy if memory is short or a size exceeds the address space
+_ALLOCATION_ERRORS = ("allocate memory", "is too big", "Maximum allowed dimension", "overflow")
 
 ConnectRanks = Callable[[Any, SchedulerConfig, ModelType, int], Ranks | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts below a loop. `device`: its name. `weights_version` changes with the weights."""
+    """The parts below a loop. `device`: the name of the device that runs the steps.
+
+    `weights_version` returns a number that changes with the weights.
+    """
 
     blueprint: Blueprint
     executor: TorchExecutor | RankExecutor
@@ -50,10 +52,11 @@ def assemble(
     processor_timer: CallbackTimer,
     connect_ranks: ConnectRanks = lambda *_: None,
 ) -> Assembly:
-    """Load the model, size and allocate the KV cache. `processor_timer`: of post-processors.
-    `connect_ranks`: as `connect`, from its argument `source` on.
+    """Load the model, then size and allocate the KV cache.
 
-    ConfigError, which names the sizes, for what has no memory. RankError if another rank failed.
+    `processor_timer` times logits post-processors. `connect_ranks`: `ranks.connect` with all
+    arguments before `source` bound. ConfigError with the sizes if memory is short. RankError if
+    another rank failed.
     """
     ranks = connect_ranks(source, scheduler_config, model_type, max_beam_width)
     arguments = source, params, scheduler_config, model_type, max_beam_width, processor_timer
@@ -80,9 +83,9 @@ def _assemble(
     if model_type is ModelType.V1:
         policy = CapacitySchedulerPolicy.STATIC_BATCH
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
-    room = backend.room(model, params, max_beam_width)
-    asked = params, scheduler_config, model.spec, model_type, max_beam_width
-    sizes, adapters = _sizes(asked, model, room, ranks)
+    budget = backend.memory_budget(model, params, max_beam_width)
+    wanted = params, scheduler_config, model.spec, model_type, max_beam_width
+    sizes, adapters = _sizes(wanted, model, budget, ranks)
     blueprint = Blueprint(
         params,
         scheduler_config,
@@ -108,13 +111,14 @@ def _assemble(
         options = StepOptions(lines, params.max_batch_size, fused, processing, adapters, own)
         executor = backend.executor(model, sizes, options)
     except (RuntimeError, MemoryError, ValueError) as error:
-        is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_of_memory and not any(text in str(error) for text in _NO_SUCH_ARRAY):
+        is_memory_error = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_memory_error and not any(text in str(error) for text in _ALLOCATION_ERRORS):
             raise
         raise ConfigError(
             f"no memory for steps of max_batch_size = {params.max_batch_size} sequences of "
-            f"max_seq_len = {sizes.max_seq_len} tokens, beside a KV cache of {sizes.num_blocks} "
-            f"blocks and {sizes.num_host_blocks} on the host: {response_text(error)}"
+            f"max_seq_len = {sizes.max_seq_len} tokens, in addition to a KV cache of "
+            f"{sizes.num_blocks} blocks and {sizes.num_host_blocks} on the host: "
+            f"{response_text(error)}"
         ) from error
     return Assembly(
         blueprint,
@@ -126,25 +130,25 @@ def _assemble(
 
 
 def _sizes(
-    asked: tuple[OptionalParams, SchedulerConfig, Dimensions, ModelType, int],
+    wanted: tuple[OptionalParams, SchedulerConfig, Dimensions, ModelType, int],
     model: Model,
-    room: Room,
+    budget: MemoryBudget,
     ranks: Ranks | None,
 ) -> tuple[Sizes, AdapterSizes | None]:
-    """Return the sizes of the KV cache and of the adapter cache, the same on all ranks."""
+    """Return the sizes of the KV cache and of the adapter cache, equal on all ranks."""
     if ranks is not None:
-        room = ranks.share(room)
-    adapters = adapter_sizes(asked[0].peft_cache_manager_config, model, room.free_bytes)
-    if adapters is not None and not room.shared:
-        room = room._replace(free_bytes=room.free_bytes - adapters.device_bytes)
-    sizes = size(*asked, room)
+        budget = ranks.least_budget(budget)
+    adapters = adapter_sizes(wanted[0].peft_cache_manager_config, model, budget.free_bytes)
+    if adapters is not None and not budget.shared:
+        budget = budget._replace(free_bytes=budget.free_bytes - adapters.device_bytes)
+    sizes = size(*wanted, budget)
     if ranks is not None:
-        sizes = size(*asked, ranks.agree(room, sizes))
+        sizes = size(*wanted, ranks.least_blocks(budget, sizes))
         ranks.check_equal("sizes", (sizes, adapters and adapters.cache))
     return sizes, adapters
 
 
 def _weights_version(model: Any) -> Callable[[], int]:
     weights: Any = getattr(model, "weights", None)
-    # int() is 0: what has no version keeps it
+    # int() returns 0, a constant version
     return functools.partial(getattr, weights, "version") if hasattr(weights, "version") else int

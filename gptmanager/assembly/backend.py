@@ -1,6 +1,6 @@
-"""`Backend`: where a model and its KV cache lie, and what runs them there.
+"""`Backend`: the device of a model and its KV cache, and the executor that runs steps there.
 
-Decides kernels, dtypes and memory by the device alone. Knows nothing of scheduling.
+The device alone decides kernels, dtypes and memory. This module knows nothing of scheduling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes
-from gptmanager.assembly.sizing import Room, Sizes, asked_seq_len
+from gptmanager.assembly.sizing import MemoryBudget, Sizes, wanted_seq_len
 from gptmanager.config import OptionalParams
 from gptmanager.cuda.device.downloads import Downloads
 from gptmanager.cuda.device.graphs import ladder
@@ -51,10 +51,10 @@ from gptmanager.ranks.collectives import Collectives
 
 
 def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
-    """By `OptionalParams.device`. ConfigError where there is no such device.
+    """Return the backend for `OptionalParams.device`. ConfigError if the device does not exist.
 
-    `local_rank`: of several ranks on this machine, each of which has a CUDA device of its own
-    unless the option names one.
+    `local_rank`: the number of this rank on this machine, if there are several ranks. It selects
+    the CUDA device unless the option names one.
     """
     kind = (params.device or "cpu").partition(":")[0]
     if kind == "cpu":
@@ -68,8 +68,10 @@ def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How steps run. `fused`: as of `TorchExecutor`; `processing` None: no post-processors;
-    `adapters` None: no rows with adapters. `rank` None: there is one.
+    """Options of the executor. `fused`: see `TorchExecutor`.
+
+    None means: `processing`: no logits post-processors. `adapters`: no adapters. `rank`: a single
+    rank.
     """
 
     lines: Lines
@@ -85,15 +87,15 @@ class Backend(ABC):
 
     device: torch.device
     kernels: Kernels
-    bodies: Sequence[Callable[[int], None]] = ()  # that it needs besides those of its kernels
-    stream: Stream | None = None  # that steps are enqueued on; None: they run when they are called
+    bodies: Sequence[Callable[[int], None]] = ()  # functions to compile, in addition to its kernels
+    stream: Stream | None = None  # the stream that steps are enqueued on; None: they run at once
 
     def load(
         self, source: Any, params: OptionalParams, collectives: Collectives | None = None
     ) -> Model:
-        """The model of a checkpoint, or one that the host made. ConfigError for what is neither.
+        """Load a checkpoint, or return the host's model. ConfigError if `source` is neither.
 
-        `collectives`: of one of several ranks, which has its share of a checkpoint.
+        `collectives`: given if this is one of several ranks, which loads a part of the checkpoint.
         """
         if isinstance(source, (str, os.PathLike, tuple)):
             weights_dtype, progress = self._weights_dtype(source, params), params.on_progress
@@ -147,18 +149,20 @@ class Backend(ABC):
         )
 
     @abstractmethod
-    def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
-        """Memory for the KV cache, beside the model and what its largest step needs."""
+    def memory_budget(
+        self, model: Model, params: OptionalParams, max_beam_width: int
+    ) -> MemoryBudget:
+        """Return the memory for the KV cache, without that of the model and of the largest step."""
 
     @abstractmethod
     def executor(
         self, model: Model, sizes: Sizes, options: StepOptions
     ) -> TorchExecutor | RankExecutor:
-        """With a KV cache of these sizes."""
+        """Build the executor, with a KV cache of the given sizes."""
 
 
 class CpuBackend(Backend):
-    """The CPU. Pages have the dtype of the model, float32 where no code for the CPU reads that."""
+    """The CPU. Pages have the dtype of the model, or float32 if no CPU kernel reads that dtype."""
 
     bodies = (sample_rows,)
 
@@ -167,8 +171,10 @@ class CpuBackend(Backend):
         self.kernels = CpuKernels(deterministic=deterministic)
         keep_within_quota()
 
-    def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
-        return Room(free_memory_bytes(), self._dtype(model))
+    def memory_budget(
+        self, model: Model, params: OptionalParams, max_beam_width: int
+    ) -> MemoryBudget:
+        return MemoryBudget(free_memory_bytes(), self._dtype(model))
 
     def executor(
         self, model: Model, sizes: Sizes, options: StepOptions
@@ -184,8 +190,8 @@ class CpuBackend(Backend):
         processing = options.processing or PostProcessing(lines)
         runner = Runner(model, pool, tables, self._adapter_pool(model, options))
 
-        def stepping(chooser: Chooser) -> TorchExecutor:
-            return _stepping(runner, chooser, sizes, options)
+        def torch_executor(chooser: Chooser) -> TorchExecutor:
+            return _torch_executor(runner, chooser, sizes, options)
 
         def chooser(own: SequenceTables) -> TokenChooser:
             sampler = Sampler(lines.count, model.spec.vocab_size, own.tokens)
@@ -194,18 +200,19 @@ class CpuBackend(Backend):
         executor: TorchExecutor | RankExecutor
         rank = options.rank
         if rank is None:
-            executor = stepping(chooser(tables))
+            executor = torch_executor(chooser(tables))
         elif rank.layout.pipeline_parallel_size == 1:
             executor = rank.executor(
-                stepping(chooser(tables) if rank.chooses else NoChooser(lines))
+                torch_executor(chooser(tables) if rank.chooses else NoChooser(lines))
             )
         elif rank.chooses:
             own = SequenceTables(lines.count, sizes.max_seq_len, 0)
-            staged = StagedExecutor(stepping(NoChooser(lines)), chooser(own), own)
+            staged = StagedExecutor(torch_executor(NoChooser(lines)), chooser(own), own)
             executor = rank.executor(staged)
         else:
-            executor = rank.executor(StagedExecutor(stepping(NoChooser(lines))))
-        _reserve(model, sizes.max_seq_len)  # last: it is filled, and the others may not fit
+            executor = rank.executor(StagedExecutor(torch_executor(NoChooser(lines))))
+        # last: this writes to all of its memory, and one of the allocations above may fail
+        _reserve(model, sizes.max_seq_len)
         return executor
 
     def _dtype(self, model: Model) -> torch.dtype:
@@ -214,9 +221,7 @@ class CpuBackend(Backend):
 
 
 class DeviceBackend(Backend):
-    """A CUDA device, or the emulator in its place. Pages have the dtype that the model's spec asks
-    for, by default its own.
-    """
+    """A CUDA device, or the emulator. Pages have the spec's `kv_cache_dtype`, else its `dtype`."""
 
     stream: Stream
     kernels: CudaKernels
@@ -232,7 +237,7 @@ class DeviceBackend(Backend):
         self, source: Any, params: OptionalParams, collectives: Collectives | None = None
     ) -> Model:
         model = super().load(source, params, collectives)
-        self.stream.catch_up()  # its tensors were filled on this thread's stream
+        self.stream.catch_up()  # the current stream of this thread has filled its tensors
         if isinstance(model, CheckpointModel) and isinstance(self.stream, DeviceStream):
             name = torch.cuda.get_device_name(self.device)
             with self.stream:
@@ -240,18 +245,21 @@ class DeviceBackend(Backend):
                 self.kernels.measure_matmuls(model.weights.matrices, name, seconds)
         return model
 
-    def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
-        """By a trial: with a cache of one block the largest step that the options allow is run,
-        and the largest that will be recorded.
+    def memory_budget(
+        self, model: Model, params: OptionalParams, max_beam_width: int
+    ) -> MemoryBudget:
+        """Measure the memory of the largest steps, with a KV cache of one block.
+
+        These are the largest step that the options allow, and the largest CUDA graph.
         """
-        self._reserve(model, asked_seq_len(params, model.spec))
+        self._reserve(model, wanted_seq_len(params, model.spec))
         rows = params.max_batch_size * max_beam_width
-        peak = self._try(model, params, rows)
-        gc.collect()  # of what the trial held nothing may be missing from what is free
-        # what the trial has none of: marks of the sampler
-        beside = rows * model.spec.vocab_size * torch.float32.itemsize
-        free = self.stream.free_bytes() - peak - beside
-        return Room(free, self._dtype(model), shared=self.device.type == "cpu")
+        peak = self._peak_bytes(model, params, rows)
+        gc.collect()  # all memory of the measurement must be free again
+        # the measured steps do not use the marks of the sampler
+        marks = rows * model.spec.vocab_size * torch.float32.itemsize
+        free = self.stream.free_bytes() - peak - marks
+        return MemoryBudget(free, self._dtype(model), shared=self.device.type == "cpu")
 
     def executor(
         self, model: Model, sizes: Sizes, options: StepOptions
@@ -263,14 +271,14 @@ class DeviceBackend(Backend):
         )
         rank = options.rank
         if rank is None:
-            return _stepping(runner, chooser, sizes, options)
+            return _torch_executor(runner, chooser, sizes, options)
         own = chooser if rank.chooses else NoChooser(options.lines)
-        return rank.executor(_stepping(runner, own, sizes, options))
+        return rank.executor(_torch_executor(runner, own, sizes, options))
 
     def _parts(
         self, model: Model, sizes: Sizes, options: StepOptions, graph_sizes: Sequence[int]
     ) -> tuple[DeviceRunner, DeviceChooser]:
-        """Build the parts that run steps, and allocate all that they keep on the device."""
+        """Build the parts that run steps, and allocate their memory on the device."""
         lines, stream, vocab_size = options.lines, self.stream, model.spec.vocab_size
         pool = DeviceKvPool(
             stream.launcher,
@@ -280,7 +288,7 @@ class DeviceBackend(Backend):
             device=self.device,
         )
         uploads = Uploads(stream)
-        downloads = Downloads(stream, 8 * lines.count)  # of a line a token and its log probability
+        downloads = Downloads(stream, 8 * lines.count)  # token and log probability of each line
         processing = options.processing or PostProcessing(lines, stream=stream)
         with stream:
             tables = DeviceTables(
@@ -308,13 +316,14 @@ class DeviceBackend(Backend):
 
     def _reserve(self, model: Model, num_positions: int) -> None:
         _reserve(model, num_positions)
-        self.stream.catch_up()  # as when it was loaded
+        self.stream.catch_up()  # as after loading
 
-    def _try(self, model: Model, params: OptionalParams, rows: int) -> int:
-        """Bytes of steps with `rows` sampled rows, and of those that are recorded: recordings keep
-        memory of their own, which nothing else uses.
+    def _peak_bytes(self, model: Model, params: OptionalParams, rows: int) -> int:
+        """Return the bytes of steps with `rows` sampled rows, including their CUDA graphs.
+
+        The memory of a graph is not used by anything else.
         """
-        longest = asked_seq_len(params, model.spec)
+        longest = wanted_seq_len(params, model.spec)
         block = params.kv_cache_config.tokens_per_block
         sizes = Sizes(1, block, longest, longest - 1, False, False, longest)
 
@@ -324,21 +333,21 @@ class DeviceBackend(Backend):
         largest = self.stream.peak_bytes(lambda: runner().run_largest(params.max_num_tokens, rows))
         if not self._cuda_graphs:
             return largest
-        return largest + self.stream.peak_bytes(lambda: runner().run_recorded(ladder(rows)[-1]))
+        return largest + self.stream.peak_bytes(lambda: runner().run_captured(ladder(rows)[-1]))
 
     def _dtype(self, model: Model) -> torch.dtype:
         own = getattr(model.spec, "dtype", torch.float32)
         return getattr(model.spec, "kv_cache_dtype", None) or own
 
 
-def _stepping(
+def _torch_executor(
     runner: Runner, chooser: Chooser, sizes: Sizes, options: StepOptions
 ) -> TorchExecutor:
     return TorchExecutor(
         *(runner, chooser),
         attention_window=sizes.window,
         fused=options.fused,
-        cuts=options.rank is None,  # the others would run other batches
+        cuts=options.rank is None,  # ranks must run the same batches, and memory differs
     )
 
 
@@ -349,7 +358,7 @@ def _shape(spec: Dimensions, sizes: Sizes) -> tuple[int, int, int, int, int]:
 
 
 def _reserve(model: Model, num_positions: int) -> None:
-    reserve = getattr(model, "reserve_positions", None)  # also of who wraps a `CheckpointModel`
+    reserve = getattr(model, "reserve_positions", None)  # a wrapper of a model may have it, too
     if reserve is not None:
         reserve(num_positions)
 
@@ -358,8 +367,8 @@ def _refuse_for_models(params: OptionalParams) -> None:
     """ConfigError for options that need a model loaded by the manager."""
     if params.kv_cache_config.max_attention_window is not None:
         raise ConfigError(
-            "KvCacheConfig.max_attention_window has no effect on a Model object: its own "
-            "attention decides"
+            "KvCacheConfig.max_attention_window has no effect on a Model object, which defines its "
+            "own attention"
         )
     for name, dtype in (
         ("OptionalParams.dtype", params.dtype),

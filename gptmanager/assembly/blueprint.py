@@ -1,6 +1,7 @@
-"""`Blueprint`: what a loop is built of, but for its model and its world; and the loop of it.
+"""`Blueprint`: all settings of a loop, and `build_loop`, which builds the loop from them.
 
-With it a recorded run can be built once more. Every default is resolved already.
+A recording contains the blueprint, and so a replay builds the same loop again without its model and
+host. Every default is resolved already.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from gptmanager.scheduler import (
 from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host
 
-# guards of the manager's MAX_UTILIZATION: a request is paused this often before others are
-# preferred as victims, resumes only when this many blocks stay free, and starts only when all that
-# run could go on for this many steps (measured in docs/scheduling.md)
+# The manager's limits for MAX_UTILIZATION, measured in docs/scheduling.md. After this number of
+# pauses of a request, other requests are preferred as victims. A request resumes only if this
+# number of blocks stays free, and starts only if all running requests could continue for this
+# number of steps.
 _MAX_PAUSES = 3
 _RESUME_HEADROOM_BLOCKS = 1
 _START_HEADROOM_STEPS = 16
@@ -47,9 +49,10 @@ _START_HEADROOM_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """All that decides how a loop schedules: it can be built of this without the model.
+    """All settings that decide how a loop schedules.
 
-    `custom_scheduler`: the name of `SchedulerConfig.create_scheduler`, which only code can hold.
+    `custom_scheduler`: the name of `SchedulerConfig.create_scheduler`, since a file cannot hold the
+    function itself.
     """
 
     params: OptionalParams
@@ -59,12 +62,12 @@ class Blueprint:
     custom_scheduler: str = ""
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
     max_beam_width: int = 1
-    hidden_size: int = 0  # of the embeddings that a request may bring; 0: none
-    adapters: AdapterSizes | None = None  # None: a request may have none
+    hidden_size: int = 0  # the width of embeddings in requests; 0: embeddings are refused
+    adapters: AdapterSizes | None = None  # None: requests with adapters are refused
 
     @property
     def num_stages(self) -> int:
-        """Groups of ranks that a step passes one after the other."""
+        """The number of pipeline stages."""
         ranks = self.params.parallel_config
         return 1 if ranks is None else ranks.pipeline_parallel_size
 
@@ -74,23 +77,23 @@ class Blueprint:
 
     @property
     def max_num_requests(self) -> int:
-        """How many requests may be started at the same time."""
+        """The highest number of started requests."""
         return self.params.max_batch_size * self.num_micro_batches
 
     @property
     def max_active(self) -> int | None:
-        """How many requests may be active; None: Get is never short of room."""
+        """The highest number of active requests; None: Get may always return requests."""
         most = self.params.max_active_requests
         return self.max_num_requests if most == "auto" else most
 
     @property
     def num_slots(self) -> int:
-        # under run-ahead a request whose last token is launched keeps its slot for one more step
+        # with run-ahead a request keeps its slot for one more step after its last token is launched
         return self.max_num_requests * (1 + (self.params.run_ahead or 0))
 
     def allocator(self) -> Allocator:
-        """Empty accounts: nothing is held."""
-        # the sink's blocks are whole, so its tokens need no padding
+        """Return an empty allocator: no block and no slot is in use."""
+        # sink tokens fill whole blocks, and so they need no padding
         window = self.sizes.window
         config = self.params.kv_cache_config
         kv_cache = KvCacheManager(
@@ -116,7 +119,10 @@ def build_loop(
     allocator: Allocator | None = None,
     final: MakeFinal = final_tensors,
 ) -> TokenLoop:
-    """`allocator`: not an empty one. `final` makes the tensors of final responses."""
+    """Build a loop. `allocator`: an allocator to continue with, by default an empty one.
+
+    `final` makes the tensors of final responses.
+    """
     params = blueprint.params
     allocator = allocator or blueprint.allocator()
     return TokenLoop(
@@ -179,7 +185,7 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
         max_context_length=sizes.max_context_length,
         context_chunking_policy=chunking if sizes.chunked else None,
         chunk_unit=sizes.chunk_unit if sizes.chunked else None,
-        # a chunk that starts behind what is cached is as long as it was: the rule that counts so
+        # "shift": a chunk that starts after the cached prefix keeps its length
         reuse_credit_rule="shift",
         mixed_beam_widths=True,
         num_shares=blueprint.num_stages,

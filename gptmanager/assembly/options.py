@@ -1,7 +1,7 @@
-"""Which configurations a manager takes: everything else is refused by name, nothing is ignored.
+"""Checks the options of a manager. An invalid option is refused by name; no option is ignored.
 
-A field that has no effect in this library, or whose support has not landed yet, is refused when it
-is set off its default.
+A field that has no effect in this library, or that is not supported yet, must have its default
+value.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _DTYPES = (None, "float32", "bfloat16", "float16", "float64")
 _CACHE_DTYPES = (None, "fp8")
 
 _NO_EFFECT = "it has no effect in this library"
-_LATER = "its support has not landed yet"
+_LATER = "it is not supported yet"
 
-# class -> {field: why it is refused when it differs from its default}
+# class -> {field: why it must have its default value}
 _REFUSED: dict[type, dict[str, str]] = {
     KvCacheConfig: {
         "use_uvm": _NO_EFFECT,
@@ -59,13 +59,13 @@ _REFUSED: dict[type, dict[str, str]] = {
     },
 }
 
-_MANY = 2**31 - 1  # tokens, requests, blocks: int32 holds them everywhere
+_MANY = 2**31 - 1  # tokens, requests, blocks: they must fit in int32
 _HUGE = 2**63 - 1  # bytes
-_MOST_RANK = 1 << 16  # of an adapter
+_MOST_RANK = 1 << 16  # the rank of an adapter
 _MOST_THREADS = 256
 _MOST_RANKS = 1024
 
-# field -> (smallest, largest) permitted value
+# class -> {field: (lowest, highest) allowed value}
 _RANGES: dict[type, dict[str, tuple[float, float]]] = {
     PromptLookup: {
         "max_draft_tokens": (1, _MANY),
@@ -125,7 +125,7 @@ _UNBOUNDED = (
 
 
 def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
-    """A private copy of `config`; raises ConfigError naming the first field that cannot be."""
+    """Return a private copy of `config`. ConfigError names the first invalid field."""
     config = _checked_fields(config, SchedulerConfig, "scheduler_config")
     _require_member(config, "capacity_scheduler_policy", CapacitySchedulerPolicy)
     if config.context_chunking_policy is not None:
@@ -136,7 +136,7 @@ def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
 
 
 def checked_optional_params(params: OptionalParams) -> OptionalParams:
-    """A private copy of `params`; raises ConfigError naming the first field that cannot be."""
+    """Return a private copy of `params`. ConfigError names the first invalid field."""
     params = _checked_fields(params, OptionalParams, "optional_params")
     params.kv_cache_config = _checked_fields(
         params.kv_cache_config, KvCacheConfig, "OptionalParams.kv_cache_config"
@@ -160,23 +160,24 @@ def _check_kv_cache(kv_cache: KvCacheConfig) -> None:
     if kv_cache.host_cache_size and not kv_cache.enable_block_reuse:
         raise ConfigError(
             f"KvCacheConfig.host_cache_size = {kv_cache.host_cache_size} needs enable_block_reuse: "
-            "it holds blocks that are to be found again"
+            "the host cache holds blocks for reuse"
         )
     for name, neutral in (("onboard_blocks", True), ("secondary_offload_min_priority", None)):
         value = getattr(kv_cache, name)
         if value != neutral and not kv_cache.host_cache_size:
             raise ConfigError(
-                f"KvCacheConfig.{name} = {value!r} is about the host tier: it needs host_cache_size"
+                f"KvCacheConfig.{name} = {value!r} needs host_cache_size: it is an option of the "
+                "host cache"
             )
     if kv_cache.host_swap not in ("auto", "always"):
         raise ConfigError(
-            f"KvCacheConfig.host_swap = {kv_cache.host_swap!r} is neither 'auto' nor 'always'"
+            f"KvCacheConfig.host_swap = {kv_cache.host_swap!r} must be 'auto' or 'always'"
         )
     fraction = kv_cache.free_gpu_memory_fraction
     if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 1):
         raise ConfigError(
-            f"KvCacheConfig.free_gpu_memory_fraction = {fraction!r} must lie between 0 and 1, "
-            "both excluded"
+            f"KvCacheConfig.free_gpu_memory_fraction = {fraction!r} must be a float above 0 and "
+            "below 1"
         )
     sink, window = kv_cache.sink_token_length, kv_cache.max_attention_window
     if sink and (window is None or sink >= window):
@@ -193,7 +194,7 @@ def _check_lookup(params: OptionalParams) -> None:
         raise ConfigError(
             "OptionalParams.speculative_decoding_config is refused with "
             f"KvCacheConfig.max_attention_window = {params.kv_cache_config.max_attention_window}: "
-            "what a wrong guess has overwritten would be lost"
+            "rejected drafts would have overwritten tokens in the window"
         )
     lookup = _checked_fields(
         params.speculative_decoding_config,
@@ -202,7 +203,8 @@ def _check_lookup(params: OptionalParams) -> None:
     )
     if lookup.min_ngram > lookup.max_ngram:
         raise ConfigError(
-            f"PromptLookup.min_ngram = {lookup.min_ngram} exceeds max_ngram = {lookup.max_ngram}"
+            f"PromptLookup.min_ngram = {lookup.min_ngram} must be at most max_ngram = "
+            f"{lookup.max_ngram}"
         )
 
 
@@ -210,7 +212,7 @@ def _check_objects(params: OptionalParams) -> None:
     for name in ("recording_path", "black_box_path"):
         path = getattr(params, name)
         if path is not None and not isinstance(path, (str, os.PathLike)):
-            raise ConfigError(f"OptionalParams.{name} = {path!r} is no path")
+            raise ConfigError(f"OptionalParams.{name} must be a path, got {path!r}")
     if params.on_progress is not None:
         params.on_progress = checked("OptionalParams.on_progress", params.on_progress)
     batched = params.logits_post_processor_batched
@@ -222,18 +224,19 @@ def _check_modes(params: OptionalParams) -> None:
     chunked = params.enable_chunked_context
     if chunked is not None and not isinstance(chunked, bool):
         raise ConfigError(
-            f"OptionalParams.enable_chunked_context = {chunked!r} is none of None, True, False"
+            f"OptionalParams.enable_chunked_context = {chunked!r} must be None, True or False"
         )
     if not isinstance(params.on_hang, str) or params.on_hang not in ("log", "fail"):
-        raise ConfigError(
-            f"OptionalParams.on_hang = {params.on_hang!r} is neither 'log' nor 'fail'"
-        )
+        raise ConfigError(f"OptionalParams.on_hang = {params.on_hang!r} must be 'log' or 'fail'")
     if params.on_hang == "fail" and params.step_budget_s is None:
-        raise ConfigError("OptionalParams.on_hang = 'fail' needs step_budget_s: None hangs never")
+        raise ConfigError(
+            "OptionalParams.on_hang = 'fail' needs step_budget_s: with None no step counts as hung"
+        )
     if params.enable_trt_overlap and params.run_ahead:
         raise ConfigError(
-            f"OptionalParams.enable_trt_overlap = True with run_ahead = {params.run_ahead}: the "
-            "one overlaps steps of different requests, the other of the same; choose one"
+            f"OptionalParams.enable_trt_overlap = True is refused with run_ahead = "
+            f"{params.run_ahead}: the former overlaps steps of different requests, the latter "
+            "steps of the same requests; set one of them"
         )
 
 
@@ -245,29 +248,29 @@ def _check_ranks(params: OptionalParams) -> None:
     )
     if ranks.pipeline_parallel_size > 1 and params.run_ahead:
         raise ConfigError(
-            f"OptionalParams.run_ahead = {params.run_ahead} with "
-            f"ParallelConfig.pipeline_parallel_size = {ranks.pipeline_parallel_size}: stages run "
-            "steps of different requests at the same time, the other is for steps of the same"
+            f"OptionalParams.run_ahead = {params.run_ahead} is refused with "
+            f"ParallelConfig.pipeline_parallel_size = {ranks.pipeline_parallel_size}: stages "
+            "overlap steps of different requests, run-ahead overlaps steps of the same requests"
         )
 
 
 def _settle_device(params: OptionalParams) -> None:
-    """`device` as a str, and the defaults that depend on it."""
+    """Make `device` a str, check it, and set the defaults that depend on it."""
     if params.device is not None:
-        params.device = str(params.device)  # a torch.device says the same
+        params.device = str(params.device)  # also a torch.device
         if not DEVICE.fullmatch(params.device):
             raise ConfigError(
-                f"OptionalParams.device = {params.device!r} is none of 'cpu', 'cuda', 'cuda:0' and "
-                "so on, 'emulator'"
+                f"OptionalParams.device = {params.device!r} must be 'cpu', 'cuda', 'cuda:N' or "
+                "'emulator'"
             )
     on_host = params.device in (None, "cpu")
     dtype = params.kv_cache_config.dtype
     if dtype not in _CACHE_DTYPES:
-        raise ConfigError(f"KvCacheConfig.dtype = {dtype!r} is not one of {_CACHE_DTYPES}")
+        raise ConfigError(f"KvCacheConfig.dtype = {dtype!r} must be one of {_CACHE_DTYPES}")
     if dtype is not None and on_host:
         raise ConfigError(
             f"KvCacheConfig.dtype = {dtype!r} is refused with OptionalParams.device = "
-            f"{params.device!r}: the kernels of the CPU read no such pages"
+            f"{params.device!r}: CPU kernels do not support it"
         )
     if params.run_ahead is None:
         ranks = params.parallel_config
@@ -276,18 +279,18 @@ def _settle_device(params: OptionalParams) -> None:
 
 
 def _settle_dtypes(params: OptionalParams) -> None:
-    """`dtype` as a str; which dtypes go together, and with the device."""
+    """Make `dtype` a str, and check that the device supports all dtypes."""
     if params.dtype is not None:
         params.dtype = str(params.dtype).removeprefix("torch.")
     if params.dtype not in _DTYPES:
-        raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} is not one of {_DTYPES}")
+        raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} must be one of {_DTYPES}")
     if params.weights_dtype not in (None, "int8"):
         raise ConfigError(
-            f"OptionalParams.weights_dtype = {params.weights_dtype!r} is neither 'int8' nor None"
+            f"OptionalParams.weights_dtype = {params.weights_dtype!r} must be 'int8' or None"
         )
     for name, value, reason in (
-        ("dtype", "float64", "only the CPU computes with it"),
-        ("weights_dtype", "int8", "its products are the CPU's"),
+        ("dtype", "float64", "only the CPU supports it"),
+        ("weights_dtype", "int8", "only the CPU supports it"),
     ):
         if getattr(params, name) == value and params.device not in (None, "cpu"):
             raise ConfigError(
@@ -301,28 +304,28 @@ def check_arguments(
 ) -> None:
     """Check the constructor's arguments as far as possible before a model is loaded."""
     if not isinstance(model_type, ModelType):
-        raise ConfigError(f"model_type = {model_type!r} is not a ModelType")
+        raise ConfigError(f"model_type must be a ModelType, got {model_type!r}")
     if model_type is ModelType.V1:
         _check_lock_step(params, scheduler_config)
     if isinstance(max_beam_width, bool) or not isinstance(max_beam_width, int):
-        raise ConfigError(f"max_beam_width = {max_beam_width!r} is not an integer")
+        raise ConfigError(f"max_beam_width must be an integer, got {max_beam_width!r}")
     if max_beam_width < 1:
         raise ConfigError(f"max_beam_width = {max_beam_width} must be at least 1")
     if max_beam_width * params.max_batch_size > _MAX_LINES:
         raise ConfigError(
-            f"max_beam_width = {quoted(max_beam_width)} with max_batch_size = "
-            f"{params.max_batch_size}: both together may come to {_MAX_LINES}"
+            f"max_beam_width = {quoted(max_beam_width)} x max_batch_size = "
+            f"{params.max_batch_size} must be at most {_MAX_LINES}"
         )
     window = params.kv_cache_config.max_attention_window
     if max_beam_width > 1 and window is not None:
         raise ConfigError(
             f"max_beam_width = {max_beam_width} is refused with KvCacheConfig.max_attention_window "
-            f"= {window}: beams that share blocks cannot write over them"
+            f"= {window}: a window overwrites blocks, which beams share"
         )
 
 
 def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) -> None:
-    """V1 is STATIC_BATCH over a contiguous KV cache: what contradicts that is refused."""
+    """ConfigError for options that do not fit to V1: STATIC_BATCH with a contiguous KV cache."""
     contradictions = {
         "SchedulerConfig.capacity_scheduler_policy = MAX_UTILIZATION": (
             scheduler_config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -339,18 +342,18 @@ def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) 
     for name, is_set in contradictions.items():
         if is_set:
             raise ConfigError(
-                f"{name} is refused with ModelType.V1, whose batches run in lock-step over a "
+                f"{name} is refused with ModelType.V1: it runs each batch in lock-step with a "
                 "contiguous KV cache"
             )
 
 
-# What a field may be by itself -----------------------------------------------------------------
+# Checks of single fields -----------------------------------------------------------------------
 
 
 def _checked_fields(config: Any, cls: type, where: str) -> Any:
-    """A private copy of `config`, which stands at `where` and must be a `cls`.
+    """Return a private copy of `config`, which must be a `cls`; `where` names it in errors.
 
-    Raises ConfigError naming the first field that cannot be.
+    ConfigError names the first invalid field.
     """
     if not isinstance(config, cls):
         raise ConfigError(f"{where} = {config!r}, expected {cls.__name__}")
@@ -371,7 +374,9 @@ def _checked_fields(config: Any, cls: type, where: str) -> Any:
 def _require_member(config: Any, name: str, enum: type[IntEnum]) -> None:
     value = getattr(config, name)
     if not isinstance(value, enum):
-        raise ConfigError(f"{type(config).__name__}.{name} = {value!r} is not a {enum.__name__}")
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be a {enum.__name__}, got {value!r}"
+        )
 
 
 def _require_range(
@@ -389,5 +394,5 @@ def _require_range(
 def _equal(value: Any, default: Any) -> bool:
     try:
         return bool(value == default)
-    except (TypeError, ValueError):  # an array, say: no default is one
+    except (TypeError, ValueError):  # for example an array, which is not a default
         return False

@@ -1,4 +1,4 @@
-"""The agreement of all ranks before they run: equal options, sizes that fit everywhere."""
+"""The agreement of ranks before they run: equal options, and sizes that fit on each rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import orjson
 import torch
 
-from gptmanager.assembly.sizing import Room, Sizes
+from gptmanager.assembly.sizing import MemoryBudget, Sizes
 from gptmanager.config import ModelType, OptionalParams, ParallelConfig, SchedulerConfig
 from gptmanager.environment.distribution import VERSION
 from gptmanager.errors import ConfigError, RankError, response_text
@@ -36,9 +36,9 @@ from gptmanager.ranks.links import Links, Message
 from gptmanager.ranks.small_tensors import connect_parts
 from gptmanager.ranks.world import BOOT_S, World, find_all, new_group
 
-_GROUP_GRACE_S = 5.0  # groups of torch time out later than links, which know whose fault it is
-# what may differ: where a rank writes, what it tells and when, which device is its own
-_OWN = (
+_GROUP_GRACE_S = 5.0  # process groups time out after links, which know the rank to blame
+# options that may differ between ranks: files, reports and the device
+_MAY_DIFFER = (
     *("black_box_path", "black_box_iterations", "black_box_bytes", "recording_path"),
     *("on_progress", "callback_budget_s", "logits_post_processor_budget_s", "idle_poll_s"),
     "device",
@@ -46,8 +46,10 @@ _OWN = (
 
 
 class Ranks(NamedTuple):
-    """This rank, connected. `num_local` ranks run on this machine, of which it is number
-    `local_rank`: they share its memory, and each has a device of its own.
+    """The connections of this rank to the others.
+
+    `num_local` ranks run on this machine and share its memory. This one is number `local_rank` of
+    them. Each has its own device.
     """
 
     links: Links
@@ -56,45 +58,50 @@ class Ranks(NamedTuple):
     local_rank: int
 
     def fail(self, error: BaseException) -> None:
-        """This rank ends by `error`. A group with work under way waits for it where it is freed,
-        and the rank that is waited for may hang: it is freed when its work has timed out.
+        """Report to the other ranks that this one ends with `error`.
+
+        The destructor of a process group waits for its work, and the rank that it waits for may
+        hang. So a thread keeps the groups alive until their work has timed out.
         """
         self.links.fail(error, response_text(error))
         keep_s = self.links.timeout_s + _GROUP_GRACE_S
-        keep = threading.Thread(target=_keep, args=(self.collectives, keep_s), daemon=True)
+        keep = threading.Thread(target=_keep_alive, args=(self.collectives, keep_s), daemon=True)
         keep.start()
 
     def close(self) -> None:
-        """This rank leaves in order. Idempotent; after `fail` it does nothing more."""
+        """Leave the other ranks in order. Idempotent; does nothing after `fail`."""
         if not self.links.is_closed:
             self.links.abort_collectives = lambda: None
             self.collectives.close()
         self.links.close()
 
     def place(self, params: OptionalParams) -> RankPlace:
-        """Return what the executor of this rank must know."""
+        """Return the place of this rank's executor among the ranks."""
         config = params.parallel_config
         assert config is not None
         return RankPlace(
             self.collectives.layout,
-            Results(self.links),
+            ResultChannel(self.links),
             self.collectives.broadcast,
             sends_extras=config.respond_on_all_ranks,
             replicates=config.replicate_logits_post_processors,
         )
 
-    def share(self, room: Room) -> Room:
-        """Return the memory that every rank has for its KV cache, so that all sizes are equal."""
-        free = room.free_bytes / (self.num_local if room.shared else 1)
-        return room._replace(free_bytes=self._least(int(free))[0])
+    def least_budget(self, budget: MemoryBudget) -> MemoryBudget:
+        """Return the budget with the least free memory of all ranks."""
+        free = budget.free_bytes / (self.num_local if budget.shared else 1)
+        return budget._replace(free_bytes=self._least(int(free))[0])
 
-    def agree(self, room: Room, sizes: Sizes) -> Room:
-        """With as many blocks as any rank has room for: theirs may be of different sizes."""
+    def least_blocks(self, budget: MemoryBudget, sizes: Sizes) -> MemoryBudget:
+        """Return the budget, limited to the number of blocks that fit on every rank.
+
+        A block has different sizes in bytes on different ranks.
+        """
         blocks, on_host = self._least(sizes.num_blocks, sizes.num_host_blocks)
-        return room._replace(most_blocks=blocks, most_host_blocks=on_host)
+        return budget._replace(most_blocks=blocks, most_host_blocks=on_host)
 
     def check_equal(self, what: str, value: Any) -> None:
-        """RankError where a rank's is another one."""
+        """RankError if a rank's value differs from rank 0's."""
         given = self.links.exchange(repr(value).encode())
         for rank, own in enumerate(given):
             if own != given[0]:
@@ -117,14 +124,14 @@ def connect(
     model_type: ModelType,
     max_beam_width: int,
 ) -> Ranks | None:
-    """Find the other ranks, and compare what each is to do; None: there is no other.
+    """Connect to the other ranks and compare the options of all; None if there is only one rank.
 
-    RankError, the same sentence on each rank, names the first that differs from rank 0, and how.
+    RankError names the first rank that differs from rank 0, and how, in the same text on each rank.
     """
     config, layout = params.parallel_config, world.layout
     if config is None or layout.size == 1:
         return None
-    # else Python would look for garbage among all of torch's objects before it ends
+    # without this, Python would search all of torch's objects for garbage at exit
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
     boot_s = max(BOOT_S, config.timeout_s)
@@ -138,20 +145,20 @@ def connect(
     try:
         own = {
             **_versions(params),
-            **_fields("OptionalParams", params, _OWN),
-            **_fields("SchedulerConfig", scheduler, ()),
+            **_field_values("OptionalParams", params, _MAY_DIFFER),
+            **_field_values("SchedulerConfig", scheduler, ()),
             "model_type": model_type.name,
             "max_beam_width": max_beam_width,
-            **_checkpoint(source),
+            **_checkpoint_digests(source),
             **callbacks,
         }
         given = {"host": socket.gethostname(), "own": own}
         answers = [orjson.loads(it) for it in links.exchange(orjson.dumps(given, default=repr))]
         _compare(links, [answer["own"] for answer in answers])
         is_cuda = (params.device or "").startswith("cuda")
-        make = _Groups(store, links, config.timeout_s, "nccl" if is_cuda else "gloo")
-        links.abort_collectives = make.abort
-        collectives = make.collectives(world, params)
+        groups = _ProcessGroups(store, links, config.timeout_s, "nccl" if is_cuda else "gloo")
+        links.abort_collectives = groups.abort
+        collectives = groups.collectives(world, params)
         local = [rank for rank, it in enumerate(answers) if it["host"] == given["host"]]
         return Ranks(links, collectives, len(local), local.index(layout.rank))
     except BaseException as error:
@@ -159,41 +166,42 @@ def connect(
         raise
 
 
-def tell_ranks(find: Callable[[], World], error: Exception) -> None:
-    """This rank ends by `error` before it meets the others: they are told when all have come.
+def report_failed_start(find: Callable[[], World], error: Exception) -> None:
+    """Report `error`, which ends this rank before it connects to the others.
 
-    `find` finds the world, if what this rank was given does not forbid it.
+    The others receive it when all ranks have connected. `find` returns the world; if the options of
+    this rank are invalid, all launched ranks are assumed.
     """
     try:
         try:
             world = find()
         except Exception:
             world = find_all()
-    except ConfigError:  # nobody says that there are others
+    except ConfigError:  # the environment does not name other ranks
         return
     if world.layout.size > 1:
         text = response_text(error)
-        logger.error("rank %d does not start, and tells the others: %s", world.layout.rank, text)
-        # in a thread, because no signal ends a wait inside of torch
-        telling = threading.Thread(target=_tell, args=(world, error), daemon=True)
-        telling.start()
-        telling.join(BOOT_S)
+        logger.error("rank %d fails to start, which it reports: %s", world.layout.rank, text)
+        # in a thread, because signals do not end a wait inside torch
+        reporting = threading.Thread(target=_report, args=(world, error), daemon=True)
+        reporting.start()
+        reporting.join(BOOT_S)
 
 
-def _tell(world: World, error: Exception) -> None:
+def _report(world: World, error: Exception) -> None:
     rank, size, timeout_s = world.layout.rank, world.layout.size, ParallelConfig().timeout_s
-    with suppress(RankError):  # another one has failed, and all know of that
+    with suppress(RankError):  # another rank has failed, and all ranks know that
         store = world.store(BOOT_S)
         links = Links(rank, size, store, world.host, timeout_s=timeout_s, boot_s=BOOT_S)
         links.fail(error, response_text(error))
 
 
-def _keep(collectives: Collectives, seconds: float) -> None:
+def _keep_alive(collectives: Collectives, seconds: float) -> None:
     Latch().wait(min(seconds, threading.TIMEOUT_MAX))
 
 
-class Results:
-    """Sends results of steps from rank 0 to the others: a `ResultLink`."""
+class ResultChannel:
+    """A `ResultLink`: sends the results of steps from rank 0 to the other ranks."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -204,12 +212,12 @@ class Results:
     def receive(self) -> bytes:
         frame = self._links.receive()
         if frame is None or frame.kind != Message.RESULT:
-            raise RankError(f"rank 0 sent message {frame and frame.kind} where a result was due")
+            raise RankError(f"rank 0 sent message {frame and frame.kind}, expected RESULT")
         return frame.payload
 
 
-class _Groups:
-    """Process groups of torch, each of its own: what the host does with torch's is its affair."""
+class _ProcessGroups:
+    """Makes process groups of torch. They are new ones, independent of the host's groups."""
 
     def __init__(self, store: Any, links: Links, timeout_s: float, backend: str) -> None:
         self._store, self._links = store, links
@@ -220,10 +228,10 @@ class _Groups:
         layout, config = world.layout, params.parallel_config
         assert config is not None
         stage, part, parts = layout.stage, layout.part, layout.tensor_parallel_size
-        # in the order of stages, so that no two wait for each other
-        before = None if stage == 0 else self._new(f"to-{stage}-{part}", 1, 2)
-        behind = None if layout.is_last_stage else self._new(f"to-{stage + 1}-{part}", 0, 2)
-        within = self._new(f"stage-{stage}", part, parts) if parts > 1 else None
+        # in the order of stages, so that ranks cannot wait for each other in a cycle
+        previous = None if stage == 0 else self._new(f"to-{stage}-{part}", 1, 2)
+        following = None if layout.is_last_stage else self._new(f"to-{stage + 1}-{part}", 0, 2)
+        own_stage = self._new(f"stage-{stage}", part, parts) if parts > 1 else None
         wait: Callable[[Any], None] = self._links.wait
         small = None
         if self._backend == "nccl":
@@ -232,7 +240,7 @@ class _Groups:
             own = self._store, part, parts, self._links, self._timeout_s
             small = connect_parts(*own, prefix=f"stage-{stage}")
         return GroupCollectives(
-            *(layout, within, before, behind, wait),
+            *(layout, own_stage, previous, following, wait),
             replicates=config.replicate_logits_post_processors,
             deterministic=params.deterministic,
             small_tensors=small,
@@ -244,21 +252,25 @@ class _Groups:
             new_group,
             *(self._store, name, rank, size, timeout_s, self._backend, self._links.address),
         )
-        joining = _Joining(make)
+        joining = _JoiningGroup(make)
         self._links.wait(joining, f"its process group {name}")
         self._made.append(joining.group)
         return joining.group
 
     def abort(self) -> None:
-        """A rank has failed: what streams wait for ends. On a CPU the threads that wait look up."""
+        """End the work that CUDA streams wait for, after a rank has failed.
+
+        On a CPU the waiting threads notice the failure themselves.
+        """
         if self._backend == "nccl":
             for group in self._made:
                 group.abort()
 
 
-class _Joining:
-    """A process group that is joined in a thread, as a work that links can wait for: torch itself
-    would not see that another rank has died.
+class _JoiningGroup:
+    """Joins a process group in a thread, as work for which links can wait.
+
+    torch itself would not notice that another rank has died.
     """
 
     group: Any
@@ -271,11 +283,11 @@ class _Joining:
         return self._made.done()
 
     def wait(self, timeout: timedelta) -> None:
-        """RuntimeError: not yet, or it cannot be."""
+        """Wait for the group. RuntimeError if it is not joined yet, or if joining failed."""
         try:
             self.group = self._made.result(timeout.total_seconds())
         except TimeoutError as error:
-            raise RuntimeError("it takes longer") from error
+            raise RuntimeError("the group is not joined yet") from error
 
     def _join(self, make: Callable[[], Any]) -> None:
         try:
@@ -285,7 +297,7 @@ class _Joining:
 
 
 def _enqueue(work: Any) -> None:
-    """The stream waits, the thread does not."""
+    """Make the current CUDA stream wait for `work`; the thread does not wait."""
     work.wait()
 
 
@@ -307,15 +319,15 @@ def _versions(params: OptionalParams) -> dict[str, Any]:
     }
 
 
-def _fields(name: str, config: Any, left_out: Iterable[str]) -> dict[str, Any]:
-    """Return a configuration's fields, nested ones included, as JSON values; code by its name."""
+def _field_values(name: str, config: Any, left_out: Iterable[str]) -> dict[str, Any]:
+    """Return a configuration's fields, also nested ones, as JSON values; a function as its name."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in left_out:
             continue
         if dataclasses.is_dataclass(value):
-            found |= _fields(type(value).__name__, value, left_out)
+            found |= _field_values(type(value).__name__, value, left_out)
         elif isinstance(value, Enum):
             found[f"{name}.{field.name}"] = value.name
         elif value is None or isinstance(value, (bool, int, float, str)):
@@ -325,14 +337,14 @@ def _fields(name: str, config: Any, left_out: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def _checkpoint(source: Any) -> dict[str, str]:
-    """Digests of a checkpoint's config and of the headers of its tensors."""
+def _checkpoint_digests(source: Any) -> dict[str, str]:
+    """Return digests of a checkpoint's config and of its tensors' headers."""
     if isinstance(source, tuple) and len(source) == 2:
         config, tensors = repr(sorted(source[0].items(), key=str)).encode(), StateDict(source[1])
         headers = tensors.describe()
     elif isinstance(source, (str, os.PathLike)):
         own = read_part(source, "config.json")
-        if own is None:  # on every rank: loading says what is wrong
+        if own is None:  # if it is missing on every rank, loading reports it
             file = Path(source, "config.json").absolute()
             return {"digest of config.json": f"none, there is no file {file}"}
         config = repr(own).encode()
@@ -341,8 +353,8 @@ def _checkpoint(source: Any) -> dict[str, str]:
         opened.close()
     else:
         raise ConfigError(
-            f"model_path is a {type(source).__name__}: of several ranks each has a part of a "
-            "checkpoint, which a Model object cannot be cut into"
+            f"model_path is a {type(source).__name__}, but must be a checkpoint: each of several "
+            "ranks loads a part of it, and a Model object cannot be split"
         )
     named = repr(sorted((name, *info) for name, info in headers.items())).encode()
     return {

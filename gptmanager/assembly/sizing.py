@@ -1,4 +1,4 @@
-"""How large the KV cache is and how long a sequence may be, with the log lines operators expect."""
+"""The size of the KV cache and the length of sequences, with the log lines operators expect."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from gptmanager.models.model import Dimensions
 logger = logging.getLogger("gptmanager")
 
 _GIB = 1 << 30
-_CPU_FRACTION = 0.25  # of free memory, when neither max_tokens nor a fraction is given
+_CPU_FRACTION = 0.25  # of free memory, if neither max_tokens nor a fraction is given
 _DEFAULT_FRACTION = 0.9
-_WINDOWED_CHUNK = 256  # tokens that a chunk behind an attention window has at least
+_WINDOWED_CHUNK = 256  # least number of tokens in a chunk, with an attention window
 _UNBOUNDED = 1 << 62
 
 
-class Room(NamedTuple):
-    """Memory that the KV cache may take of. `shared`: others use it too, so that by default it gets
-    a small part of what is free, and no more than all slots can fill. `most_blocks` and
-    `most_host_blocks`: all that other ranks have room for.
+class MemoryBudget(NamedTuple):
+    """Memory for the KV cache. `dtype`: of its pages.
+
+    `shared`: other programs use this memory, too. By default the KV cache then gets a small part of
+    the free bytes, at most what all slots can fill. `most_blocks` and `most_host_blocks`: limits
+    that other ranks set.
     """
 
     free_bytes: float
@@ -39,8 +41,10 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Lengths in tokens. `pool_limited`: the pool, not the model, bounds a sequence. `contiguous`:
-    a block is a whole sequence.
+    """The sizes of the KV cache and of sequences; lengths are in tokens.
+
+    `pool_limited`: the pool, not the model, limits the length of a sequence. `contiguous`: a block
+    holds a whole sequence.
     """
 
     num_blocks: int
@@ -57,7 +61,7 @@ class Sizes:
 
     @property
     def window(self) -> AttentionWindow | None:
-        """Where a sequence lies, if its attention has a window."""
+        """The placement of a sequence in its blocks if attention has a window, else None."""
         if self.attention_window is None:
             return None
         return AttentionWindow(self.attention_window, self.sink_token_length, self.tokens_per_block)
@@ -68,9 +72,10 @@ class Sizes:
 
     @property
     def chunk_unit(self) -> int:
-        """Tokens: a context that is cut ends its chunks on multiples of so many.
+        """The number of tokens that all but the last chunk of a context are multiples of.
 
-        That is a block; behind a window several, since a context runs there in pieces anyway.
+        This is one block. With an attention window it is at least 256 tokens, because every context
+        longer than the window runs in chunks.
         """
         size = self.tokens_per_block
         if self.attention_window is None or self.attention_window >= self.max_input_len:
@@ -84,33 +89,33 @@ def size(
     spec: Dimensions,
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
     max_beam_width: int = 1,
-    room: Room | None = None,
+    budget: MemoryBudget | None = None,
 ) -> Sizes:
-    """Sizes for a model, by default on the CPU; ConfigError names the option that leaves no room.
+    """Return the sizes for a model. ConfigError names the option that is too small or too large.
 
-    V1 has a contiguous KV cache: one block of max_seq_len tokens for each sequence that a batch can
-    have, or for as many as max_tokens and the memory allow.
+    `budget`: by default the free memory of the CPU. V1 has a contiguous KV cache: one block of
+    max_seq_len tokens for each sequence of a batch, or as many as max_tokens and the memory allow.
     """
-    max_seq_len = asked_seq_len(params, spec)
+    max_seq_len = wanted_seq_len(params, spec)
     contiguous = model_type is ModelType.V1
     tokens_per_block = max_seq_len if contiguous else params.kv_cache_config.tokens_per_block
-    room = room or Room(free_memory_bytes())
+    budget = budget or MemoryBudget(free_memory_bytes())
     window = params.kv_cache_config.max_attention_window
     if window is not None and window >= max_seq_len:
         window = None
     sink = params.kv_cache_config.sink_token_length or 0
-    longest = max_seq_len  # that one sequence keeps
+    longest = max_seq_len  # highest number of tokens that one sequence keeps
     if window is not None:
         longest = min(longest, AttentionWindow(window, sink, tokens_per_block).num_tokens)
-    num_blocks = _num_blocks(params, spec, max_seq_len, longest, contiguous, max_beam_width, room)
+    num_blocks = _num_blocks(params, spec, max_seq_len, longest, contiguous, max_beam_width, budget)
     pool_limited = -(-longest // tokens_per_block) > num_blocks
     if pool_limited:
         max_seq_len = _cut_seq_len(max_seq_len, num_blocks, tokens_per_block)
     chunked = _is_chunked(params, scheduler)
     max_input_len = max_seq_len - 1
-    if not chunked:  # a context runs in one piece
+    if not chunked:  # a context runs in one step
         max_input_len = min(max_input_len, params.max_num_tokens)
-    block_bytes = _block_bytes(spec, tokens_per_block, room.dtype)
+    block_bytes = _block_bytes(spec, tokens_per_block, budget.dtype)
     sizes = Sizes(
         num_blocks=num_blocks,
         tokens_per_block=tokens_per_block,
@@ -119,7 +124,7 @@ def size(
         pool_limited=pool_limited,
         chunked=chunked,
         max_context_length=params.max_num_tokens if chunked else max_input_len,
-        num_host_blocks=min(_num_host_blocks(params, block_bytes), room.most_host_blocks),
+        num_host_blocks=min(_num_host_blocks(params, block_bytes), budget.most_host_blocks),
         attention_window=window,
         sink_token_length=sink,
         contiguous=contiguous,
@@ -129,8 +134,8 @@ def size(
     return sizes
 
 
-def asked_seq_len(params: OptionalParams, spec: Dimensions) -> int:
-    """Tokens of a sequence, before the KV cache has its say."""
+def wanted_seq_len(params: OptionalParams, spec: Dimensions) -> int:
+    """Return the longest sequence that options and model allow, before the KV cache is sized."""
     longest = spec.max_position_embeddings
     if params.max_seq_len is None:
         return longest
@@ -143,7 +148,7 @@ def asked_seq_len(params: OptionalParams, spec: Dimensions) -> int:
 
 
 def _cut_seq_len(max_seq_len: int, num_blocks: int, tokens_per_block: int) -> int:
-    """Return max_seq_len, lowered to what one sequence can hold in the pool."""
+    """Return the length of the longest sequence that fits in the pool."""
     in_pool = (num_blocks - 1) * tokens_per_block + 1
     if in_pool < 2:
         raise ConfigError(
@@ -164,13 +169,13 @@ def _num_blocks(
     longest: int,
     contiguous: bool,
     max_beam_width: int,
-    room: Room,
+    budget: MemoryBudget,
 ) -> int:
-    """`longest`: so many tokens a sequence keeps at most."""
-    config, free = params.kv_cache_config, room.free_bytes
+    """Return the number of blocks. `longest`: highest number of tokens that a sequence keeps."""
+    config, free = params.kv_cache_config, budget.free_bytes
     logger.info("free memory before sizing the KV cache: %.2f GiB", free / _GIB)
     max_tokens, default_fraction = config.max_tokens, _DEFAULT_FRACTION
-    if max_tokens is None and room.shared:
+    if max_tokens is None and budget.shared:
         max_tokens = params.max_batch_size * max_beam_width * longest
         default_fraction = _CPU_FRACTION
     elif max_tokens is None:
@@ -184,11 +189,11 @@ def _num_blocks(
         if not num_blocks:
             raise ConfigError(
                 f"KvCacheConfig.max_tokens = {max_tokens} is less than one sequence of "
-                f"max_seq_len = {max_seq_len} tokens, and V1 has one block for each"
+                f"max_seq_len = {max_seq_len} tokens, and ModelType.V1 needs a block for each"
             )
-    block_bytes = _block_bytes(spec, tokens_per_block, room.dtype)
+    block_bytes = _block_bytes(spec, tokens_per_block, budget.dtype)
     if block_bytes:
-        num_blocks = min(num_blocks, int(free * fraction) // block_bytes, room.most_blocks)
+        num_blocks = min(num_blocks, int(free * fraction) // block_bytes, budget.most_blocks)
     if num_blocks < 1:
         raise ConfigError(
             f"no KV cache block of {block_bytes} bytes fits into {fraction:g} of the "
@@ -201,7 +206,8 @@ def _num_host_blocks(params: OptionalParams, block_bytes: int) -> int:
     size = params.kv_cache_config.host_cache_size or 0
     if size and size < block_bytes:
         raise ConfigError(
-            f"KvCacheConfig.host_cache_size = {size} bytes hold no block of {block_bytes} bytes"
+            f"KvCacheConfig.host_cache_size = {size} bytes must hold at least one block of "
+            f"{block_bytes} bytes"
         )
     if not size or not block_bytes:
         return 0
@@ -210,8 +216,8 @@ def _num_host_blocks(params: OptionalParams, block_bytes: int) -> int:
     computing_s = config.tokens_per_block / config.recompute_tokens_per_s
     if config.host_swap == "auto" and moving_s >= computing_s:
         logger.warning(
-            "host_cache_size is not used: to move a block to the host and back takes %.3g s, to "
-            "compute its tokens again %.3g s (KvCacheConfig.host_swap = 'auto')",
+            "host_cache_size is not used: moving a block to the host and back takes %.3g s, "
+            "computing its tokens again %.3g s (KvCacheConfig.host_swap = 'auto')",
             *(moving_s, computing_s),
         )
         return 0
@@ -239,7 +245,7 @@ def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
 
 
 def _check_chunks(max_num_tokens: int, sizes: Sizes) -> None:
-    """A context that does not fit into a step must be able to run in chunks."""
+    """ConfigError if a step is too small for one chunk of a context."""
     unit, size = sizes.chunk_unit, sizes.tokens_per_block
     if not sizes.chunked or max_num_tokens >= min(unit, sizes.max_input_len):
         return
@@ -247,7 +253,7 @@ def _check_chunks(max_num_tokens: int, sizes: Sizes) -> None:
     if unit > size:
         reason = (
             f"{unit} tokens: with KvCacheConfig.max_attention_window = {sizes.attention_window} "
-            f"chunks are blocks of {size} tokens that come to {_WINDOWED_CHUNK} or more"
+            f"a chunk is a number of blocks of {size} tokens, at least {_WINDOWED_CHUNK} tokens"
         )
     raise ConfigError(
         f"OptionalParams.max_num_tokens = {max_num_tokens} is less than one context chunk of "

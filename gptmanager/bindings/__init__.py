@@ -1,9 +1,9 @@
-"""Hosts of `tensorrt_llm.bindings` run here by one changed import:
+"""The names of `tensorrt_llm.bindings`. A host of that module runs here with one changed import:
 
     import gptmanager.bindings as tb
 
-A translation of names and of the order of arguments, for the releases 0.9 to 0.14; a model is a
-checkpoint folder instead of an engine. docs/porting.md has the table, and what differs.
+Names and argument orders of the releases 0.9 to 0.14 are translated. A model is a checkpoint folder
+instead of an engine. docs/porting.md lists all names and the differences.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ __all__ = [
     "tensor_names",
 ]
 
-_SESSION = "there is no GptSession here: requests go through GptManager"
-_ENGINE = "there is no engine here: GptManager takes a Hugging Face folder"
-_DTYPE = f"{_ENGINE}, whose dtype is OptionalParams.dtype"
-_RANKS = "ranks are told by OptionalParams.parallel_config: see docs/ranks.md"
+_SESSION = "GptSession does not exist here: send requests through GptManager"
+_ENGINE = "engines do not exist here: GptManager loads a Hugging Face folder"
+_DTYPE = f"{_ENGINE}, and OptionalParams.dtype sets its dtype"
+_RANKS = "set OptionalParams.parallel_config: see docs/ranks.md"
 _REFUSED = {
     **dict.fromkeys(("GptSession", "GptSessionConfig", "PromptTuningParams"), _SESSION),
     **dict.fromkeys(("GenerationInput", "GenerationOutput"), _SESSION),
     **dict.fromkeys(("GptJsonConfig", "ModelConfig", "GptModelConfig", "GptModelVariant"), _ENGINE),
     **dict.fromkeys(("DataType", "QuantMode", "KVCacheType"), _DTYPE),
     **dict.fromkeys(("MpiComm", "WorldConfig"), _RANKS),
-    "SamplingConfig": "sampling is told by tensors of the request, as request.temperature",
-    "LlmRequest": "it is gptmanager.scheduler.LlmRequest",
-    "LlmRequestState": "it is gptmanager.scheduler.LlmRequestState",
-    "internal": "what is inside an engine differs: see gptmanager.scheduler",
+    "SamplingConfig": "set tensors of the request instead, for example request.temperature",
+    "LlmRequest": "use gptmanager.scheduler.LlmRequest",
+    "LlmRequestState": "use gptmanager.scheduler.LlmRequestState",
+    "internal": "the internals differ: see gptmanager.scheduler",
     "DecodingMode": "a request's beam_width and sampling tensors decide",
 }
 

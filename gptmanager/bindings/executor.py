@@ -1,4 +1,4 @@
-"""The names of `tensorrt_llm.bindings.executor` that a host of GptManager touches."""
+"""The names of `tensorrt_llm.bindings.executor` that a host of GptManager uses."""
 
 from gptmanager import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
 

@@ -35,11 +35,12 @@ class GptManager:
     get_inference_requests_cb, send_response_cb, poll_stop_signal_cb, return_batch_manager_stats_cb,
     optional_params, terminate_req_id, max_draft_tokens, exclude_input_in_output)`
 
-    All by position or by name. `trt_engine_path` is a Hugging Face folder, or what else a
-    `gptmanager.GptManager` takes. A fetched request with the id `terminate_req_id` is not run: it
-    ends the manager when all others have ended, and Get is called no more.
+    Pass arguments by position or by name. `trt_engine_path` is a Hugging Face folder, or anything
+    else that `gptmanager.GptManager` accepts as its model. A fetched request with the id
+    `terminate_req_id` does not run: Get is not called again, and the manager ends when all other
+    requests have ended.
 
-    Raises TypeError for arguments that do not fit, ConfigError for values that cannot be.
+    TypeError for a wrong number or name of arguments, ConfigError for an invalid value.
     """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
@@ -47,8 +48,8 @@ class GptManager:
         get, send, poll, stats = (given.get(name) for name in _CALLBACKS)
         if given.get("max_draft_tokens"):
             raise ConfigError(
-                f"max_draft_tokens = {given['max_draft_tokens']} has no effect: a request may have "
-                "any draft tokens that fit into its max_new_tokens"
+                f"max_draft_tokens = {given['max_draft_tokens']} has no effect: the number of a "
+                "request's draft tokens is limited only by its max_new_tokens"
             )
         params = given.get("optional_params")
         params = TrtGptModelOptionalParams() if params is None else params
@@ -76,7 +77,7 @@ class GptManager:
         )
         MemoryCounters.begin(self._last_record)
         ending.manager = weakref.ref(self._manager)
-        if ending.has_begun:  # it was fetched before the manager was known here
+        if ending.has_begun:  # the request was fetched during the construction
             self._manager.notify()
 
     def __enter__(self) -> GptManager:
@@ -86,20 +87,20 @@ class GptManager:
         self.shutdown()
 
     def shutdown(self, *_: object) -> None:
-        """Run the accepted requests to their end; Get is called no more. Idempotent."""
+        """Stop calling Get, run the accepted requests to their end, and return. Idempotent."""
         if self._manager is not None:
             self._manager.shutdown()
             MemoryCounters.end(self._last_record)
 
     def wait_until_terminate(self) -> None:
-        """Until the manager has ended, by `terminate_req_id` or by `shutdown` elsewhere."""
+        """Wait until the manager ends by `terminate_req_id` or by `shutdown` in another thread."""
         if self._manager is not None:
             self._manager.wait()
             MemoryCounters.end(self._last_record)
 
     @property
     def manager(self) -> gptmanager.GptManager | None:
-        """The manager behind this object, with `audit()`, `health()`, `notify()` and so on."""
+        """The wrapped `gptmanager.GptManager`, with `audit()`, `health()`, `notify()` and so on."""
         return self._manager
 
     def _reporting(self, stats: Callable[[str], Any] | None) -> Callable[[str], Any]:
@@ -114,7 +115,10 @@ class GptManager:
 
 @dataclass
 class _Ending:
-    """The request of id `terminate_id` ends the manager, which this does not keep alive."""
+    """Ends the manager when the request with the id `terminate_id` is fetched.
+
+    Holds only a weak reference to the manager.
+    """
 
     terminate_id: int | None
     has_begun: bool = False
@@ -133,7 +137,7 @@ class _Ending:
                 requests = kept
             manager = self.manager()
             if self.has_begun and manager is not None:
-                manager.shutdown()  # a callback only asks
+                manager.shutdown()  # from a callback this returns at once
             return requests
 
         return fetch
@@ -148,7 +152,7 @@ def _sending(send: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_name(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Which order it is shows the third argument: a callback, or a beam width."""
+    """Return all arguments by name. The third one, a callback or a beam width, shows the order."""
     names = _NEWER if len(args) > 2 and callable(args[2]) else _OLDER
     if len(args) > len(names):
         raise TypeError(f"GptManager() takes {len(names)} arguments, got {len(args)}")

@@ -1,4 +1,4 @@
-"""`MemoryCounters`: bytes of the tensors that managers hold."""
+"""`MemoryCounters`: the memory that managers use, in bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 
 class LastRecord:
-    """The last statistics record of one manager that runs; "": none yet."""
+    """The last statistics record of a running manager; "" before the first."""
 
     __slots__ = ("record",)
 
@@ -14,14 +14,14 @@ class LastRecord:
         self.record = ""
 
 
-_running: set[LastRecord] = set()  # one for each manager
+_running: set[LastRecord] = set()  # of each running manager
 
 
 class MemoryCounters:
-    """Bytes of memory of all managers of `gptmanager.bindings` that run in this process.
+    """The memory of all running managers of `gptmanager.bindings` in this process, in bytes.
 
-    The figures are those of each manager's last statistics record; a manager counts from its first
-    iteration on.
+    The numbers are sums over the last statistics records, and so a manager is included from its
+    first iteration on.
     """
 
     @staticmethod
@@ -50,7 +50,7 @@ class MemoryCounters:
 
     @property
     def uvm(self) -> int:
-        """Always 0: no manager has unified memory."""
+        """Always 0: managers do not use unified memory."""
         return 0
 
 

@@ -12,10 +12,10 @@ import gptmanager
 
 
 class InferenceRequest(gptmanager.InferenceRequest):
-    """`InferenceRequest(request_id, logits_post_processor_callback=None)`; -1 is 2**64 - 1.
+    """`InferenceRequest(request_id, logits_post_processor_callback=None)`.
 
-    The second argument may be a dict of tensors instead. Every tensor is a property, None while it
-    is not set.
+    The id -1 means 2**64 - 1. The second argument may be a dict of tensors instead. Each tensor is
+    a property, which is None until it is set.
     """
 
     def __init__(
@@ -57,5 +57,5 @@ class NamedTensor:
 
 
 def as_id(request_id: int) -> int:
-    """-1, as C++ makes an id of it."""
+    """Return `request_id` as an unsigned 64 bit integer, as C++ converts -1."""
     return 2**64 - 1 if request_id == -1 else request_id

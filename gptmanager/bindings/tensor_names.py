@@ -1,4 +1,4 @@
-"""Names of tensors: those of requests first, then those of responses."""
+"""Names of tensors: first of requests, then of responses."""
 
 INPUT_IDS = "input_ids"
 DRAFT_INPUT_IDS = "draft_input_ids"

@@ -1,4 +1,4 @@
-"""`TrtGptModelOptionalParams` and its enums, and what they are here."""
+"""`TrtGptModelOptionalParams` and its enums, and their translation to gptmanager's options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrtGptModelType(IntEnum):
 
 
 class SchedulerPolicy(IntEnum):
-    """`gptmanager.CapacitySchedulerPolicy`, as older releases have it."""
+    """`gptmanager.CapacitySchedulerPolicy` with the names of older releases."""
 
     MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
     GUARANTEED_NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
@@ -35,13 +35,13 @@ class SchedulerPolicy(IntEnum):
 
 @dataclass(slots=True)
 class KvCacheConfig(gptmanager.KvCacheConfig):
-    """`max_attention_window` may be a list with one length for all layers."""
+    """A `gptmanager.KvCacheConfig`; `max_attention_window` may also be a list of equal lengths."""
 
     max_attention_window: Any = None
 
 
 class TrtGptModelOptionalParams(OptionalParams):
-    """`gptmanager.OptionalParams`, constructed as there; `keywords`: its other fields."""
+    """A `gptmanager.OptionalParams` with the old argument order; `keywords`: its other fields."""
 
     __slots__ = ()
 
@@ -67,13 +67,13 @@ class TrtGptModelOptionalParams(OptionalParams):
 
 
 def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalParams]:
-    """Return arguments of `gptmanager.GptManager`: beam width, scheduler, and the other fields.
+    """Return the beam width, the scheduler and the other options, for `gptmanager.GptManager`.
 
-    ConfigError for attention windows that differ.
+    ConfigError if layers have different attention windows.
     """
     if not isinstance(params, OptionalParams):
         raise ConfigError(
-            f"optional_params is a {type(params).__name__}, expected TrtGptModelOptionalParams"
+            f"optional_params must be a TrtGptModelOptionalParams, got a {type(params).__name__}"
         )
     values = {field.name: getattr(params, field.name) for field in fields(OptionalParams)}
     max_beam_width = values.pop("max_beam_width")
@@ -83,9 +83,9 @@ def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalPa
 
 
 def with_policy(scheduler: SchedulerConfig, policy: Any) -> SchedulerConfig:
-    """`policy`: a SchedulerPolicy, or a CapacitySchedulerPolicy. ConfigError for others."""
+    """Return `scheduler` with another capacity policy. ConfigError if `policy` is not a policy."""
     if not isinstance(policy, (SchedulerPolicy, CapacitySchedulerPolicy)):
-        raise ConfigError(f"scheduler_policy = {policy!r} is no SchedulerPolicy")
+        raise ConfigError(f"scheduler_policy must be a SchedulerPolicy, got {policy!r}")
     return replace(scheduler, capacity_scheduler_policy=CapacitySchedulerPolicy(int(policy)))
 
 
@@ -97,8 +97,8 @@ def _kv_cache(config: Any) -> Any:
     if isinstance(window, (list, tuple)):
         if len(set(window)) > 1:
             raise ConfigError(
-                f"KvCacheConfig.max_attention_window = {window}: layers with windows of their own "
-                "are not supported, give one length"
+                f"KvCacheConfig.max_attention_window = {window}: all layers must have the same "
+                "window; pass one length"
             )
         values["max_attention_window"] = window[0] if window else None
     return gptmanager.KvCacheConfig(**values)

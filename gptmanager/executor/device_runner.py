@@ -149,7 +149,7 @@ class DeviceRunner(Runner):
         with self.stream, torch.inference_mode():
             self._launch(rows).float()  # as it is for requests that change logits
 
-    def run_recorded(self, num_rows: int) -> None:
+    def run_captured(self, num_rows: int) -> None:
         """Run the step that is captured for `num_rows` rows; it reads and writes no block."""
         if self._plan(_idle_rows(1), fixed=True):
             with self.stream, torch.inference_mode():

@@ -104,7 +104,7 @@ def _tensors_of(request: InferenceRequest) -> dict[str, Any]:
         if value is None:
             raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
         if name in _LATER:
-            raise InvalidRequestError(f"{name} is refused: its support has not landed yet")
+            raise InvalidRequestError(f"{name} is refused: it is not supported yet")
     for name in ("input_ids", "request_output_len"):
         if name not in tensors:
             raise InvalidRequestError(f"Undefined tensor: {name}")

@@ -20,7 +20,7 @@ from gptmanager.assembly.options import (
     checked_optional_params,
     checked_scheduler_config,
 )
-from gptmanager.assembly.ranks import connect, tell_ranks
+from gptmanager.assembly.ranks import connect, report_failed_start
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ManagerDeadError, quoted, response_text
 from gptmanager.host.callback_host import CallbackHost
@@ -381,7 +381,7 @@ def _telling_ranks(params: OptionalParams | None) -> Iterator[None]:
     except Exception as error:
         config = getattr(params, "parallel_config", None)
         if config is not None:
-            tell_ranks(functools.partial(find_world, config), error)
+            report_failed_start(functools.partial(find_world, config), error)
         raise
 
 

@@ -81,7 +81,7 @@ def run(call, model, tmp_path):
 def test_a_device_that_there_is_not_is_refused(run):
     outcome = run({"prompt": "Once"}, options=["--device", "tpu"])
     assert outcome.code == 2
-    assert "OptionalParams.device = 'tpu' is none of 'cpu', 'cuda'" in outcome.err
+    assert "OptionalParams.device = 'tpu' must be 'cpu', 'cuda'" in outcome.err
 
 
 # Running a file ----------------------------------------------------------------------------------

@@ -302,11 +302,11 @@ def refused(*, error=ConfigError, **keywords):
 
 def test_what_has_no_meaning_is_refused_by_name():
     assert "max_draft_tokens = 4" in refused(max_draft_tokens=4)
-    assert "scheduler_policy = 7" in refused(scheduler_policy=7)
+    assert "scheduler_policy must be a SchedulerPolicy, got 7" in refused(scheduler_policy=7)
     assert "device_ids" in refused(optional_params=tb.TrtGptModelOptionalParams(device_ids=[0]))
     windows = tb.TrtGptModelOptionalParams(tb.KvCacheConfig(max_attention_window=[8, 16]))
     assert "max_attention_window = [8, 16]" in refused(optional_params=windows)
-    assert "optional_params is a dict" in refused(optional_params={"max_beam_width": 1})
+    assert "got a dict" in refused(optional_params={"max_beam_width": 1})
     assert "get_inference_requests_cb" in refused(get_inference_requests_cb=None)
     assert "no argument 'engine'" in refused(error=TypeError, engine=1)
 

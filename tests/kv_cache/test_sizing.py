@@ -20,7 +20,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.assembly.options import checked_optional_params
-from gptmanager.assembly.sizing import Room, size
+from gptmanager.assembly.sizing import MemoryBudget, size
 from gptmanager.errors import ConfigError
 from gptmanager.testing import RecordingCallbacks
 
@@ -60,13 +60,13 @@ def sizes(
     )
     scheduler = SchedulerConfig() if policy is None else SchedulerConfig(policy)
     params = checked_optional_params(params)
-    return size(params, scheduler, Spec(), model_type, beams, Room(room, shared=shared))
+    return size(params, scheduler, Spec(), model_type, beams, MemoryBudget(room, shared=shared))
 
 
 def test_pages_of_8_bits_are_twice_as_many_as_of_16():
     counts = [
         size(
-            OptionalParams(), SchedulerConfig(), Spec(), FUSED, 1, Room(GIB, dtype, False)
+            OptionalParams(), SchedulerConfig(), Spec(), FUSED, 1, MemoryBudget(GIB, dtype, False)
         ).num_blocks
         for dtype in (torch.bfloat16, torch.float8_e4m3fn)
     ]
@@ -132,7 +132,11 @@ def test_behind_a_window_a_chunk_is_blocks_of_256_tokens(window, block, unit):
     [
         (None, 15, "max_num_tokens = 15 is less than one context chunk of tokens_per_block = 16"),
         (32, 255, "max_num_tokens = 255 is less than one context chunk of 256 tokens: with "),
-        (32, 15, "KvCacheConfig.max_attention_window = 32 chunks are blocks of 16 tokens"),
+        (
+            32,
+            15,
+            "KvCacheConfig.max_attention_window = 32 a chunk is a number of blocks of 16 tokens",
+        ),
     ],
 )
 @pytest.mark.parametrize("how", [{"enable_chunked_context": True}, {"policy": MAX_UTILIZATION}])

@@ -406,7 +406,7 @@ def test_a_step_that_returns_when_it_is_given_up():
     [
         ({"step_budget_s": 0.0}, "step_budget_s = 0.0 must be a number from 0.001 to 1000000.0"),
         ({"step_budget_s": float("nan")}, "step_budget_s = nan must be a number"),
-        ({"on_hang": "end"}, "on_hang = 'end' is neither 'log' nor 'fail'"),
+        ({"on_hang": "end"}, "on_hang = 'end' must be 'log' or 'fail'"),
         ({"on_hang": "fail"}, "on_hang = 'fail' needs step_budget_s"),
         ({"max_waiting_requests": -1}, "max_waiting_requests = -1 must be an integer from 0"),
         ({"max_waiting_requests": 1.0}, "max_waiting_requests = 1.0 must be an integer from 0"),

@@ -155,7 +155,7 @@ def test_get_and_send_are_mandatory_and_bad_arguments_raise_in_the_callers_line(
         GptManager(model(), FUSED, get_inference_requests_cb=keywords["get_inference_requests_cb"])
     with pytest.raises(ConfigError, match="get_inference_requests_cb is mandatory"):
         GptManager(model(), FUSED, send_response_cb=keywords["send_response_cb"])
-    with pytest.raises(ConfigError, match="model_type = 'V1'"):
+    with pytest.raises(ConfigError, match="model_type must be a ModelType, got 'V1'"):
         GptManager(model(), "V1", **keywords)
     with pytest.raises(ConfigError, match="enable_chunked_context = True is refused with .*V1"):
         options = params(enable_chunked_context=True)
@@ -166,7 +166,9 @@ def test_get_and_send_are_mandatory_and_bad_arguments_raise_in_the_callers_line(
     with pytest.raises(ConfigError, match="max_tokens = 100 is less than one sequence"):
         options = params(kv_cache_config=KvCacheConfig(max_tokens=100))
         GptManager(model(), ModelType.V1, optional_params=options, **keywords)
-    with pytest.raises(ConfigError, match="enable_trt_overlap = True with run_ahead = 1"):
+    with pytest.raises(
+        ConfigError, match="enable_trt_overlap = True is refused with run_ahead = 1"
+    ):
         options = params(enable_trt_overlap=True, run_ahead=1)
         GptManager(model(), FUSED, optional_params=options, **keywords)
     with pytest.raises(ConfigError, match="max_beam_width = 0"):

@@ -314,7 +314,7 @@ def test_8_bits_are_refused_by_name(given: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights_dtype": "int4"}, "weights_dtype = 'int4' is neither 'int8' nor None"),
+        ({"weights_dtype": "int4"}, "weights_dtype = 'int4' must be 'int8' or None"),
         (
             {"weights_dtype": "int8", "device": "emulator"},
             "weights_dtype = 'int8' is refused with device = 'emulator'",
