@@ -137,8 +137,11 @@ def longest_request(manager: GptManager, at_most: int) -> int:
 def _frozen() -> Iterator[None]:
     """Exempt the objects of a started server from garbage collection. Modules, the model and
     compiled kernels live as long as the process, and a full collection would stop every thread for
-    0.25 s.
+    0.25 s. Nothing changes if the host has frozen its objects: it decides itself.
     """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

@@ -307,6 +307,7 @@ def run(seed, told):
     return schedules, seen
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("part", range(6))
 def test_what_is_said_of_who_waits_is_what_is_decided(part):
     seen = Counter()
