@@ -8,10 +8,12 @@ state are looked up once and cached.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import threading
 import weakref
+from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,16 +27,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from gptmanager.callbacks.processors.token_bytes import token_bytes
-from gptmanager.errors import InvalidRequestError
+from gptmanager.errors import CapacityError, InvalidRequestError
 
 Ints = npt.NDArray[np.int64]
 
 _CPU = torch.device("cpu")
-_TAIL = 4  # last bytes by which the prefixes of words are looked up
-_MAX_SIZE = 1 << 27  # bytes of the prefixes of words in all lists
-_MAX_CACHED = 1 << 19  # token ids that the states of a list of words may cache: 4 MiB
-# Limits of one list. The memory for a word grows with the square of its length.
-MAX_WORDS, MAX_WORD_LETTERS, MAX_LETTERS = 1024, 256, 8192
+_MAX_SIZE = 1 << 28  # bytes of all lists in use
+_MAX_CACHED = 1 << 23  # token ids that the states of all lists may cache: 64 MiB
+_STATE_SIZE = 200  # bytes of a state, of which a word has at most one for each of its bytes
+MAX_WORDS, MAX_WORD_LETTERS, MAX_LETTERS = 1024, 256, 8192  # of one list
 
 
 class BannedTexts:
@@ -43,13 +44,16 @@ class BannedTexts:
     `tokenizer`: a `tokenizers.Tokenizer` with a decoder that `token_bytes` supports. The end of the
     prompt counts as text: after "a red ba" the word "ball" is not completed. Special tokens do not
     count as text. A list has at most 1,024 words of at most 256 letters, and 8,192 letters in all.
-    The last `max_word_lists` lists are cached for other requests, fewer if they are long.
+    The last `max_word_lists` lists are cached for other requests, fewer if they are long. The lists
+    in use have at most 256 MiB together, a list of 8,192 letters up to 7 MiB.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:
         self._tokenizer = tokenizer
         self._max_word_lists = max_word_lists
         self._kept: OrderedDict[tuple[str, ...], BannedWords] = OrderedDict()
+        self._used = _Used()
+        self._ids = _IdCache()
         self._vocabulary: _Vocabulary | None = None
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-banned-texts")
@@ -57,8 +61,8 @@ class BannedTexts:
     def bind(self, words: Sequence[str]) -> BannedWords:
         """Return the processor that bans `words`; requests with the same words share it.
 
-        Raise ValueError for an empty list, an empty word, or a list beyond the limits, and
-        TypeError for a string instead of a list.
+        Raise ValueError for an empty list, an empty word, or a list beyond the limits, TypeError
+        for a string instead of a list, and CapacityError if the lists in use are too large.
         """
         _check(words)
         key = tuple(sorted(set(words)))
@@ -66,17 +70,23 @@ class BannedTexts:
             if key not in self._kept:
                 self._kept[key] = self._started(key)
             self._kept.move_to_end(key)
-            while len(self._kept) > self._max_word_lists or (
-                len(self._kept) > 1 and sum(it.size for it in self._kept.values()) > _MAX_SIZE
-            ):
+            if len(self._kept) > self._max_word_lists:
                 self._kept.popitem(last=False)
             return self._kept[key]
 
     def _started(self, words: tuple[str, ...]) -> BannedWords:
+        size = _size(words)
+        while self._kept and self._used.size + size > _MAX_SIZE:
+            self._kept.popitem(last=False)
+        if self._used.size + size > _MAX_SIZE:
+            raise CapacityError(
+                f"the words that all requests ban would take {self._used.size + size} bytes, at "
+                f"most {_MAX_SIZE} are allowed: try again when a request has ended"
+            )
         looking_up = self._threads.submit(self._look_up, words)
         found = BannedWords(words, looking_up)
-        # a list that no request uses any more must not delay the lists after it
-        weakref.finalize(found, looking_up.cancel).atexit = False
+        self._used.add(size)
+        weakref.finalize(found, _release, looking_up, self._used, size).atexit = False
         return found
 
     def _look_up(self, words: tuple[str, ...]) -> _States:
@@ -86,7 +96,7 @@ class BannedTexts:
             encoded = [word.encode() for word in words]
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"bad words: {error}") from None
-        return _States(encoded, self._vocabulary)
+        return _States(encoded, self._vocabulary, self._ids)
 
 
 def _check(words: Sequence[str]) -> None:
@@ -110,21 +120,34 @@ def _check(words: Sequence[str]) -> None:
         )
 
 
+class _Used:
+    """The bytes of all lists in use, those that are cached for other requests included."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._lock = threading.RLock()  # the garbage collector may end a list while it is held
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self.size += size
+
+
+def _release(looking_up: Future[_States], used: _Used, size: int) -> None:
+    """Count a list that no request uses any more as free; it must not delay other lists."""
+    looking_up.cancel()
+    used.add(-size)
+
+
 def _size(words: Sequence[str]) -> int:
-    """Return the approximate number of bytes that the prefixes of words take."""
-    sizes = [len(word.encode(errors="replace")) for word in words]
-    return sum(size * (size + 500) for size in sizes)
+    """Return an upper bound of the number of bytes that a list takes."""
+    return _STATE_SIZE * sum(len(word.encode(errors="replace")) for word in words)
 
 
 class BannedWords:
-    """The logits post-processor of a request; requests with the same words share it.
-
-    `size`: the approximate number of bytes that it takes.
-    """
+    """The logits post-processor of a request; requests with the same words share it."""
 
     def __init__(self, words: tuple[str, ...], states: Future[_States]) -> None:
         self.words = words
-        self.size = _size(words)
         self._states = states
 
     def prepare(self, device: str) -> Future[Any]:
@@ -156,6 +179,7 @@ class _Vocabulary:
         self._texts = [of_id[token] for token in ids]
         self._joined = b"".join(self._texts)
         self._starts = np.cumsum([0, *map(len, self._texts)])
+        self.longest = max(map(len, self._texts), default=0)  # bytes of a token
 
     def beginning_with(self, text: bytes) -> Ints:
         """Return the ids of the tokens that begin with `text`, which are adjacent in the order."""
@@ -175,26 +199,74 @@ class _Vocabulary:
         return self._ids[indices]
 
 
+class _IdCache:
+    """The token ids of the states of all lists; the least recently used ones are dropped."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Any, Tensor] = OrderedDict()
+        self._num_ids = 0
+        self._lock = threading.Lock()
+        self.serials = itertools.count()  # of the lists
+
+    def get(self, key: Any) -> Tensor | None:
+        with self._lock:
+            ids = self._found.get(key)
+            if ids is not None:
+                self._found.move_to_end(key)
+            return ids
+
+    def add(self, key: Any, ids: Tensor) -> None:
+        with self._lock:
+            if key not in self._found:
+                self._num_ids += len(ids) + 1
+            self._found[key] = ids
+            while self._num_ids > _MAX_CACHED:
+                self._num_ids -= len(self._found.popitem(last=False)[1]) + 1
+
+
 class _States:
-    """The tokens that a list of words bans, by the state of the text."""
+    """The tokens that a list of words bans, by the state of the text.
 
-    def __init__(self, words: Sequence[bytes], vocabulary: _Vocabulary) -> None:
+    A state is a node of the trie of all proper prefixes; 0 is the root, the empty prefix. In the
+    sorted `_words`, the words with the prefix of `node` are `_first[node]` to `_end[node]`.
+    """
+
+    def __init__(self, words: Sequence[bytes], vocabulary: _Vocabulary, cache: _IdCache) -> None:
         self._vocabulary = vocabulary
-        self._rests: dict[bytes, list[bytes]] = {}  # proper prefix -> the rests of its words
-        for word in words:
-            for length in range(1, len(word)):
-                self._rests.setdefault(word[:length], []).append(word[length:])
-        self._longest = max(map(len, self._rests), default=0)
-        # last bytes -> the lengths of the prefixes that end with them, so that few are tried
-        self._lengths: dict[bytes, list[int]] = {}
-        for prefix in sorted(self._rests, key=len, reverse=True):
-            self._lengths.setdefault(prefix[-_TAIL:], []).append(len(prefix))
-        found = [vocabulary.containing(word) for word in words]
-        self._always_banned = np.unique(np.concatenate(found))  # they contain a whole word
-        self._cache: dict[tuple[bytes, int, torch.device], Tensor] = {}
-        self._num_cached = 0
+        self._cache, self._serial = cache, next(cache.serials)
+        self._words = sorted(words)
+        self._next: dict[int, int] = {}  # node * 256 + byte -> node
+        self._depth, self._first, self._end = array("i", [0]), array("i", [0]), array("i", [0])
+        for index, word in enumerate(self._words):
+            self._add(index, word)
+        self._suffix = array("i", [0]) * len(self._depth)  # node of the longest proper suffix
+        for key, node in sorted(self._next.items(), key=lambda it: self._depth[it[1]]):
+            if self._depth[node] > 1:
+                self._suffix[node] = self._after(self._suffix[key >> 8], bytes([key & 255]))
+        self._longest = max(self._depth)
+        found = np.unique(np.concatenate([vocabulary.containing(word) for word in words]))
+        self._always_banned = found.astype(np.int32)  # they contain a whole word
 
-    def state(self, history: Sequence[int]) -> bytes:
+    def _add(self, index: int, word: bytes) -> None:
+        node = 0
+        for depth, byte in enumerate(word[:-1], 1):
+            node = self._next.setdefault(node << 8 | byte, len(self._depth))
+            if node == len(self._depth):
+                self._depth.append(depth)
+                self._first.append(index)
+                self._end.append(index)
+            self._end[node] = index + 1
+
+    def _after(self, node: int, text: bytes) -> int:
+        """Return the state after more text."""
+        step, suffix = self._next.get, self._suffix
+        for byte in text:
+            while (found := step(node << 8 | byte)) is None and node:
+                node = suffix[node]
+            node = found or 0
+        return node
+
+    def state(self, history: Sequence[int]) -> int:
         """Return the state of a text in tokens; ids beyond the vocabulary have no bytes."""
         of_id, length, longest = self._vocabulary.of_id, 0, self._longest
         pieces: list[bytes] = []  # the last one first
@@ -204,28 +276,25 @@ class _States:
             if 0 <= token < len(of_id):
                 pieces.append(of_id[token])
                 length += len(of_id[token])
-        end = b"".join(reversed(pieces))
-        for size in range(min(_TAIL, length), 0, -1):
-            for number in self._lengths.get(end[-size:], ()):
-                if number <= length and end[length - number :] in self._rests:
-                    return end[length - number :]
-        return b""
+        return self._after(0, b"".join(reversed(pieces))[max(0, length - longest) :])
 
-    def banned(self, state: bytes, vocab_size: int, device: torch.device) -> Tensor:
+    def banned(self, state: int, vocab_size: int, device: torch.device) -> Tensor:
         """Return the ids below `vocab_size` that complete a word in `state`, int64."""
-        key = state, vocab_size, device
+        key = self._serial, state, vocab_size, device
         ids = self._cache.get(key)
         if ids is None:
             found = self._look_up(state)
             ids = torch.from_numpy(found[found < vocab_size]).to(device)
-            if self._num_cached + len(ids) > _MAX_CACHED:
-                self._cache, self._num_cached = {}, 0
-            self._cache[key] = ids
-            self._num_cached += len(ids)
+            self._cache.add(key, ids)
         return ids
 
-    def _look_up(self, state: bytes) -> Ints:
-        ends = (state[start:] for start in range(len(state)))
-        rests = {rest for end in ends for rest in self._rests.get(end, ())}
+    def _look_up(self, state: int) -> Ints:
+        rests = set()
+        while state:
+            depth = self._depth[state]
+            for word in self._words[self._first[state] : self._end[state]]:
+                if len(word) - depth <= self._vocabulary.longest:
+                    rests.add(word[depth:])
+            state = self._suffix[state]
         found = [self._always_banned, *map(self._vocabulary.beginning_with, rests)]
-        return np.unique(np.concatenate(found))
+        return np.unique(np.concatenate(found)).astype(np.int64)

@@ -1,5 +1,6 @@
 """BannedTexts against brute force: exactly the tokens that complete a word are banned."""
 
+import gc
 import random
 import re
 import threading
@@ -15,7 +16,7 @@ from gptmanager import GptManager, InferenceRequest, ModelType
 from gptmanager.callbacks import BannedTexts, load_tokenizer
 from gptmanager.callbacks.processors import banned_texts
 from gptmanager.callbacks.processors.token_bytes import token_bytes
-from gptmanager.errors import ConfigError
+from gptmanager.errors import CapacityError, ConfigError
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 MODEL = "examples/tiny_llama"
@@ -130,12 +131,13 @@ def test_states_are_looked_up_once_and_their_memory_is_bounded(monkeypatch):
     tokenizer = byte_level([b"a", b"b", b"c", b"ab", b"bc", b"abc"])
     states = BannedTexts(tokenizer).bind(["abc"]).prepare("cpu").result()
     cpu = torch.device("cpu")
-    first = states.banned(b"a", 7, cpu)
-    assert states.banned(b"a", 7, cpu) is first
+    a, ab = states.state([0]), states.state([2, 0, 1])
+    first = states.banned(a, 7, cpu)
+    assert states.banned(a, 7, cpu) is first and first.dtype == torch.int64
     assert first.tolist() == [4, 5]
     monkeypatch.setattr(banned_texts, "_MAX_CACHED", 3)
-    assert states.banned(b"ab", 7, cpu).tolist() == [2, 5]
-    assert states.banned(b"a", 7, cpu) is not first
+    assert states.banned(ab, 7, cpu).tolist() == [2, 5]
+    assert states.banned(a, 7, cpu) is not first
 
 
 def test_equal_words_are_shared_and_wrong_ones_refused():
@@ -150,13 +152,17 @@ def test_equal_words_are_shared_and_wrong_ones_refused():
             texts.bind(wrong)
 
 
-def test_long_lists_of_words_are_not_kept_in_great_number(monkeypatch):
-    monkeypatch.setattr(banned_texts, "_MAX_SIZE", 100_000)
+def test_the_lists_that_all_requests_use_are_bounded(monkeypatch):
+    monkeypatch.setattr(banned_texts, "_MAX_SIZE", 300 * banned_texts._STATE_SIZE)
     texts = BannedTexts(byte_level([b"a"]))
-    first = texts.bind(["a" * 150])
-    assert texts.bind(["b"]) is texts.bind(["b"]) and texts.bind(["a" * 150]) is first
-    assert texts.bind(["c" * 256]) is texts.bind(["c" * 256])  # alone, and beyond the room
-    assert texts.bind(["a" * 150]) is not first
+    used, kept = texts.bind(["a" * 150]), weakref.ref(texts.bind(["b" * 50]))
+    assert texts.bind(["a" * 150]) is used and kept() is not None
+    texts.bind(["c" * 120])
+    assert kept() is None, "what is only kept for other requests makes room"
+    with pytest.raises(CapacityError, match="that all requests ban would take"):
+        texts.bind(["d" * 151])
+    del used
+    assert texts.bind(["d" * 151])
 
 
 @pytest.mark.parametrize(
@@ -197,18 +203,29 @@ def test_the_most_words_take_little_memory():
     texts = BannedTexts(byte_level([b"a"]))
     tracemalloc.start()
     texts.bind(longest).prepare("cpu").result(20)
-    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
+    assert held < banned_texts._size(longest) and peak < 8 << 20
+
+
+def test_a_tokenizer_s_lists_end_with_it():
+    texts = BannedTexts(byte_level([b"a"]))
+    words = weakref.ref(texts.bind(["ab"]))
+    words().prepare("cpu").result(20)
+    texts._threads.shutdown()
+    del texts
+    gc.collect()
+    assert words() is None
 
 
 def test_letters_of_any_script_count_by_their_bytes(monkeypatch):
-    monkeypatch.setattr(banned_texts, "_MAX_SIZE", 100_000)
+    monkeypatch.setattr(banned_texts, "_MAX_SIZE", 450 * banned_texts._STATE_SIZE)
     texts = BannedTexts(byte_level([b"a"]))
-    first = texts.bind(["a" * 100])
-    texts.bind(["b"])
-    assert texts.bind(["a" * 100]) is first
+    first = weakref.ref(texts.bind(["a" * 100]))
+    texts.bind(["b" * 100])
+    assert first() is not None
     texts.bind(["\U0001f600" * 100])  # four bytes each
-    assert texts.bind(["a" * 100]) is not first
+    assert first() is None
 
 
 def test_a_list_that_nobody_waits_for_is_not_looked_up():

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from gptmanager.callbacks import LivePage
+from gptmanager.callbacks.processors import banned_texts
 from gptmanager.callbacks.text import templates
 from gptmanager.decoding.guided import guided
 from gptmanager.server import errors
@@ -75,6 +76,7 @@ def in_code():
         "bytes of all bodies": (f"{body.MAX_BODIES_BYTES >> 20:,} MiB", None),
         "bytes of JSON": (json_limits, None),
         "bytes of the logits": (amount(token_model.MAX_LOGITS_BYTES), None),
+        "bytes of all lists in `bad_words`": (amount(banned_texts._MAX_SIZE), None),
         "bytes of the request line": (amount(http_protocol.MAX_HEAD_BYTES), None),
         "connections": ("three quarters of the descriptors", "max_connections"),
         "requests that run": ("a batch", "max_concurrency"),

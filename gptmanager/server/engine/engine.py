@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gptmanager import GptManager, ManagerState
-from gptmanager.callbacks import AsyncRequestQueue, Generation
+from gptmanager.callbacks import AsyncRequestQueue, BannedTexts, Generation
 from gptmanager.errors import GptManagerError, ManagerDeadError, quoted
 from gptmanager.run.text_encoder import TextEncoder, TextTooLongError
 from gptmanager.server.context_length import ContextLength
@@ -61,6 +61,8 @@ class Engine:
         self.has_adapters = has_adapters
         self.key = ServerKey(settings)
         self.body_budget = BodyBudget()
+        tokenizer = card.tokenizer
+        self.banned_texts = None if tokenizer is None else BannedTexts(tokenizer)
         self.is_draining = False
         self._settings = settings
         self.context_length = ContextLength(card.max_model_len)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gptmanager.callbacks import BannedTexts
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.fields import AsItIs, Field, bad_request
 from gptmanager.server.http.warning_header import Warnings
@@ -39,8 +38,6 @@ class Processors:
         self._engine = engine
         self._is_lenient = lenient
         self._structured = StructuredOutputs.of(engine)
-        tokenizer = engine.card.tokenizer
-        self._texts = None if tokenizer is None else BannedTexts(tokenizer)
 
     async def of(
         self,
@@ -80,7 +77,7 @@ class Processors:
         return None if rule is None else await self._structured.processor(rule, warnings)
 
     async def _bans(self, words: Sequence[str] | None) -> Any:
-        texts = self._texts
+        texts = self._engine.banned_texts
         if not words:
             return None
         if texts is None:

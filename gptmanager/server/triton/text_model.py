@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.callbacks import BannedTexts, GenerationPart
+from gptmanager.callbacks import GenerationPart
 from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS
+from gptmanager.errors import CapacityError
 from gptmanager.run.text_encoder import TextTooLongError
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
@@ -98,9 +99,9 @@ class TextModel:
         self._engine = engine
         self._tokens = tokens
         self._excludes_input = settings.manager.params.exclude_input_in_output
-        assert engine.card.tokenizer is not None
+        assert engine.card.tokenizer is not None and engine.banned_texts is not None
         self._tokenizer = engine.card.tokenizer
-        self._banned = BannedTexts(self._tokenizer)
+        self._banned_texts = engine.banned_texts
 
     async def replies(self, row: Mapping[str, Any]) -> list[TextReply]:
         """Return a reply for each requested sequence. Raises ApiError for a wrong row."""
@@ -165,7 +166,9 @@ class TextModel:
 
     def _ban(self, words: Sequence[str]) -> Any:
         try:
-            return self._banned.bind(words)
+            return self._banned_texts.bind(words)
+        except CapacityError as error:
+            raise ApiError(503, f"bad_words: {error}", param="bad_words") from None
         except ValueError as error:
             raise invalid("bad_words", f"bad_words: {error}") from None
 
