@@ -20,6 +20,7 @@ from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.http.body import BodyBudget, run_in_thread
+from gptmanager.server.http.connections import default_max_connections
 from gptmanager.server.http.keys import ServerKey, bearer, is_key
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
@@ -84,6 +85,10 @@ class GrpcFront:
                 ("grpc.max_receive_message_length", settings.body_limit(carries_tensors=True)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_concurrent_streams", _MAX_STREAMS),
+                (
+                    "grpc.max_allowed_incoming_connections",
+                    settings.max_connections or default_max_connections(),
+                ),
                 ("grpc.so_reuseport", 0),  # otherwise a second server could share the port
             ],
         )
@@ -111,14 +116,14 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(self, key: ServerKey) -> None:
         self._key = key
 
-        async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+        async def refuse(messages: Any, context: grpc.aio.ServicerContext) -> None:
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 "the key is missing or wrong: send the metadata 'authorization: Bearer KEY'",
             )
 
-        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
-        self._refuse_stream = grpc.stream_stream_rpc_method_handler(refuse)
+        # as a stream for every method: grpcio would receive the message of any other handler first
+        self._refuse = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(
         self,
@@ -129,7 +134,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         given = dict(details.invocation_metadata or ()).get("authorization")
         if method in _OPEN or is_key(bearer(given), self._key.value):
             return await continuation(details)
-        return self._refuse_stream if method == "ModelStreamInfer" else self._refuse
+        return self._refuse
 
 
 class _Call(NamedTuple):

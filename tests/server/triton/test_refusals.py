@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import threading
 from dataclasses import replace
 
 import grpc as grpc_package
@@ -285,6 +286,15 @@ def test_the_key_comes_as_metadata():
                     assert "UNAUTHENTICATED" in error.value.status()
             with streaming(client) as stream:
                 assert "key is missing" in str(stream.next().error)
+        with grpc_package.insecure_channel(f"127.0.0.1:{front.port}") as channel:
+            for method in ("ModelInfer", "ModelConfig", "ModelStreamInfer"):
+                unsent = threading.Event()  # a message that does not arrive
+                path = f"/inference.GRPCInferenceService/{method}"
+                call = channel.stream_stream(path)(iter(unsent.wait, None), timeout=20)
+                with pytest.raises(grpc_package.RpcError) as refusal:
+                    next(call)
+                assert refusal.value.code() == CODES.UNAUTHENTICATED
+                unsent.set()
         for path, status in (
             ("/v2", 401),
             ("/v2/models/ensemble", 401),
