@@ -234,11 +234,11 @@ def test_markup_stays_text(browser):
         assert FAILS in text and text.startswith("The manager has failed.")
         # ids and outcomes are numbers and names; but the page does not rely on it
         browser.evaluate(
-            f"told.why = [['x', {FAILS!r}, '0']]; "
+            f"values.why = [['x', {FAILS!r}, '0']]; "
             f"addRow([0, {FAILS!r}, 4, 5, 1, .5, 1, 0, 0, [['w', 0, 0]], null]); "
             f"addRow([1, '1', 4, 5, 1, .5, 1, 0, 0, [['w', 0, 0]], [0, {FAILS!r}, 1, 0]]); "
             "points.push([1, 1, 0, 0, 0, 0, 0, 0, 0, 0]); view.head = 1; drawRows(); "
-            "document.querySelector('#list').open = true; tellWaits(); tellTable(); choose(0); "
+            "document.querySelector('#list').open = true; showWaits(); showTable(); choose(0); "
         )
         for place in ("#tip", "#why", "#table"):
             seen = browser.evaluate(f"document.querySelector('{place}').textContent")
