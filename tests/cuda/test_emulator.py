@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import shutil
 import subprocess
 import sys
@@ -365,9 +366,17 @@ def test_a_machine_without_a_compiler(monkeypatch, tmp_path):
         emulator.Module(source=SCALE, name_expressions=NAMES)
 
 
+def copy_machine(folder):
+    """Put the compiled machine into a cache of a test's own: to compile it takes seconds."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    shutil.copy(emulator.Toolchain()._runtime(), folder)
+    return folder
+
+
 @pytest.fixture
 def no_headers(monkeypatch, tmp_path):
     """A machine with g++ and without NVIDIA's headers."""
+    copy_machine(tmp_path)
     monkeypatch.setattr(toolchains, "cuda_headers", lambda: None)
     return emulator.Toolchain(tmp_path)
 
@@ -410,6 +419,7 @@ def test_nothing_is_made_where_no_kernel_could_be_compiled(make, monkeypatch, tm
 
 
 def test_a_library_is_built_once(tmp_path, monkeypatch):
+    copy_machine(tmp_path / "gptmanager" / "emulator")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = 'extern "C" __global__ void f(int* x) { x[0] = 1; }'
     for _ in range(2):
@@ -424,7 +434,7 @@ def test_a_library_is_built_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["so", "machine"])
 def test_a_damaged_library_is_built_anew(tmp_path, caplog, kind):
-    chain = emulator.Toolchain(tmp_path)
+    chain = emulator.Toolchain(copy_machine(tmp_path))
 
     def build():
         return emulator.Module(source=SCALE, name_expressions=NAMES, toolchain=chain)
@@ -442,6 +452,8 @@ def test_a_damaged_library_is_built_anew(tmp_path, caplog, kind):
 
 
 def test_a_kernel_runs_where_the_cache_cannot_be_written_to(monkeypatch, tmp_path, caplog):
+    (tmp_path / f"gptmanager-{os.getuid()}").mkdir(mode=0o700)
+    copy_machine(tmp_path / f"gptmanager-{os.getuid()}" / "emulator")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nope")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -453,6 +465,8 @@ def test_a_kernel_runs_where_the_cache_cannot_be_written_to(monkeypatch, tmp_pat
 
 
 def test_two_threads_build_the_same_at_once(tmp_path):
+    copy_machine(tmp_path)
+
     def build(_):
         chain = emulator.Toolchain(tmp_path)
         module = emulator.Module(source=SCALE, name_expressions=NAMES, toolchain=chain)
