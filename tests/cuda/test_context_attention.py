@@ -26,6 +26,7 @@ def test_prompts_chunks_and_single_tokens(either, dtype):
     check(either, PagedRows(ROWS, 4, 2, 64, 16, dtype))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("rows", [(1, 640), (200, 385), (129, 129), (64, 256), (20, 1000)], ids=str)
 def test_any_number_of_tiles(either, rows, head_dim):
@@ -52,6 +53,7 @@ def test_blocks_of_any_size(either, tokens_per_block):
     check(either, PagedRows([(20, 67), (5, 5)], 4, 2, 64, tokens_per_block))
 
 
+@pytest.mark.every(5)  # coprime to the number of each parameter's values: all of them are run
 @pytest.mark.parametrize("sink", [0, 3, 70])
 @pytest.mark.parametrize("window", [1, 16, 70])
 def test_windows_and_sinks(either, window, sink):
@@ -67,6 +69,7 @@ def test_windows_and_sinks_in_float32(machine, window, sink):
     check(machine, rows, window=window, sink=sink)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("sink", [0, 128, 130])
 @pytest.mark.parametrize(("head_dim", "window"), [(64, 128), (128, 130)])
 def test_windows_and_sinks_of_whole_tiles(either, head_dim, window, sink):
@@ -142,6 +145,7 @@ def test_items_that_do_nothing(either):
     assert torch.equal(out.cpu(), attend(either, rows))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_heads_of_128_on_devices_with_less_shared_memory(machine, dtype, monkeypatch):
     monkeypatch.setattr(machine.launcher, "max_shared_mem", 99 << 10)
@@ -158,6 +162,7 @@ def test_heads_of_128_on_devices_with_less_shared_memory(machine, dtype, monkeyp
     assert [name.endswith("true>") for name, _ in asked] == [True, True, True, False]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
@@ -236,12 +241,14 @@ def test_a_plan_covers_what_each_query_sees(window, group, head_dim):
 SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_8_bit_pages(machine, head_dim, dtype):
     check(machine, PagedRows([(70, 90), (5, 5)], 4, 2, head_dim, 16, dtype, SCALES))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "options",

@@ -98,7 +98,7 @@ banned, bias, watermark = BannedTokens(8), TokenBias(8), Watermark(5)
 
 
 def plain():
-    return [from_tokens(i, prompt(i, 7 + 9 * i), 6, temperature=0.5 * (i % 3)) for i in range(5)]
+    return [from_tokens(i, prompt(i, 7 + 5 * i), 4, temperature=0.5 * (i % 3)) for i in range(5)]
 
 
 def processed():
@@ -106,7 +106,7 @@ def processed():
     own = [forbid, shared, replace, None, shared, banned.bind([3, 10, 17]), watermark.bind()]
     return [
         from_tokens(
-            *(i, prompt(i, 6 + 5 * i), 6),
+            *(i, prompt(i, 6 + 3 * i), 5),
             logits_post_processor=processor,
             temperature=0.7 * (i % 2),
             return_log_probs=i > 3,
@@ -125,7 +125,7 @@ def wanted():
         {"return_generation_logits": True, "logits_post_processor": replace},
         {"return_context_logits": True, "return_generation_logits": True, "temperature": 0.6},
     ]
-    return [from_tokens(i, prompt(i, 5 + 7 * i), 5, **own) for i, own in enumerate(options)]
+    return [from_tokens(i, prompt(i, 5 + 4 * i), 3, **own) for i, own in enumerate(options)]
 
 
 def texts():
@@ -133,13 +133,13 @@ def texts():
     drawn = {"num_return_sequences": 3, "temperature": 0.9}
     penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.2}
     return [
-        from_tokens(1, prompt(1, 9), 7, **drawn),
-        from_tokens(2, prompt(2, 12), 7, **drawn, **penalties, return_log_probs=True),
-        from_tokens(3, prompt(3, 15), 7, beam_width=2, return_log_probs=True),
-        from_tokens(4, prompt(4, 8), 7, temperature=0.8, random_seed=4),
-        from_tokens(5, prompt(5, 20), 6, **drawn, logits_post_processor=Batched()),
-        from_tokens(6, prompt(6, 11), 6, **drawn, return_generation_logits=True),
-        from_tokens(7, prompt(7, 11), 6, beam_width=3, logits_post_processor=Batched()),
+        from_tokens(1, prompt(1, 9), 4, **drawn),
+        from_tokens(2, prompt(2, 12), 5, **drawn, **penalties, return_log_probs=True),
+        from_tokens(3, prompt(3, 15), 4, beam_width=2, return_log_probs=True),
+        from_tokens(4, prompt(4, 8), 5, temperature=0.8, random_seed=4),
+        from_tokens(5, prompt(5, 14), 4, **drawn, logits_post_processor=Batched()),
+        from_tokens(6, prompt(6, 11), 4, **drawn, return_generation_logits=True),
+        from_tokens(7, prompt(7, 11), 4, beam_width=3, logits_post_processor=Batched()),
     ]
 
 
@@ -234,7 +234,7 @@ def test_nothing_waits_for_drafts(device, watched, run_ahead):
             {"temperature": 0.7, "random_seed": 3, "return_generation_logits": True},
             {"no_repeat_ngram_size": 6, "min_length": 5, "end_id": 7},
         ]
-        return [from_tokens(i, text * 3 + text[: 4 + i], 12, **options[i]) for i in range(4)]
+        return [from_tokens(i, text * 2 + text[: 4 + i], 8, **options[i]) for i in range(4)]
 
     lookup = PromptLookup(max_draft_tokens=4)
     check(device, watched, requests, speculative_decoding_config=lookup, run_ahead=run_ahead)
@@ -242,16 +242,16 @@ def test_nothing_waits_for_drafts(device, watched, run_ahead):
 
 def drafted(*options):
     """Requests whose drafts are right for a while, and one that has none and a processor."""
-    found = finals([from_tokens(i, prompt(i, 9), 10) for i in range(len(options))], "cpu")
+    found = finals([from_tokens(i, prompt(i, 9), 8) for i in range(len(options))], "cpu")
     drafts = [final.tensors["output_ids"][0, 0, 9:].tolist() for final in found]
 
     def requests():
         return [
-            from_tokens(i, prompt(i, 9), 10, draft_input_ids=[*drafts[i][1 : 2 + 2 * i], 5], **own)
+            from_tokens(i, prompt(i, 9), 8, draft_input_ids=[*drafts[i][1 : 2 + 2 * i], 5], **own)
             for i, own in enumerate(options)
         ] + [
-            from_tokens(8, prompt(8, 9), 10, logits_post_processor=forbid),
-            from_tokens(9, prompt(9, 9), 10, num_return_sequences=2, temperature=1.0),
+            from_tokens(8, prompt(8, 9), 6, logits_post_processor=forbid),
+            from_tokens(9, prompt(9, 9), 6, num_return_sequences=2, temperature=1.0),
         ]
 
     return requests
