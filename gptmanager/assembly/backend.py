@@ -347,7 +347,7 @@ def _torch_executor(
         *(runner, chooser),
         attention_window=sizes.window,
         fused=options.fused,
-        cuts=options.rank is None,  # ranks must run the same batches, and memory differs
+        splits_batches=options.rank is None,  # ranks must run the same batches, and memory differs
     )
 
 

@@ -31,12 +31,12 @@ from gptmanager.models.model import Model, PlanningModel
 from gptmanager.statistics import Memory
 
 
-class RecordedChooser(Protocol):
+class CapturedChooser(Protocol):
     """The part of `DeviceChooser` that captured steps need."""
 
     def is_plain(self, lines: Array) -> bool: ...
 
-    def choose_recorded(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None: ...
+    def choose_captured(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None: ...
 
 
 class DeviceRunner(Runner):
@@ -65,7 +65,7 @@ class DeviceRunner(Runner):
         adapter_pool: AdapterPool | None = None,
         graph_sizes: Sequence[int] = (),
         has_beams: bool = False,
-        chooser: RecordedChooser | None = None,
+        chooser: CapturedChooser | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> None:
         super().__init__(model, kv_pool, tables, adapter_pool)
@@ -105,7 +105,7 @@ class DeviceRunner(Runner):
                 return self._replay(rows, size)
         return Computed(_for_kernels(self._launch(rows)))
 
-    def bring(self, logits: Tensor) -> Tensor:
+    def to_cpu(self, logits: Tensor) -> Tensor:
         return self._downloads.fetch(logits.float())
 
     def score(self, logits: Tensor, targets: Array, count: int, normalized: bool) -> Scores:
@@ -195,7 +195,7 @@ class DeviceRunner(Runner):
         if self._chooser is not None:
             tokens = self._graph_tokens[: len(logits)]
             inputs = ChoiceInputs(chosen, positions, cells)
-            self._chooser.choose_recorded(tokens, logits, inputs)
+            self._chooser.choose_captured(tokens, logits, inputs)
         return logits
 
     def _fixed_arrays(self, rows: PackedRows, chooses: bool = False) -> tuple[Array, ...]:

@@ -24,7 +24,7 @@ class ForwardThread:
     """
 
     def __init__(self, forward: Forward) -> None:
-        # this thread gets the cores; the loop's thread chooses tokens and needs one only
+        # the forward thread gets all cores: the loop's thread, which calls this, needs only one
         end_threads_of_caller()
         compute_alone()
         self._queue: _Queue = SimpleQueue()

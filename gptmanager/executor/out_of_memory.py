@@ -1,4 +1,4 @@
-"""`Cuts`: runs a batch that does not fit into memory in parts, and fails rows that never fit."""
+"""`BatchSplitter`: runs a batch that exceeds memory in parts, and fails rows that never fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gptmanager.lifecycle.log import logger
 from gptmanager.step import Failure, Schedule
 
 
-class Cuts:
+class BatchSplitter:
     """Splits batches in two, and logs a warning the 1st, 2nd, 4th, 8th ... time.
 
     `vocab_size` and `device` are those of the logits.

@@ -1,14 +1,14 @@
-"""The executor of a rank: every rank runs every schedule, rank 0 chooses the tokens, all get them.
+"""The executor of a rank: every rank runs each schedule, and rank 0 chooses the tokens for all.
 
-Decides when a result travels, and which of its tokens are still wanted. How it travels is a
-`ResultLink`'s affair; what ranks exchange in the middle of a step is the model's.
+Decides when a result is sent, and which of its tokens are still needed. A `ResultLink` sends it.
+The model itself exchanges tensors within a step.
 
-| stages | device | rank 0 chooses | others have the tokens |
+| stages | device | rank 0 chooses | other ranks get the tokens |
 | --- | --- | --- | --- |
-| 1 | CPU | in `sample` | in `sample`, of the message |
-| 1 | any other | in `sample`, enqueued | in `sample` on the device; here in `result` |
-| more | CPU | in `result` | in `result`, of the message |
-| more | any other | in `sample`, enqueued | in `result`, of the message |
+| 1 | CPU | in `sample` | in `sample`, by a message |
+| 1 | other | in `sample`, enqueued | in `sample` on the device; on the CPU in `result` |
+| several | CPU | in `result` | in `result`, by a message |
+| several | other | in `sample`, enqueued | in `result`, by a message |
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from gptmanager.ranks.layout import RankLayout
 from gptmanager.statistics import Memory
 from gptmanager.step import Schedule, StepResult
 
-Share = Callable[[Tensor], None]  # fills a tensor with what it is on part 0 of the stage
+Broadcast = Callable[[Tensor], None]  # overwrites a tensor with its values on part 0 of the stage
 
 
 class ResultLink(Protocol):
-    """From rank 0 to each other rank, in order."""
+    """Sends messages from rank 0 to each other rank, in order."""
 
     def send(self, message: bytes) -> None:
-        """Rank 0. RankError when a rank has failed."""
+        """Rank 0: send a message to all. RankError if a rank has failed."""
 
     def receive(self) -> bytes:
-        """The others. RankError when a rank has failed."""
+        """Other ranks: return the next message. RankError if a rank has failed."""
 
 
 class LaunchedStep(Protocol):
     """A step of an `InnerExecutor`."""
 
     def computed(self) -> StepInFlight:
-        """Wait for the forward where another thread runs it."""
+        """Return the computed step; wait if another thread runs the forward pass."""
 
 
 class InnerExecutor(Protocol):
     """The executor that a rank's executor runs its schedules on.
 
     `settles_in_sample`: tokens are known on the CPU when `sample` returns. `writes_tokens`:
-    `sample` makes them the next inputs of their sequences.
+    `sample` writes them as the next inputs of their sequences.
     """
 
     settles_in_sample: bool
@@ -87,17 +87,17 @@ class InnerExecutor(Protocol):
 
 
 class SharedChoice:
-    """The tokens that part 0 of a stage has chosen, copied to its other parts on their devices.
+    """Copies the tokens that part 0 of a stage chooses to the devices of the other parts.
 
-    The next forward may then be enqueued before the tokens are known on the CPU.
+    The next forward pass can then be enqueued before the tokens are known on the CPU.
     """
 
-    def __init__(self, runner: DeviceRunner, share: Share, num_slots: int) -> None:
-        self._runner, self._share = runner, share
+    def __init__(self, runner: DeviceRunner, broadcast: Broadcast, num_slots: int) -> None:
+        self._runner, self._broadcast = runner, broadcast
         self._has_beams = runner.tables.tokens.shape[0] > num_slots
 
     def exchange(self, step: StepInFlight, *, writes: bool) -> None:
-        """Send the tokens of a step that the next forward may read, or write those received."""
+        """Send the tokens that the next forward pass may read; `writes`: receive and write them."""
         with self._runner.stream, torch.inference_mode():
             cells = self._cells(step)
             if cells is None:
@@ -105,10 +105,10 @@ class SharedChoice:
             token_cells = self._runner.tables.token_cells
             if writes:
                 tokens = torch.empty(len(cells), dtype=torch.int32, device=cells.device)
-                self._share(tokens)
+                self._broadcast(tokens)
                 token_cells.index_copy_(0, cells, tokens)
             else:
-                self._share(token_cells.index_select(0, cells))
+                self._broadcast(token_cells.index_select(0, cells))
 
     def _cells(self, step: StepInFlight) -> Tensor | None:
         rows = step.rows
@@ -121,8 +121,10 @@ class SharedChoice:
 
 @dataclass(slots=True, eq=False)
 class RankStep:
-    """`inner`: the step of the executor that runs it. `num_starts`: by sampling row, how often its
-    slot had been taken. `result`: once it is known here.
+    """A step of a `RankExecutor`. `inner`: the step of the executor that runs it.
+
+    `num_starts`: number of sequences that had started in the slot of each sampling row. `result`:
+    None until it is known on this rank.
     """
 
     schedule: Schedule
@@ -132,10 +134,10 @@ class RankStep:
 
 
 class RankExecutor(ABC):
-    """The part of a rank's executor that is the same on rank 0 and on the others.
+    """The base of the executors of all ranks.
 
-    `share`: the share of a stage that may enqueue its next forward before its tokens are known
-    on the CPU; None if there is no such stage.
+    `shared`: copies tokens between devices, so that the next forward pass can be enqueued before
+    the tokens are known on the CPU; None: tokens are sent by messages only.
     """
 
     def __init__(
@@ -146,7 +148,8 @@ class RankExecutor(ABC):
         self._shared = shared
         self._tables: SequenceTables = executor.runner.tables
         self.on_decision: Callable[[Schedule], None] = lambda schedule: None
-        self._starts = np.zeros(executor.lines.num_slots, dtype=np.int64)  # by slot, ever
+        # number of sequences that have started in each slot
+        self._starts = np.zeros(executor.lines.num_slots, dtype=np.int64)
 
     @property
     def runner(self) -> Runner:
@@ -160,17 +163,18 @@ class RankExecutor(ABC):
         return self._executor.take_gil_wait_us()
 
     def close(self, timeout_s: float) -> bool:
-        """End the work in parallel with the loop; False: it has not ended in time."""
+        """End the threads of the executor. Return False if they have not ended in time."""
         return self._executor.close(timeout_s)
 
     def mark(self) -> threading.Event | None:
-        """Is set when the forwards that were begun have run; None: they have, or a stream orders
-        what touches the same memory.
+        """Return an event that is set when the forward passes that have begun have run.
+
+        None: they have run already, or a stream orders accesses to the same memory.
         """
         return self._executor.mark()
 
     def forward(self, schedule: Schedule) -> RankStep:
-        self.on_decision(schedule)  # before ranks compute different rows together
+        self.on_decision(schedule)  # before ranks with different schedules exchange tensors
         for start in schedule.starts:
             self._starts[start.slot] += 1
         slots = [row.slot for row in schedule.sampling_rows]
@@ -185,34 +189,35 @@ class RankExecutor(ABC):
     def _write(self, step: RankStep, result: StepResult) -> None:
         """Write the tokens of a result as the next inputs of their sequences.
 
-        Leave out a sequence that ended during its step if another one has taken its slot: the slot
-        holds the other's tokens. Tokens of several beams are written with the forks of the next
-        schedule. Tokens after a wrong draft are overwritten before they are read.
+        Skip a sequence that ended during its step if another sequence has started in its slot. The
+        next schedule writes the tokens of several beams with its forks. Tokens after a wrong draft
+        are overwritten before they are read.
         """
         rows = step.inner.computed().rows
-        wanted = step.num_starts == self._starts[rows.slots]
+        is_current = step.num_starts == self._starts[rows.slots]
         if self._tables.tokens.shape[0] > len(self._starts):
-            wanted &= np.array([row.beam_width == 1 for row in rows.rows], dtype=np.bool_)
+            is_current &= np.array([row.beam_width == 1 for row in rows.rows], dtype=np.bool_)
         lines, positions, tokens = _cells(rows, result)
         width = result.tokens.shape[1]
-        fits = wanted.repeat(width) & (positions < self._tables.tokens.shape[1])
+        fits = is_current.repeat(width) & (positions < self._tables.tokens.shape[1])
         written = lines[fits], positions[fits], np.maximum(tokens[fits], 0)
         if self._shared is None:
             self._tables.write_cells(*written)
-        else:  # the device has them
+        else:  # only on the CPU: the device has the tokens already
             SequenceTables.write_cells(self._tables, *written)
 
 
 def _cells(rows: SamplingRows, result: StepResult) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return lines and positions (int64) of all tokens of a result, and the tokens."""
+    """Return the lines and positions (int64) of all tokens of a result, and the tokens."""
     heads, width = rows.firsts[:-1], result.tokens.shape[1]
     positions = (rows.positions[heads][:, None] + np.arange(width)).ravel()
     return rows.lines[heads].repeat(width), positions, result.tokens.ravel()
 
 
 class LeadingExecutor(RankExecutor):
-    """Rank 0's: chooses, and sends what it chose. `sends_extras`: log probabilities and logits,
-    too, for ranks that answer their hosts.
+    """The executor of rank 0: chooses tokens and sends them.
+
+    `sends_extras`: also send log probabilities and logits, for ranks that answer their own hosts.
     """
 
     def __init__(
@@ -246,9 +251,9 @@ class LeadingExecutor(RankExecutor):
 
 
 class FollowingExecutor(RankExecutor):
-    """Every other rank's: runs the same schedules, and receives what was chosen.
+    """The executor of every other rank: runs the same schedules and receives the tokens.
 
-    `chooses`: it also chooses by itself, and its choice must be the same.
+    `chooses`: it also chooses tokens itself, which must equal those of rank 0.
     """
 
     def __init__(
@@ -278,25 +283,25 @@ class FollowingExecutor(RankExecutor):
         own = self._executor.result(step.inner) if self._chooses else None
         result = unpack(self._link.receive(), step.schedule.iteration, num_rows)
         if own is not None:
-            _check_alike(step, own, result)
+            _check_equal(step, own, result)
         self._write(step, result)
         step.result = result
         return result
 
 
-def _check_alike(step: RankStep, own: StepResult, leading: StepResult) -> None:
-    """RankError unless this rank and rank 0 chose the same, in rows that have not ended since."""
+def _check_equal(step: RankStep, own: StepResult, leading: StepResult) -> None:
+    """RankError if this rank and rank 0 chose different tokens for a row with one beam."""
     rows = step.inner.computed().rows.rows
-    for row, here, there in zip(rows, _chosen(own), _chosen(leading), strict=True):
+    for row, here, there in zip(rows, _valid_tokens(own), _valid_tokens(leading), strict=True):
         if here != there and row.beam_width == 1:
             raise RankError(
-                f"request {row.request_id}: this rank's logits post-processor led to the tokens "
-                f"{here}, that of rank 0 to {there}"
+                f"request {row.request_id}: with this rank's logits post-processor the tokens are "
+                f"{here}, with that of rank 0 {there}"
             )
 
 
-def _chosen(result: StepResult) -> list[list[int]]:
-    """The tokens of each row that count."""
+def _valid_tokens(result: StepResult) -> list[list[int]]:
+    """Return the valid tokens of each row."""
     tokens = result.tokens.tolist()
     if result.num_tokens is None:
         return tokens  # type: ignore[no-any-return]
@@ -305,15 +310,15 @@ def _chosen(result: StepResult) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The values that make an executor the executor of a rank.
+    """The place of an executor among the ranks.
 
-    `share`: the share of its stage, if ranks are on devices. `replicates`: each rank that has
-    logits calls its own host's post-processors, and samples.
+    `broadcast`: the broadcast of its stage, if ranks are on devices. `replicates`: each rank that
+    has logits calls the logits post-processors of its own host, and samples.
     """
 
     layout: RankLayout
     link: ResultLink
-    share: Share | None = None
+    broadcast: Broadcast | None = None
     sends_extras: bool = False
     replicates: bool = False
 
@@ -322,12 +327,12 @@ class RankPlace:
         return self.layout.rank == 0 or (self.replicates and self.layout.is_last_stage)
 
     def executor(self, executor: InnerExecutor) -> RankExecutor:
-        """Return the executor of this rank; `executor` chooses tokens if `chooses` is true."""
+        """Return the executor of this rank. `executor` must choose tokens if `chooses` is true."""
         one_stage, runner = self.layout.pipeline_parallel_size == 1, executor.runner
         shared: SharedChoice | None = None
-        if self.share is not None and one_stage and not self.replicates:
+        if self.broadcast is not None and one_stage and not self.replicates:
             if isinstance(runner, DeviceRunner):
-                shared = SharedChoice(runner, self.share, executor.lines.num_slots)
+                shared = SharedChoice(runner, self.broadcast, executor.lines.num_slots)
         if self.layout.rank == 0:
             sends = self.sends_extras
             return LeadingExecutor(executor, self.link, shared=shared, sends_extras=sends)

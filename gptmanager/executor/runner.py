@@ -89,7 +89,7 @@ class Runner:
         """Return the logits of the sampled tokens; torch's out-of-memory errors pass through."""
         return Computed(self._launch(rows).float())
 
-    def bring(self, logits: Tensor) -> Tensor:
+    def to_cpu(self, logits: Tensor) -> Tensor:
         """Copy logits to the CPU, as float32; the copy is complete when the step's result is."""
         return logits
 

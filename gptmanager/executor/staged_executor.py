@@ -1,8 +1,8 @@
-"""`StagedExecutor`: one stage of a pipeline on the CPU. Its forwards run in parallel to the loop.
+"""`StagedExecutor`: a pipeline stage on the CPU. Its forward passes run in parallel with the loop.
 
-The loop launches micro batches while earlier ones are computed. So tokens are chosen, on the loop's
-thread, when forwards of later steps may have run: the inputs of the choice are updated with each
-result, in the order of the steps.
+The loop launches micro batches while earlier ones are computed. When it chooses the tokens of a
+step, forward passes of later steps may have run already. So the choice reads its own tables, which
+are updated with each result, in the order of the steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NoChooser:
         self.gathered = GatheredLogits(lines.num_slots)
 
     def load(self, start: SequenceStart) -> None:
-        """Nothing depends on it."""
+        """Do nothing: this chooser needs no sampling parameters."""
 
     def choose(self, step: StepInFlight) -> PendingTokens:
         raise RuntimeError("this rank receives its tokens")
@@ -39,17 +39,17 @@ class NoChooser:
 
 @dataclass(slots=True, eq=False)
 class StagedStep:
-    """`computed` waits for the forward, and raises what it raised."""
+    """A step of a stage. `computed` waits for its forward pass and returns or raises its result."""
 
     schedule: Schedule
     computed: Callable[[], StepInFlight]
 
 
 class StagedExecutor:
-    """`executor` has a `NoChooser`. `chooser`: uses `histories`, tables that nothing else
-    writes to; None: this rank receives its tokens.
+    """Runs the forward passes of `executor`, which has a `NoChooser`, in a thread.
 
-    Chosen tokens are not written to the tables of `executor`: see `rank_executor`.
+    `chooser` reads and writes `histories`, tables of its own; None: this rank receives its tokens.
+    It does not write the tokens to the tables of `executor`, which the rank's executor does.
     """
 
     settles_in_sample = writes_tokens = False
@@ -66,14 +66,14 @@ class StagedExecutor:
         self._forwards = ForwardThread(executor.forward)
 
     def forward(self, schedule: Schedule) -> StagedStep:
-        """Begin, when what was begun before has run."""
+        """Enqueue a forward pass after those that were submitted before."""
         return StagedStep(schedule, self._forwards.submit(schedule))
 
     def sample(self, step: StagedStep) -> None:
-        """Not before the result: the logits would be waited for."""
+        """Do nothing: `result` chooses the tokens, because this would wait for the logits."""
 
     def result(self, step: StagedStep) -> StepResult:
-        """Wait for the logits and choose."""
+        """Wait for the logits, choose tokens and return the result."""
         computed = step.computed()
         if self._chooser is not None:
             computed.pending = self._choose(computed, self._chooser)

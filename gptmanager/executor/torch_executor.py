@@ -17,7 +17,7 @@ from gptmanager.errors import response_text
 from gptmanager.executor.choice.gathered_logits import ContextPart, split_context, with_context
 from gptmanager.executor.choice.prompt_scores import MOST_LOGITS
 from gptmanager.executor.choice.token_chooser import Chooser
-from gptmanager.executor.out_of_memory import Cuts, failures, joined
+from gptmanager.executor.out_of_memory import BatchSplitter, failures, joined
 from gptmanager.executor.packed_rows import PackedRows, offsets
 from gptmanager.executor.runner import Computed, Runner
 from gptmanager.executor.sequence_tables import SequenceTables
@@ -41,8 +41,9 @@ Rows = tuple[Row, ...]
 class TorchExecutor:
     """Runs schedules on a torch model: `runner` computes, `chooser` chooses, over the same tables.
 
-    `fused`: context and generation rows run in one pass of the model, otherwise in two. `cuts`: a
-    batch that does not fit into memory is split and run in parts, otherwise the error is raised.
+    `fused`: context and generation rows run in one pass of the model, otherwise in two.
+    `splits_batches`: split a batch that does not fit into memory and run it in parts; otherwise the
+    error is raised.
     On the CPU every call has finished when it returns. On a device no call before `result` waits,
     except where the chooser's documentation says so.
     """
@@ -56,7 +57,7 @@ class TorchExecutor:
         *,
         attention_window: AttentionWindow | None = None,
         fused: bool = True,
-        cuts: bool = True,
+        splits_batches: bool = True,
     ) -> None:
         self.runner = runner
         self.fused = fused
@@ -67,9 +68,10 @@ class TorchExecutor:
         self._gathered = chooser.gathered
         self._window = attention_window
         self._most_scored = max(1, MOST_LOGITS // runner.model.spec.vocab_size)  # tokens at once
-        self._cuts: Cuts | None = None
-        if cuts:
-            self._cuts = Cuts(runner.model.spec.vocab_size, runner.kv_pool.keys.device)
+        self._splitter: BatchSplitter | None = None
+        if splits_batches:
+            spec, device = runner.model.spec, runner.kv_pool.keys.device
+            self._splitter = BatchSplitter(spec.vocab_size, device)
         self._stalled_ns = 0
 
     def forward(self, schedule: Schedule) -> StepInFlight:
@@ -103,8 +105,8 @@ class TorchExecutor:
             counts = np.ones(len(rows), dtype=np.int32) if counts is None else counts
             counts[[row.request_id in ids for row in rows]] = 0
         extras = None
-        of_prompts = step.context_logits or step.prompt_log_probs
-        if of_prompts or chosen.generation_logits or chosen.log_probs is not None:
+        prompt_outputs = step.context_logits or step.prompt_log_probs
+        if prompt_outputs or chosen.generation_logits or chosen.log_probs is not None:
             extras = Extras(
                 *(chosen.log_probs, chosen.generation_logits, step.context_logits),
                 *(chosen.top_log_probs, step.prompt_log_probs),
@@ -166,7 +168,7 @@ class TorchExecutor:
         """Compute the logits to sample from, and the outputs of prompts that requests ask for."""
         results: list[Computed] = []
         sampled: list[tuple[np.ndarray, np.ndarray]] = []
-        of_prompts: list[ContextLogits | PromptLogProbs] = []
+        prompt_outputs: list[ContextLogits | PromptLogProbs] = []
         for context, generation in self._batches(schedule):
             rows = self._pack(context, generation)
             index = rows.sample_index
@@ -179,15 +181,15 @@ class TorchExecutor:
             logits, pieces = split_context(computed.logits, parts)
             results.append(computed._replace(logits=logits))
             for part, piece in zip(parts, pieces, strict=True):
-                of_prompts += self._prompt_outputs(part, piece)
+                prompt_outputs += self._prompt_outputs(part, piece)
         whole, (lines, positions) = results[0], sampled[0]
         if len(results) > 1:
             whole = joined(results)
             lines, positions = map(np.concatenate, zip(*sampled, strict=True))
         choices = _sampling_rows(schedule, lines, positions)
         lost = failures(self.lines, schedule, whole) if whole.lost else ()
-        context_logits = tuple(p for p in of_prompts if isinstance(p, ContextLogits))
-        prompt_log_probs = tuple(p for p in of_prompts if isinstance(p, PromptLogProbs))
+        context_logits = tuple(it for it in prompt_outputs if isinstance(it, ContextLogits))
+        prompt_log_probs = tuple(it for it in prompt_outputs if isinstance(it, PromptLogProbs))
         return StepInFlight(
             *(schedule, choices, whole.logits, context_logits, whole.inputs, lost),
             prompt_log_probs=prompt_log_probs,
@@ -200,11 +202,11 @@ class TorchExecutor:
         row = part.row
         name = row.request_id, row.epoch, row.position
         if part.num_logits:
-            yield ContextLogits(*name, self.runner.bring(logits[: part.num_logits]))
-        if part.num_scored and logits.shape[1]:  # else this rank has none
+            yield ContextLogits(*name, self.runner.to_cpu(logits[: part.num_logits]))
+        if part.num_scored and logits.shape[1]:  # some ranks have no logits
             config, line = self._gathered.config(row.slot), self.lines.of(row.slot)
-            behind = slice(row.position + 1, row.position + 1 + part.num_scored)
-            targets = self._tables.tokens[line, behind].astype(np.int64)
+            scored = slice(row.position + 1, row.position + 1 + part.num_scored)
+            targets = self._tables.tokens[line, scored].astype(np.int64)
             count = config.num_prompt_log_probs
             scores = self.runner.score(logits[: part.num_scored], targets, count, config.normalized)
             yield PromptLogProbs(*name, *scores)
@@ -232,12 +234,12 @@ class TorchExecutor:
         try:
             return self.runner.run(rows)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            if self._cuts is None:
+            if self._splitter is None:
                 raise
             reason = response_text(error)
         # after the except clause the error no longer keeps its frames' tensors alive
         self.runner.relieve()
-        return self._cuts.run(rows, reason, self._run)
+        return self._splitter.run(rows, reason, self._run)
 
     def _pack(self, context: Rows, generation: Rows) -> PackedRows:
         """Pack the rows. A context is one sequence for all its beams, then each beam is one."""

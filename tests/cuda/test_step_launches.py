@@ -120,7 +120,7 @@ def launched_choice(**params):
         inputs = ChoiceInputs(*given)
         if chooser.is_plain(line):
             tokens = torch.zeros(1, dtype=torch.int32)
-            chooser.choose_recorded(tokens, logits, inputs)
+            chooser.choose_captured(tokens, logits, inputs)
             assert tables.token_cells[1] == tokens[0] == logits.argmax()
             inputs = inputs._replace(tokens=tokens)
         else:

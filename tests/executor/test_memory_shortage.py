@@ -20,7 +20,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.executor.out_of_memory import Cuts
+from gptmanager.executor.out_of_memory import BatchSplitter
 from gptmanager.executor.packed_rows import PackedRows, halves
 from gptmanager.executor.runner import Computed
 from gptmanager.kernels import CpuKernels
@@ -125,7 +125,7 @@ def test_parts_that_write_their_logits_to_the_same_memory():
     every = np.arange(4)
     starts = np.arange(5, dtype=np.int32)
     rows = PackedRows(every, starts, starts[1:], every, every, every, every, 0)
-    computed = Cuts(3, torch.device("cpu")).run(rows, "no memory", replay)
+    computed = BatchSplitter(3, torch.device("cpu")).run(rows, "no memory", replay)
     assert computed.logits[:, 0].tolist() == [0, 1, 2, 3]
 
 

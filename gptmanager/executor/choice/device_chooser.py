@@ -58,7 +58,7 @@ class DeviceChooser(TokenChooser):
         self._num_starts[self.lines.of(start.slot)] += 1
 
     def is_plain(self, lines: np.ndarray) -> bool:
-        """Return whether `choose_recorded` is sufficient for a step of these lines, none of which
+        """Return whether `choose_captured` is sufficient for a step of these lines, none of which
         is one of several beams. Uploads the sampling parameters that the captured step reads.
         """
         slots = lines
@@ -67,14 +67,14 @@ class DeviceChooser(TokenChooser):
         self._sampler.flush(self._uploads.upload)
         return self._sampler.is_plain(lines)
 
-    def choose_recorded(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None:
+    def choose_captured(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None:
         """Choose the next tokens of lines without beams; lines of -1 are skipped."""
         places = inputs.lines, inputs.positions, inputs.cells
         self._sampler.sample_there(tokens, self._tables.token_cells, logits, *places)
 
     def choose(self, step: StepInFlight) -> PendingTokens:
         if step.inputs is not None and step.inputs.tokens is not None:
-            return self._bring(step.rows, step.inputs.tokens)
+            return self._download(step.rows, step.inputs.tokens)
         rows = step.rows
         counts = self._num_candidates[rows.slots]
         depends_on_order = bool(rows.drafts) and self._depends_on_order(rows)
@@ -120,8 +120,8 @@ class DeviceChooser(TokenChooser):
 
         return receive
 
-    def _bring(self, rows: SamplingRows, chosen: Tensor) -> PendingTokens:
-        """Download the tokens that `choose_recorded` has chosen."""
+    def _download(self, rows: SamplingRows, chosen: Tensor) -> PendingTokens:
+        """Download the tokens that `choose_captured` has chosen."""
         with torch.inference_mode():
             download = self._downloads.send((chosen,))
         if self._drawn.by_slot:

@@ -17,7 +17,7 @@ from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.request.output_options import NO_EXTRAS, OutputConfig
 from gptmanager.step import Row, SequenceStart
 
-Bring = Callable[[Tensor], Tensor]  # copies logits to the CPU, immediately or asynchronously
+CopyToCpu = Callable[[Tensor], Tensor]  # returns a copy, which may be complete only later
 
 
 class ContextPart(NamedTuple):
@@ -99,7 +99,7 @@ class GatheredLogits:
         yield tuple(batch)
 
     def generation_logits(
-        self, slots: np.ndarray, firsts: np.ndarray, logits: Tensor, bring: Bring
+        self, slots: np.ndarray, firsts: np.ndarray, logits: Tensor, to_cpu: CopyToCpu
     ) -> tuple[tuple[int, Tensor], ...]:
         """Return (row, its logits `[n, vocab]` on the CPU) for each row that asks for them.
 
@@ -110,7 +110,7 @@ class GatheredLogits:
         found: list[tuple[int, Tensor]] = []
         for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if rows.size else ():
             bounds = firsts[run[0] : run[-1] + 2].tolist()
-            pieces = torch.split(bring(logits[bounds[0] : bounds[-1]]), np.diff(bounds).tolist())
+            pieces = torch.split(to_cpu(logits[bounds[0] : bounds[-1]]), np.diff(bounds).tolist())
             found += zip(run.tolist(), pieces, strict=True)
         return tuple(found)
 
