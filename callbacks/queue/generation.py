@@ -12,7 +12,6 @@ import concurrent.futures
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -163,12 +162,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     def __enter__(self) -> Generation:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.done():
             self.cancel()
 

@@ -12,7 +12,6 @@ import os
 import queue
 import threading
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any, cast
 
 from gptmanager import GptManager, InferenceRequest, NamedTensor
@@ -205,12 +204,7 @@ class RequestQueue:
     def __enter__(self) -> RequestQueue:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # For the manager, on its own thread -----------------------------------------------------

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 
 _logger = logging.getLogger(__name__)
 
@@ -69,12 +68,7 @@ class JsonLinesSink:
     def __enter__(self) -> JsonLinesSink:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self) -> io.FileIO:
