@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.executor.packed_rows import offsets
 from gptmanager.step import (
     NOT_FINITE,
     BeamCandidates,
@@ -101,29 +102,34 @@ class StepInFlight:
         return self
 
 
+def num_right_drafts(rows: SamplingRows, tokens: np.ndarray) -> np.ndarray:
+    """Return how many first drafts of each row equal the tokens `[S]` chosen there, `[rows]`."""
+    drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
+    counts = np.zeros(len(rows.rows), dtype=np.int32)
+    for index, row in enumerate(rows.rows):
+        if row.num_drafts:
+            own = slice(rows.firsts[index], rows.firsts[index] + row.num_drafts)
+            counts[index] = (tokens[own] == drafts[row.slot][: row.num_drafts]).cumprod().sum()
+    return counts
+
+
 def accepted(
     rows: SamplingRows, tokens: np.ndarray, log_probs: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return tokens, counts and log probabilities, as in `ChosenTokens`, of choices `[S]`.
 
-    A row with drafts keeps the drafts that equal the choices, and the choice after them.
+    A row with drafts keeps its right drafts, and the choice after them.
     """
-    drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
+    counts = 1 + num_right_drafts(rows, tokens)
+    choices = rows.firsts[:-1].repeat(counts) + offsets(counts)
     shape = len(rows.rows), 1 + max((row.num_drafts for row in rows.rows), default=0)
+    is_used = np.arange(shape[1]) < counts[:, None]
     found = np.zeros(shape, dtype=np.int32)
-    counts = np.ones(len(rows.rows), dtype=np.int32)
-    values = None if log_probs is None else np.zeros(shape, dtype=np.float32)
-    firsts = rows.firsts[:-1].tolist()
-    for index, (row, first) in enumerate(zip(rows.rows, firsts, strict=True)):
-        count = 1
-        for draft in drafts[row.slot][: row.num_drafts] if row.num_drafts else ():
-            if draft != tokens[first + count - 1]:
-                break
-            count += 1
-        found[index, :count] = tokens[first : first + count]
-        counts[index] = count
-        if values is not None and log_probs is not None:
-            values[index, :count] = log_probs[first : first + count]
+    found[is_used] = tokens[choices]
+    if log_probs is None:
+        return found, counts, None
+    values = np.zeros(shape, dtype=np.float32)
+    values[is_used] = log_probs[choices]
     return found, counts, values
 
 

@@ -10,15 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gptmanager
 from gptmanager.assembly.backend import CpuBackend, StepOptions
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.decoding.lines import Lines
 from gptmanager.executor.packed_rows import offsets
+from gptmanager.executor.step_in_flight import SamplingRows, accepted
 from gptmanager.request.output_options import OutputConfig
 from gptmanager.request.sampling_params import SamplingParams
-from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
+from gptmanager.step import BlockAppend, Drafts, Row, Schedule, SequenceStart
 
 PACKAGE = Path(gptmanager.__file__).parent
 
@@ -130,3 +133,25 @@ def test_a_step_has_no_result_before_it_is_sampled():
     step = own.forward(context(start(0, 3, 4)))
     with pytest.raises(RuntimeError, match="not sampled"):
         own.result(step)
+
+
+# Drafts ------------------------------------------------------------------------------------------
+
+WORDS = st.integers(0, 1)  # few, so that drafts are often right
+
+
+@given(drafts=st.lists(st.lists(WORDS, max_size=4), min_size=1, max_size=4), data=st.data())
+def test_a_row_keeps_its_right_drafts_and_the_choice_after_them(drafts, data):
+    rows = tuple(Row(n, 0, n, 8, 1 + len(it), True, 1, len(it)) for n, it in enumerate(drafts))
+    firsts = np.cumsum([0, *(1 + len(it) for it in drafts)])
+    tokens = np.array([data.draw(WORDS) for _ in range(firsts[-1])], dtype=np.int32)
+    given = tuple(Drafts(n, 9, tuple(it)) for n, it in enumerate(drafts) if it)
+    sampled = SamplingRows(rows, np.arange(len(rows)), firsts, tokens, tokens, given)
+    found, counts, values = accepted(sampled, tokens, tokens + 0.5)
+    for n, draft in enumerate(drafts):
+        own, right = tokens[firsts[n] : firsts[n + 1]].tolist(), 0
+        while right < len(draft) and draft[right] == own[right]:
+            right += 1
+        assert counts[n] == right + 1 and found[n, : right + 1].tolist() == own[: right + 1]
+        assert values[n, : right + 1].tolist() == [token + 0.5 for token in own[: right + 1]]
+        assert not found[n, right + 1 :].any() and not values[n, right + 1 :].any()

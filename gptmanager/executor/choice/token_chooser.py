@@ -30,6 +30,7 @@ from gptmanager.executor.step_in_flight import (
     StepInFlight,
     accepted,
     candidates,
+    num_right_drafts,
     part_of,
 )
 from gptmanager.step import NOT_FINITE, BeamCandidates, SequenceStart, TopLogProbs
@@ -284,7 +285,6 @@ class TokenChooser:
 
         Each token is then chosen once, with the same history as without drafts.
         """
-        drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
         tokens, log_probs = np.zeros(len(rows.lines), dtype=np.int32), None
         beams: _Beams = ()
         top: dict[int, list[TopLogProbs]] = {}
@@ -309,13 +309,8 @@ class TokenChooser:
             failed |= {int(left[index]): error for index, error in errors.items()}
             if not offset:
                 beams = picked.beams
-            agree = [
-                row.num_drafts > offset
-                and drafts[row.slot][offset] == tokens[number]
-                and index not in failed
-                for index, number, row in zip(left.tolist(), numbers, part.rows, strict=True)
-            ]
-            left = left[agree]
+            right = num_right_drafts(rows, tokens)
+            left = np.array([index for index in left[right[left] > offset] if index not in failed])
             if not left.size:
                 break
         ranked = tuple(joined(row, parts) for row, parts in top.items())
