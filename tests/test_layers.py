@@ -177,6 +177,7 @@ memory/                       tensors that outlive a step, and the checkpoint fi
     device_kv_pool            tensors of the KV cache on a device
     adapter_pool              tensors of the LoRA cache
     tensor_sources            reads tensors from safetensors files or a state dict
+    safetensors_writer        writes a safetensors file tensor by tensor
     weights                   parameters of a model, loaded by name
 models/                       decoder networks, and the table of families
     batch                     a schedule as packed tensors
@@ -191,6 +192,7 @@ models/                       decoder networks, and the table of families
         pre_tokenizers        the table of pre-tokenizers of byte-level BPE
         tokenizer             makes a tokenizer from a file's metadata
         checkpoint            GgufCheckpoint: a file as the parts of a checkpoint
+    int8_tensors              tensors of a checkpoint with int8 matrices
     checkpoint_parts          reads a checkpoint from a folder or a GGUF file
     fields                    checked reading of a checkpoint's config
     rope                      rotary embeddings and their scaling
@@ -199,6 +201,7 @@ models/                       decoder networks, and the table of families
     lora_modules              the modules of a layer that LoRA adapters may change
     families                  the table of model families
     read_spec                 makes a ModelSpec from a config.json
+    conversion                writes a checkpoint as a folder of safetensors
     checkpoint_model          CheckpointModel: the forward pass of a decoder
     model                     the Model protocol, and load_model
 decoding/                     from logits to tokens, and the end of an output
@@ -415,6 +418,8 @@ run/                          `gptmanager run`: a file of requests
     watch                     watches a run from the terminal's thread
     main                      runs `gptmanager run`
     command                   arguments of `gptmanager run` (no torch)
+    convert_main              runs `gptmanager convert`
+    convert_command           arguments of `gptmanager convert` (no torch)
 server/                       a manager behind HTTP and gRPC
     extras                    imports of optional dependencies (no torch)
     errors                    errors as clients get them

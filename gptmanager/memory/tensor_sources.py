@@ -19,6 +19,7 @@ from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
 from gptmanager.memory.checkpoint_files import check_file, read_object
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES = {**FLOATS, "I8": "int8"}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_TENSORS = 200_000  # of 10,000 layers
@@ -164,7 +165,7 @@ class SafetensorsFolder:
             header = handle.get_slice(name)
             dtype = header.get_dtype()
             self._files[name] = file
-            self._tensors[name] = TensorInfo(tuple(header.get_shape()), FLOATS.get(dtype, dtype))
+            self._tensors[name] = TensorInfo(tuple(header.get_shape()), _DTYPES.get(dtype, dtype))
 
 
 def _slice(indices: range) -> slice:

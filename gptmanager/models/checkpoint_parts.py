@@ -14,6 +14,7 @@ from gptmanager.errors import ConfigError, quoted, quoted_path
 from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.memory.tensor_sources import SafetensorsFolder, TensorSource
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
+from gptmanager.models.int8_tensors import Int8Tensors, without_quantization
 
 _MAGIC = b"GGUF"
 
@@ -41,10 +42,10 @@ def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a checkpoint's config. ConfigError where there is none."""
+    """Return a checkpoint's config, of floats. ConfigError where there is none."""
     config = read_part(path, "config.json")
     if config is not None:
-        return config
+        return without_quantization(config)
     why = "there is no config.json in it" if os.path.isdir(path) else "it does not exist"
     if os.path.lexists(path) and not os.path.isdir(path):
         why = "it is not a folder"
@@ -56,14 +57,22 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorSource:
     """Open the tensors of a checkpoint. ConfigError for files that cannot be read."""
-    gguf = gguf_checkpoint(path)
-    return SafetensorsFolder(Path(path)) if gguf is None else gguf.tensors()
+    if (gguf := gguf_checkpoint(path)) is not None:
+        return gguf.tensors()
+    folder = SafetensorsFolder(Path(path))
+    return Int8Tensors(folder) if _is_int8(path) else folder
 
 
 def is_quantized(path: str | os.PathLike[str]) -> bool:
-    """Return whether the checkpoint's weights are in blocks of a few bits."""
+    """Return whether the checkpoint's weights have 8 bits or fewer."""
     gguf = gguf_checkpoint(path)
-    return gguf is not None and gguf.is_quantized
+    return _is_int8(path) if gguf is None else gguf.is_quantized
+
+
+def _is_int8(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder has matrices of int8."""
+    config = read_part(path, "config.json")
+    return config is not None and without_quantization(config) is not config
 
 
 def _gguf_file(path: Path) -> Path | None:

@@ -84,22 +84,22 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q4_k(blocks: Tensor) -> Tensor:
     scales, minima = _scales_and_minima(blocks)
-    values = _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).reshape(-1, 8, 32)
+    values = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     return (scales * values.float() - minima).flatten(1)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
     scales, minima = _scales_and_minima(blocks)
-    values = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).reshape(-1, 8, 32)
+    values = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
     values |= ((blocks[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4
     return (scales * values.float() - minima).flatten(1)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low = _nibbles(blocks[:, :128].unflatten(1, (2, 64))).reshape(-1, 2, 4, 32)
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
-    high = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts) & 3
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
     values = (low | (high << 4)).reshape(-1, 16, 16).float() - 32
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _halves(blocks, 208)
     return (scales.unsqueeze(-1) * values).flatten(1)

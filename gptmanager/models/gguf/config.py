@@ -39,7 +39,7 @@ _MAX_FACTORS = 1 << 16  # of a rotation: half the size of a head
 def architecture_of(header: Header) -> Architecture:
     """Return the row of the table that describes a file. ConfigError if there is none."""
     name = Metadata(header.path, header.metadata).text("general.architecture")
-    if name not in ARCHITECTURES:
+    if name is None or name not in ARCHITECTURES:
         raise ConfigError(
             f"{quoted_path(header.path)}: general.architecture = {quoted(name)} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
@@ -97,11 +97,9 @@ def _dtype(header: Header) -> str:
 
 
 def _score_scalar(config: Mapping[str, Any], num_layers: int) -> Any:
-    sizes = config.get("hidden_size"), config.get("num_attention_heads")
-    if config.get("num_hidden_layers") == num_layers and all(
-        isinstance(size, int) and size > 0 for size in sizes
-    ):
-        return sizes[0] // sizes[1]
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if config.get("num_hidden_layers") == num_layers and isinstance(hidden, int) and heads:
+        return hidden // int(heads)
     return config.get("head_dim", 256)
 
 
@@ -110,7 +108,10 @@ def _rope(
 ) -> dict[str, Any]:
     """The fields of rotation: `rope_scaling` if frequencies are changed, and the rotated part."""
     found = _partial(metadata, prefix, config)
-    get = lambda key: metadata.get(f"{prefix}rope.scaling.{key}")  # noqa: E731
+
+    def get(key: str) -> Any:
+        return metadata.get(f"{prefix}rope.scaling.{key}")
+
     kind, scale = get("type"), metadata.get(f"{prefix}rope.scale_linear")
     factor = get("factor") if scale is None else scale
     original = get("original_context_length")

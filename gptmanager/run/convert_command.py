@@ -1,0 +1,41 @@
+"""The arguments of `gptmanager convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gptmanager.terminal.arguments import checkpoint
+from gptmanager.terminal.options import add_dtype, add_parser
+
+_HELP = """\
+Write a checkpoint as a folder that loads fast.
+
+SRC is a checkpoint folder or a GGUF file. DST is a new folder with config.json, safetensors, the
+tokenizer and its chat template: any program that reads Hugging Face folders reads it, unless the
+matrices are int8.
+"""
+_EXAMPLES = """\
+examples:
+  gptmanager convert SmolLM2-135M-Instruct.Q4_1.gguf smollm2 --dtype bfloat16
+  gptmanager convert examples/tiny_llama tiny --weights-dtype int8
+
+exit status: 0 converted, 2 the call was wrong or a file cannot be read or written, 130 interrupted
+"""
+
+
+def add_command(commands: Any) -> None:
+    parser = add_parser(
+        commands,
+        "convert",
+        "gptmanager.run.convert_main:main",
+        help="write a checkpoint as a folder that loads fast",
+        usage="gptmanager convert SRC DST [options]",
+        description=_HELP,
+        epilog=_EXAMPLES,
+    )
+    add = parser.add_argument
+    add("source", type=checkpoint, metavar="SRC", help="a checkpoint folder, or a GGUF file")
+    add("target", type=Path, metavar="DST", help="a folder that does not exist")
+    add_dtype(parser, "the checkpoint's, float32 for a quantized GGUF file")
+    add("--weights-dtype", choices=("int8",), help="matrices as int8, one scale per row")

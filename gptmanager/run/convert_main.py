@@ -1,0 +1,26 @@
+"""`gptmanager convert` once its arguments are read."""
+
+from __future__ import annotations
+
+import argparse
+
+from gptmanager.models.conversion import convert_checkpoint
+from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.streams import tell
+
+
+def main(options: argparse.Namespace) -> int:
+    """Return the exit status."""
+    bars = ProgressBars(options.region)
+    try:
+        convert_checkpoint(
+            options.source,
+            options.target,
+            dtype=options.dtype,
+            weights_dtype=options.weights_dtype,
+            on_progress=bars.tell,
+        )
+    finally:
+        bars.close()
+    tell(f"{options.target} is complete")
+    return 0

@@ -1,0 +1,150 @@
+"""Converted checkpoints: the same numbers, tokens and texts, in a folder that loads as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import CONFIGS, PagedDriver, random_model
+from gguf_files import save_gguf
+from gguf_tokenizers import metadata_of
+from packed_logits import random_tokens
+from safetensors.torch import load_file, save_file
+from text_checkpoint import save_text_checkpoint
+
+from gptmanager import cli
+from gptmanager.callbacks import TokenDefaults, load_tokenizer
+from gptmanager.errors import ConfigError
+from gptmanager.models import load_model
+from gptmanager.models.checkpoint_parts import is_quantized, open_tensors
+from gptmanager.models.conversion import convert_checkpoint
+from gptmanager.models.int8_tensors import FIELD
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_text_checkpoint(tmp_path_factory.mktemp("source") / "text")
+
+
+def logits(path: Path, **options: Any) -> torch.Tensor:
+    model = load_model(path, **options)
+    tokens = random_tokens(20)[0]
+    pages = torch.float32 if model.spec.dtype is torch.float32 else torch.bfloat16
+    return PagedDriver(model, 1, dtype=pages).forward([(0, tokens)])
+
+
+def test_a_folder_keeps_its_numbers_and_texts(folder: Path, tmp_path: Path) -> None:
+    target = convert_checkpoint(folder, tmp_path / "new" / "copy")
+
+    assert torch.equal(logits(target), logits(folder))
+    before, after = (load_file(path / "model.safetensors") for path in (folder, target))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert TokenDefaults.of_folder(target) == TokenDefaults.of_folder(folder)
+    assert load_tokenizer(target).encode("Hi!").ids == load_tokenizer(folder).encode("Hi!").ids
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["copy"]
+
+
+def test_a_dtype_is_that_of_the_new_folder(folder: Path, tmp_path: Path) -> None:
+    target = convert_checkpoint(folder, tmp_path / "copy", dtype="bfloat16")
+
+    assert load_model(target).spec.dtype is torch.bfloat16
+    assert torch.equal(logits(target), logits(folder, dtype="bfloat16"))
+
+
+def test_int8_is_what_int8_of_the_source_is(folder: Path, tmp_path: Path) -> None:
+    target = convert_checkpoint(folder, tmp_path / "copy", weights_dtype="int8")
+
+    assert is_quantized(target) and not is_quantized(folder)
+    ours = load_model(target, weights_dtype="int8").weights
+    expected = load_model(folder, weights_dtype="int8").weights
+    for name in expected:
+        if isinstance(expected[name], torch.Tensor):
+            assert torch.equal(ours[name], expected[name])
+        else:
+            assert torch.equal(ours[name].values, expected[name].values)
+            assert torch.allclose(ours[name].scales, expected[name].scales, rtol=1e-6)
+    sizes = [(path / "model.safetensors").stat().st_size for path in (folder, target)]
+    assert sizes[1] < 0.5 * sizes[0]
+
+
+def test_int8_rows_are_read_in_any_slices(folder: Path, tmp_path: Path) -> None:
+    target = convert_checkpoint(folder, tmp_path / "copy", weights_dtype="int8")
+    name = "model.layers.0.mlp.down_proj.weight"
+    (_, whole), *rest = open_tensors(target).pieces(name, 1 << 40)
+    pieces = list(open_tensors(target).pieces(name, 1000, [range(3, 30), range(5, 50)]))
+
+    assert not rest and len(pieces) > 3
+    assert torch.equal(torch.cat([piece for _, piece in pieces]), whole[3:30, 5:50])
+    exact = load_file(folder / "model.safetensors")[name]
+    assert (whole - exact).abs().max() < exact.abs().max() / 127
+
+
+def test_a_gguf_file_becomes_a_folder_of_hugging_face(tmp_path: Path) -> None:
+    metadata = metadata_of("llama-bpe")
+    config = {**CONFIGS["llama"], "vocab_size": len(metadata["tokenizer.ggml.tokens"])}
+    model = random_model(config)
+    source = save_gguf(tmp_path / "a.gguf", "llama", model, **metadata)
+
+    target = convert_checkpoint(source, tmp_path / "copy")
+
+    transformers = pytest.importorskip("transformers")
+    own = transformers.AutoModelForCausalLM.from_pretrained(target)
+    tokens = torch.tensor(random_tokens(20))
+    assert torch.allclose(own(tokens).logits, model(tokens).logits, atol=1e-4)
+    assert TokenDefaults.of_folder(target) == TokenDefaults.of_folder(source)
+    text = "Hi <|im_start|>"
+    assert load_tokenizer(target).encode(text).ids == load_tokenizer(source).encode(text).ids
+
+
+def test_what_cannot_be_converted_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exists already: pass the path of a new folder"):
+        convert_checkpoint(folder, tmp_path)
+    gpt2 = save_gguf(tmp_path / "a.gguf", "gpt2", random_model(CONFIGS["gpt2"]))
+    with pytest.raises(ConfigError, match=r"is \[in, out\], and a scale belongs to each output"):
+        convert_checkpoint(gpt2, tmp_path / "copy", weights_dtype="int8")
+    with pytest.raises(ConfigError, match="file/copy cannot be written: (File exists|Not a)"):
+        (tmp_path / "file").touch()
+        convert_checkpoint(folder, tmp_path / "file" / "copy")
+
+
+def test_an_interrupt_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(folder, tmp_path / "copy", on_progress=interrupt)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_broken_int8_folders_are_refused(folder: Path, tmp_path: Path) -> None:
+    target = convert_checkpoint(folder, tmp_path / "copy", weights_dtype="int8")
+    file, name = target / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
+    tensors = load_file(file)
+    config = json.loads((target / "config.json").read_text())
+
+    save_file({k: v for k, v in tensors.items() if k != f"{name}_scale"}, file)
+    with pytest.raises(ConfigError, match=f"{name} is int8 .*: a matrix with the scales"):
+        load_model(target)
+    save_file({**tensors, f"{name}_scale": torch.ones(3, 1)}, file)
+    with pytest.raises(ConfigError, match="one for each row, is needed"):
+        load_model(target)
+    config[FIELD]["gptmanager_layout"] = 2
+    (target / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="not version 1 of the int8 layout"):
+        load_model(target)
+
+
+def test_the_command_writes_the_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "copy"
+    arguments = ["convert", str(folder), str(target), "--weights-dtype", "int8"]
+
+    assert cli.main(arguments) == 0
+    assert is_quantized(target) and capsys.readouterr().err.endswith("copy is complete\n")
+    assert cli.main(arguments) == 2
+    assert "exists already" in capsys.readouterr().err
