@@ -136,7 +136,7 @@ def _run(
     """Generate for all prompts; return for each prompt the token ids of its completions."""
     params = optional_params or OptionalParams()
     if params.on_progress is None:
-        params = replace(params, on_progress=bars.tell)
+        params = replace(params, on_progress=bars.update)
     defaults = _token_defaults(model)
     # leaving on an exception, an interrupt included, aborts the manager
     with (
@@ -179,7 +179,7 @@ def _wait_for_all(generations: Sequence[Generation], bars: ProgressBars) -> None
     start = time.monotonic()
     while True:
         rate = num_tokens / max(time.monotonic() - start, 1e-9)
-        bars.tell("prompts", num_done, len(generations), f"{rate:.0f} tokens/s")
+        bars.update("prompts", num_done, len(generations), f"{rate:.0f} tokens/s")
         if num_done == len(generations):
             return
         try:

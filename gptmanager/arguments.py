@@ -1,6 +1,6 @@
-"""Arguments of constructors, checked by name: numbers, flags, and objects that must do something.
+"""Checks of constructor arguments: numbers, flags, and objects that need a certain method.
 
-Knows no class: each constructor decides which of its arguments to check against what.
+Errors name the argument, its value and what is allowed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 def at_least(low: int, name: str, value: Any, high: int | None = None) -> int:
-    """`value` as an int, within `low..high`, or a ConfigError that names it and the limit."""
+    """Return `value` as an int; ConfigError unless it is an integer in `low..high`."""
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
@@ -24,7 +24,7 @@ def at_least(low: int, name: str, value: Any, high: int | None = None) -> int:
 
 
 def as_integer(value: Any) -> int:
-    """`value` as an int if it is an integer and no bool, of whatever type; else TypeError."""
+    """Return an integer of any type as an int; TypeError for other values, and for a bool."""
     if type(value) is int:
         return value
     dtype = str(getattr(value, "dtype", ""))
@@ -34,7 +34,7 @@ def as_integer(value: Any) -> int:
 
 
 def as_token(value: Any) -> int:
-    """A token id; TypeError unless it is an integer, ValueError outside 0..2**31-1."""
+    """Return a token id as an int; TypeError for non-integers, ValueError outside 0..2**31-1."""
     token = as_integer(value)
     if not 0 <= token < 2**31:
         limit = "is negative" if token < 0 else f"exceeds {2**31 - 1}"
@@ -43,14 +43,14 @@ def as_token(value: Any) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value`, or a ConfigError that names it."""
+    """Return `value`; ConfigError unless it is a bool."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} = {value!r} is neither True nor False")
+        raise ConfigError(f"{name} = {value!r} must be True or False")
     return value
 
 
 def able(name: str, value: _T, method: str, expected: str) -> _T:
-    """`value` if it has such a method, or a ConfigError that names it and what was `expected`."""
+    """Return `value`; ConfigError unless it has the method that an `expected` object has."""
     if not callable(getattr(value, method, None)):
-        raise ConfigError(f"{name} = {value!r} is no {expected}: it has no {method}()")
+        raise ConfigError(f"{name} = {value!r} must be a {expected}: it has no method {method}()")
     return value

@@ -1,7 +1,7 @@
 """The command line: `gptmanager COMMAND`, also as `python -m gptmanager`.
 
-Lists the commands, and decides how each of them may end. What a command runs is loaded when its
-arguments are read: neither `--help` nor `--version` needs torch.
+Lists the commands, and maps errors and signals to exit statuses. A command's code is imported after
+its arguments are parsed, so `--help` and `--version` do not load torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gptmanager.simulator.command import add_command as add_simulate
 from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
 from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.printable import printable_lines
-from gptmanager.terminal.streams import flushed, open_closed_streams, tell
+from gptmanager.terminal.streams import flush_streams, open_closed_streams, print_message
 
 _HELP = """\
 Run GPT-style models behind four callbacks: in-flight batching over a paged KV cache.
@@ -39,32 +39,33 @@ examples:
   gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl
   gptmanager bench --num-requests 16 --peer transformers
 
-`gptmanager COMMAND --help` tells what a command takes.
+`gptmanager COMMAND --help` lists the options of a command.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted, 143
-    terminated.
+    """Run a command and return its exit status.
+
+    0: success, 1: something failed, 2: the call was wrong, 130: interrupted, 143: terminated.
     """
     open_closed_streams()
     is_server = (sys.argv[1:] if arguments is None else arguments)[:1] == ["serve"]
     try:
-        with _leaving() if is_server else _terminable():
+        with _exit_at_once() if is_server else _terminable():
             code = _call(arguments)
-    except SystemExit as exit_:  # argparse has printed how to call it
-        exit_.code = flushed(exit_.code if isinstance(exit_.code, int) else 2)
+    except SystemExit as exit_:  # argparse has printed the error or the help
+        exit_.code = flush_streams(exit_.code if isinstance(exit_.code, int) else 2)
         raise
-    if is_server and arguments is None:  # Python's own end would show a traceback
+    if is_server and arguments is None:  # a signal during Python's exit would show a traceback
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-    return flushed(code)
+    return flush_streams(code)
 
 
 def _call(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
-    if unknown:  # argparse would show the usage of all commands
+    if unknown:  # argparse itself would show the usage of all commands
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help(sys.stderr)
@@ -73,31 +74,31 @@ def _call(arguments: Sequence[str] | None) -> int:
     _start_log(options.region, options.verbose)
     try:
         with contextlib.ExitStack() as stack:
-            stack.callback(options.region.clear)  # before anything else is printed
+            stack.callback(options.region.clear)  # before anything is printed
             command = named(options.command)
-            if options.threads is not None:  # torch is loaded by now
+            if options.threads is not None:  # the command has already imported torch
                 importlib.import_module("torch").set_num_threads(options.threads)
             code: int = command(options)
         return code
-    except BrokenPipeError:  # the reader has closed the pipe: nothing can be printed
+    except BrokenPipeError:  # the reader has closed the pipe: printing is impossible
         return 1
     except (GptManagerError, OSError, MemoryError) as error:
-        tell(str(error) or "no memory for that")
+        print_message(str(error) or "out of memory")
         return 2 if isinstance(error, (ConfigError, RecordingError)) else 1
     except _Terminated:
-        tell("terminated")
+        print_message("terminated")
         return 143
     except KeyboardInterrupt:
-        tell("interrupted")
+        print_message("interrupted")
         return 130
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM: launchers of ranks end the others by it when one has died."""
+    """SIGTERM has arrived. Launchers of ranks send it to all others when one has died."""
 
 
 def _terminable() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM ends what runs as Ctrl-C does: each request is answered, files are whole."""
+    """Handle SIGTERM like Ctrl-C: requests get their final responses, files are complete."""
 
     def terminate(*_: Any) -> None:
         raise _Terminated
@@ -105,7 +106,7 @@ def _terminable() -> contextlib.AbstractContextManager[None]:
     return _handled(terminate, signal.SIGTERM)
 
 
-def _leaving() -> contextlib.AbstractContextManager[None]:
+def _exit_at_once() -> contextlib.AbstractContextManager[None]:
     """A server handles signals itself while it serves; before and after that it exits at once."""
     return _handled(leave_at_once, *leaving_signals())
 
@@ -124,7 +125,7 @@ def _handled(handler: Callable[..., None], *numbers: signal.Signals) -> Iterator
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors quote arguments, which may hold anything."""
+    """A parser with printable errors: they quote arguments, which may contain any character."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable_lines(message))
@@ -148,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _start_log(region: LiveRegion, is_verbose: bool) -> None:
     handler = logging.StreamHandler(region)
-    if not is_verbose:  # a refused request is shown with its error anyway
+    if not is_verbose:  # the error of a refused request is shown anyway
         handler.addFilter(lambda record: not record.msg.startswith("Cannot process new request"))
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, handlers=[handler])

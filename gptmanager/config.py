@@ -1,8 +1,8 @@
 """The configuration of a manager: enums, and plain mutable dataclasses.
 
 The camelCase names of TensorRT-LLM's optional parameters exist here as snake_case fields with
-their documented defaults; setting an unknown name raises AttributeError.
-`assembly.options` says which values a manager takes.
+their documented defaults. Setting an unknown name raises AttributeError. `assembly.options` checks
+the values.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
 
-DEVICE = re.compile(r"cpu|cuda(:\d+)?|emulator")  # a device's name
-ProgressCallback = Callable[[str, int, int], None]  # kind of work, how much is done, of how much
+DEVICE = re.compile(r"cpu|cuda(:\d+)?|emulator")  # names of devices
+ProgressCallback = Callable[[str, int, int], None]  # kind of work, amount done, total amount
 
 
 class ModelType(IntEnum):
@@ -27,7 +27,7 @@ class ModelType(IntEnum):
 
 
 class CapacitySchedulerPolicy(IntEnum):
-    """Which active requests get memory in an iteration."""
+    """The policy by which active requests get memory in an iteration."""
 
     MAX_UTILIZATION = 0
     GUARANTEED_NO_EVICT = 1
@@ -35,7 +35,7 @@ class CapacitySchedulerPolicy(IntEnum):
 
 
 class ContextChunkingPolicy(IntEnum):
-    """How long contexts are cut into chunks when they do not all fit."""
+    """The policy by which long contexts are cut into chunks when they do not all fit."""
 
     FIRST_COME_FIRST_SERVED = 0
     EQUAL_PROGRESS = 1
@@ -43,7 +43,7 @@ class ContextChunkingPolicy(IntEnum):
 
 
 class FinishReason(IntEnum):
-    """Why a sequence ended, as sent in `finish_reasons`."""
+    """The reason why a sequence ended, as sent in `finish_reasons`."""
 
     END_ID = 1
     STOP_WORDS = 2
@@ -54,9 +54,9 @@ class FinishReason(IntEnum):
 
 @dataclass(slots=True)
 class SchedulerConfig:
-    """Which scheduler runs.
+    """The scheduler of a manager.
 
-    `create_scheduler`, when given, is called with the keyword arguments `max_num_requests,
+    `create_scheduler`, if given, is called with the keyword arguments `max_num_requests,
     kv_cache_manager, max_batch_size, max_num_tokens, micro_batch_scheduler` and returns a
     `gptmanager.scheduler.RequestScheduler`.
     """
@@ -68,11 +68,11 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class KvCacheConfig:
-    """The paged KV cache: how large, and what it may do. Lengths in tokens, sizes in bytes.
+    """The size and the features of the paged KV cache. Lengths in tokens, sizes in bytes.
 
-    `host_swap`: which evicted blocks move to the `host_cache_size` bytes of CPU memory. "always":
-    all of them. "auto": a block moves if two copies of it, at `host_bytes_per_s`, take less time
-    than computing its tokens again, at `recompute_tokens_per_s`.
+    `host_swap`: selects the evicted blocks that move to the `host_cache_size` bytes of CPU memory.
+    "always": all of them. "auto": a block moves if two copies of it, at `host_bytes_per_s`, take
+    less time than computing its tokens again, at `recompute_tokens_per_s`.
 
     `dtype` of keys and values. None: the model's. "fp8": 8-bit floats (e4m3) times the checkpoint's
     scales, on CUDA devices only.
@@ -117,13 +117,13 @@ class PeftCacheManagerConfig:
 
 @dataclass(slots=True)
 class ParallelConfig:
-    """One model over several processes, each with a manager of its own: its rank.
+    """One model over several processes (ranks), each with its own manager.
 
-    `tensor_parallel_size` ranks share each layer, `pipeline_parallel_size` groups of them share the
-    layers; the number of ranks is one times the other. `timeout_s`: a rank that does not answer for
-    longer has failed. `respond_on_all_ranks`: SendResponse and ReturnStats are called on each rank,
-    not on rank 0 alone. `replicate_logits_post_processors`: each rank that has logits calls its own
-    host's post-processors.
+    `tensor_parallel_size` ranks share each layer; `pipeline_parallel_size` groups of ranks share
+    the layers. The number of ranks is the first times the second. `timeout_s`: a rank that does not
+    answer for longer has failed. `respond_on_all_ranks`: SendResponse and ReturnStats are called on
+    each rank instead of rank 0 only. `replicate_logits_post_processors`: each rank that has logits
+    calls its own host's post-processors.
     """
 
     tensor_parallel_size: int = 1
@@ -135,11 +135,10 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
-    """Draft tokens by prompt lookup (Saxena 2023), for texts that copy: extraction, edits, code.
+    """Draft tokens by prompt lookup (Saxena 2023), for outputs that copy: extraction, edits, code.
 
-    The longest n-gram of `min_ngram` to `max_ngram` tokens that ends the text is looked for
-    earlier in the text. The tokens that followed it the last time, at most `max_draft_tokens`,
-    are the draft.
+    The last n-gram of the text, of `max_ngram` down to `min_ngram` tokens, is searched for earlier
+    in the text. The tokens after its last occurrence, at most `max_draft_tokens`, are the draft.
     """
 
     max_draft_tokens: int = 10
@@ -149,39 +148,40 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class OptionalParams:
-    """Everything about a manager that has a default. Lengths are in tokens, times in seconds,
-    sizes in bytes. docs/manager.md describes every field.
+    """The optional parameters of a manager. Lengths in tokens, times in seconds, sizes in bytes.
+
+    docs/manager.md describes every field.
 
     Sizes. `max_seq_len` None: the checkpoint's `max_position_embeddings`. `max_active_requests`
     "auto": `max_batch_size` times the number of micro batches. None: no bound, and Get is called
-    with -1. `max_waiting_requests`: this many requests may wait beyond the batch. More are refused
-    with a CapacityError. None: no bound.
+    with -1. `max_waiting_requests`: the number of requests that may wait beyond the batch; more
+    are refused with a CapacityError. None: no bound.
 
     The step. `device` None: the CPU. `run_ahead` None: 0 on the CPU and with `enable_trt_overlap`,
-    otherwise 1. `cuda_graphs`: generation steps on a device are recorded at the start and then
-    replayed. `weights_dtype` "int8", on the CPU: the network's matrices are kept in 8 bits. None:
-    as `dtype` says; 8 bits for a quantized GGUF file if `dtype` is None, too.
+    otherwise 1. `cuda_graphs`: generation steps on a device are captured at the start and then
+    replayed. `weights_dtype` "int8", on the CPU: the network's matrices are quantized to 8 bits.
+    None: as `dtype`, or 8 bits for a quantized GGUF file if `dtype` is None as well.
     `speculative_decoding_config`: draft tokens for requests of one beam. None: no drafts.
 
     The host. `idle_poll_s` None: an idle manager asks Get only after `notify()`.
-    `callback_budget_s`: the log names a callback that takes longer. `max_get_failures`: Get may
-    fail this many times in a row, with growing pauses. One more failure ends the manager.
+    `callback_budget_s`: the log names a callback that takes longer. `max_get_failures`: the
+    number of times that Get may fail in a row, with growing pauses; one more ends the manager.
 
-    Failures. `max_step_failures`: this many failed iterations in a row end the manager. A failure
-    before that ends only the requests that ran. `step_budget_s`: an iteration that takes longer
-    hangs, in the model or in a callback. The log then gets the stacks of all threads. None: no
-    limit. `on_hang` "fail": a hang also ends the manager, and the watchdog's thread sends a final
-    error for each request.
+    Failures. `max_step_failures`: the number of failed iterations in a row that ends the manager;
+    before that, a failure ends only the requests that ran. `step_budget_s`: an iteration that
+    takes longer counts as a hang, and the stacks of all threads are logged. None: no limit.
+    `on_hang` "fail": a hang also ends the manager, and the watchdog's thread sends a final error
+    for each request.
 
     Logits post-processors. `logits_post_processor_batched`: an object with a method
-    `process_batch`, or a callable with its signature. It serves all requests that have no
+    `process_batch`, or a callable with its signature. It serves all requests without their own
     post-processor. `logits_post_processor_budget_s`: the log names a call that takes longer. None:
-    no limit. `check_logits_post_processor_streams`: for debugging. A post-processor that works on
-    another CUDA stream than the model's ends its request, and each call waits for the device.
+    no limit. `check_logits_post_processor_streams`: for debugging. A post-processor that uses
+    another CUDA stream than the model's ends its request; each call waits for the device.
 
     Recordings. `recording_path`: a file for the whole run (`gptmanager replay`). Without it the
     last `black_box_iterations` iterations are kept in memory, in at most `black_box_bytes`, and
-    written to `black_box_path` when the loop fails. None: to a new file in the temporary folder,
+    written to `black_box_path` when the loop fails; None: to a new file in the temporary folder,
     which the log names. `black_box_iterations` 0: nothing is kept.
     """
 

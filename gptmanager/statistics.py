@@ -1,8 +1,8 @@
 """The statistics record of one iteration, as the JSON string that ReturnBatchManagerStats gets.
 
-The flat integer keys are the documented ones, some of which depend on the batching scheme;
-keys of this library are under "gptmanager". The JSON Schema next to this file
-(`statistics.schema.json`) describes both.
+The flat integer keys are those of TensorRT-LLM; some depend on the batching scheme. Keys of this
+library are under "gptmanager". The JSON Schema next to this file (`statistics.schema.json`)
+describes both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the tensors that the manager holds, by kind of memory."""
+    """Bytes of the manager's tensors, by kind of memory."""
 
     cpu: int = 0
     gpu: int = 0
@@ -32,7 +32,7 @@ class Memory:
 
 
 class DraftCounts(NamedTuple):
-    """Draft tokens since the start, and how many of them were accepted."""
+    """The numbers of drafted and accepted tokens since the start."""
 
     drafted: int = 0
     accepted: int = 0
@@ -43,11 +43,10 @@ class DraftCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The counts of one iteration. `sampled`: rows for which a token was sampled.
+    """The counts of one iteration.
 
-    `recomputed_tokens`: the context tokens of requests that had been paused.
-
-    `logits_errors`: requests that a LogitsError has ended, since the start.
+    `sampled`: rows for which a token was sampled. `recomputed_tokens`: context tokens of requests
+    that had been paused. `logits_errors`: requests ended by a LogitsError since the start.
     """
 
     iteration: int
@@ -71,48 +70,49 @@ class Counts:
 
 @functools.lru_cache(maxsize=1)
 def _timestamp(second: int) -> str:
-    """Local time; formatted once a second only."""
+    """Return a second in local time; cached, so that it is formatted once per second."""
     return local_time("%m-%d-%Y %H:%M:%S", second)
 
 
 class StatisticsReport:
-    """The records of one manager. `timers`: of all calls into its host's code."""
+    """Makes the records of one manager. `timers`: those of all calls into the host's code."""
 
     def __init__(self, timers: Sequence[CallbackTimer]) -> None:
         self._timers = timers
-        self._last_counts: Counts | None = None  # of the last iteration
+        self._last_counts: Counts | None = None
         self._memory = Memory()
         self._is_lock_step = False
-        self._num_slots = 0  # of a V1 batch
+        self._num_slots = 0  # in a V1 batch
         self._take_gil_wait_us: Callable[[], int] = int
 
     def attach(
         self, memory: Memory, is_lock_step: bool, take_gil_wait_us: Callable[[], int]
     ) -> None:
-        """Take from an executor its `memory`, and the wait of the step before the call.
+        """Connect an executor.
 
-        `is_lock_step`: the batches are those of V1.
+        `is_lock_step`: it runs V1 batches. `take_gil_wait_us`: returns the microseconds that the
+        last step waited for the GIL.
         """
         self._memory = memory
         self._is_lock_step = is_lock_step
         self._take_gil_wait_us = take_gil_wait_us
 
     def release(self) -> None:
-        """Let go of the executor."""
+        """Drop the reference to the executor."""
         self._take_gil_wait_us = int
 
     def note(self, counts: Counts) -> None:
-        """An iteration ends."""
+        """Note the counts of an iteration that ends."""
         self._last_counts = counts
         if counts.context:  # all contexts of a V1 batch run in its first step
             self._num_slots = counts.context + counts.generation
 
     def record(self, counts: Counts, phase_times: PhaseTimes) -> str:
-        """Return the record of the iteration that ends, as JSON."""
+        """Return the record of an iteration that ends, as JSON."""
         return self._record(counts, phase_times.microseconds(), self._take_gil_wait_us())
 
     def so_far(self) -> str:
-        """The last iteration's record, with what callbacks have cost by now. From any thread."""
+        """Return the last iteration's record, with the callbacks' times until now. Thread-safe."""
         counts = self._last_counts
         return "none: no step has ended" if counts is None else self._record(counts, {}, 0)
 
@@ -159,8 +159,8 @@ class StatisticsReport:
                 "Generation Requests": counts.generation,
                 "MicroBatch ID": counts.micro_batch_id,
             }
-        # A batch keeps the slots that it began with. The slot of a request that has ended is empty
-        # until all have ended. Tokens and empty slots add up to the batch's size times its longest
+        # A batch keeps its initial slots. The slot of a request that has ended is empty until all
+        # requests have ended. Tokens and empty slots add up to the batch size times the longest
         # output.
         return {
             "Total Generation Tokens": counts.sampled,
@@ -169,10 +169,7 @@ class StatisticsReport:
 
 
 class PhaseTimes:
-    """Where an iteration's time went: microseconds by phase.
-
-    The clock is given, so that a replay runs without one.
-    """
+    """The time of an iteration by phase. `clock_ns`: a replay passes a clock that always returns 0."""
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self.clock_ns = clock_ns

@@ -1,7 +1,7 @@
 """The values that loop, executor and host exchange, and the protocols `Executor` and `Host`.
 
-All values are frozen. Everything that is not deterministic enters through `Intake`: a recording of
-the intakes replays a run.
+All values are frozen. Everything nondeterministic enters through `Intake`, so that a recording of
+the intakes can be replayed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.statistics import Counts, PhaseTimes
 
-# in place of the token of a row from which none can be chosen
-NO_TOKEN = -1  # every logit is -inf
-NOT_FINITE = -2  # one is NaN or +inf
+# replace the token of a row if none can be sampled
+NO_TOKEN = -1  # all logits are -inf
+NOT_FINITE = -2  # a logit is NaN or +inf
 
 
 class Failure(NamedTuple):
-    """A failed effect of an earlier iteration; it ends the request `request_id`."""
+    """The failure of an earlier iteration's effect; it ends the request `request_id`."""
 
     request_id: int
     error: BaseException
@@ -37,9 +37,9 @@ class Failure(NamedTuple):
 class Intake:
     """All input of one iteration. `now` is in seconds of a monotonic clock.
 
-    `ready`: requests that have a logits post-processor, which is now ready. `clears_cache`: the
-    content of the KV cache was computed with other weights. `adapters`: work on adapters that has
-    ended. `forgotten_adapters`: ids of tasks with replaced adapters.
+    `ready`: requests with a logits post-processor that is now ready. `clears_cache`: the weights
+    were replaced, so cached blocks are dropped. `adapters`: finished work on adapters.
+    `forgotten_adapters`: ids of tasks with replaced adapters.
     """
 
     now: float
@@ -53,12 +53,12 @@ class Intake:
 
 
 class Row(NamedTuple):
-    """One sequence in one step: `num_tokens` positions from `position` on are computed.
+    """One sequence in one step, which computes `num_tokens` positions from `position` on.
 
-    `samples` False: an unfinished context chunk, which yields no token. `epoch`
-    distinguishes the starts of one request, so that a result never reaches a later start. In the
-    context phase the beams of a request are one sequence, in generation `beam_width` of them run.
-    The last `num_drafts` of the tokens are drafts: such a row yields up to `num_drafts` + 1.
+    `samples` False: a context chunk before the last one, which yields no token. `epoch`
+    distinguishes the starts of a request, so that a result never reaches a later start. In the
+    context phase the beams of a request are one sequence; in generation there are `beam_width`. The
+    last `num_drafts` tokens are drafts: such a row yields up to `num_drafts` + 1 tokens.
     """
 
     request_id: int
@@ -72,13 +72,13 @@ class Row(NamedTuple):
 
 
 class SequenceStart(NamedTuple):
-    """A sequence that takes a slot, with everything that the executor needs to run it.
+    """The start of a sequence in a slot, with everything that the executor needs to run it.
 
     `tokens` is the history to compute from (the prompt, and tokens generated before a pause); the
     first `orig_prompt_len` of them are the host's prompt. `processor`: the request's own logits
     post-processor. `sampled`: beams are sampled in parallel, not searched. `num_candidates`:
     candidates per beam; fewer if the vocabulary is smaller. `adapter_slot`: index of its adapter
-    in the kernels' table; -1: it has none.
+    in the kernels' table; -1: no adapter.
     """
 
     slot: int
@@ -97,7 +97,7 @@ class SequenceStart(NamedTuple):
 
 
 class BlockAppend(NamedTuple):
-    """Blocks that a beam of the sequence in `slot` holds from entry `first` of its table on."""
+    """Blocks appended to a beam of the sequence in `slot`, from entry `first` of its table on."""
 
     slot: int
     first: int
@@ -126,14 +126,14 @@ class Drafts(NamedTuple):
 
 
 class BeamCandidates(NamedTuple):
-    """The best continuations of each beam of a request: a list a beam, in descending order.
+    """The best continuations of each beam of a request: one list per beam, in descending order.
 
-    As many as `SequenceStart.num_candidates`, or the whole vocabulary if that is less; of beams
-    that are sampled the one token that was drawn for each, also after the context. After it
-    otherwise there is one list only, that of the prompt. `log_probs` are of single precision.
+    Beam search: `SequenceStart.num_candidates` per beam, or the whole vocabulary if it is smaller;
+    after the context there is one list only, for the prompt. Sampled beams: the one sampled token
+    of each beam, also after the context. `log_probs` have single precision.
 
-    NOT_FINITE alone is the candidate where a searched beam's logits held NaN or +inf; of sampled
-    beams it, or NO_TOKEN, may stand for the token of each.
+    A searched beam with a NaN or +inf logit has NOT_FINITE as its only candidate. For sampled beams
+    NOT_FINITE or NO_TOKEN may replace the token of any beam.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -142,10 +142,10 @@ class BeamCandidates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One decided iteration, memory included; context rows precede generation rows.
+    """The decisions of one iteration, including memory; context rows precede generation rows.
 
-    `block_copies` come first, in order, before the rows write to any block. A sequence that starts
-    may have its first row at a position above 0: its blocks hold what comes before.
+    `block_copies` run first, in order, before the rows write to any block. A sequence that starts
+    may have its first row at a position above 0: its blocks hold the positions before it.
     """
 
     iteration: int
@@ -169,7 +169,7 @@ class Schedule:
 
     @property
     def sampling_rows(self) -> tuple[Row, ...]:
-        """The rows that yield tokens, in the order of a result's rows."""
+        """Return the rows that yield tokens, in the order of a result's rows."""
         return (*(row for row in self.context_rows if row.samples), *self.generation_rows)
 
 
@@ -183,7 +183,7 @@ class ContextLogits(NamedTuple):
 
 
 class TopLogProbs(NamedTuple):
-    """The k best tokens of each choice of a row, best first: float32 and int32 `[n, k]`."""
+    """The k best tokens for each sampled token of a row, best first: float32, int32 `[n, k]`."""
 
     row: int
     log_probs: np.ndarray
@@ -191,8 +191,8 @@ class TopLogProbs(NamedTuple):
 
 
 class PromptLogProbs(NamedTuple):
-    """Log probabilities of the n tokens of a prompt that follow `position` and the positions
-    after it: float32 `[n]`; and of the k best tokens there, best first: float32 and int32 `[n, k]`.
+    """Log probabilities of the n prompt tokens after `position`, float32 `[n]`, and the k best
+    tokens at each of their places, best first: float32 and int32 `[n, k]`.
     """
 
     request_id: int
@@ -207,8 +207,9 @@ class PromptLogProbs(NamedTuple):
 class Extras:
     """The outputs of a step besides tokens, on the CPU.
 
-    `log_probs` float32 `[rows, n]` as `StepResult.tokens`, meaningful where the row's
-    `OutputConfig` says so. `generation_logits`: indices of rows, each with float32 `[n, vocab]`.
+    `log_probs` float32 `[rows, n]`, for `StepResult.tokens`; only valid for rows with an
+    `OutputConfig` that asks for them. `generation_logits`: indices of rows, each with float32
+    `[n, vocab]`.
     """
 
     log_probs: np.ndarray | None = None
@@ -222,13 +223,12 @@ class Extras:
 class StepResult:
     """The result of a step, with a row for each of `Schedule.sampling_rows`.
 
-    `tokens` int32 `[rows, n]`; `num_tokens` int32 `[rows]`: how many of the n count, None: all;
-    the last of these may be NO_TOKEN or NOT_FINITE. `now`: the time of the result, in seconds of
-    the clock of `Intake.now`. `beams`: one entry for each row with several beams; the token of
-    such a row does not count. `failures`: requests with a logits post-processor that failed, or
-    with rows that could not run; the tokens of their rows do not count.
-    `stale`: some blocks were not computed although they are marked as if they were. `extras` is
-    not recorded: a replay has none.
+    `tokens` int32 `[rows, n]`; `num_tokens` int32 `[rows]`: the number of valid tokens of each row,
+    None: all are valid; the last valid one may be NO_TOKEN or NOT_FINITE. `now`: the time of the
+    result, by the clock of `Intake.now`. `beams`: one entry for each row with several beams; the
+    token of such a row is ignored. `failures`: requests with a logits post-processor that failed,
+    or with rows that could not run; tokens of their rows are ignored. `stale`: some blocks that
+    count as computed were not. `extras` is not recorded, so a replay has none.
     """
 
     tokens: np.ndarray
@@ -241,34 +241,34 @@ class StepResult:
 
 
 class Host(Protocol):
-    """The host of the loop. A callback that raises does not make a method raise."""
+    """The host as the loop sees it. Its methods do not raise, even if a callback does."""
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
-        """Return the input of an iteration. Get may return `room` requests, None: any number."""
+        """Return the input of an iteration. Get may return `room` requests; None: any number."""
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        """Deliver a response; a failure to do so enters with the next intake."""
+        """Deliver a response; a failure is part of the next intake."""
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        """Begin to prepare `processor`; that it is ready, or its failure, enters with an intake."""
+        """Begin to prepare `processor`; readiness or failure is part of a later intake."""
 
     def load(self, work: AdapterWork) -> None:
-        """Begin the work on another thread; its end or failure enters with an intake."""
+        """Begin the work on another thread; its end or failure is part of a later intake."""
 
     def fail(self, failure: Failure) -> None:
-        """Note a failed effect; it enters with the next intake."""
+        """Note a failed effect, for the next intake."""
 
     def poll(self) -> None:
-        """Ask for stop signals; they enter with the next intake."""
+        """Ask for stop signals, for the next intake."""
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         """Deliver the statistics of an iteration that ran a forward pass."""
 
 
 class Step(Protocol):
-    """A step under way: the loop only reads its schedule."""
+    """A step in flight. The loop only reads its schedule."""
 
     @property
     def schedule(self) -> Schedule: ...
@@ -277,9 +277,9 @@ class Step(Protocol):
 class Executor(Protocol):
     """Runs schedules: torch, scripted, replayed, or a cost model.
 
-    `forward` enqueues the network over the rows, `sample` chooses the tokens, `result` waits for
-    them. `forward` of the next step may precede `result` of this one (run-ahead): a sampled
-    token is the input of its sequence's next row without passing through the host.
+    `forward` enqueues the network over the rows, `sample` samples the tokens, `result` waits for
+    them. `forward` of the next step may precede `result` of this one (run-ahead): a sampled token
+    becomes the input of its sequence's next row without a copy to the host.
     """
 
     def forward(self, schedule: Schedule) -> Step: ...

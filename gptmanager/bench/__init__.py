@@ -1,4 +1,4 @@
-"""How fast it is: a load beside a peer on any machine, kernels and a whole model on one GPU."""
+"""Benchmarks: a load next to a peer on any machine, CUDA kernels, a whole model on one GPU."""
 
 from typing import TYPE_CHECKING
 

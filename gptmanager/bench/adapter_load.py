@@ -1,4 +1,4 @@
-"""Random LoRA adapters of a model's attention, and which requests of a load have which."""
+"""Random LoRA adapters for a model's attention, and their assignment to the requests of a load."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ _DEVIATION = 0.01
 
 
 class AdapterLoad(NamedTuple):
-    """`adapters`: lora_weights and lora_config, by task id. `tasks`: of each request, or None."""
+    """`adapters`: lora_weights and lora_config, by task id. `tasks`: each request's id, or None."""
 
     adapters: Sequence[tuple[Tensor, Tensor]]
     tasks: Sequence[int | None]
 
-    def of_first_alone(self) -> AdapterLoad:
-        """Only the first request has an adapter: what the others pay for that."""
+    def only_first(self) -> AdapterLoad:
+        """Return a load in which only the first request has an adapter.
+
+        It measures what one adapter costs the requests without one.
+        """
         return self._replace(tasks=[self.tasks[0], *[None] * (len(self.tasks) - 1)])
 
 
 def adapter_load(
     config: Mapping[str, Any], num_adapters: int, size: int, num_requests: int, seed: int
 ) -> AdapterLoad:
-    """`num_adapters` of rank `size`, for queries, keys, values and output of each layer; request i
-    has adapter i modulo their number.
+    """Draw `num_adapters` of rank `size` for the queries, keys, values and output of each layer.
+
+    Request i has adapter i modulo `num_adapters`.
     """
     spec, generator = read_spec(config), torch.Generator().manual_seed(seed)
     modules = lora_modules(spec)

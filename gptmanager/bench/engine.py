@@ -1,4 +1,4 @@
-"""A load through a manager, as any host would run it, with the clock outside."""
+"""Run a load through a manager as a host would, and time it from outside."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARM_UP = [0] * 16  # a prompt before the first timed one
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run of one engine."""
+    """The result of one run of one engine."""
 
     seconds: float
     outputs: tuple[tuple[int, ...], ...]
@@ -38,7 +38,7 @@ class Figures:
 
 
 class IterationLog:
-    """A ReturnBatchManagerStats callback: when iterations ended, and what they ran."""
+    """A ReturnBatchManagerStats callback that keeps each record and the time of its arrival."""
 
     def __init__(self) -> None:
         self._records: list[tuple[float, str]] = []
@@ -53,19 +53,19 @@ class IterationLog:
         self._records = []
 
     def last(self) -> Mapping[str, Any] | None:
-        """The statistics record of the latest iteration, if there is one."""
+        """Return the statistics record of the latest iteration, if there is one."""
         found: Mapping[str, Any] | None = (
             orjson.loads(self._records[-1][1]) if self._records else None
         )
         return found
 
     def since(self, start: int = 0) -> list[tuple[float, Mapping[str, Any]]]:
-        """(seconds, statistics record) of each iteration from the `start`-th on."""
+        """Return (seconds, statistics record) of each iteration from the `start`-th on."""
         return [(at, orjson.loads(record)) for at, record in self._records[start:]]
 
     def step_seconds(self, batch_size: int, start: int = 0) -> list[float]:
-        """Time from one iteration to the next where both were of `batch_size` sequences in
-        generation, and of nothing else.
+        """Return the times between iterations that both ran `batch_size` sequences in generation
+        and none in context.
         """
         plain = [
             (at, record["Generation Requests"] == batch_size and not record["Context Requests"])
@@ -78,7 +78,7 @@ class IterationLog:
         ]
 
     def counts(self) -> dict[str, Any]:
-        """Return the counts of all iterations, for a report."""
+        """Return the counts over all iterations, for a report."""
         records = [record for _, record in self.since()]
         return {
             "iterations": len(records),
@@ -87,17 +87,17 @@ class IterationLog:
         }
 
     def host_milliseconds(self) -> float | None:
-        """Median time of the loop's thread in an iteration, without the wait for its result."""
+        """Return the loop thread's median time per iteration, without waits for results."""
         times = [record["gptmanager"]["iteration_latency_us"] for _, record in self.since()]
         own = [split["total"] - split.get("result", 0) for split in times]
         return statistics.median(own) / 1e3 if own else None
 
 
 class Session:
-    """A manager with a queue in front of it, for one load after the other.
+    """A manager with a queue in front of it, for one load after another.
 
-    `log`: gets every iteration's statistics; without one they are not made. `send`: makes the
-    SendResponse callback, of the queue whose own it calls.
+    `log`: receives every iteration's statistics; without it none are made. `send`: returns the
+    SendResponse callback for a queue, which has to call the queue's own `send_response`.
     """
 
     def __init__(
@@ -139,33 +139,33 @@ class Session:
             self.queue.close()
 
     def close(self) -> None:
-        """Abort what runs."""
+        """Shut down without waiting for running requests."""
         try:
             self._manager.shutdown(drain=False)
         finally:
             self.queue.close()
 
     def warm_up(self, adapters: AdapterLoad | None = None) -> None:
-        """Run once what is compiled or touched once, and load adapters, outside of the figures."""
+        """Compile kernels, touch memory and load adapters before anything is timed."""
         self.queue.submit(WARM_UP, 2).result()
         for task, (weights, config) in enumerate([] if adapters is None else adapters.adapters):
             given: Any = {"lora_weights": weights, "lora_config": config}
             self.queue.submit(WARM_UP, 2, lora_task_id=task, **given).result()
 
     def start(
-        self, requests: Sequence[Request], adapters: AdapterLoad | None = None, **by_name: Any
+        self, requests: Sequence[Request], adapters: AdapterLoad | None = None, **options: Any
     ) -> list[Generation]:
-        """Submit all at once: greedy, none ends early. `adapters`: those of `warm_up`."""
+        """Submit all requests at once: greedy, without an end id. `adapters`: as in `warm_up`."""
         tasks = [None] * len(requests) if adapters is None else adapters.tasks
         return [
-            self.queue.submit(prompt, new_tokens, lora_task_id=task, **by_name)
+            self.queue.submit(prompt, new_tokens, lora_task_id=task, **options)
             for (prompt, new_tokens), task in zip(requests, tasks, strict=True)
         ]
 
-    def results(self, requests: Sequence[Request], **by_name: Any) -> list[GenerationResult]:
-        """Wait for all; ConfigError where they do not fit the model."""
+    def results(self, requests: Sequence[Request], **options: Any) -> list[GenerationResult]:
+        """Submit all requests and wait for them; ConfigError if they do not fit the model."""
         try:
-            results = [generation.result() for generation in self.start(requests, **by_name)]
+            results = [generation.result() for generation in self.start(requests, **options)]
         except RequestError as error:
             raise ConfigError(f"the load does not fit the model: {error}") from error
         for result, (prompt, new_tokens) in zip(results, requests, strict=True):
@@ -174,10 +174,10 @@ class Session:
                 raise ConfigError(f"the load does not fit the model: {total}")
         return results
 
-    def run(self, requests: Sequence[Request], **by_name: Any) -> Figures:
-        """From the first submit to the last final response."""
+    def run(self, requests: Sequence[Request], **options: Any) -> Figures:
+        """Run all requests, timed from the first submit to the last final response."""
         started = time.monotonic()
-        results = self.results(requests, **by_name)
+        results = self.results(requests, **options)
         seconds = time.monotonic() - started
         waits = [self._fetched_at.by_id[result.request_id] - started for result in results]
         return Figures(
@@ -195,7 +195,7 @@ def run_manager(
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
     adapters: AdapterLoad | None = None,
 ) -> Figures:
-    """All requests at once through a manager of their own."""
+    """Run all requests at once through a new manager."""
     with Session(source, params, scheduler, model_type) as session:
         try:
             session.warm_up(adapters)

@@ -1,4 +1,4 @@
-"""The loads that engines are timed on: requests of random tokens, models of random weights."""
+"""Loads for engines: requests of random tokens, models of random weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gptmanager.models import checkpoint_parts
 from gptmanager.models.checkpoint_parts import gguf_checkpoint
 from gptmanager.models.fields import Fields
 
-# the model that CPU figures are compared on when no checkpoint is given
+# the model of CPU figures when no checkpoint is given
 SMALL_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -56,7 +56,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = dict(
     zip(SHAPE_NAMES, (SMALL_LLAMA, QWEN2_HALF_B), strict=True)
 )
 
-# what figures of one large GPU are compared on
+# the model of figures on one large GPU
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -77,7 +77,7 @@ Source = Path | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Lengths are drawn uniformly from ranges, both ends included."""
+    """Requests with lengths that are drawn uniformly from ranges, both ends included."""
 
     num_requests: int = 64
     prompt_len: tuple[int, int] = (16, 256)
@@ -85,8 +85,7 @@ class Load:
     seed: int = 7
 
     def requests(self, vocab_size: int) -> list[Request]:
-        chance = np.random.default_rng(self.seed)
-        draw = chance.integers
+        draw = np.random.default_rng(self.seed).integers
         return [
             (
                 draw(0, vocab_size, draw(*self.prompt_len, endpoint=True)).tolist(),
@@ -99,9 +98,10 @@ class Load:
 def uniform_requests(
     num_requests: int, prompt_len: tuple[int, int], output_len: tuple[int, int], vocab_size: int
 ) -> list[Request]:
-    """The load that others' figures are of: all prompts drawn, then all lengths, with seed 0.
+    """Return the load that published figures of other engines use.
 
-    256 requests of 100..1024 tokens each way have 142,827 tokens in and 133,966 out.
+    All prompts are drawn first, then all output lengths, with seed 0: 256 requests of 100 to 1024
+    tokens each way have 142,827 tokens in and 133,966 out.
     """
     draw = random.Random(0).randint
     highest = min(10000, vocab_size - 1)
@@ -110,7 +110,7 @@ def uniform_requests(
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a checkpoint. ConfigError for what cannot be read."""
+    """Return the config and the tensors of a checkpoint; ConfigError if a file cannot be read."""
     config = read_config(folder)
     if (gguf := gguf_checkpoint(folder)) is not None:
         tensors = gguf.tensors()
@@ -133,9 +133,9 @@ def random_llama(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """A state dict of a Llama or Qwen2 by Hugging Face's names: normal(0, 0.02), norms 1.
+    """Draw the state dict of a Llama or Qwen2 on `device`, by Hugging Face's names.
 
-    Drawn on `device`.
+    Weights are normal(0, 0.02); those of norms are 1.
     """
     generator = torch.Generator(device).manual_seed(seed)
     return {
@@ -145,7 +145,7 @@ def random_llama(
 
 
 class RandomLlama(Mapping[str, Tensor]):
-    """The tensors of `random_llama`, each drawn when it is read, the same each time.
+    """The tensors of `random_llama`, drawn when they are read, with the same values each time.
 
     None of them is kept here, so a manager's copy of the weights is the only one on the device.
     """
@@ -160,11 +160,11 @@ class RandomLlama(Mapping[str, Tensor]):
     ) -> None:
         self._shapes = _shapes(config)
         self._seeds = {name: seed * len(self._shapes) + i for i, name in enumerate(self._shapes)}
-        self._where = dtype, device
+        self._dtype, self._device = dtype, device
 
     def __getitem__(self, name: str) -> Tensor:
-        generator = torch.Generator(self._where[1]).manual_seed(self._seeds[name])
-        return _draw(name, self._shapes[name], generator, *self._where)
+        generator = torch.Generator(self._device).manual_seed(self._seeds[name])
+        return _draw(name, self._shapes[name], generator, self._dtype, self._device)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -186,7 +186,7 @@ def _draw(
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Llama or Qwen2 by Hugging Face's names."""
+    """Return the shapes of a Llama's or Qwen2's tensors, by Hugging Face's names."""
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, kv = (head_dim * config[f"num_{it}_heads"] for it in ("attention", "key_value"))
@@ -218,7 +218,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint's config.json, whose vocab_size is one. ConfigError."""
+    """Read a checkpoint's config and check its vocab_size; ConfigError for both."""
     config = checkpoint_parts.read_config(folder)
     Fields(config, {}, {}, f"--model {folder}: config.json: ").size("vocab_size")
     return config

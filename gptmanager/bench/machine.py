@@ -1,4 +1,4 @@
-"""The machine and the versions that a figure was measured with, and whether there is a GPU."""
+"""The machine, GPU and library versions that figures were measured with."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _PACKAGES = (DISTRIBUTION, "torch", "numpy", "numba", "cupy-cuda13x", "cupy-cuda
 _SMI = {"driver_version": "driver_version", "clocks.max.sm": "clock", "power.limit": "power_limit"}
 
 
-def find_gpu(instead: str) -> Any:
-    """CuPy, where it and torch find a device. ConfigError in one line; `instead`: what to do."""
+def find_gpu(hint: str) -> Any:
+    """Return CuPy if it and torch find a device, else raise ConfigError that ends with `hint`."""
     if not torch.cuda.is_available():
-        raise ConfigError(f"no CUDA device: torch {torch.__version__} finds none; {instead}")
+        raise ConfigError(f"no CUDA device: torch {torch.__version__} finds none; {hint}")
     try:
         return find_cupy()
     except ConfigError as error:
-        raise ConfigError(f"no CUDA device for kernels: {error}; {instead}") from error
+        raise ConfigError(f"no CUDA device for kernels: {error}; {hint}") from error
 
 
 def header(command: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """The beginning of every report."""
+    """Return the first fields of every report."""
     return {
         "version": REPORT_VERSION,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -44,11 +44,11 @@ def header(command: Sequence[str], device: torch.device) -> dict[str, Any]:
         "machine": machine(),
         "device": card() if device.type == "cuda" else {"name": "cpu"},
         "versions": versions(),
-        **_switched(),
+        **_switches(),
     }
 
 
-def _switched() -> dict[str, list[str]]:
+def _switches() -> dict[str, list[str]]:
     words = Features.asked().words
     return {"switches": list(words)} if words else {}
 
@@ -106,5 +106,5 @@ def versions() -> Mapping[str, str]:
 
 
 def _dotted(number: int) -> str:
-    """13000 is 13.0."""
+    """Return a CUDA version as text: 13000 is 13.0."""
     return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,4 +1,4 @@
-"""`gptmanager bench`, and the commands below it, once their arguments are read."""
+"""Run `gptmanager bench` and its sub-commands with parsed arguments."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _Options = TypeVar("_Options", KernelOptions, EndToEndOptions)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return the exit status."""
+    """Run `gptmanager bench` and return its exit status."""
     bars = ProgressBars(options.region, patience_s=0, notes=NOTES)
 
-    def ran(name: str, figures: Figures) -> None:
-        options.region.write(f"{name:17} {figures.tokens_per_second:10,.1f} output tokens/s\n")
+    def show_figures(name: str, figures: Figures) -> None:
+        options.region.write(f"{name:19} {figures.tokens_per_second:10,.1f} output tokens/s\n")
 
     given = manager_options(options)
-    given.params.on_progress = bars.tell
+    given.params.on_progress = bars.update
     report = bench(
         BenchOptions(
             model=options.model,
@@ -53,8 +53,8 @@ def main(options: argparse.Namespace) -> int:
             scheduler=given.scheduler,
             model_type=given.model_type,
         ),
-        on_start=partial(_tell_start, bars, "runs"),
-        on_run=ran,
+        on_start=partial(_show_start, bars, "runs"),
+        on_run=show_figures,
     )
     bars.close()
     if not is_follower(given.params):
@@ -63,20 +63,20 @@ def main(options: argparse.Namespace) -> int:
 
 
 def kernels(options: argparse.Namespace) -> int:
-    """Return the exit status of `bench kernels`."""
+    """Run `gptmanager bench kernels` and return its exit status."""
     bars = ProgressBars(options.region, patience_s=0)
     report = bench_kernels(
-        _as(KernelOptions, options),
-        on_report=partial(_keep, options.output),
-        on_start=partial(_tell_start, bars, "cases"),
+        _make_options(KernelOptions, options),
+        on_report=partial(_write_report, options.output),
+        on_start=partial(_show_start, bars, "cases"),
     )
     bars.close()
     bad = {row["engines"]["gptmanager"]["status"] for row in report["kernels"]} - {"ok", "skipped"}
-    return _tell(options, report, kernel_table(report), is_right=not bad)
+    return _finish(options, report, kernel_table(report), is_correct=not bad)
 
 
 def end_to_end(options: argparse.Namespace) -> int:
-    """Return the exit status of `bench e2e`."""
+    """Run `gptmanager bench e2e` and return its exit status."""
     scale = CPU_SCALE if options.device in ON_CPU else GPU_SCALE
     given = {
         name: getattr(options, name) for name in ("requests", "lengths", "batches", "contexts")
@@ -90,50 +90,52 @@ def end_to_end(options: argparse.Namespace) -> int:
         given["peer_requests"] = min(scale.peer_requests, options.requests)
     bars = ProgressBars(options.region, patience_s=0)
     report = bench_end_to_end(
-        _as(
+        _make_options(
             EndToEndOptions,
             options,
             scale=replace(scale, **given) if given else None,
             ablations=tuple(dict.fromkeys(options.ablations or ())),
         ),
-        on_report=partial(_keep, options.output),
-        on_start=partial(_tell_start, bars, "parts"),
-        on_progress=bars.tell,
+        on_report=partial(_write_report, options.output),
+        on_start=partial(_show_start, bars, "parts"),
+        on_progress=bars.update,
     )
     bars.close()
     parts = [report[name] for name in (*PARTS, "ablations") if name in report]
     bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
-    return _tell(options, report, end_to_end_table(report), is_right=not bad)
+    return _finish(options, report, end_to_end_table(report), is_correct=not bad)
 
 
-def _as(kind: Callable[..., _Options], options: argparse.Namespace, **others: Any) -> _Options:
-    """Options of a benchmark: `others`, and by name what the command line says."""
+def _make_options(
+    kind: Callable[..., _Options], options: argparse.Namespace, **others: Any
+) -> _Options:
+    """Return a benchmark's options: `others`, and the rest from the command line by name."""
     others["command"] = ("gptmanager", *sys.argv[1:])
     names = inspect.signature(kind).parameters.keys() - others
     return kind(**others, **{name: getattr(options, name) for name in names})
 
 
-def _tell(
+def _finish(
     options: argparse.Namespace,
     report: Mapping[str, Any],
     parts: Iterable[Piece],
     *,
-    is_right: bool,
+    is_correct: bool,
 ) -> int:
-    _keep(options.output, report)
+    _write_report(options.output, report)
     print_report(report, parts, as_json=options.json)
     if report.get("interrupted"):
         sys.stdout.flush()
         raise KeyboardInterrupt
-    return 0 if is_right else 1
+    return 0 if is_correct else 1
 
 
-def _tell_start(bars: ProgressBars, what: str, name: str, number: int, count: int) -> None:
-    """Shows which of them runs."""
-    bars.tell(what, number, count, f"{name}, {number + 1} of {count}")
+def _show_start(bars: ProgressBars, what: str, name: str, number: int, count: int) -> None:
+    """Show the run, case or part that starts now."""
+    bars.update(what, number, count, f"{name}, {number + 1} of {count}")
 
 
-def _keep(output: Path | None, report: Mapping[str, Any]) -> None:
+def _write_report(output: Path | None, report: Mapping[str, Any]) -> None:
     if output is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Reports of the GPU benchmarks as tables for people. Knows their keys, and measures nothing."""
+"""Format the reports of the GPU benchmarks as tables. Measures nothing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _HEAD = ("", "us", "+-", "TB/s", "TFLOP/s", "% copy", "x floor", "x ours", "")
 _DEVICE = {"memory_gib": "{:g} GiB", "driver_version": "driver {}", "driver_cuda": "for CUDA {}",
            "clock": "clock up to {}"}  # fmt: skip
 _SPEED = {"seconds": ".2f", "output_tokens_per_second": ",.0f"}
-_NOTE = 70  # characters; the report has all
+_NOTE = 70  # characters; the report has the whole note
 _CHANGED = ("deterministic", "cuda_graphs")  # of a manager's parameters
-_LONG_S = 2.0  # a first use that is told
+_LONG_S = 2.0  # a first use from this on is shown
 _MARKS = {True: "goal met", False: "goal MISSED"}
 
 
 def kernel_table(report: Mapping[str, Any]) -> Iterator[Piece]:
-    """A block a part, a table a case, a line an engine; ours first."""
+    """Yield a section per part, a table per case, a line per engine, with ours first."""
     yield from _header(report)
     yield table(_HEAD, widths=_WIDTHS)
     rows = report["kernels"]
@@ -28,7 +28,7 @@ def kernel_table(report: Mapping[str, Any]) -> Iterator[Piece]:
         if row["part"] != part:
             part = row["part"]
             yield f"\n{part.replace('_', ' ')}"
-        goals = " ".join(_told(goal) for goal in row["goals"])
+        goals = " ".join(_goal_text(goal) for goal in row["goals"])
         yield f"  {row['case']}    {goals}".rstrip()
         engines = [
             _engine_cells(name, engine)
@@ -52,11 +52,11 @@ def _header(report: Mapping[str, Any]) -> Iterator[str]:
     if ceilings:
         yield (
             f"measured ceilings: copy {ceilings['copy_tb_per_s']:.3g} TB/s, "
-            f"product {ceilings['product_tflop_per_s']:.4g} TFLOP/s ({ceilings['product_dtype']})"
+            f"matmul {ceilings['matmul_tflop_per_s']:.4g} TFLOP/s ({ceilings['matmul_dtype']})"
         )
     if report.get("launch_us"):
         costs = ", ".join(f"{name} {us:.1f} us" for name, us in report["launch_us"].items())
-        yield f"host time of a launch: {costs}"
+        yield f"host time per launch: {costs}"
     yield ""
 
 
@@ -99,9 +99,9 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def end_to_end_table(report: Mapping[str, Any]) -> Iterator[Piece]:
-    """A block a part, in the order in which they ran."""
+    """Yield a section per part, in the order in which the parts ran."""
     yield from _header(report)
-    if "model" in report:  # or it was interrupted before that was loaded
+    if "model" in report:  # else interrupted before the model was loaded
         yield from _model_lines(report["model"], report["construction"])
     for name, parts in (
         ("check", _check_parts),
@@ -125,25 +125,25 @@ def end_to_end_table(report: Mapping[str, Any]) -> Iterator[Piece]:
 
 
 def _model_lines(model: Mapping[str, Any], construction: Mapping[str, Any]) -> Iterator[str]:
-    """The first manager compiles; the others find what it compiled."""
+    """Describe the model and the start of each manager; only the first one compiles kernels."""
     yield (
         f"model: {model['model_type']}, hidden {model['hidden_size']}, {model['num_hidden_layers']}"
         f" layers, vocabulary {model['vocab_size']}, {model['dtype']}, weights: {model['weights']}"
     )
-    yield f"made: weights {construction['weights_s']:.1f} s"
+    yield f"construction: weights {construction['weights_s']:.1f} s"
     for own in construction["managers"]:
         name = "".join(f", {field}={own[field]}" for field in _CHANGED if field in own)
         yield (
-            f"  a manager of {own['max_batch_size']}{name} {own['made_s']:.1f} s, "
-            f"its first request {own['first_request_s']:.2f} s"
+            f"  a manager of {own['max_batch_size']}{name}: {own['made_s']:.1f} s, "
+            f"first request {own['first_request_s']:.2f} s"
         )
 
 
 def _check_parts(part: Mapping[str, Any]) -> Iterator[str]:
-    word = "right" if part["status"] == "ok" else "WRONG"
+    word = "correct" if part["status"] == "ok" else "WRONG"
     yield (
-        f"  {word}: logits differ from a dense reference by {part['error']:.2g} of the largest, "
-        f"allowed {part['tolerance']:g}; {part['same_tokens']} tokens are its own"
+        f"  {word}: logits differ from a dense reference by {part['error']:.2g} of the largest "
+        f"(allowed {part['tolerance']:g}); {part['same_tokens']} tokens agree"
     )
 
 
@@ -163,14 +163,14 @@ def _step_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
     yield table(head, rows)
     for trace in (row["trace"] for row in part if "trace" in row):
         if trace["status"] != "ok":
-            yield f"  GPU not watched: {trace['note']}"
+            yield f"  no GPU trace: {trace['note']}"
             continue
         yield (
             f"  GPU busy {trace['busy_share']:.1%}; exposed host time "
-            f"{trace['exposed_host_ms']:.3f} ms a step  {_goal(trace)}"
+            f"{trace['exposed_host_ms']:.3f} ms per step  {_goal(trace)}"
         )
         parts = ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in trace["split_ms"].items())
-        yield f"  of a step of {trace['batch']} x {trace['context']}: {parts}"
+        yield f"  split of a step of {trace['batch']} x {trace['context']}: {parts}"
 
 
 def _load_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
@@ -215,18 +215,18 @@ def _peer_parts(part: Mapping[str, Any]) -> Iterator[str]:
 
 def _pressure_parts(part: Mapping[str, Any]) -> Iterator[Piece]:
     yield (
-        f"  {part['requests']} requests that may get long and end early, "
+        f"  {part['requests']} requests that end before their limit, "
         f"KV cache of {part['kv_cache_tokens']:,} tokens"
     )
     head = ("  policy", "s", "out tok/s", "batch", "pauses")
     figures = {**_SPEED, "mean_batch": ".0f", "pauses": "d"}
     rows = [(f"  {name}", *_cells(row, figures)) for name, row in part["policies"].items()]
     yield table(head, rows, left=(0,))
-    yield f"  max_utilization is {part['ratio']:.2f} times as fast  {_goal(part)}"
+    yield f"  max_utilization / guaranteed_no_evict: {part['ratio']:.2f} x  {_goal(part)}"
 
 
 def _cells(row: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
-    """A cell each, empty where the row has no such figure."""
+    """Return a cell per format, empty if the row lacks the figure."""
     return [format(row[name], how) if name in row else "" for name, how in formats.items()]
 
 
@@ -237,8 +237,8 @@ def _half_spread(row: Mapping[str, Any], quartiles: str, how: str) -> str:
 
 def _goal(row: Mapping[str, Any]) -> str:
     goal = row.get("goal")
-    return "" if goal is None else _told(goal)
+    return "" if goal is None else _goal_text(goal)
 
 
-def _told(goal: Mapping[str, Any]) -> str:
+def _goal_text(goal: Mapping[str, Any]) -> str:
     return f"[{goal['text']}: {_MARKS[goal['met']]}]"

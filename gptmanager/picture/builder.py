@@ -1,7 +1,7 @@
-"""From schedules, arrivals and ends, in the order in which they happened, to a `Trace`.
+"""`TraceBuilder`: builds a `Trace` from schedules, arrivals and ends, in order of time.
 
-Counts blocks from what the schedules hand out; asks no scheduler, loop or clock. Why requests wait
-is told with each schedule, or not at all.
+Blocks are counted from the schedules' block appends. The reasons why requests wait may be passed
+with each schedule. The builder uses no scheduler, loop or clock.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from gptmanager.step import BlockAppend, Row, Schedule
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """`slot` -1: it has not started, and waits since the column `waiting_since`, at first for
-    `first_wait`, if that was told.
+    """A request so far. `slot` -1: it waits, since the column `waiting_since`.
+
+    `first_wait`: the reason reported in the first column of the wait, if any.
     """
 
     request_id: int
@@ -40,7 +41,7 @@ class _Request:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, span: Span) -> None:
-        """Append a span, joined to the one before where it goes on."""
+        """Append a span, or extend the last one if the new one continues it."""
         last = self.spans[-1] if self.spans else None
         if (
             last is not None
@@ -56,9 +57,9 @@ class _Request:
 
 
 class _Wait(NamedTuple):
-    """Why requests wait in columns from `begin` on: `wait` is that of `head`, the first of them.
+    """Why requests wait from the column `begin` on. `wait`: that of `head`, the first of them.
 
-    `waits` are those of all, kept only where the head waits for another reason than before.
+    `waits`: the waits of all requests, kept only where the head's reason changes.
     """
 
     begin: int
@@ -72,7 +73,7 @@ class _Wait(NamedTuple):
         return Reason.OTHER if self.wait is None else reason_of(self.wait)
 
     def of(self, request: _Request) -> Wait | None:
-        """Return why the request waits: as reported, or as it follows from the head's reason."""
+        """Return why the request waits: as reported, or derived from the head's reason."""
         if request is self.head or self.wait is None:
             return self.wait
         behind = self.wait.of_those_behind(self.head.request_id)
@@ -82,7 +83,8 @@ class _Wait(NamedTuple):
 class TraceBuilder:
     """Call `arrive` before the first `step` in which a request could run, `end` after its last.
 
-    Beyond `max_work` steps of requests that do not run a ValueError is raised; None: never.
+    ValueError once following requests that do not run has taken more than `max_work` steps; None:
+    no limit.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -93,15 +95,15 @@ class TraceBuilder:
         self._by_slot: dict[int, _Request] = {}
         self._owners: Counter[int] = Counter()  # block -> how many requests hold it
         self._columns: list[Column] = []
-        self._waits: list[_Wait] = []  # one a column in which somebody waits to start
-        self._changes: list[int] = []  # of them, where the reason is another than before
-        self._beginners: list[_Request] = []  # who wait since the column to come
-        self._unknown = 0  # made up block ids are negative
-        self._work = 0  # of following those who do not run
+        self._waits: list[_Wait] = []  # one per column in which requests wait to start
+        self._changes: list[int] = []  # indices into _waits where the reason changes
+        self._new_waiters: list[_Request] = []  # requests that wait since the next column
+        self._unknown = 0  # the last invented block id; these are negative
+        self._work = 0  # steps spent on requests that do not run
         self.max_work: int | None = None
 
     def __contains__(self, request_id: int) -> bool:
-        """Whether the request has arrived and not ended."""
+        """Return whether the request has arrived and not ended."""
         return request_id in self._by_id
 
     def arrive(
@@ -110,16 +112,16 @@ class TraceBuilder:
         column = len(self._columns)
         request = _Request(request_id, prompt_len, max_new_tokens, priority, column, column)
         self._all.append(request)
-        self._beginners.append(request)
+        self._new_waiters.append(request)
         self._by_id[request_id] = request
         insort_right(self._active, request, key=lambda other: -other.priority)
 
     def step(
         self, schedule: Schedule, time_s: float, waits: Mapping[int, Wait] | None = None
     ) -> None:
-        """One iteration, as it was decided at `time_s`.
+        """Add the iteration that was scheduled at `time_s`.
 
-        `waits`: why it left requests out, by id, as the scheduler told it; None: it did not.
+        `waits`: why it left requests out, by id, as reported by the scheduler; None: not reported.
         """
         column = len(self._columns)
         for request_id in schedule.paused:
@@ -148,7 +150,7 @@ class TraceBuilder:
         )
 
     def end(self, request_id: int, outcome: str) -> None:
-        """The request has had its final response; one that never arrived is ignored."""
+        """End a request, at its final response; requests that never arrived are ignored."""
         request = self._by_id.pop(request_id, None)
         if request is not None:
             self._end_wait(request, len(self._columns))
@@ -179,21 +181,21 @@ class TraceBuilder:
     # Inside ---------------------------------------------------------------------------------
 
     def _find(self, row: Row) -> _Request:
-        """A recording may begin in the middle: then the row tells the least that is known."""
+        """Return the row's request, after adding it if the recording lacks its arrival."""
         if row.request_id not in self._by_id:
             self.arrive(row.request_id, row.position + row.num_tokens, 0)
         return self._by_id[row.request_id]
 
-    def _seat(self, request: _Request, row: Row, starts: bool) -> None:
+    def _seat(self, request: _Request, row: Row, is_start: bool) -> None:
         if request.slot == row.slot:
             return
         self._end_wait(request, len(self._columns))
         last = self._by_slot.get(row.slot)
-        if last is not None:  # its end was not recorded, but it must have been
+        if last is not None:  # its end was not recorded, but the slot is reused
             self.end(last.request_id, "")
         request.slot = row.slot
         self._by_slot[row.slot] = request
-        if not starts:  # it had started before the first schedule: its blocks are not known by id
+        if not is_start:  # started before the first schedule: the ids of its blocks are unknown
             most = self.bounds.num_blocks - len(self._owners)
             count = max(0, min(self._blocks(row.position), most))
             self._unknown -= count
@@ -213,7 +215,7 @@ class TraceBuilder:
             self._release(request)
             request.num_pauses += 1
             request.waiting_since = len(self._columns)
-            self._beginners.append(request)
+            self._new_waiters.append(request)
 
     def _release(self, request: _Request) -> None:
         for block in request.blocks:
@@ -235,8 +237,10 @@ class TraceBuilder:
         return -(-num_tokens // self.bounds.tokens_per_block)
 
     def _wait(self, column: int, running: set[int], waits: Mapping[int, Wait]) -> int:
-        """How many do not run. Who holds memory gets its span now, who has not started later: most
-        of a long list waits for as long as the first of it does.
+        """Record why requests wait in this column, and return the number that do not run.
+
+        Requests that hold memory get a span now. Requests without get theirs when the wait ends:
+        most of a long list waits for the same reason as its head.
         """
         self._spend(len(self._by_slot))
         for request in self._by_slot.values():
@@ -245,22 +249,22 @@ class TraceBuilder:
                 reason = Reason.OTHER if wait is None else reason_of(wait)
                 text = "for another batch" if wait is None else wait.text
                 request.add(Span(Phase.HELD, column, column + 1, 0, 0, reason, text))
-        for request in self._beginners:
+        for request in self._new_waiters:
             request.first_wait = waits.get(request.request_id)
-        self._beginners.clear()
+        self._new_waiters.clear()
         if len(self._active) > len(self._by_slot):
             head = next(request for request in self._active if request.slot < 0)
             free_blocks = self.bounds.num_blocks - len(self._owners)
-            told = _Wait(column, head, waits.get(head.request_id), waits, free_blocks)
-            if not self._waits or self._waits[-1].reason is not told.reason:
+            entry = _Wait(column, head, waits.get(head.request_id), waits, free_blocks)
+            if not self._waits or self._waits[-1].reason is not entry.reason:
                 self._changes.append(len(self._waits))
             else:
-                told = told._replace(waits={})
-            self._waits.append(told)
+                entry = entry._replace(waits={})
+            self._waits.append(entry)
         return len(self._active) - len(running)
 
     def _end_wait(self, request: _Request, end: int) -> None:
-        """Its spans since it waits, up to the column `end`: one for each reason."""
+        """Add the spans of a request's wait, up to the column `end`: one per reason."""
         if request.slot >= 0 or request.waiting_since >= end:
             return
         phase = Phase.PAUSED if request.num_pauses else Phase.WAITING
@@ -270,19 +274,19 @@ class TraceBuilder:
         self._spend(len(changes))
         starts = [0, *(change - first for change in changes if change < first + count)]
         for start, stop in zip(starts, (*starts[1:], count), strict=True):
-            told = self._waits[first + start]
-            wait = told.of(request)
+            entry = self._waits[first + start]
+            wait = entry.of(request)
             if not start and request.first_wait is not None:
                 wait = request.first_wait
             reason = Reason.OTHER if wait is None else reason_of(wait)
-            text = self._untold(request, told.free_blocks) if wait is None else wait.text
+            text = self._unreported(request, entry.free_blocks) if wait is None else wait.text
             request.add(Span(phase, since + start, since + stop, 0, 0, reason, text))
 
     def _spend(self, work: int) -> None:
         self._work += work
         if self.max_work is not None and self._work > self.max_work:
-            raise ValueError("far more requests hold memory or wait, without running, than are run")
+            raise ValueError("far more requests wait or hold memory than run")
 
-    def _untold(self, request: _Request, free_blocks: int) -> str:
+    def _unreported(self, request: _Request, free_blocks: int) -> str:
         needed = self._blocks(request.prompt_len + request.max_new_tokens)
         return unreported_wait(self.bounds.policy or "the scheduler", needed, free_blocks)

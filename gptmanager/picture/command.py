@@ -11,9 +11,9 @@ from gptmanager.terminal.options import add_parser
 _HELP = """\
 Draw the schedule of a recorded run.
 
-Rows are requests, columns are iterations; below stand the batch, the tokens and the KV cache blocks
-of every iteration. The HTML page needs nothing but a browser: point at anything for its numbers,
-zoom with the buttons. A manager records with OptionalParams(recording_path=...).
+Rows are requests, columns are iterations. Panels below show the batch, the tokens and the KV cache
+blocks of every iteration. The HTML page opens in any browser: hover for numbers, zoom with the
+buttons. A manager records with OptionalParams(recording_path=...).
 """
 
 _EXAMPLES = """\
@@ -24,7 +24,7 @@ examples:
 
 Open trace.json at https://ui.perfetto.dev or in chrome://tracing.
 
-exit status: 0 drawn, 2 the call was wrong or a file cannot be read or written, 130 interrupted
+exit status: 0 success, 2 the call was wrong or a file cannot be read or written, 130 interrupted
 """
 
 
@@ -39,19 +39,19 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
     )
     add = parser.add_argument
-    add("recording", type=Path, metavar="RECORDING", help="a file of JSON lines")
+    add("recording", type=Path, metavar="RECORDING", help="a recording, as JSON lines")
     add("--output", type=Path, metavar="FILE", help="schedule.html, or FILE.svg")
-    add("--svg", action="store_true", help="write an SVG without a page around it (or FILE.svg)")
-    add("--chrome-trace", type=Path, metavar="FILE", help="trace events as JSON")
-    told = "only these, B not included (default all)"
-    add("--iterations", type=_range, metavar="A:B", help=told)
+    add("--svg", action="store_true", help="write an SVG instead of a page (default for FILE.svg)")
+    add("--chrome-trace", type=Path, metavar="FILE", help="write trace events as JSON")
+    text = "only iterations A to B - 1 (default all)"
+    add("--iterations", type=_range, metavar="A:B", help=text)
     add("--running", action="store_true", help="leave out requests that only wait")
     add("--title", metavar="TEXT", help="above the picture (default: the recording's name)")
 
 
 def _range(text: str) -> tuple[int, int]:
-    """`100:160`"""
+    """Read a range of iterations like `100:160`."""
     first, colon, end = text.partition(":")
     if not (colon and first.isdigit() and end.isdigit() and int(first) < int(end)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of iterations like 100:160")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of iterations like 100:160")
     return int(first), int(end)

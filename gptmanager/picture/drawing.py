@@ -1,6 +1,6 @@
-"""`draw`: a schedule as one SVG; rows are requests, columns are iterations.
+"""`draw`: draws a schedule as one SVG; rows are requests, columns are iterations.
 
-Decides what a reader sees of a `Trace`; a page to zoom in is made of it by `page`.
+Selects what of a `Trace` is shown. `page` makes a zoomable page of the SVG.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from gptmanager.picture.rows import DASHES, draw_row, row_names
 from gptmanager.picture.svg import STYLE, element, label, number, path, rect
 from gptmanager.picture.trace import Phase, Reason, Trace
 
-MAX_ROWS = 2000  # more rows than that no browser scrolls through with pleasure
+MAX_ROWS = 2000  # browsers scroll slowly through more rows
 
 
 def draw(trace: Trace, title: str = "") -> str:
-    """A self-contained SVG that follows the reader's light or dark background."""
+    """Return a self-contained SVG that follows the reader's light or dark theme."""
     shown = shorten(trace)
     layout = layout_of(trace)
     parts = [
@@ -49,7 +49,7 @@ def draw(trace: Trace, title: str = "") -> str:
 
 
 def shorten(trace: Trace) -> Trace:
-    """Without the requests for which there is no room."""
+    """Return the trace with at most `MAX_ROWS` requests."""
     return replace(trace, rows=trace.rows[:MAX_ROWS])
 
 
@@ -58,7 +58,7 @@ def layout_of(trace: Trace) -> Layout:
 
 
 def _subtitle(trace: Trace) -> str:
-    """Return a summary of the picture, in numbers."""
+    """Return a summary of the schedule in numbers."""
     bounds = trace.bounds
     pauses = sum(column.num_paused for column in trace.columns)
     texts = [bounds.policy] if bounds.policy else []
@@ -76,13 +76,13 @@ def _count(number_of: int, noun: str) -> str:
 
 
 def _legend(trace: Trace, layout: Layout) -> Iterator[str]:
-    """The marks that occur, each with its name."""
+    """Yield the kinds of marks that occur, each with its name."""
     spans = {(s.phase, s.reason) for row in trace.rows for s in row.spans}
     phases = {phase for phase, _ in spans}
     x, y = float(MARGIN), MARGIN + 44.0
     names = {
         Phase.CONTEXT: "context (prompt)" if layout.look is Look.BARS else "context: prompt tokens",
-        Phase.GENERATION: "generation: one token an iteration",
+        Phase.GENERATION: "generation: one token per iteration",
     }
     for phase, name in names.items():
         if phase in phases:
@@ -108,7 +108,7 @@ def _legend(trace: Trace, layout: Layout) -> Iterator[str]:
 
 
 def _axis(trace: Trace, layout: Layout) -> Iterator[str]:
-    """Ticks above and below all, and lines between."""
+    """Yield ticks above and below the picture, and lines between them."""
     bottom = layout.axis_y
     first = trace.first_iteration
     heights = (layout.top - 6, bottom + 16)

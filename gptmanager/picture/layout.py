@@ -1,6 +1,6 @@
-"""Where things stand in the picture of a schedule, and how close one looks.
+"""Positions in the picture of a schedule, and its level of detail.
 
-Three ways of looking: every token as a square; a short label in every cell; bars.
+Three levels, by size: a square per token, a short label per cell, or bars.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from enum import Enum
 from gptmanager.picture.trace import Phase, Trace
 
 MARGIN = 16
-LABELS = 140  # width of the names of rows
-BARS = 1000  # width of the iterations in a picture of bars
-SQUARE = 20  # one token
+LABELS = 140  # width of the row names
+BARS = 1000  # width of all iterations in a picture of bars
+SQUARE = 20  # side of one token
 PANEL = 58
 PANEL_STEP = PANEL + 34
-_MAX_CELLS = 28 * 60  # each with a mark of its own
-_TALL = 720  # rows that are taller stand below the panels, which are then seen at once
+_MAX_CELLS = 28 * 60  # cells with a mark each
+_TALL = 720  # taller rows are placed below the panels, so that the panels are visible at once
 
 
 class Look(Enum):
+    """The level of detail."""
+
     TOKENS = 0
     CELLS = 1
     BARS = 2
@@ -29,9 +31,9 @@ class Look(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Pixels. All begins at `top`, many rows below the panels.
+    """Positions and sizes in pixels. Everything begins at `top`; tall rows are below the panels.
 
-    Column i spans `left + i * column` and one `column` more.
+    Column i begins at `left + i * column` and is `column` wide.
     """
 
     look: Look
@@ -61,7 +63,7 @@ class Layout:
 
     @property
     def axis_y(self) -> float:
-        """Where the lines of the iterations end, below all."""
+        """Return the y coordinate where the lines of the iterations end, below everything."""
         if self.panels_first:
             return self.rows_top + self.row * self.num_rows + 8
         return self.panels_top + 3 * PANEL_STEP - 8
@@ -97,8 +99,8 @@ def lay_out(trace: Trace, top: float) -> Layout:
     return Layout(look, num_columns, num_rows, column, row, top)
 
 
-def nice_step(span: float, at_most: int) -> int:
-    """1, 2 or 5 times a power of ten, so that `span` has no more than `at_most` steps."""
-    least = max(1.0, span / max(1, at_most))
+def nice_step(span: float, max_steps: int) -> int:
+    """Return 1, 2 or 5 times a power of ten, so that `span` has at most `max_steps` steps."""
+    least = max(1.0, span / max(1, max_steps))
     power = 10 ** math.floor(math.log10(least))
     return int(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least))

@@ -12,7 +12,7 @@ from gptmanager.picture.trace import Trace
 
 
 class Panel(NamedTuple):
-    """`series`: class of the area, and its values, one a column; they stand on each other."""
+    """A panel of stacked areas. `series`: (CSS class, one value per column) of each area."""
 
     caption: str
     limit: int
@@ -49,10 +49,10 @@ def draw_panel(panel: Panel, index: int, layout: Layout) -> Iterator[str]:
     top = layout.panels_top + index * PANEL_STEP + 18
     totals = [sum(values) for values in zip(*(values for _, values in panel.series), strict=True)]
     peak = max(totals, default=0)
-    # a limit far above everything would flatten what there is to see
+    # drawing a limit far above the peak would flatten the areas
     seen = panel.limit <= 4 * peak
-    room = 1.08 if layout.look is Look.BARS else 1.35  # for the numbers on the columns
-    height = max(1.0, room * max(peak, panel.limit if seen else 0))
+    headroom = 1.08 if layout.look is Look.BARS else 1.35  # for the numbers on the columns
+    height = max(1.0, headroom * max(peak, panel.limit if seen else 0))
     yield label(layout.left, top - 6, f"{panel.caption}; peak {peak}")
     where = "dashed line: " if seen else "above the scale: "
     words = f"{where}{panel.limit_name} = {panel.limit}"
@@ -93,7 +93,7 @@ def _areas(panel: Panel, height: float, layout: Layout) -> Iterator[str]:
 
 
 def _area(floor: Sequence[int], roof: Sequence[int], height: float) -> str:
-    """Return the path of the area between two step curves: a block for each run of equal values."""
+    """Return the path of the area between two step curves, a block per run of equal values."""
 
     def y(value: int) -> str:
         return number(PANEL * (1 - value / height))

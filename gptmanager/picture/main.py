@@ -1,4 +1,4 @@
-"""`gptmanager picture` once its arguments are read: a recording as pictures."""
+"""Run `gptmanager picture` with parsed arguments: draw a recording."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gptmanager.terminal.progress import ProgressBars
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return the exit status."""
+    """Run the command and return its exit status."""
     if options.output is None and options.chrome_trace is None:
-        raise ConfigError("nothing to do: give --output FILE or --chrome-trace FILE")
+        raise ConfigError("nothing to write: pass --output FILE or --chrome-trace FILE")
     check_distinct(
         {
             "RECORDING": options.recording,
@@ -29,9 +29,9 @@ def main(options: argparse.Namespace) -> int:
         }
     )
     bars = ProgressBars(options.region)
-    bars.tell("steps", 0, 3, "reading")
+    bars.update("steps", 0, 3, "reading")
     recording = read_recording(options.recording)
-    bars.tell("steps", 1, 3, "following")
+    bars.update("steps", 1, 3, "tracing")
     with located(str(options.recording)):
         trace = trace_of(recording)
     if options.iterations is not None:
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
         trace = trace.without_idle()
     if not trace.columns:
         raise ConfigError(f"{options.recording} has no iteration to draw")
-    bars.tell("steps", 2, 3, "drawing")
+    bars.update("steps", 2, 3, "drawing")
     written = _write(options, trace)
     bars.close()
     for path, size in written:
@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _write(options: argparse.Namespace, trace: Trace) -> list[tuple[Path, int]]:
-    """The files, with their sizes in bytes."""
+    """Write the files; return their paths and sizes in bytes."""
     contents: list[tuple[Path, bytes]] = []
     output: Path | None = options.output
     if output is not None:

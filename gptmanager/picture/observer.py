@@ -1,6 +1,6 @@
-"""A `TokenLoop` watched from outside while it runs, for a `Trace` of it.
+"""`observe`: traces a running `TokenLoop`.
 
-Stands between the loop and its scheduler, executor and host; changes nothing that passes through.
+Wraps the loop's scheduler, executor and host, and passes every call on unchanged.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from gptmanager.config import FinishReason
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds
-from gptmanager.picture.waiting import ToldWaits
+from gptmanager.picture.waiting import WaitReporter
 from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.request.inference_request import NamedTensor
 from gptmanager.step import Intake, Schedule, Step
 
 
 def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None) -> TraceBuilder:
-    """The builder that follows `loop` from now on; call `build()` whenever a trace is wanted."""
+    """Return a builder that follows `loop` from now on; `build()` returns a trace at any time."""
     kv_cache = loop.allocator.kv_cache
     builder = TraceBuilder(
         Bounds(
@@ -30,7 +30,7 @@ def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None)
     )
     host, executor = loop.table.host, loop.executor
     host_tap, executor_tap = HostTap(host), ExecutorTap(executor)
-    told, now = ToldWaits(loop.scheduler), 0.0
+    scheduler, now = WaitReporter(loop.scheduler), 0.0
 
     def fetch(room: int | None, num_active: int) -> Intake:
         nonlocal now
@@ -54,9 +54,9 @@ def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None)
                     request.end_rule.max_new_tokens,
                     request.priority,
                 )
-        builder.step(schedule, now, told.take())
+        builder.step(schedule, now, scheduler.take())
         return executor.forward(schedule)
 
     host_tap.fetch, host_tap.respond, executor_tap.forward = fetch, respond, forward
-    loop.scheduler, loop.table.host, loop.executor = told, host_tap, executor_tap
+    loop.scheduler, loop.table.host, loop.executor = scheduler, host_tap, executor_tap
     return builder

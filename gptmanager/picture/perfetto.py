@@ -1,6 +1,6 @@
-"""A `Trace` in the trace event format that Perfetto and chrome://tracing open.
+"""Export a `Trace` in the trace event format of Perfetto and chrome://tracing.
 
-One track a request, one for the iterations, and counters for batch, tokens and memory.
+There is one track per request, one for the iterations, and counters for batch, tokens and memory.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from gptmanager.picture.trace import Column, RequestRow, Trace
 
 Event = dict[str, Any]
 
-_ITERATIONS, _REQUESTS = 1, 2  # the two "processes" that tracks are grouped under
+_ITERATIONS, _REQUESTS = 1, 2  # the two "processes" that group the tracks
 
 
 def chrome_trace(trace: Trace) -> bytes:
-    """JSON. Times in microseconds; where the clock stands still an iteration takes one."""
+    """Return a trace as JSON. Times are in microseconds; each iteration takes at least one."""
     times = _times_us(trace.columns)
     events = [
-        _about("process_name", _ITERATIONS, 0, name="iterations"),
-        _about("process_name", _REQUESTS, 0, name="requests"),
+        _metadata("process_name", _ITERATIONS, 0, name="iterations"),
+        _metadata("process_name", _REQUESTS, 0, name="requests"),
     ]
     for index, column in enumerate(trace.columns):
         events += _iteration(column, times[index], times[index + 1])
     for track, row in enumerate(trace.rows, start=1):
         name = f"request {row.request_id}"
-        events.append(_about("thread_name", _REQUESTS, track, name=name))
-        events.append(_about("thread_sort_index", _REQUESTS, track, sort_index=track))
+        events.append(_metadata("thread_name", _REQUESTS, track, name=name))
+        events.append(_metadata("thread_sort_index", _REQUESTS, track, sort_index=track))
         events += _spans(trace, row, track, times)
     return orjson.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
 def _times_us(columns: tuple[Column, ...]) -> list[float]:
-    """When each column begins, and when the last one ends; strictly rising."""
+    """Return the begin of each column and the end of the last one; strictly increasing."""
     if not columns:
         return [0.0]
     times = [0.0]
@@ -95,5 +95,5 @@ def _spans(trace: Trace, row: RequestRow, track: int, times: list[float]) -> Ite
         }
 
 
-def _about(kind: str, process: int, track: int, **told: Any) -> Event:
-    return {"name": kind, "ph": "M", "pid": process, "tid": track, "args": told}
+def _metadata(kind: str, process: int, track: int, **values: Any) -> Event:
+    return {"name": kind, "ph": "M", "pid": process, "tid": track, "args": values}

@@ -1,6 +1,7 @@
-"""A `Trace` of a recorded run, read from what the recording says.
+"""`trace_of`: makes a `Trace` of a recorded run.
 
-The scheduler decides once more in a replay, beside, to tell why requests waited.
+Recordings lack the reasons why requests waited. They are reported by the scheduler, in a replay
+that runs in parallel.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from gptmanager.errors import RecordingError, RequestError
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds, Trace
-from gptmanager.picture.waiting import ToldWaits
+from gptmanager.picture.waiting import WaitReporter
 from gptmanager.recorder.recording import End, Iteration, Recording
 from gptmanager.replay.replaying import completed
 from gptmanager.request.inference_request import TENSOR_ALIASES, InferenceRequest
@@ -25,24 +26,24 @@ from gptmanager.request.read_tensors import (
 from gptmanager.scheduler.simple import RequestScheduler
 from gptmanager.scheduler.waiting import Wait
 
-# ends that come of the intake, before anything of the iteration runs
+# ends caused by the intake, before the iteration runs anything
 _EARLY = ("CANCELLED", "TIMED_OUT", "ERROR")
 
 
-# a picture follows so many who do not run for each that does, and some more
+# steps spent on requests that do not run, for each row that does, and in addition
 _WORK_PER_ROW = 64
 _SPARE_WORK = 1 << 24
 
 
 def trace_of(recording: Recording) -> Trace:
-    """Rows, columns and ends of a recording.
+    """Return the rows, columns and ends of a recording as a trace.
 
-    Why requests wait is unknown where the recording does not replay, as without a scheduler of the
-    host's own.
+    The reasons for waits are unknown if the recording cannot be replayed, for example without the
+    host's own scheduler.
 
-    A black box does not tell of ends. Ends that follow from lengths, end tokens, stops and reused
-    slots are found, a stop word is not. A request that was active before the first kept schedule
-    shows from its first row on.
+    A black box has no ends. Ends by length, end id, stop or a reused slot are derived; ends by stop
+    words are not. A request that was active before the first kept schedule is shown from its first
+    row on.
     """
     blueprint = recording.header.blueprint
     params, sizes = blueprint.params, blueprint.sizes
@@ -56,40 +57,40 @@ def trace_of(recording: Recording) -> Trace:
     )
     reader = _Reader(TraceBuilder(bounds), blueprint.vocab_size, sizes.max_seq_len)
     rows = sum(
-        len(turn.schedule.context_rows) + len(turn.schedule.generation_rows)
-        for turn in recording.iterations
-        if turn.schedule is not None
+        len(iteration.schedule.context_rows) + len(iteration.schedule.generation_rows)
+        for iteration in recording.iterations
+        if iteration.schedule is not None
     )
-    reader.builder.max_work = most = _SPARE_WORK + _WORK_PER_ROW * rows
-    waits = _waits_of(recording, most)
+    reader.builder.max_work = max_asked = _SPARE_WORK + _WORK_PER_ROW * rows
+    waits = _waits_of(recording, max_asked)
     for iteration in recording.iterations:
         reader.read(iteration, next(waits, None))
     return reader.builder.build()
 
 
-def _waits_of(recording: Recording, most: int) -> Iterator[Mapping[int, Wait]]:
+def _waits_of(recording: Recording, max_asked: int) -> Iterator[Mapping[int, Wait]]:
     """Yield the scheduler's reasons for each iteration, until the replay diverges.
 
-    It also ends once the scheduler was asked about `most` requests, over all iterations.
+    Reporting also ends once the scheduler was asked about `max_asked` requests over all iterations.
     """
-    asked: list[ToldWaits] = []
+    reporters: list[WaitReporter] = []
 
-    def ask(scheduler: RequestScheduler) -> RequestScheduler:
-        asked.append(ToldWaits(scheduler))
-        return asked[-1]
+    def wrap(scheduler: RequestScheduler) -> RequestScheduler:
+        reporters.append(WaitReporter(scheduler))
+        return reporters[-1]
 
     try:
-        for _ in completed(recording, wrap=ask):
-            yield asked[-1].take()
-            if sum(told.num_asked for told in asked) > most:
+        for _ in completed(recording, wrap=wrap):
+            yield reporters[-1].take()
+            if sum(reporter.num_asked for reporter in reporters) > max_asked:
                 return
     except RecordingError:
         return
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """The lengths and end id that a request asked for, in tokens."""
+class _Parameters:
+    """The parameters of a request that its trace depends on; lengths in tokens."""
 
     prompt_len: int
     max_new_tokens: int
@@ -102,7 +103,7 @@ class _Reader:
     builder: TraceBuilder
     vocab_size: int
     max_seq_len: int
-    asked: dict[int, _Asked] = field(default_factory=dict)
+    asked: dict[int, _Parameters] = field(default_factory=dict)
 
     def read(self, iteration: Iteration, waits: Mapping[int, Wait] | None) -> None:
         builder, schedule, intake = self.builder, iteration.schedule, iteration.intake
@@ -121,7 +122,7 @@ class _Reader:
                         self._arrive(request.request_id)
         if schedule is not None:
             for request_id in running:
-                if request_id not in builder:  # it came before the first schedule that was kept
+                if request_id not in builder:  # arrived before the first kept schedule
                     self._arrive(request_id)
             builder.step(schedule, intake.now, waits)
         for end in late if iteration.ends is not None else self._find_ends(iteration):
@@ -132,8 +133,8 @@ class _Reader:
         if asked is not None:
             self.builder.arrive(request_id, asked.prompt_len, asked.max_new_tokens, asked.priority)
 
-    def _read_request(self, request: InferenceRequest) -> _Asked | None:
-        """None: no loop would have taken it."""
+    def _read_request(self, request: InferenceRequest) -> _Parameters | None:
+        """Return a request's parameters; None for a request that a loop refuses."""
         tensors = {TENSOR_ALIASES.get(name, name): v for name, v in request.tensors.items()}
         try:
             prompt = read_token_ids("input_ids", tensors.get("input_ids"), self.vocab_size)
@@ -144,10 +145,10 @@ class _Reader:
         except RequestError:
             return None
         new_tokens = min(new_tokens, self.max_seq_len - len(prompt))
-        return _Asked(len(prompt), new_tokens, frozenset(end_ids), priority)
+        return _Parameters(len(prompt), new_tokens, frozenset(end_ids), priority)
 
     def _find_ends(self, iteration: Iteration) -> Iterable[End]:
-        """From lengths and end tokens, where the result is that of this very schedule."""
+        """Yield ends by length or end id, if the iteration has the result of its own schedule."""
         schedule = iteration.schedule
         result = None if schedule is None else dict(iteration.results).get(schedule.iteration)
         if schedule is None or result is None:
@@ -165,7 +166,7 @@ class _Reader:
 
 
 def _split_ends(iteration: Iteration, running: set[int]) -> tuple[list[End], list[End]]:
-    """The ends before the iteration's step, and those after it."""
+    """Return the ends before the iteration's step, and the ends after it."""
     if iteration.ends is None:
         intake = iteration.intake
         stopped = [End(request_id, "CANCELLED") for request_id in sorted(intake.stops)]

@@ -1,7 +1,7 @@
-"""The rows of a schedule's picture: a row for each request.
+"""The rows of a schedule's picture, one for each request.
 
-A context is a full bar, generation a lower one, a pause two rails, waiting one thin line whose
-dashes tell what for.
+A context is a full bar, generation a lower bar, a pause two rails, waiting one thin line with
+dashes that depend on the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DASHES = {
 
 
 def draw_row(trace: Trace, row: RequestRow, index: int, layout: Layout) -> Iterator[str]:
-    """In pixels; for a picture of bars in columns across, so that it can be stretched."""
+    """Yield the marks of a row, in pixels; x of bars is in columns, as bars are stretched."""
     y = layout.row_y(index)
     if layout.look is Look.BARS:
         for span in _joined(row.spans):
@@ -45,19 +45,19 @@ def draw_row(trace: Trace, row: RequestRow, index: int, layout: Layout) -> Itera
 
 
 def row_names(trace: Trace, layout: Layout) -> Iterator[str]:
-    """Yield as many row names as there is space for."""
+    """Yield the names of all rows, or of every n-th row if space is short."""
     step = nice_step(len(trace.rows), int(layout.row * len(trace.rows) / 13) or 1)
     for index, row in enumerate(trace.rows):
         if index % step == 0:
             y = layout.row_y(index) + layout.row / 2 + 4
             yield label(layout.left - 62, y, f"request {row.request_id}", "end")
-            known = row.max_new_tokens > 0  # not of one that began before the first column
+            known = row.max_new_tokens > 0  # unknown for requests from before the first column
             lengths = f"{row.prompt_len}+{row.max_new_tokens}" if known else "?"
             yield label(layout.left - 6, y, lengths, "end faint small")
 
 
 def _joined(spans: tuple[Span, ...]) -> Iterator[Span]:
-    """Chunks that follow each other as one; generation across iterations of the other batch."""
+    """Join consecutive chunks, and generation across iterations of the other micro batch."""
     held: Span | None = None
     for span in spans:
         if held is None:
@@ -102,7 +102,7 @@ def _finish(row: RequestRow, x: float, y: float, height: float) -> str:
 
 
 def _squares(trace: Trace, row: RequestRow, cell: Span, y: float, layout: Layout) -> Iterator[str]:
-    """Every token that is computed, and the one that comes of it."""
+    """Yield a square for each computed token, and the name of the token that is sampled."""
     x = layout.x(cell.begin) + 6
     tip = describe(trace, row, cell)
     side = SQUARE - 2
@@ -140,21 +140,21 @@ def _cell(trace: Trace, row: RequestRow, cell: Span, y: float, layout: Layout) -
 
 
 def _token_name(row: RequestRow, position: int) -> str:
-    """C: of the prompt; G1, G2, ...: generated."""
+    """Return C for a token of the prompt; G1, G2, ... for generated ones."""
     generated = position - row.prompt_len
     return "C" if generated < 0 else f"G{generated + 1}"
 
 
 def describe(trace: Trace, row: RequestRow, span: Span) -> str:
-    """A span in words and numbers."""
+    """Describe a span in words and numbers."""
     first = trace.first_iteration + span.begin
     last = trace.first_iteration + span.end - 1
     when = f"iteration {first}" if first == last else f"iterations {first} to {last}"
-    who = f"request {row.request_id}, {when}"
+    subject = f"request {row.request_id}, {when}"
     begin, end = span.position, span.position + span.num_tokens
     if span.phase is Phase.CONTEXT:
         again = min(end, max(begin, row.prompt_len))
-        text = f"{who}: context, {span.num_tokens} tokens (positions {begin} to {end - 1})"
+        text = f"{subject}: context, {span.num_tokens} tokens (positions {begin} to {end - 1})"
         return text if end == again else f"{text}; {end - again} were generated before a pause"
     if span.phase is Phase.GENERATION:
         from_token = begin - row.prompt_len + 2
@@ -162,7 +162,7 @@ def describe(trace: Trace, row: RequestRow, span: Span) -> str:
         tokens = f"token {from_token}"
         if last_token > from_token:
             tokens = f"tokens {from_token} to {last_token}"
-        return f"{who}: generation, yields {tokens}"
+        return f"{subject}: generation, yields {tokens}"
     if span.phase is Phase.WAITING:
-        return f"{who}: waiting {span.why}"
-    return f"{who}: {span.phase.value}, waits {span.why}"
+        return f"{subject}: waiting {span.why}"
+    return f"{subject}: {span.phase.value}, waits {span.why}"

@@ -1,4 +1,4 @@
-"""A picture of a pipeline: which stage works on which micro batch when, to the scale of time."""
+"""Draw a pipeline: the stages' work on micro batches along the axis of time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from gptmanager.picture.svg import STYLE, element, label, rect
 from gptmanager.simulator.stages import Work
 
 _LEFT, _WIDTH, _ROW, _TOP = 90, 900, 34, 62
-_CLASSES = ("context", "generation", "memory", "frame")  # of micro batches, one after the other
+_CLASSES = ("context", "generation", "memory", "frame")  # CSS classes of successive micro batches
 
 
 def draw_stages(work: Sequence[Work], title: str) -> str:
-    """SVG of what was done. Letters name micro batches, numbers their steps."""
+    """Return an SVG of the stages' work. Letters name micro batches, numbers their steps."""
     first, last = min(it.begin for it in work), max(it.end for it in work)
     scale = _WIDTH / (last - first)
     count = 1 + max(it.stage for it in work)

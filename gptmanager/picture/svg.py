@@ -1,7 +1,7 @@
-"""SVG as text: elements, numbers, and the look that all pictures share.
+"""Write SVG as text: elements, numbers, and the style sheet of all pictures.
 
-Knows shapes and colors, nothing of schedules. Colors are those of Okabe and Ito, which people with
-any color vision can tell apart; every kind of mark also has a shape of its own.
+Colors are Okabe and Ito's, which are distinct for readers with any color vision; every kind of mark
+also has its own shape.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ STYLE = """
 
 
 def escape(words: str) -> str:
-    """Escape a text for XML, which allows no control characters."""
+    """Escape a text for XML, without control characters, which XML forbids."""
     return html_escape(printable_lines(words))
 
 
 def number(value: float) -> str:
-    """At most two decimals, none that say nothing."""
+    """Format a number with at most two decimals and without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else str(int(value))
 
 
 def element(name: str, *children: str, **attributes: str | float) -> str:
-    """`class_` and `stroke_width` are written as `class` and `stroke-width`."""
+    """Return an element. `class_` and `stroke_width` become `class` and `stroke-width`."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="'
         f'{escape(value) if isinstance(value, str) else number(value)}"'
@@ -76,7 +76,7 @@ def element(name: str, *children: str, **attributes: str | float) -> str:
 
 
 def label(x: float, y: float, words: str, class_: str = "") -> str:
-    """Text with its baseline at `y`."""
+    """Return a text with its baseline at `y`."""
     return element("text", escape(words), x=x, y=y, class_=class_)
 
 
@@ -94,5 +94,5 @@ def path(commands: str, class_: str, tip: str = "") -> str:
 
 
 def _tip(words: str) -> list[str]:
-    """Return the tooltip of a mark, as lines of SVG; none for an empty text."""
+    """Return the tooltip of a mark as SVG elements; none for an empty text."""
     return [f"<title>{escape(words)}</title>"] if words else []

@@ -1,6 +1,6 @@
-"""`Trace`: what became of every request in every iteration, as frozen values to draw from.
+"""`Trace`: the state of every request in every iteration, as frozen values to draw from.
 
-Knows nothing of how it is drawn, nor of where the schedules came from (`builder`).
+Independent of how it is drawn, and of the source of the schedules (see `builder`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 
 class Phase(Enum):
-    """The phase of a request during a run of iterations."""
+    """The phase of a request in consecutive iterations."""
 
-    CONTEXT = "context"  # a part of its history is computed
-    GENERATION = "generation"  # one token an iteration
+    CONTEXT = "context"  # computes a part of its history
+    GENERATION = "generation"  # one token per iteration
     WAITING = "waiting"  # has not started
-    PAUSED = "paused"  # had started; its memory was taken, what it generated is kept
-    HELD = "held"  # holds memory, but is not in this iteration's batch
+    PAUSED = "paused"  # had started; its memory was taken, its tokens are kept
+    HELD = "held"  # holds memory, but is not in the iteration's batch
 
 
 class Reason(Enum):
@@ -32,11 +32,11 @@ class Reason(Enum):
 
 
 class Span(NamedTuple):
-    """A request in columns `begin` to `end`, which is not included.
+    """The phase of a request in columns `begin` to `end - 1`.
 
     CONTEXT: one chunk of `num_tokens` positions from `position` on. GENERATION: `num_tokens`
-    positions from `position` on, one a column. Others: `why` it waits, in the numbers of `begin`:
-    a text that goes on behind "waits".
+    positions from `position` on, one per column. Others: `why` completes a sentence that begins
+    with "waits", with the numbers of column `begin`.
     """
 
     phase: Phase
@@ -50,10 +50,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """One request. Lengths in tokens, `arrival` and `end` in columns (None: not seen to end).
+    """One request. Lengths in tokens; `arrival` and `end` in columns (None: its end is not known).
 
-    `prompt_len` is what the host sent. `num_generated` counts the tokens that were computed for
-    it: under run-ahead one more than it got, where it stopped early.
+    `prompt_len` is that of the host's prompt. `num_generated` counts computed tokens: under
+    run-ahead, a request that stops early computes one more than it returns.
     """
 
     request_id: int
@@ -69,7 +69,7 @@ class RequestRow:
 
 
 class Column(NamedTuple):
-    """One iteration. `time_s`: when it was decided. `used_blocks`: held while it ran."""
+    """One iteration. `time_s`: when it was scheduled. `used_blocks`: held while it ran."""
 
     iteration: int
     time_s: float
@@ -91,9 +91,9 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits under which was scheduled. `chunk_unit` None: contexts run in one piece.
+    """The limits of the scheduler. `chunk_unit` None: contexts are not chunked.
 
-    `policy`: a name of `CapacitySchedulerPolicy`, or that of a user's class.
+    `policy`: a name of `CapacitySchedulerPolicy`, or the name of the host's scheduler.
     """
 
     max_batch_size: int
@@ -106,7 +106,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Rows in the order of arrival; spans count columns, `columns[i].iteration` names one."""
+    """Rows in order of arrival. Spans refer to indices of `columns`, not to iteration numbers."""
 
     bounds: Bounds
     rows: tuple[RequestRow, ...]
@@ -117,20 +117,20 @@ class Trace:
         return self.columns[0].iteration if self.columns else 0
 
     def row(self, request_id: int) -> RequestRow:
-        """The last request of that id; KeyError if there is none."""
+        """Return the last request with an id; KeyError if there is none."""
         for row in reversed(self.rows):
             if row.request_id == request_id:
                 return row
         raise KeyError(request_id)
 
     def without_idle(self) -> Trace:
-        """Without the requests of which nothing was computed."""
+        """Return the trace without the requests that never ran."""
         busy = (Phase.CONTEXT, Phase.GENERATION)
         rows = [row for row in self.rows if any(span.phase in busy for span in row.spans)]
         return replace(self, rows=tuple(rows))
 
     def window(self, first: int, end: int) -> Trace:
-        """Iterations `first` to `end`, not included, and the requests seen in them."""
+        """Return the trace of iterations `first` to `end - 1`, with the requests active in them."""
         offset = self.first_iteration
         begin, stop = max(0, first - offset), min(len(self.columns), end - offset)
         rows = [_cut(row, begin, stop) for row in self.rows]

@@ -1,4 +1,4 @@
-"""Why a request waits, as the scheduler itself tells it of each decision. Guesses nothing."""
+"""The reasons why requests wait, as reported by the scheduler for each decision."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _REASONS = {
 
 
 def reason_of(wait: Wait) -> Reason:
-    """The reason as pictures show it; for one behind another, what that one waits for."""
+    """Return the reason to show. A request behind another waits for the other's reason."""
     return _REASONS.get(wait.cause or wait.reason, Reason.OTHER)
 
 
-class ToldWaits(RequestScheduler):
-    """Asks a scheduler before each decision why it leaves requests out; `take` gives the answer.
+class WaitReporter(RequestScheduler):
+    """Asks a scheduler before each decision why it leaves requests out; `take` returns the answer.
 
-    `num_asked` counts the requests over all decisions: asking costs time for each.
+    `num_asked` counts the requests over all decisions, as each of them costs time.
     """
 
     def __init__(self, scheduler: RequestScheduler) -> None:
@@ -46,6 +46,8 @@ class ToldWaits(RequestScheduler):
         return reported_waits(self._scheduler, active_requests, inflight_request_ids)
 
     def take(self) -> Mapping[int, Wait]:
-        """The waits of the last decision, by request id; empty if it was taken, or nobody told."""
+        """Return the last decision's waits by request id; empty if none were reported, or already
+        taken.
+        """
         waits, self._waits = self._waits, None
         return waits or {}

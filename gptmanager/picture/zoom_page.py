@@ -1,6 +1,6 @@
-"""`page`: the picture of a schedule as one HTML file, to point at and to zoom into.
+"""`page`: the picture of a schedule as one HTML file, with zoom and tooltips.
 
-Needs nothing but a browser: the SVG stands inline, and the script below is all there is.
+The page has the SVG inline and only uses the script below; it loads nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ const draw = (name, attributes, text) => {
 const cells = svg.appendChild(draw("g", {"pointer-events": "none"}));
 const cursor = svg.appendChild(draw("path", {class: "frame", "pointer-events": "none"}));
 let from = 0, to = n;
-for (const title of svg.querySelectorAll("title")) {  // the browser's own tip would come twice
+for (const title of svg.querySelectorAll("title")) {  // else the browser shows a second tip
   title.parentNode.dataset.tip = title.textContent;
   title.remove();
 }
@@ -139,13 +139,13 @@ _BUTTONS = """<p class="bar"><button id="in">zoom in (+)</button>
 </p>"""
 
 _HELP = """<p>Each row is a request, each column an iteration: one forward pass over the batch.
-A full bar is a context (the prompt, whole or in chunks), a lower bar is generation, one token a
-column; rails are a pause, a thin line is waiting, and its dashes tell for what ("scheduler's
-choice": none of the counted limits stands in the way). Point at anything for its numbers.</p>"""
+A full bar is a context (the prompt, whole or in chunks), a lower bar is generation, one token per
+column. Rails are a pause. A thin line is waiting; its dashes show the reason ("scheduler's choice":
+none of the counted limits was reached). Point at anything for its numbers.</p>"""
 
 
 def page(trace: Trace, title: str = "Schedule") -> str:
-    """One HTML file without any reference to another."""
+    """Return an HTML file that refers to no other file."""
     zoom = layout_of(trace).look is Look.BARS
     picture = draw(trace, title)
     data = orjson.dumps(_data(trace, zoom)).decode().replace("<", "\\u003c")
@@ -164,7 +164,7 @@ def page(trace: Trace, title: str = "Schedule") -> str:
 
 
 def _data(trace: Trace, zoom: bool) -> dict[str, Any]:
-    """Return the data of the page's script: positions, and the numbers of every column."""
+    """Return the data for the page's script: positions, and the numbers of every column."""
     layout, bounds = layout_of(trace), trace.bounds
     return {
         "zoom": zoom,

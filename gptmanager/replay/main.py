@@ -26,7 +26,7 @@ def main(options: argparse.Namespace) -> int:
 
     def track(iterations: Iterable[Any]) -> Iterator[Any]:
         for number, iteration in enumerate(iterations):
-            bars.tell("iterations", number, len(recording.iterations))
+            bars.update("iterations", number, len(recording.iterations))
             yield iteration
 
     report = replay(

@@ -30,7 +30,7 @@ from gptmanager.terminal.options import (
 )
 from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.progress import NOTES, ProgressBars
-from gptmanager.terminal.streams import tell
+from gptmanager.terminal.streams import print_message
 from gptmanager.terminal.tables import print_report
 
 _STDOUT = Path("-")
@@ -53,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
         return 0
     params.recording_path = options.record
     if not options.json:
-        params.on_progress = ProgressBars(options.region, notes=NOTES).tell
+        params.on_progress = ProgressBars(options.region, notes=NOTES).update
     params.callback_budget_s = 1.0 + options.pace  # the pace is kept by a callback
     is_quiet = options.json or options.prompt is not None
     view = LiveView(options.region, quiet=is_quiet)
@@ -66,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
     elif not to_stdout:
         print_report(summary, as_json=False)
     for loss in losses:
-        tell(loss)
+        print_message(loss)
     return 1 if summary["failed"] or losses else 0
 
 

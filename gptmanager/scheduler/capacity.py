@@ -97,7 +97,7 @@ class KvCapacityScheduler(CapacityScheduler):
         if cross is not None:
             able("cross_kv_cache_manager", cross, "get_num_free_blocks", "KvCacheManager")
         if adapters is not None:
-            able("peft_cache_manager", adapters, "determine_num_pages", "adapter cache")
+            able("peft_cache_manager", adapters, "determine_num_pages", "LoRA cache")
         self.two_step_lookahead = flag("two_step_lookahead", self.two_step_lookahead)
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:

@@ -14,7 +14,7 @@ from gptmanager.server.extras import load_extra
 from gptmanager.server.settings import ServerSettings
 from gptmanager.terminal.options import manager_options
 from gptmanager.terminal.progress import NOTES, ProgressBars
-from gptmanager.terminal.streams import tell
+from gptmanager.terminal.streams import print_message
 
 _FEW_CORES = 4
 
@@ -43,6 +43,6 @@ def main(options: argparse.Namespace) -> int:
         model = settings.model, settings.params, given.scheduler, given.model_type
         follow(*model, settings.max_beam_width)
         return 0
-    given.params.on_progress = ProgressBars(options.region, notes=NOTES).tell
-    load_extra("server", "gptmanager.server.serving").serve(settings, tell)
+    given.params.on_progress = ProgressBars(options.region, notes=NOTES).update
+    load_extra("server", "gptmanager.server.serving").serve(settings, print_message)
     return 0

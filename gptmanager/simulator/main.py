@@ -58,7 +58,7 @@ def main(options: argparse.Namespace) -> int:
     bars, figures = ProgressBars(options.region), {}
     for name, column in columns.items():
         path = _record_path(options.record, name) if len(columns) > 1 else options.record
-        on_progress = _teller(bars, printable(name), len(load.arrivals))
+        on_progress = _progress_of(bars, printable(name), len(load.arrivals))
         figures[name] = _simulate_one(column, load, cost, path, on_progress)
     bars.close()
     taken = time.perf_counter() - started
@@ -75,16 +75,16 @@ def _record_path(record: Path | None, name: str) -> Path | None:
     return record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
 
 
-def _teller(bars: ProgressBars, name: str, total: int) -> Callable[[int], None]:
+def _progress_of(bars: ProgressBars, name: str, total: int) -> Callable[[int], None]:
     """Return a callback for the number of requests that have ended since its last call."""
     ended = 0
 
-    def tell(more: int) -> None:
+    def update(more: int) -> None:
         nonlocal ended
         ended += more
-        bars.tell(name, ended, total)
+        bars.update(name, ended, total)
 
-    return tell
+    return update
 
 
 def _synthetic(options: argparse.Namespace) -> SyntheticLoad:

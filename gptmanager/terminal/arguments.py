@@ -1,4 +1,4 @@
-"""Types of arguments on the command line; argparse shows the errors that they raise."""
+"""Types for command-line arguments. argparse shows the errors that they raise."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _MAX_COUNT = 2**31 - 1
 
 
 def positive(text: str) -> int:
+    """Read a positive integer."""
     number = int(text[:20]) if text.isdecimal() else 0
     if number < 1:
         raise ArgumentTypeError(f"{text!r} is not a positive integer")
@@ -36,52 +37,52 @@ def threads(text: str) -> int:
 
 
 def span(text: str) -> tuple[int, int]:
-    """`16:256`, or one number for both ends."""
+    """Read a range like `16:256`, or one number for both ends."""
     low, _, high = text.partition(":")
     ends = (positive(low), positive(high or low))
     if ends[0] > ends[1]:
-        raise ArgumentTypeError(f"{text!r} does not rise")
+        raise ArgumentTypeError(f"{text!r} is not a range: {ends[0]} is above {ends[1]}")
     return ends
 
 
 def seconds(text: str) -> float:
-    return _number(text, "is not a time in seconds", lambda value: 0 <= value < 3600)
+    return _number(text, "is not a time in seconds below 3600", lambda value: 0 <= value < 3600)
 
 
 def minutes(text: str) -> float:
-    return _number(text, "is not a time in minutes", lambda value: 0 < value < 10000)
+    return _number(text, "is not a time in minutes above 0", lambda value: 0 < value < 10000)
 
 
 def rate(text: str) -> float:
     return _number(text, "is not a number above 0", lambda value: 0 < value < math.inf)
 
 
-def _number(text: str, told: str, is_right: Callable[[float], bool]) -> float:
+def _number(text: str, problem: str, is_valid: Callable[[float], bool]) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not is_right(value):
-        raise ArgumentTypeError(f"{text!r} {told}")
+    if not is_valid(value):
+        raise ArgumentTypeError(f"{text!r} {problem}")
     return value
 
 
 def words(text: str) -> tuple[str, ...]:
-    """`a,b`"""
+    """Read a list of words like `a,b`."""
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:
-        raise ArgumentTypeError(f"{text!r} names nothing")
+        raise ArgumentTypeError(f"{text!r} has no words")
     return found
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """`1,32`"""
+    """Read a list of positive integers like `1,32`."""
     return tuple(positive(word) for word in words(text))
 
 
 def device(text: str) -> str:
     if not DEVICE.fullmatch(text):
-        raise ArgumentTypeError(f"{text!r} is none of cpu, cuda, cuda:0 and so on, emulator")
+        raise ArgumentTypeError(f"{text!r} is not cpu, cuda, cuda:N or emulator")
     return text
 
 
@@ -99,7 +100,7 @@ def checkpoint(text: str) -> Path:
 
 
 def writable(text: str) -> Path:
-    """A file that may be there or not, in a folder that is there: told before anything slow."""
+    """Read the path of a file to write, so that a wrong path fails before slow work begins."""
     path = Path(text)
     if path.is_dir():
         raise ArgumentTypeError(f"{text!r} is a folder")
@@ -109,10 +110,12 @@ def writable(text: str) -> Path:
 
 
 def check_distinct(paths: dict[str, Path | None]) -> None:
-    """Option -> its file. ConfigError where one would be written over another."""
+    """Raise ConfigError if two options name the same file. `paths`: option -> its file."""
     seen: dict[Path, str] = {}
     for option, path in paths.items():
-        if path is None or (path.exists() and not path.is_file()):  # /dev/null takes any number
+        if path is None or (
+            path.exists() and not path.is_file()
+        ):  # several options may name /dev/null
             continue
         other = seen.setdefault(path.resolve(), option)
         if other != option:

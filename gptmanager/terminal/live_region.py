@@ -1,7 +1,7 @@
-"""`LiveRegion`: the last lines of a terminal, redrawn in place; what is written goes above them.
+"""`LiveRegion`: the last lines of a terminal, redrawn in place, below the written text.
 
-Decides what a terminal is, and that nothing which is written can steer it. rich draws; it is
-imported when there is something to draw. Knows nothing of what is drawn.
+Decides which streams are terminals, and removes control characters from written text. rich draws;
+it is imported with the first drawing.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 class LiveRegion:
-    """On `stream`. Where that is no terminal, nothing is drawn, and text is written as it is.
+    """A region of `stream` to draw in, and a stream itself, for log handlers in any thread.
 
-    Is a stream itself, for log handlers in any thread.
+    On other streams than terminals it draws nothing and writes text unchanged. `stream` None: it
+    neither draws nor writes.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
-        """`stream` None: one that is closed."""
         self._stream = stream or io.StringIO()
         self.can_draw = can_draw(self._stream)
         self._lock = threading.Lock()
         self._live: Live | None = None
 
     def write(self, text: str) -> None:
-        """Whole lines, made printable."""
+        """Write whole lines above the drawing, without control characters."""
         text = printable_lines(text)
         with _uninterrupted(), self._lock:
             if self._live is None:
@@ -48,27 +48,27 @@ class LiveRegion:
         self._stream.flush()
 
     def size(self) -> tuple[int, int]:
-        """Columns and lines of the terminal."""
+        """Return the columns and lines of the terminal."""
         try:
             size = os.get_terminal_size(self._stream.fileno())
         except OSError:
             return 80, 24
-        return size.columns or 80, size.lines or 24  # some pseudo-terminals say 0
+        return size.columns or 80, size.lines or 24  # some pseudo-terminals report 0
 
     def draw(self, drawing: RenderableType, above: Sequence[RenderableType] = ()) -> None:
-        """In place of the last drawing. What is `above` it stays."""
+        """Replace the last drawing. `above`: drawings to print above it, which stay."""
         from rich.console import Group
 
         with _uninterrupted(), self._lock:
             live = self._live = self._live or self._begin()
             live.console.size = self.size()
-            with live.console:  # one write, so that nothing flickers
+            with live.console:  # one write avoids flicker
                 for part in above:
                     live.console.print(part)
-                live.update(Group(drawing, ""), refresh=True)  # the cursor stands below
+                live.update(Group(drawing, ""), refresh=True)  # the cursor is below
 
     def clear(self) -> None:
-        """Nothing that was drawn stays, but what is above it."""
+        """Remove the drawing; the text above it stays."""
         with _uninterrupted(), self._lock:
             live, self._live = self._live, None
             if live is not None:
@@ -86,13 +86,13 @@ class LiveRegion:
             vertical_overflow="crop",
         )
         live.start()
-        live.console.show_cursor(True)  # a command that is killed must not leave it hidden
+        live.console.show_cursor(True)  # a killed command would leave it hidden
         return live
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits: in the midst of a drawing rich would lose track of what stands there."""
+    """Delay Ctrl-C: interrupted in a drawing, rich would lose track of the lines it has drawn."""
     caught: list[Any] = []
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -107,14 +107,14 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def can_draw(stream: TextIO) -> bool:
-    """Whether it is a terminal that moves its cursor."""
+    """Return whether a stream is a terminal with a movable cursor."""
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def console(stream: TextIO) -> Console:
-    """A console that takes texts as they are: no markup, no emoji codes, no highlighting.
+    """Return a console that prints text unchanged: no markup, no emoji codes, no highlighting.
 
-    Draws for a terminal, whatever `stream` is. No styles with NO_COLOR.
+    It draws as for a terminal on any `stream`, without styles if NO_COLOR is set.
     """
     from rich.console import Console
 

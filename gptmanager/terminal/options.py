@@ -1,4 +1,4 @@
-"""Options that several commands have, each defined once, and what they say of a manager."""
+"""Options that several commands share, and the manager's parameters they set."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in Model
 
 
 def add_parser(commands: Any, name: str, call: str, **texts: Any) -> argparse.ArgumentParser:
-    """Add a command below `commands`, which are of `add_subparsers`. `call` is the MODULE:NAME of
-    the function that runs it and returns its exit status: loaded then, not before. `texts`: help,
-    usage, description and epilog, shown as they are.
+    """Add a command to `commands`, the result of `add_subparsers`, and return its parser.
+
+    `call`: MODULE:NAME of the function that runs the command and returns its exit status; it is
+    only imported when the command runs. `texts`: help, usage, description and epilog, shown
+    unchanged.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
-    nothing = LiveRegion(None)  # draws nothing; who runs the command may put its own there
-    parser.set_defaults(command=call, parser=parser, region=nothing)
+    region = LiveRegion(None)  # draws nothing; the caller of a command may set another
+    parser.set_defaults(command=call, parser=parser, region=region)
     return parser
 
 
@@ -53,8 +55,8 @@ def add_verbose(parser: Any, log_of: str) -> None:
 
 def add_device(parser: Any, **more: Any) -> None:
     default = more.get("default", "cpu")
-    told = f"cpu, cuda, cuda:1, or emulator (default {default})"
-    parser.add_argument("--device", metavar="NAME", help=told, **more)
+    text = f"cpu, cuda, cuda:1, or emulator (default {default})"
+    parser.add_argument("--device", metavar="NAME", help=text, **more)
 
 
 def add_dtype(parser: Any, default: str, *more: str) -> None:
@@ -67,17 +69,22 @@ def add_scheduler(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def add_manager_options(parser: argparse.ArgumentParser) -> None:
-    """The options of a manager, the same for every command that starts one."""
+    """Add the options of a manager, for every command that starts one."""
     group = parser.add_argument_group("manager")
     add = group.add_argument
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
     add("--max-batch-size", default=256, help="requests (default %(default)s)", **number)
-    add("--max-num-tokens", default=8192, help="an iteration (default %(default)s)", **number)
-    add("--max-seq-len", help="tokens of a request (default: the checkpoint's)", **number)
-    add("--kv-cache-tokens", help="size of the KV cache (default: by free memory)", **number)
+    add(
+        "--max-num-tokens",
+        default=8192,
+        help="tokens per iteration (default %(default)s)",
+        **number,
+    )
+    add("--max-seq-len", help="tokens per request (default: the checkpoint's)", **number)
+    add("--kv-cache-tokens", help="size of the KV cache (default: set by free memory)", **number)
     add("--kv-cache-dtype", choices=("fp8",), help="(default: the model's)")
-    add("--tokens-per-block", default=64, help="of the KV cache (default %(default)s)", **number)
-    add("--chunked-context", action="store_true", help="cut long contexts in chunks")
+    add("--tokens-per-block", default=64, help="per KV cache block (default %(default)s)", **number)
+    add("--chunked-context", action="store_true", help="compute long contexts in chunks")
     default = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT.name.lower()
     add("--policy", choices=POLICIES, default=default, help="(default %(default)s)")
     schemes = list(_BATCHING)
@@ -85,17 +92,17 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add("--overlap", action="store_true", help="two micro batches of different requests in flight")
     add_device(group)
     add_dtype(group, "the checkpoint's", "float64")
-    add("--weights-dtype", choices=("int8",), help="8 bits on the CPU (default: as --dtype)")
-    add("--deterministic", action="store_true", help="bitwise the same in any batch")
+    add("--weights-dtype", choices=("int8",), help="8 bits, on the CPU (default: as --dtype)")
+    add("--deterministic", action="store_true", help="bitwise equal results in any batch")
     add("--tensor-parallel-size", help="ranks that share each layer, under torchrun", **number)
-    add("--pipeline-parallel-size", help="stages that share the layers, likewise", **number)
-    add("--seed", type=int, default=0, metavar="N", help="of requests without one (default 0)")
+    add("--pipeline-parallel-size", help="stages that share the layers, under torchrun", **number)
+    add("--seed", type=int, default=0, metavar="N", help="seed of requests without one (default 0)")
     add("--threads", type=threads, metavar="N", help="CPU threads (default: torch's choice)")
     add_verbose(group, "manager")
 
 
 class ManagerOptions(NamedTuple):
-    """The values of the options that `add_manager_options` adds."""
+    """A manager's parameters, from the options of `add_manager_options`."""
 
     model_type: ModelType
     scheduler: SchedulerConfig

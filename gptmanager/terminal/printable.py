@@ -1,4 +1,4 @@
-"""Texts from anywhere, as a terminal and a page may show them."""
+"""Make text from any source safe to show on a terminal or a page."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import unicodedata
 
 
 def printable(text: str) -> str:
-    """On one line, and without anything that could steer a terminal."""
-    return text if text.isprintable() else "".join(map(_shown, text))
+    """Return a text on one line, without control characters."""
+    return text if text.isprintable() else "".join(map(_replacement, text))
 
 
 def printable_lines(text: str) -> str:
-    """Make a text printable, like `printable`, but keep its line ends."""
+    """Return a text without control characters other than line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
-def _shown(character: str) -> str:
+def _replacement(character: str) -> str:
     if character == "\n":
         return "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
     if character.isprintable():
@@ -23,5 +23,5 @@ def _shown(character: str) -> str:
     category = unicodedata.category(character)
     if category == "Zs" or character == "\t":
         return " "
-    # formatting is invisible, but could turn the direction of what follows
+    # format characters are invisible, but could reverse the direction of the text after them
     return "" if category == "Cf" or character == "\r" else "\N{REPLACEMENT CHARACTER}"

@@ -1,4 +1,4 @@
-"""`ProgressBars`: how far work is, on terminals, and only for what takes long."""
+"""`ProgressBars`: the progress of slow work, on terminals."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gptmanager.terminal.printable import printable
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-PATIENCE_S = 1.0  # what takes longer shows a bar
-# what is said when work begins that takes long on the first start alone
-NOTES = {"kernels": "compiling kernels for this processor: once, for some seconds"}
+PATIENCE_S = 1.0  # work that takes longer gets a bar
+# notes when work begins that is slow on the first start only
+NOTES = {"kernels": "compiling kernels for this processor: once, for a few seconds"}
 _REFRESH_S = 0.1
 
 
 class ProgressBars:
-    """A bar in `region` for each kind of work that is told of, from `patience_s` seconds on.
+    """Draws a bar in `region` for each kind of work that lasts at least `patience_s` seconds.
 
-    Draws when it is told something, on the thread that tells it: nothing disturbs what is timed.
-    `wanted` True: where nothing can be drawn, a line when the work is done; False: never anything.
-    `notes`: kind of work -> a line that says what begins, on any stream.
+    Draws only in `update`, on the caller's thread, and so does not disturb measurements. `wanted`
+    True: without a terminal, a line when the work is done; False: no output at all. `notes`: kind
+    of work -> a line that announces it on any stream.
     """
 
     def __init__(
@@ -40,21 +40,21 @@ class ProgressBars:
         self._patience_s = patience_s
         self._wanted = wanted
         self._notes = notes
-        self._begun: dict[str, float] = {}  # kind of work -> when it was first told of
+        self._started: dict[str, float] = {}  # kind of work -> time of its first update
         self._bars: dict[str, TaskID] = {}
         self._progress: Progress | None = None
         self._drawn_at = 0.0
 
-    def tell(self, what: str, done: int, total: int, note: str = "") -> None:
-        """`done` of `total` is done of the work called `what`; its bar goes when all is."""
+    def update(self, what: str, done: int, total: int, note: str = "") -> None:
+        """Update the work called `what`: `done` of `total`. Its bar is removed when all is done."""
         if what in self._notes and done == 0 < total:
             self._region.write(self._notes[what] + "\n")
         if self._wanted is False or not (self._region.can_draw or self._wanted):
             return
         now = time.monotonic()
-        shows_at = self._begun.setdefault(what, now) + self._patience_s
+        shows_at = self._started.setdefault(what, now) + self._patience_s
         if done >= total:
-            del self._begun[what]
+            del self._started[what]
             self._end(what)
             if now >= shows_at and not self._region.can_draw:
                 self._region.write(f"{what}: {done} of {total}, {note}\n")
@@ -63,12 +63,12 @@ class ProgressBars:
             self._draw(what, done, total, note)
 
     def close(self) -> None:
-        """No bar stays."""
+        """Remove all bars."""
         for what in list(self._bars):
             self._end(what)
 
     def _draw(self, what: str, done: int, total: int, note: str) -> None:
-        progress = self._progress = self._progress or _made()
+        progress = self._progress = self._progress or _make_progress()
         if what not in self._bars:
             self._bars[what] = progress.add_task(printable(what), total=total, note="")
         progress.update(self._bars[what], completed=done, note=printable(note))
@@ -84,7 +84,7 @@ class ProgressBars:
                 self._region.clear()
 
 
-def _made() -> Progress:
+def _make_progress() -> Progress:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(

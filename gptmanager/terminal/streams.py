@@ -1,4 +1,4 @@
-"""The standard streams of a command: closed, full, or read by nobody."""
+"""The standard streams of a command, which may be closed, full, or a broken pipe."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from gptmanager.terminal.printable import printable_lines
 
 
 def open_closed_streams() -> None:
-    """`gptmanager ... >&-` leaves Python without a stream to write to."""
+    """Open the null device for closed streams: after `gptmanager ... >&-` sys.stdout is None."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
 
 
-def tell(text: str) -> None:
-    """A line on the standard error output."""
-    with contextlib.suppress(OSError):  # the exit status tells, too
+def print_message(text: str) -> None:
+    """Print a message of the command on the standard error output."""
+    with contextlib.suppress(OSError):  # the exit status also reports it
         print(printable_lines(f"gptmanager: {text}"), file=sys.stderr)
 
 
-def flushed(code: int) -> int:
-    """`code`, or 1 where what was printed has not arrived."""
+def flush_streams(code: int) -> int:
+    """Flush the streams and return `code`, or 1 if printed text could not be written."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError as error:
-            with contextlib.suppress(OSError, ValueError):  # or Python fails once more at its end
+            with contextlib.suppress(OSError, ValueError):  # else Python would fail again at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if stream is sys.stdout and not isinstance(error, BrokenPipeError):
-                tell(f"the standard output cannot be written: {error.strerror}")
+                print_message(f"the standard output cannot be written: {error.strerror}")
             code = code or 1
     return code

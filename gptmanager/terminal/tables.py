@@ -1,6 +1,6 @@
-"""Reports of lines and tables. rich lays tables out; texts are data, and nothing is cut off.
+"""Print reports of lines and tables, laid out by rich, without markup.
 
-A table is as wide as its cells. Where a terminal is narrower, it wraps the lines.
+A table is as wide as its cells; a narrower terminal wraps its lines.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gptmanager.terminal.live_region import can_draw
 from gptmanager.terminal.printable import printable, printable_lines
 
 Piece = str | Table
-_LOUD = ("WRONG", "FAILED", "MISSED")
-_ENDLESS = 1 << 20  # columns
+_HIGHLIGHTED = ("WRONG", "FAILED", "MISSED")
+_UNLIMITED = 1 << 20  # columns
 _NAMES = 26  # columns, so that short reports look like long ones
 
 
@@ -31,9 +31,10 @@ def table(
     left: Collection[int] = (0, -1),
     widths: Sequence[int] = (),
 ) -> Table:
-    """Figures to the right; to the `left` the columns that hold text, the last one is -1.
+    """Return a table. Columns are right-aligned, except those with an index in `left`.
 
-    `widths`: least widths in columns of the terminal, so that several tables line up.
+    `left`: indices of columns with text; -1 is the last. `widths`: minimum widths, so that several
+    tables line up.
     """
     drawn = Table(
         box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(head), header_style=""
@@ -52,7 +53,7 @@ def table(
 
 def lines(pieces: Iterable[Piece], *, styled: bool = False) -> list[str]:
     """Return the lines of a report as text for a file; `styled`: for a terminal."""
-    console = Console(width=_ENDLESS, color_system="standard" if styled else None)
+    console = Console(width=_UNLIMITED, color_system="standard" if styled else None)
     with console.capture() as capture:
         for piece in pieces:
             drawing = _text(printable_lines(piece)) if isinstance(piece, str) else piece
@@ -61,7 +62,7 @@ def lines(pieces: Iterable[Piece], *, styled: bool = False) -> list[str]:
 
 
 def show(pieces: Iterable[Piece]) -> None:
-    """On the standard output."""
+    """Print a report on the standard output."""
     styled = can_draw(sys.stdout) and not os.environ.get("NO_COLOR")
     print("\n".join(lines(pieces, styled=styled)))
 
@@ -69,17 +70,17 @@ def show(pieces: Iterable[Piece]) -> None:
 def print_report(
     report: Mapping[str, Any], pieces: Iterable[Piece] | None = None, *, as_json: bool
 ) -> None:
-    """`pieces`: what people see of it; None: a table of its names and values."""
+    """Print a report as JSON, or as `pieces`, by default a table of its names and values."""
     if as_json:
         print(orjson.dumps(report).decode())
         return
-    if pieces is None and sys.stdout.isatty():  # below the live view
+    if pieces is None and sys.stdout.isatty():  # to separate it from the live view
         print()
     show([report_table(report)] if pieces is None else pieces)
 
 
 def report_table(report: Mapping[str, Any]) -> Table:
-    """A name and a value a line; what has parts of its own follows, indented."""
+    """Return a table with a name and a value per line; nested values are indented."""
     return table(("", ""), _rows(report), widths=(_NAMES,))
 
 
@@ -88,7 +89,7 @@ def _rows(report: Mapping[str, Any], indent: str = "") -> Iterator[tuple[str, st
         label = indent + name.replace("_", " ").replace("kv", "KV").removesuffix(" ms")
         if name.endswith("_ms"):
             cuts = "  ".join(f"{cut} {number:9,.2f} ms" for cut, number in value.items())
-            yield label, cuts or "nothing to measure"
+            yield label, cuts or "not measured"
         elif isinstance(value, Mapping) and any(
             isinstance(inner, (list, dict)) for inner in value.values()
         ):
@@ -112,5 +113,5 @@ def _value(name: str, value: Any) -> str:
 
 def _text(text: str) -> Text:
     drawn = Text(text)
-    drawn.highlight_words(_LOUD, "bold red")
+    drawn.highlight_words(_HIGHLIGHTED, "bold red")
     return drawn

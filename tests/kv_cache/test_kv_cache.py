@@ -606,7 +606,7 @@ def test_a_cross_cache_counts_the_encoders_positions_once() -> None:
             {"sink_token_length": 8, "max_attention_window": 8},
             "sink_token_length = 8 must be less than max_attention_window = 8",
         ),
-        ({"enable_block_reuse": 1}, "enable_block_reuse = 1 is neither True nor False"),
+        ({"enable_block_reuse": 1}, "enable_block_reuse = 1 must be True or False"),
         ({"enable_partial_reuse": None}, "enable_partial_reuse = None is neither"),
         ({"copy_on_partial_reuse": "no"}, "copy_on_partial_reuse = 'no' is neither"),
         ({"cross": 0}, "cross = 0 is neither"),

@@ -292,7 +292,7 @@ def test_texts_are_data(terminal):
     view.leave(row(3, NASTY), "ERROR", NASTY, progress(), time.monotonic(), failed=True)
     view.draw([row(4, NASTY)], progress(done=1))
     region.write(f"WARNING {NASTY}\n")
-    ProgressBars(region, 0).tell(NASTY, 1, 2, "a note")
+    ProgressBars(region, 0).update(NASTY, 1, 2, "a note")
 
     # Then it stands there as it is, but for what steers: the screen knows no other codes
     assert shown.lines[1:3] == [
@@ -314,7 +314,7 @@ def test_bars_come_when_something_takes_long_and_go_when_it_is_done(terminal, mo
 
     def told(seconds, *what):
         now[0] = 100.0 + seconds
-        bars.tell(*what)
+        bars.update(*what)
         return shown.lines
 
     assert told(0, "weights", 0, 200) == []
@@ -336,7 +336,7 @@ def test_bars_on_a_pipe(wanted, told):
     pipe = io.StringIO()
     bars = ProgressBars(LiveRegion(pipe), 0, wanted=wanted)
     for done in range(3):
-        bars.tell("prompts", done, 2, "fast")
+        bars.update("prompts", done, 2, "fast")
     bars.close()
     assert pipe.getvalue() == told
 
@@ -344,7 +344,7 @@ def test_bars_on_a_pipe(wanted, told):
 def test_a_stream_that_is_closed_shows_nothing():
     region = LiveRegion(None)
     region.write("anything")
-    ProgressBars(region, 0).tell("work", 1, 2)
+    ProgressBars(region, 0).update("work", 1, 2)
     region.clear()
 
 
@@ -463,7 +463,7 @@ def test_a_report_has_aligned_numbers_with_their_units():
         "seconds                             7.811 s",
         "output tokens per second             44.8",
         "time to first token         p50      2.22 ms  p90  1,234.50 ms  p99      3.00 ms",
-        "queue                       nothing to measure",
+        "queue                       not measured",
         "max KV cache use                     12.5 %",
         "machine                     a quiet one",
         "versions                    torch 2.13, numpy 2",

@@ -571,7 +571,7 @@ def test_the_command_simulates_a_recording_and_records_each_run(tmp_path, capsys
     ("arguments", "error"),
     [
         (["--policies", "fastest"], "argument --policies: 'fastest' must be one of"),
-        (["--prompt-len", "9:3"], "argument --prompt-len: '9:3' does not rise"),
+        (["--prompt-len", "9:3"], "argument --prompt-len: '9:3' is not a range: 9 is above 3"),
         (["--num-requests", "0"], "argument --num-requests: '0' is not a positive integer"),
         (["--rate", "0"], "argument --rate: '0' is not a number above 0"),
         (["--rate", "inf"], "argument --rate: 'inf' is not a number above 0"),

@@ -386,10 +386,10 @@ def test_limits_are_checked(policy: Callable[..., CapacityScheduler]) -> None:
         ({"max_num_requests": 1.5}, "max_num_requests = 1.5 must be an integer of at least 1"),
         ({"max_num_requests": True}, "max_num_requests = True must be an integer of at least 1"),
         ({"kv_cache_manager": None}, "kv_cache_manager = None: MaxRequestsScheduler needs no"),
-        ({"kv_cache_manager": 100}, "kv_cache_manager = 100 is no KvCacheManager"),
-        ({"cross_kv_cache_manager": 7}, "cross_kv_cache_manager = 7 is no KvCacheManager"),
-        ({"peft_cache_manager": "on"}, "peft_cache_manager = 'on' is no adapter cache"),
-        ({"two_step_lookahead": 1}, "two_step_lookahead = 1 is neither True nor False"),
+        ({"kv_cache_manager": 100}, "kv_cache_manager = 100 must be a KvCacheManager"),
+        ({"cross_kv_cache_manager": 7}, "cross_kv_cache_manager = 7 must be a KvCacheManager"),
+        ({"peft_cache_manager": "on"}, "peft_cache_manager = 'on' must be a LoRA cache"),
+        ({"two_step_lookahead": 1}, "two_step_lookahead = 1 must be True or False"),
     ],
 )
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_arguments_of_single_policies_are_checked_by_name() -> None:
             MaxUtilizationScheduler(1, kv, **{name: 0.5})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="capacity_scheduler = None is no CapacityScheduler"):
         ReuseCredit(None, kv)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="kv_cache_manager = 5 is no KvCacheManager"):
+    with pytest.raises(ConfigError, match="kv_cache_manager = 5 must be a KvCacheManager"):
         ReuseCredit(MaxRequestsScheduler(1), 5)  # type: ignore[arg-type]
 
 

@@ -336,7 +336,7 @@ def test_shift_charges_the_end_of_a_context_less() -> None:
         ({"max_num_tokens": 2.5}, "max_num_tokens = 2.5 must be an integer of at least 1"),
         ({"max_context_length": True}, "max_context_length = True must be an integer of"),
         ({"context_chunking_policy": 1}, "context_chunking_policy = 1 is not a ContextChunkingP"),
-        ({"mixed_beam_widths": "yes"}, "mixed_beam_widths = 'yes' is neither True nor False"),
+        ({"mixed_beam_widths": "yes"}, "mixed_beam_widths = 'yes' must be True or False"),
         ({"draft_rule": "drop"}, "draft_rule = 'drop'"),
         ({"reuse_credit_rule": "none"}, "reuse_credit_rule = 'none'"),
         (

@@ -1,7 +1,7 @@
-"""`gptmanager bench e2e`: a whole model behind a manager, part by part, beside transformers.
+"""`gptmanager bench e2e`: a whole model behind a manager, part by part, next to transformers.
 
-Decides which parts run and in what order, what each runs and how good is good enough, what is left
-out when time runs short, and what becomes of a part that fails.
+Decides which parts run, in which order and with which goals, what is skipped when time is short,
+and how a failed part is reported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gptmanager.bench.end_to_end.dense_reference import compare, why_not
+from gptmanager.bench.end_to_end.dense_reference import compare_logits, unsupported_reason
 from gptmanager.bench.end_to_end.serving_parts import (
     compare_policies,
     time_load,
@@ -33,13 +33,13 @@ from gptmanager.config import OptionalParams, ProgressCallback
 from gptmanager.errors import ConfigError
 
 _LONG = ("saturated", "pressure")
-# what a manager does otherwise; run only where they are asked for
+# changes of a manager's parameters; run on request only
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "deterministic": {"deterministic": True},
     "no graphs": {"cuda_graphs": False},
 }
 _PEER_LIMIT_S = 60.0
-_STEP_GOAL, _LOAD_GOAL = 1.25, 1.43  # times the floor
+_STEP_GOAL, _LOAD_GOAL = 1.25, 1.43  # multiples of the floor
 _PEER_GOAL = 3.0
 
 
@@ -51,103 +51,102 @@ def bench_end_to_end(
     on_progress: ProgressCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """The report. ConfigError without a GPU, where `device` asks for one, and for unknown parts.
+    """Run the parts and return the report.
 
-    A part that fails is told and the others run. Interrupted, the report is of the parts until
-    then and has `interrupted`. `on_report` gets the report so far after each part: it is not lost
-    if the benchmark is killed. `on_start` gets the name of each part before it, its number from 0,
-    and how many there are; `on_progress`: as in OptionalParams, for each manager.
+    Raises ConfigError for unknown parts, and if `device` is a GPU and there is none. A part that
+    fails is reported, and the others run. After Ctrl-C the report has the parts so far and
+    `interrupted`. `on_report` is called with the report after each part, so that a killed benchmark
+    leaves one. `on_start` is called before each part with its name, its number from 0, and the
+    number of parts. `on_progress`: as in OptionalParams, for each manager.
     """
     for word in options.only:
         if word not in PARTS:
-            raise ConfigError(f"--only {word}: there is no such part; there are {', '.join(PARTS)}")
+            raise ConfigError(f"--only {word}: must be one of {', '.join(PARTS)}")
     if options.device not in ON_CPU:
         find_gpu("--device cpu runs a small model on the CPU")
     budget = Budget(options.minutes and 60 * options.minutes, clock)
     bench = Workbench(options, on_progress)
-    with _current(bench.device):
+    with _current_device(bench.device):
         report = header(options.command, bench.device)
         notes: list[str] = []
 
-        def told() -> dict[str, Any]:
+        def current_report() -> dict[str, Any]:
             return {**report, "seconds": round(budget.used, 1), "notes": notes}
 
         try:
             report |= bench.load(budget)
-            parts, names = Parts(bench, budget, notes), _names(bench)
+            parts, names = Parts(bench, budget, notes), _part_names(bench)
             for number, name in enumerate(names):
                 on_start(name, number, len(names))
                 report[name] = parts.run(name)
-                on_report(told())
+                on_report(current_report())
         except KeyboardInterrupt:
             report["interrupted"] = True
             notes.append("interrupted")
         finally:
             bench.close()
-        return told()
+        return current_report()
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Timers, the trace and what a card is asked are those of torch's current device."""
+def _current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` torch's current one: timers, traces and queries of the GPU refer to that."""
     if device.type != "cuda":
         return nullcontext()
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
-        raise ConfigError(f"device='{device}': there are {count} CUDA devices")
+        raise ConfigError(f"device='{device}' must be below cuda:{count}, the number of devices")
     current: AbstractContextManager[Any] = torch.cuda.device(device)
     return current
 
 
-def _names(bench: Workbench) -> list[str]:
-    """The parts that run, in their order."""
+def _part_names(bench: Workbench) -> list[str]:
+    """Return the names of the parts that run, in order."""
     options = bench.options
     names = [name for name in PARTS if not options.only or name in options.only]
     if options.quick and not options.only:
         names = [name for name in names if name not in _LONG]
     if not bench.scale.saturated:
         names = [name for name in names if name != "saturated"]
-    if options.ablations:  # before what takes long
+    if options.ablations:  # before the parts that take long
         names.insert(names.index("load") + 1 if "load" in names else len(names), "ablations")
     return names
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A method for each. `notes`: sentences about what was left out: of a part that takes several
-    pieces also those for which no time was left.
-    """
+    """One method per part. `notes` collects sentences about what was skipped or failed."""
 
     bench: Workbench
     budget: Budget
     notes: list[str]
 
     def run(self, name: str) -> Any:
-        """Run a part and return its figures. After a failure the next gets a new manager."""
+        """Run a part and return its figures. After a failure the next part gets a new manager."""
         if self.budget.is_spent:
             self.notes.append(f"{name}: no time left, skipped")
             return {"status": "skipped", "note": "no time left"}
         try:
             return getattr(self, name)()
-        except Exception as error:  # of whatever library a peer comes from
+        except Exception as error:  # peers raise errors of their own libraries
             text = (str(error).splitlines() or [""])[0]
             self.notes.append(f"{name}: failed: {text}")
             self.bench.close()
             return {"status": "failed", "note": f"{type(error).__name__}: {text}"}
 
     def check(self) -> dict[str, Any]:
-        why = why_not(self.bench.config)
-        if why or self.bench.weights is None:
-            return {"status": "skipped", "note": why or "no weights at hand"}
+        reason = unsupported_reason(self.bench.config)
+        if reason or self.bench.weights is None:
+            return {"status": "skipped", "note": reason or "the weights are not loaded"}
         vocab_size = self.bench.config["vocab_size"]
         lengths = [(5, 5), (17, 17), (40, 40), (63, 63)]
         requests = [
             (uniform_requests(1, length, (1, 1), vocab_size)[0][0], 16) for length in lengths
         ]
-        session = self.bench.stage().session
-        return compare(session, self.bench.config, self.bench.weights, requests)
+        session = self.bench.running().session
+        return compare_logits(session, self.bench.config, self.bench.weights, requests)
 
     def steps(self) -> list[dict[str, Any]]:
-        stage, rows = self.bench.stage(), []
+        running, rows = self.bench.running(), []
         quick = self.bench.options.quick
         steps = self.bench.scale.steps // 4 if quick else self.bench.scale.steps
         contexts = self.bench.scale.contexts[:1] if quick else self.bench.scale.contexts
@@ -159,21 +158,24 @@ class Parts:
                 continue
             has_goal = self.bench.is_goal_shape and context == 1024
             goal = _STEP_GOAL if has_goal else None
-            rows.append(time_steps(stage, batch, context, steps, goal))
-        if stage.trace is not None and not self.budget.is_spent:
-            trace = trace_steps(stage, max(self.bench.scale.batches), contexts[0], 4 * steps)
+            rows.append(time_steps(running, batch, context, steps, goal))
+        if running.trace is not None and not self.budget.is_spent:
+            trace = trace_steps(running, max(self.bench.scale.batches), contexts[0], 4 * steps)
             rows.append({"trace": trace})
         return rows
 
     def load(self) -> list[dict[str, Any]]:
-        stage, goal = self.bench.stage(), _LOAD_GOAL if self.bench.is_goal_shape else None
-        rows = [time_load(stage, self.bench.requests, goal=goal)]
+        running, goal = self.bench.running(), _LOAD_GOAL if self.bench.is_goal_shape else None
+        rows = [time_load(running, self.bench.requests, goal=goal)]
         if not self.bench.options.quick and not self.budget.is_spent:
-            rows.append(time_load(stage, self.bench.requests, streaming=True))
+            rows.append(time_load(running, self.bench.requests, streaming=True))
         return rows
 
     def ablations(self) -> list[dict[str, Any]]:
-        """The load, and steps of the smallest and the largest batch, plain and each other way."""
+        """Time the load, and steps of the smallest and the largest batch, for each ablation.
+
+        The first row, "plain", has none.
+        """
         rows = [self._ablated("plain", {})]
         rows += [self._ablated(name, ABLATIONS[name]) for name in self.bench.options.ablations]
         for row in rows:
@@ -182,27 +184,28 @@ class Parts:
         return rows
 
     def _ablated(self, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """In a manager of its own."""
+        """Time one ablation in a new manager."""
         self.bench.close()
         try:
             self.bench.changes = changes
-            stage, context = self.bench.stage(), self.bench.scale.contexts[0]
+            running, context = self.bench.running(), self.bench.scale.contexts[0]
             batches = sorted({min(self.bench.scale.batches), max(self.bench.scale.batches)})
             steps = [
-                time_steps(stage, batch, context, self.bench.scale.steps // 4) for batch in batches
+                time_steps(running, batch, context, self.bench.scale.steps // 4)
+                for batch in batches
             ]
-            return {"name": name, **time_load(stage, self.bench.requests), "steps": steps}
+            return {"name": name, **time_load(running, self.bench.requests), "steps": steps}
         finally:
             self.bench.changes = {}
             self.bench.close()
 
     def transformers(self) -> dict[str, Any]:
-        """Both on the same of the requests, and each alone on the device."""
+        """Run some of the requests through both engines, each alone on the device."""
         if find_spec("transformers") is None:
             self.notes.append("transformers: not installed: skipped")
             return {"status": "skipped", "note": "not installed"}
         requests = self.bench.requests[: self.bench.scale.peer_requests]
-        ours = max(self.bench.stage().session.run(requests).tokens_per_second for _ in range(2))
+        ours = max(self.bench.running().session.run(requests).tokens_per_second for _ in range(2))
         self.bench.close()
         params = OptionalParams(dtype=self.bench.dtype)
         row: dict[str, Any] = {"requests": len(requests), "gptmanager": round(ours, 1)}
@@ -211,7 +214,7 @@ class Parts:
             theirs = engine.run(requests, _PEER_LIMIT_S).tokens_per_second
         except TooSlow as error:
             theirs = sum(new_tokens for _, new_tokens in requests) / _PEER_LIMIT_S
-            row["note"] = f"{error}: at most this fast"
+            row["note"] = f"{error}: this rate is an upper bound"
         ratio = ours / theirs
         goal = {"text": f">= {_PEER_GOAL:g} x", "met": ratio >= _PEER_GOAL}
         return {
@@ -223,26 +226,26 @@ class Parts:
         }
 
     def saturated(self) -> list[dict[str, Any]]:
-        """Loads that fill the KV cache, in batches as large as it allows."""
+        """Time loads that fill the KV cache, in batches as large as it allows."""
         rows: list[dict[str, Any]] = []
         self.bench.close()
-        stage = (
-            self.bench.stage(2 * self.bench.scale.max_batch_size)
+        running = (
+            self.bench.running(2 * self.bench.scale.max_batch_size)
             if self.bench.scale.saturated
             else None
         )
         for prompt, new_tokens, count in self.bench.scale.saturated:
             name = f"{prompt}/{new_tokens}"
-            if stage is None or self.budget.is_spent:
+            if running is None or self.budget.is_spent:
                 self.notes.append(f"saturated {name}: no time left, skipped")
                 continue
             lengths = (prompt, prompt), (new_tokens, new_tokens)
             requests = uniform_requests(count, *lengths, self.bench.config["vocab_size"])
-            rows.append({"name": name, **time_load(stage, requests)})
+            rows.append({"name": name, **time_load(running, requests)})
         return rows
 
     def pressure(self) -> dict[str, Any]:
-        """Each policy in a manager of its own."""
+        """Compare capacity scheduler policies, each in a new manager."""
         self.bench.close()
         params = self.bench.params(self.bench.scale.max_batch_size)
         vocab_size = self.bench.config["vocab_size"]

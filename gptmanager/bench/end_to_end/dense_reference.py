@@ -1,7 +1,7 @@
-"""A Llama in plain torch, without a cache: what a manager's logits are compared with.
+"""A Llama in plain torch, without a KV cache: the reference for a manager's logits.
 
-Products are in the weights' dtype, norms, rotation and softmax in float32. It knows plain rotation
-only, and nothing of families, pages and batches.
+Matmuls are in the weights' dtype; norms, RoPE and softmax in float32. Supports Llama with unscaled
+RoPE, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from gptmanager.bench.engine import Session
 from gptmanager.bench.kernels.cases import largest_error
 from gptmanager.bench.load import Request
 
-# of the largest logit of a position, by what the layers round to
+# as a share of the largest logit of a position, by the dtype of the layers
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
-def why_not(config: Mapping[str, Any]) -> str:
-    """Return what this reference does not support of a config; "" if it supports all."""
+def unsupported_reason(config: Mapping[str, Any]) -> str:
+    """Return why this reference does not support a config; "" if it does."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if config.get("model_type") != "llama" or kind != "default":
-        return f"no reference for {config.get('model_type')} with {kind} rotation"
+        return f"no reference for {config.get('model_type')} with RoPE of type {kind}"
     if config.get("attention_bias") or config.get("mlp_bias"):
         return "no reference for biases"
     return ""
@@ -36,7 +36,7 @@ def why_not(config: Mapping[str, Any]) -> str:
 def dense_logits(
     config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: Sequence[int]
 ) -> Tensor:
-    """Float32 `[T, vocab]` of one sequence; weights by Hugging Face's names."""
+    """Return float32 logits `[T, vocab]` of one sequence; weights by Hugging Face's names."""
     eps = config.get("rms_norm_eps", 1e-6)
     x = weights["model.embed_tokens.weight"][
         torch.tensor(tokens).to(weights["model.norm.weight"].device)
@@ -53,15 +53,16 @@ def dense_logits(
     return F.linear(_norm(x, weights["model.norm.weight"], eps), weights[head]).float()
 
 
-def compare(
+def compare_logits(
     session: Session,
     config: Mapping[str, Any],
     weights: Mapping[str, Tensor],
     requests: Sequence[Request],
 ) -> dict[str, Any]:
-    """A manager's logits, token by token, and whether the reference would take its tokens.
+    """Compare a manager's logits with the reference's, token by token.
 
-    Near-ties may go either way, so that logits decide, and tokens are told only.
+    Logits decide whether the result is correct. The share of equal tokens is only reported, because
+    rounding may decide between near-ties.
     """
     worst, same, total = 0.0, 0, 0
     results = session.results(requests, return_generation_logits=True)

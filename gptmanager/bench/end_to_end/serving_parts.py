@@ -1,7 +1,7 @@
 """The parts of the end-to-end benchmark: generation steps, loads, policies under pressure.
 
-Knows managers by their public interface alone. Figures stand beside the floors of the measured
-ceilings where the model is one that floors are known of.
+Managers are used through their public interface only. Figures are compared with floors, which
+follow from the measured ceilings, if the model is of a family with known floors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gptmanager.bench.end_to_end.device_trace import Ran, idle_share, split
+from gptmanager.bench.end_to_end.device_trace import DeviceEvent, idle_share, split_by_kind
 from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import Request, Source, uniform_requests
 from gptmanager.bench.roofline import Ceilings, ModelShape
@@ -25,16 +25,19 @@ from gptmanager.callbacks import RequestQueue
 from gptmanager.config import CapacitySchedulerPolicy, OptionalParams, SchedulerConfig
 from gptmanager.request.inference_request import NamedTensor, SendResponseCallback
 
-_SETTLING = 4  # steps of a batch that are not counted
+_SETTLING = 4  # first steps of a batch, which are not counted
 _TRACE_S = 0.25
-_START_S = 60.0  # until a batch generates, at most
+_START_S = 60.0  # limit until a batch generates
 _PRESSURE_GOAL = 0.95
 _POLICIES = (CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.MAX_UTILIZATION)
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
-    """A manager at work, and what its figures are compared with. `trace`: None: no GPU."""
+class RunningManager:
+    """A started manager, its limits, and the rates its figures are compared with.
+
+    `trace`: traces the GPU for the given seconds; None without a GPU.
+    """
 
     session: Session
     log: IterationLog
@@ -43,13 +46,15 @@ class Stage:
     max_batch_size: int
     ceilings: Ceilings
     shape: ModelShape | None
-    trace: Callable[[float], Sequence[Ran]] | None = None
+    trace: Callable[[float], Sequence[DeviceEvent]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """`requests` of `prompt_len` tokens that may get `max_new_tokens` and end after `ends`, both
-    ends of the range included, over a KV cache of `kv_cache_tokens`.
+    """A load that ends early: `requests` of `prompt_len` tokens over `kv_cache_tokens` of KV cache.
+
+    Each may generate `max_new_tokens`, but is cancelled after a number drawn from `ends`, both ends
+    included.
     """
 
     requests: int
@@ -60,22 +65,26 @@ class Pressure:
 
 
 def time_steps(
-    stage: Stage, batch_size: int, context: int, num_steps: int, goal: float | None = None
+    running: RunningManager,
+    batch_size: int,
+    context: int,
+    num_steps: int,
+    goal: float | None = None,
 ) -> dict[str, Any]:
-    """Generation steps of a batch, of about `context` tokens each, by the clock of the host.
+    """Time generation steps of a batch with about `context` tokens per sequence, on the host.
 
-    `goal`: at most so many times the floor. A batch that the KV cache cannot hold is left out.
+    `goal`: the allowed multiple of the floor. A batch that the KV cache cannot hold is skipped.
     """
-    requests = _same_length(stage, batch_size, context, num_steps)
-    why = _does_not_fit(stage, requests)
-    if why:
-        return {"batch": batch_size, "context": context, "status": "skipped", "note": why}
-    start = len(stage.log)
-    stage.session.results(requests)
-    seconds = stage.log.step_seconds(batch_size, start)[_SETTLING:]
+    requests = _requests_of_one_length(running, batch_size, context, num_steps)
+    reason = _reason_not_to_fit(running, requests)
+    if reason:
+        return {"batch": batch_size, "context": context, "status": "skipped", "note": reason}
+    start = len(running.log)
+    running.session.results(requests)
+    seconds = running.log.step_seconds(batch_size, start)[_SETTLING:]
     row: dict[str, Any] = {"batch": batch_size, "context": context}
     if not seconds:
-        return {**row, "status": "failed", "note": "the batch never ran as a whole"}
+        return {**row, "status": "failed", "note": "the batch never ran at its full size"}
     spread = Spread.of(seconds)
     row |= {
         "status": "ok",
@@ -85,23 +94,23 @@ def time_steps(
         "steps": spread.rounds,
         "tokens_per_second": round(batch_size / spread.median, 1),
     }
-    if stage.shape is not None:
-        floor = stage.shape.step_s(stage.ceilings, batch_size, context)
+    if running.shape is not None:
+        floor = running.shape.step_s(running.ceilings, batch_size, context)
         row |= {"floor_ms": round(floor * 1e3, 4), **_ratio(spread.median / floor, goal)}
     return row
 
 
 def _ratio(times: float, goal: float | None) -> dict[str, Any]:
-    """A figure as a multiple of its floor, which the same run has measured, and its goal."""
+    """Return the fields for a figure as a multiple of its floor, and whether it meets the goal."""
     row: dict[str, Any] = {"times_floor": round(times, 3)}
     if goal is not None:
         row["goal"] = {"text": f"<= {goal:g} x floor", "met": times <= goal}
     return row
 
 
-def _does_not_fit(stage: Stage, requests: Sequence[Request]) -> str:
-    """Why the KV cache cannot hold all of these at once; empty: it can."""
-    last = stage.log.last()
+def _reason_not_to_fit(running: RunningManager, requests: Sequence[Request]) -> str:
+    """Return why the KV cache cannot hold all requests at once; "" if it can."""
+    last = running.log.last()
     if last is None:
         return ""
     block = last["Tokens per KV cache block"]
@@ -111,38 +120,41 @@ def _does_not_fit(stage: Stage, requests: Sequence[Request]) -> str:
     return f"needs {needed} blocks of the KV cache, which has {last['Max KV cache blocks']}"
 
 
-def trace_steps(stage: Stage, batch_size: int, context: int, num_steps: int) -> dict[str, Any]:
-    """In how much of such a step the device waits for the host. Other steps than those timed: a
-    profiler looks on.
+def trace_steps(
+    running: RunningManager, batch_size: int, context: int, num_steps: int
+) -> dict[str, Any]:
+    """Measure for which share of a step the device waits for the host.
+
+    The traced steps are not the timed ones, because the profiler slows them down.
     """
-    if stage.trace is None:
-        return {"status": "skipped", "note": "no GPU to watch"}
-    requests = _same_length(stage, batch_size, context, num_steps)
-    why = _does_not_fit(stage, requests)
-    if why:
-        return {"status": "skipped", "note": why}
+    if running.trace is None:
+        return {"status": "skipped", "note": "no GPU to trace"}
+    requests = _requests_of_one_length(running, batch_size, context, num_steps)
+    reason = _reason_not_to_fit(running, requests)
+    if reason:
+        return {"status": "skipped", "note": reason}
     try:
-        stage.trace(0.0)  # its first use takes seconds
+        running.trace(0.0)  # the first trace takes seconds to start
     except RuntimeError as error:
         return {"status": "failed", "note": f"no trace: {error}"}
-    start = len(stage.log)
-    generations = stage.session.start(requests)
+    start = len(running.log)
+    generations = running.session.start(requests)
     deadline = time.monotonic() + _START_S
-    while len(stage.log.step_seconds(batch_size, start)) < _SETTLING:
+    while len(running.log.step_seconds(batch_size, start)) < _SETTLING:
         if time.monotonic() > deadline or all(own.done() for own in generations):
             break
         time.sleep(0.02)
     try:
-        ran = stage.trace(_TRACE_S)
-        idle, waited = idle_share([(it.begin, it.end) for it in ran])
+        events = running.trace(_TRACE_S)
+        idle, waited = idle_share([(it.begin, it.end) for it in events])
     except (RuntimeError, ValueError) as error:
         return {"status": "failed", "note": f"no trace: {error}"}
     finally:
         for generation in generations:
             generation.result()
-    seconds = stage.log.step_seconds(batch_size, start)[_SETTLING:]
+    seconds = running.log.step_seconds(batch_size, start)[_SETTLING:]
     if not seconds:
-        return {"status": "failed", "note": "the batch never ran as a whole"}
+        return {"status": "failed", "note": "the batch never ran at its full size"}
     step_ms = statistics.median(seconds) * 1e3
     exposed = waited * step_ms
     return {
@@ -151,20 +163,26 @@ def trace_steps(stage: Stage, batch_size: int, context: int, num_steps: int) -> 
         "context": context,
         "busy_share": round(1 - idle, 4),
         "exposed_host_ms": round(exposed, 4),
-        "split_ms": {kind: round(share * step_ms, 4) for kind, share in split(ran).items()},
+        "split_ms": {
+            kind: round(share * step_ms, 4) for kind, share in split_by_kind(events).items()
+        },
         "goal": {"text": "<= 0.3 ms", "met": exposed <= 0.3},
     }
 
 
 def time_load(
-    stage: Stage, requests: Sequence[Request], *, streaming: bool = False, goal: float | None = None
+    running: RunningManager,
+    requests: Sequence[Request],
+    *,
+    streaming: bool = False,
+    goal: float | None = None,
 ) -> dict[str, Any]:
-    """All requests at once, from the first submit to the last final response.
+    """Time all requests at once, from the first submit to the last final response.
 
-    `goal`: at most so many times the floor.
+    `goal`: the allowed multiple of the floor.
     """
-    stage.log.restart()
-    figures = stage.session.run(requests, is_streaming=streaming)
+    running.log.restart()
+    figures = running.session.run(requests, is_streaming=streaming)
     tokens_in = sum(len(prompt) for prompt, _ in requests)
     tokens_out = sum(map(len, figures.outputs))
     speed = tokens_out / figures.seconds
@@ -178,15 +196,15 @@ def time_load(
         "output_tokens_per_second": round(speed, 1),
         "total_tokens_per_second": round((tokens_in + tokens_out) / figures.seconds, 1),
         "requests_per_second": round(len(requests) / figures.seconds, 2),
-        **stage.log.counts(),
+        **running.log.counts(),
         **figures.latencies,
     }
-    host_ms = stage.log.host_milliseconds()
-    if stage.trace is not None and host_ms is not None:  # on a CPU it would be the model's
+    host_ms = running.log.host_milliseconds()
+    if running.trace is not None and host_ms is not None:  # on a CPU this would be the model's time
         row["host_ms_per_iteration"] = round(host_ms, 3)
-    if stage.shape is not None:
+    if running.shape is not None:
         lengths = [(len(prompt), new_tokens) for prompt, new_tokens in requests]
-        floor = stage.shape.load_s(stage.ceilings, lengths, stage.max_batch_size)
+        floor = running.shape.load_s(running.ceilings, lengths, running.max_batch_size)
         row |= {
             "floor_s": round(floor, 3),
             "share_of_roofline": round(floor / figures.seconds, 4),
@@ -198,17 +216,17 @@ def time_load(
 def compare_policies(
     source: Source, params: OptionalParams, pressure: Pressure, vocab_size: int
 ) -> dict[str, Any]:
-    """Output tokens a second under both, each in a manager of its own, and the ratio.
+    """Return output tokens per second under both policies, each in a new manager, and the ratio.
 
-    Requests may get long and end early, as those of people do: GUARANTEED_NO_EVICT keeps room for
-    what never comes, MAX_UTILIZATION takes more at a time and pauses some.
+    Requests end before their limit, as in real traffic: GUARANTEED_NO_EVICT reserves memory for
+    tokens that are never generated, MAX_UTILIZATION runs more requests at once and pauses some.
     """
     lengths = (pressure.prompt_len,) * 2
     requests = uniform_requests(
         pressure.requests, lengths, (pressure.max_new_tokens,) * 2, vocab_size
     )
-    chance = random.Random(1)
-    ends = [chance.randint(*pressure.ends) for _ in requests]
+    generator = random.Random(1)
+    ends = [generator.randint(*pressure.ends) for _ in requests]
     cache = replace(params.kv_cache_config, max_tokens=pressure.kv_cache_tokens)
     params = replace(params, kv_cache_config=cache)
     rows = {
@@ -254,7 +272,9 @@ def _run_policy(
 
 
 def _ending_early(queue: RequestQueue, lengths: Sequence[int]) -> SendResponseCallback:
-    """A SendResponse callback before a queue: a request is stopped once it has its tokens."""
+    """Return a SendResponse callback that passes responses to `queue` and cancels each request
+    once it has generated its number of tokens.
+    """
     left = dict(enumerate(lengths))
 
     def send(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
@@ -271,12 +291,14 @@ def _ending_early(queue: RequestQueue, lengths: Sequence[int]) -> SendResponseCa
     return send
 
 
-def _same_length(stage: Stage, batch_size: int, context: int, num_steps: int) -> list[Request]:
-    """Requests that all generate at once for `num_steps` steps, around `context` tokens each."""
-    per_iteration = max(1, stage.max_num_tokens // context)
-    filling = -(-batch_size // per_iteration) + _SETTLING  # iterations until the last one generates
+def _requests_of_one_length(
+    running: RunningManager, batch_size: int, context: int, num_steps: int
+) -> list[Request]:
+    """Return requests that all generate for `num_steps` steps, at about `context` tokens."""
+    per_iteration = max(1, running.max_num_tokens // context)
+    filling = -(-batch_size // per_iteration) + _SETTLING  # iterations until all requests generate
     new_tokens = num_steps + filling + 1
     length = max(1, context - filling - num_steps // 2)
     generator = torch.Generator().manual_seed(batch_size)
-    prompts = torch.randint(0, stage.vocab_size, (batch_size, length), generator=generator)
+    prompts = torch.randint(0, running.vocab_size, (batch_size, length), generator=generator)
     return [(prompt, new_tokens) for prompt in prompts.tolist()]

@@ -1,7 +1,7 @@
-"""`Workbench`: what the end-to-end benchmark stands on: device, model, and a manager at work.
+"""`Workbench`: the device, the model and the running manager of the end-to-end benchmark.
 
-Decides which model, of which dtype, with which parameters managers are made, and how large the
-benchmark is: one size for a large GPU, one for a CPU.
+Chooses the model, its dtype and the managers' parameters, and the scale of the benchmark: one for a
+large GPU, one for a CPU.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptmanager.bench.end_to_end.dense_reference import why_not
-from gptmanager.bench.end_to_end.device_trace import watch
-from gptmanager.bench.end_to_end.serving_parts import Pressure, Stage
+from gptmanager.bench.end_to_end.dense_reference import unsupported_reason
+from gptmanager.bench.end_to_end.device_trace import trace_device
+from gptmanager.bench.end_to_end.serving_parts import Pressure, RunningManager
 from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import (
     LLAMA_8B,
@@ -34,14 +34,16 @@ from gptmanager.bench.timing import Budget, ClockTimer, DeviceTimer
 from gptmanager.config import KvCacheConfig, OptionalParams, ProgressCallback
 
 ON_CPU = ("cpu", "emulator")
-_OF_MODEL = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+_MODEL_FIELDS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 SATURATED = ((128, 128, 4096), (1000, 1000, 512), (2048, 128, 768))  # in, out, requests
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Lengths in tokens. Steps are timed at all `batches` with the first of `contexts`; with the
-    others at all but the largest.
+    """The size of the benchmark, lengths in tokens.
+
+    Steps are timed at all `batches` with the first of `contexts`, and at all but the largest with
+    the others.
     """
 
     requests: int
@@ -54,7 +56,7 @@ class Scale:
     max_num_tokens: int
     max_seq_len: int
     copy_bytes: int
-    product_width: int
+    matmul_width: int
     pressure: Pressure
     saturated: tuple[tuple[int, int, int], ...] = ()
     kv_cache_tokens: int | None = None
@@ -68,14 +70,16 @@ CPU_SCALE = Scale(16, (16, 128), (1, 8), (128,), 16, 16, 64, 1024, 1024, 64 << 2
 
 @dataclass(frozen=True, slots=True)
 class EndToEndOptions:
-    """`device`: as in OptionalParams. `dtype` None: the checkpoint's, or of random weights bfloat16
-    on a GPU, float32 on a CPU. `run_ahead` None: the device's. `ablations`: names of
-    `end_to_end.ABLATIONS`.
+    """The options of `bench_end_to_end`.
+
+    `device`: as in OptionalParams. `dtype` None: the checkpoint's; for random weights bfloat16 on a
+    GPU, float32 on a CPU. `run_ahead` None: the device's default. `ablations`: keys of
+    `benchmark.ABLATIONS`.
     """
 
     device: str = "cuda"
     model: Path | None = None
-    scale: Scale | None = None  # None: the device's
+    scale: Scale | None = None  # None: the device's default
     only: tuple[str, ...] = ()
     dtype: str | None = None
     run_ahead: int | None = None
@@ -87,11 +91,14 @@ class EndToEndOptions:
 
 
 class Workbench:
-    """`load` before anything else. `on_progress`: as in OptionalParams, for each manager."""
+    """Loads a model once and starts managers for it. Call `load` first.
 
-    source: Source  # what a manager loads
+    `on_progress`: as in OptionalParams, for each manager.
+    """
+
+    source: Source  # for managers
     config: dict[str, Any]
-    weights: Mapping[str, Tensor] | None  # for the reference, where it knows the model
+    weights: Mapping[str, Tensor] | None  # for the reference, if it supports the model
     ceilings: Ceilings
     shape: ModelShape | None
 
@@ -101,27 +108,30 @@ class Workbench:
         self.options = options
         self.device = torch.device("cpu" if options.device in ON_CPU else options.device)
         self.scale = options.scale or (CPU_SCALE if self.device.type == "cpu" else GPU_SCALE)
-        self.managers: list[dict[str, Any]] = []  # what each took to be made
-        self.changes: Mapping[str, Any] = {}  # of a manager's parameters
+        self.startups: list[dict[str, Any]] = []  # sizes and start times of all managers
+        self.changes: Mapping[str, Any] = {}  # overrides of a manager's parameters
         self._on_progress = on_progress
         self._session: Session | None = None
         self._log = IterationLog()
 
     def load(self, budget: Budget) -> dict[str, Any]:
-        """Model and ceilings, and what a report tells of them. `budget`: its clock is read."""
+        """Load the model, measure the ceilings and return the report's fields on both.
+
+        `budget` serves as the clock.
+        """
         started = budget.used
         self.source, self.config, self.weights = self._model()
         weights_s = budget.used - started
         dtype = self.weights["model.norm.weight"].dtype if self.weights else torch.float32
         timer = ClockTimer() if self.device.type == "cpu" else DeviceTimer()
-        sizes = (self.scale.copy_bytes, self.scale.product_width)
+        sizes = (self.scale.copy_bytes, self.scale.matmul_width)
         self.ceilings = measure_ceilings(timer, self.device, dtype, *sizes)
         kv_itemsize = 4 if self.options.device == "cpu" else dtype.itemsize
         self.shape = ModelShape.of(self.config, dtype.itemsize, kv_itemsize)
         return {
-            "construction": {"weights_s": round(weights_s, 1), "managers": self.managers},
+            "construction": {"weights_s": round(weights_s, 1), "managers": self.startups},
             "model": {
-                **{name: self.config.get(name) for name in _OF_MODEL},
+                **{name: self.config.get(name) for name in _MODEL_FIELDS},
                 "dtype": str(dtype).removeprefix("torch."),
                 "weights": str(self.options.model or "random"),
             },
@@ -129,8 +139,8 @@ class Workbench:
             "prepared_s": round(budget.used - started, 1),
         }
 
-    def stage(self, max_batch_size: int | None = None) -> Stage:
-        """A manager of these sizes, started if there is none."""
+    def running(self, max_batch_size: int | None = None) -> RunningManager:
+        """Return the running manager; start one of this size if there is none."""
         size = max_batch_size or self.scale.max_batch_size
         if self._session is None:
             started = time.perf_counter()
@@ -139,8 +149,8 @@ class Workbench:
             self._session.warm_up()
             took = {"made_s": made - started, "first_request_s": time.perf_counter() - made}
             took = {name: round(seconds, 2) for name, seconds in took.items()}
-            self.managers.append({"max_batch_size": size, **self.changes, **took})
-        return Stage(
+            self.startups.append({"max_batch_size": size, **self.changes, **took})
+        return RunningManager(
             session=self._session,
             log=self._log,
             vocab_size=self.config["vocab_size"],
@@ -148,7 +158,7 @@ class Workbench:
             max_batch_size=size,
             ceilings=self.ceilings,
             shape=self.shape,
-            trace=watch if self.device.type == "cuda" else None,
+            trace=trace_device if self.device.type == "cuda" else None,
         )
 
     def close(self) -> None:
@@ -190,15 +200,15 @@ class Workbench:
         return uniform_requests(self.scale.requests, lengths, lengths, self.config["vocab_size"])
 
     def _model(self) -> tuple[Source, dict[str, Any], Mapping[str, Tensor] | None]:
-        """Return the manager's source, the config, and weights for the reference if it knows it."""
+        """Return the managers' source, the config, and weights for the reference if supported."""
         if self.options.model is not None:
             config, read = read_checkpoint(self.options.model)
-            where: dict[str, Any] = {
+            target: dict[str, Any] = {
                 "dtype": getattr(torch, self.dtype or "", None),
                 "device": self.device,
             }
-            weights = {name: weight.to(**where) for name, weight in read.items()}
-            return self.options.model, config, None if why_not(config) else weights
+            weights = {name: weight.to(**target) for name, weight in read.items()}
+            return self.options.model, config, None if unsupported_reason(config) else weights
         config = SMALL_LLAMA if self.device.type == "cpu" else LLAMA_8B
         dtype = getattr(torch, self.dtype or "float32")
         drawn = RandomLlama(config, self.options.seed, dtype=dtype, device=self.device)

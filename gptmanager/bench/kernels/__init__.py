@@ -1,1 +1,1 @@
-"""The kernel benchmark: cases by part, run beside their peers, right before fast."""
+"""The kernel benchmark: cases by part, checked for correct results and timed next to peers."""

@@ -1,6 +1,7 @@
-"""Low-rank adapters as the kernel benchmark times them: a generation step with many of them.
+"""Kernel benchmark cases for LoRA: a generation step with many adapters.
 
-Each adapter has as many rows as the others, side by side: else torch has nothing to compare with.
+All adapters have the same number of adjacent rows, so that torch can compute them with batched
+matmuls.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gptmanager.bench.kernels.cases import (
-    Bed,
     Case,
     Goal,
+    KernelBench,
     Prepared,
     Sizes,
     largest_error,
@@ -48,25 +49,25 @@ def _case(sizes: Sizes, name: str, num_modules: int, rank: int) -> Case:
     )
 
 
-def _prepare(num_modules: int, rank: int, bed: Bed) -> Prepared:
-    """The sets are layers of the table: a step reads the weights of each anew."""
-    sizes = bed.sizes
+def _prepare(num_modules: int, rank: int, bench: KernelBench) -> Prepared:
+    """Prepare one set of weights per layer of the adapter table, as in a step of a model."""
+    sizes = bench.sizes
     rows, hidden, num_adapters = sizes.rows, sizes.adapters.hidden, sizes.adapters.number
     size, scale = 2 * rank * hidden, (rank * hidden) ** -0.25
     shape = num_adapters, num_modules, size
-    sets = torch.stack(bed.sets(sizes.dtype.itemsize * shape[0] * shape[1] * size, *shape))
+    sets = torch.stack(bench.sets(sizes.dtype.itemsize * shape[0] * shape[1] * size, *shape))
     pool, num_sets = (sets * scale).flatten(), len(sets)
-    starts = size * torch.arange(len(pool) // size, device=bed.device)
+    starts = size * torch.arange(len(pool) // size, device=bench.device)
     places = starts.view(num_sets, num_adapters, num_modules).transpose(0, 1)
     table = torch.stack((places, torch.full_like(places, rank)), dim=-1).contiguous()
     modules = tuple(AdapterModule(n, n * hidden, hidden, hidden) for n in range(num_modules))
-    slots = bed.ints([row * num_adapters // rows for row in range(rows)])
+    slots = bench.ints([row * num_adapters // rows for row in range(rows)])
     adapters = StepAdapters(pool, slots, table, {"all": modules}, rank)
-    x, before = bed.randn(rows, hidden), bed.randn(rows, num_modules * hidden)
+    x, before = bench.randn(rows, hidden), bench.randn(rows, num_modules * hidden)
     own, other = before.clone(), before.clone()
 
     def ours(number: int) -> Tensor:
-        add_adapters(bed.launcher, own, x, adapters, number, modules)
+        add_adapters(bench.launcher, own, x, adapters, number, modules)
         return own
 
     weights = pool.view(num_sets, num_adapters, num_modules, size)
@@ -74,7 +75,7 @@ def _prepare(num_modules: int, rank: int, bed: Bed) -> Prepared:
     b = weights[..., rank * hidden :].unflatten(-1, (hidden, rank)).mT.contiguous()
 
     def add(result: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """One product for all of A, and one for each module's B."""
+        """Compute one batched matmul for the A matrices, and one per module for the B matrices."""
         inner = torch.bmm(x.view(num_adapters, -1, hidden), a.mT)
         for n in range(num_modules):
             columns = result[:, n * hidden : (n + 1) * hidden].view(num_adapters, -1, hidden)

@@ -1,4 +1,4 @@
-"""Attention over pages as the kernel benchmark times it: generation and context."""
+"""Kernel benchmark cases for paged attention: generation and context phase."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gptmanager.bench.kernels import attention_peers
 from gptmanager.bench.kernels.cases import (
-    Bed,
     Case,
     Contender,
     Goal,
+    KernelBench,
     Planned,
     Prepared,
     Sizes,
@@ -35,8 +35,10 @@ from gptmanager.cuda.attention.warpgroup_attention import takes
 Rows = Sequence[tuple[int, int]]  # new tokens, length
 _FP8 = torch.float8_e4m3fn
 Run = Callable[[], Tensor]
-Peers = Mapping[str, Callable[[Sequence[PagedRows]], Contender]]  # name -> makes it for the sets
-_TORCH: Peers = {  # none over pages of 8-bit floats
+Peers = Mapping[
+    str, Callable[[Sequence[PagedRows]], Contender]
+]  # name -> makes the contender for the sets
+_TORCH: Peers = {  # not for pages of 8-bit floats
     "torch sdpa, dense": attention_peers.torch_sdpa,
     "torch varlen, dense": attention_peers.torch_varlen,
 }
@@ -44,11 +46,11 @@ _TORCH: Peers = {  # none over pages of 8-bit floats
 
 @dataclass(frozen=True, eq=False)
 class _Phase:
-    """`start` and `plan` take a bed and rows. Ours is not slower than the first of `peers`."""
+    """A phase of attention. The goal of its cases is the time of the first of `peers`."""
 
     part: str
-    start: Callable[[Bed, PagedRows], Run]
-    plan: Callable[[Bed, PagedRows], object]
+    start: Callable[[KernelBench, PagedRows], Run]
+    plan: Callable[[KernelBench, PagedRows], object]
     peers: Peers
 
 
@@ -57,7 +59,7 @@ def attention_cases(sizes: Sizes) -> list[Case]:
 
 
 def _generation_cases(sizes: Sizes) -> list[Case]:
-    """One token a row. Skewed and uniform rows have about as many tokens in all."""
+    """Return cases with one new token per row; skewed and uniform rows have similar totals."""
     batch, context = sizes.batch, sizes.context
     uniform, alike = f"{batch} x {context}", [(1, context)] * batch
     short = max(1, context // 32)
@@ -85,7 +87,7 @@ def _generation_cases(sizes: Sizes) -> list[Case]:
 
 
 def _context_cases(sizes: Sizes) -> list[Case]:
-    """Several tokens a row, over earlier blocks too."""
+    """Return cases with several new tokens per row, with and without earlier blocks."""
     peers = {
         f"flashinfer {backend}": functools.partial(
             attention_peers.flashinfer_context, backend=backend
@@ -115,13 +117,13 @@ def _case(
     dtype: torch.dtype | None = None,
     tokens_per_block: int | None = None,
 ) -> Case:
-    """`dtype` and `tokens_per_block`: of the pages, None: those of all."""
+    """Return one case. `dtype` and `tokens_per_block` of the pages default to those of `sizes`."""
     own = dtype or sizes.dtype, tokens_per_block or sizes.tokens_per_block
     kv_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * own[0].itemsize
     num_bytes = kv_bytes * sum(length for _, length in rows)
     num_tokens = sum(new for new, _ in rows)
     written = 2 * num_tokens * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize
-    return Case(  # queries and results of a generation step are next to nothing
+    return Case(  # queries and results of a generation step are negligible
         phase.part,
         name,
         num_bytes + (written if phase.start is _context else 0),
@@ -133,25 +135,30 @@ def _case(
 
 
 def _prepare(
-    phase: _Phase, rows: Rows, num_bytes: int, dtype: torch.dtype, tokens_per_block: int, bed: Bed
+    phase: _Phase,
+    rows: Rows,
+    num_bytes: int,
+    dtype: torch.dtype,
+    tokens_per_block: int,
+    bench: KernelBench,
 ) -> Prepared:
-    numbers = range(bed.num_sets(num_bytes))
-    sets = [paged_rows(bed, rows, tokens_per_block, number, dtype) for number in numbers]
-    runs = [phase.start(bed, own) for own in sets]
+    numbers = range(bench.num_sets(num_bytes))
+    sets = [paged_rows(bench, rows, tokens_per_block, number, dtype) for number in numbers]
+    runs = [phase.start(bench, own) for own in sets]
     makers = phase.peers if sets[0].pages.cache_scales is not None else {**phase.peers, **_TORCH}
-    if phase.start is _context and takes(bed.launcher, sets[0].shape, bed.sizes.dtype):
-        makers = {"without warpgroups": functools.partial(_without_warpgroups, bed), **makers}
+    if phase.start is _context and takes(bench.launcher, sets[0].shape, bench.sizes.dtype):
+        makers = {"without warpgroups": functools.partial(_without_warpgroups, bench), **makers}
     return Prepared(
         len(sets),
-        Planned(lambda number: runs[number](), lambda: phase.plan(bed, sets[0])),
+        Planned(lambda number: runs[number](), lambda: phase.plan(bench, sets[0])),
         largest_error(sets[0].expected()),
-        tolerance(bed.sizes.dtype),
+        tolerance(bench.sizes.dtype),
         {name: functools.partial(make, sets) for name, make in makers.items()},
     )
 
 
-def _generation(bed: Bed, rows: PagedRows) -> Run:
-    num_partials, items, block_starts, starts = _generation_plan(bed, rows)
+def _generation(bench: KernelBench, rows: PagedRows) -> Run:
+    num_partials, items, block_starts, starts = _generation_plan(bench, rows)
     out, heads = torch.empty_like(rows.queries), rows.queries.shape[1:]
     partial = rows.queries.new_empty(num_partials, *heads, dtype=torch.float32)
     partial_log = partial.new_empty(partial.shape[:2])
@@ -160,41 +167,41 @@ def _generation(bed: Bed, rows: PagedRows) -> Run:
     given = (rows.queries, rows.pages, rows.spans, work, rows.shape)
 
     def run() -> Tensor:
-        generation_attention(bed.launcher, out, *given)
+        generation_attention(bench.launcher, out, *given)
         return out
 
     return run
 
 
-def _generation_plan(bed: Bed, rows: PagedRows) -> tuple[int, Tensor, Tensor, Tensor]:
-    """Partial results, items, and where blocks begin in them and rows in the partial results, on
-    the device.
+def _generation_plan(bench: KernelBench, rows: PagedRows) -> tuple[int, Tensor, Tensor, Tensor]:
+    """Plan the step: the number of partial results; on the device the work items, the first item
+    of each block, and the first partial result of each row.
     """
-    size = rows.shape.num_kv_heads, find_places(bed.launcher, rows.shape)
-    stretch = None if bed.launcher.features.split else WHOLE
+    size = rows.shape.num_kv_heads, find_places(bench.launcher, rows.shape)
+    stretch = None if bench.launcher.features.split else WHOLE
     plan = plan_generation(rows.lengths, *size, stretch=stretch)
-    starts = bed.ints(plan.block_starts), bed.ints(plan.partial_starts)
-    return plan.num_partials, bed.ints(plan.items), *starts
+    starts = bench.ints(plan.block_starts), bench.ints(plan.partial_starts)
+    return plan.num_partials, bench.ints(plan.items), *starts
 
 
-def _context(bed: Bed, rows: PagedRows) -> Run:
+def _context(bench: KernelBench, rows: PagedRows) -> Run:
     out = torch.empty_like(rows.queries)
-    given = (rows.queries, rows.pages, rows.spans, _context_plan(bed, rows), rows.shape)
+    given = (rows.queries, rows.pages, rows.spans, _context_plan(bench, rows), rows.shape)
 
     def run() -> Tensor:
-        context_attention(bed.launcher, out, *given)
+        context_attention(bench.launcher, out, *given)
         return out
 
     return run
 
 
-def _without_warpgroups(bed: Bed, sets: Sequence[PagedRows]) -> Contender:
-    """Our other kernel: which of both is faster on a device."""
-    launcher = copy.copy(bed.launcher)
+def _without_warpgroups(bench: KernelBench, sets: Sequence[PagedRows]) -> Contender:
+    """Return our kernel without warpgroup instructions, as a contender of its own."""
+    launcher = copy.copy(bench.launcher)
     launcher.has_warpgroups = False
-    runs = [_context(replace(bed, launcher=launcher), rows) for rows in sets]
+    runs = [_context(replace(bench, launcher=launcher), rows) for rows in sets]
     return lambda number: runs[number]()
 
 
-def _context_plan(bed: Bed, rows: PagedRows) -> Tensor:
-    return bed.ints(plan_context(rows.num_new, rows.lengths, rows.shape))
+def _context_plan(bench: KernelBench, rows: PagedRows) -> Tensor:
+    return bench.ints(plan_context(rows.num_new, rows.lengths, rows.shape))

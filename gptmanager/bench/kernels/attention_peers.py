@@ -1,7 +1,7 @@
-"""Others' attention on the same pages: FlashInfer where it is installed, and torch's own.
+"""Attention of other libraries on the same pages: FlashInfer, if installed, and torch.
 
-Whatever a peer needs laid out differently is laid out before the clock starts; plans that are made
-once a step are, too, and timed apart.
+Inputs are converted to a peer's layout before the clock starts. Plans that are made once per step
+are timed separately.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORKSPACE = 128 << 20
 
 
 def flashinfer() -> Any:
-    """The module; Absent without it."""
+    """Return the module; Absent if it is not installed."""
     try:
         import flashinfer
     except ImportError as error:
@@ -31,14 +31,14 @@ def flashinfer() -> Any:
 
 
 def flashinfer_generation(sets: Sequence[PagedRows]) -> Contender:
-    """Its paged decode kernel, on tensor cores."""
+    """Return FlashInfer's paged decode kernel, on tensor cores."""
     wrap, workspace = flashinfer().BatchDecodeWithPagedKVCacheWrapper, _workspace(sets)
     wrappers = [wrap(workspace, kv_layout="HND", use_tensor_cores=True) for _ in sets]
     return _planned(sets, wrappers, [_page_lists(rows) for rows in sets])
 
 
 def flashinfer_context(sets: Sequence[PagedRows], backend: str) -> Contender:
-    """Its paged prefill kernel: `fa2` or `fa3`."""
+    """Return FlashInfer's paged prefill kernel. `backend`: `fa2` or `fa3`."""
     wrap, workspace = flashinfer().BatchPrefillWithPagedKVCacheWrapper, _workspace(sets)
     wrappers = [wrap(workspace, "HND", backend=backend) for _ in sets]
     lists = [(rows.spans.row_starts.cpu(), *_page_lists(rows)) for rows in sets]
@@ -48,7 +48,7 @@ def flashinfer_context(sets: Sequence[PagedRows], backend: str) -> Contender:
 def _planned(
     sets: Sequence[PagedRows], wrappers: Sequence[Any], lists: Sequence[Any], **options: Any
 ) -> Planned:
-    """Plan the wrappers, each with the lists that its plan takes. The first plan compiles."""
+    """Plan each wrapper with its page lists. The first plan compiles the kernel."""
     plans = []
     for rows, wrapper, own in zip(sets, wrappers, lists, strict=True):
         options |= {"q_data_type": rows.queries.dtype, "kv_data_type": rows.pages.keys.dtype}
@@ -64,12 +64,12 @@ def _planned(
 
 
 def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:
-    """`scaled_dot_product_attention` over dense keys and values; rows of one shape only."""
+    """Return `scaled_dot_product_attention` over dense keys and values, for rows of one shape."""
     first = sets[0]
     new, length = int(first.num_new[0]), int(first.lengths[0])
     alike = (first.num_new == new).all() and (first.lengths == length).all()
     if not alike or new not in (1, length):
-        raise Absent("needs rows of one length, without earlier blocks")
+        raise Absent("requires rows of one length, without earlier blocks")
     dense = []
     for rows in sets:
         queries = rows.queries.view(-1, new, *rows.queries.shape[1:]).transpose(1, 2).contiguous()
@@ -89,7 +89,7 @@ def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:
 
 
 def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
-    """`varlen_attn` over packed dense keys and values: torch's FlashAttention, for any lengths."""
+    """Return `varlen_attn` over packed keys and values: torch's FlashAttention, for any lengths."""
     attend = _find_varlen()
     names = inspect.signature(attend).parameters
     missing = {"scale", "window_size"} - names.keys()
@@ -103,7 +103,9 @@ def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
         longest = (int(rows.num_new.max()), int(rows.lengths.max()))
         packed.append((rows.queries, keys, values, rows.spans.row_starts, starts, *longest))
 
-    grouped = {"enable_gqa": True} if "enable_gqa" in names else {}  # which at first had no name
+    grouped = (
+        {"enable_gqa": True} if "enable_gqa" in names else {}
+    )  # without the parameter it is always on
 
     def run(number: int) -> Any:
         options = {"window_size": (-1, 0), "scale": sets[number].shape.scale, **grouped}
@@ -121,15 +123,15 @@ def _find_varlen() -> Any:
 
 
 def _workspace(sets: Sequence[PagedRows]) -> Tensor:
-    """One for all sets: they run one by one."""
+    """Return a workspace for all sets, which run one at a time."""
     return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=sets[0].queries.device)
 
 
 def _page_lists(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each row's pages begin in the list of all, that list, tokens in each last page.
+    """Return each row's start in the list of pages, that list, and the tokens in each last page.
 
-    The first and the last in CPU memory, where a server knows them and FlashInfer plans. Each plan
-    would wait for a device to give them.
+    The first and the third are in CPU memory: FlashInfer plans there, and a server has them there.
+    On the device, each plan would have to wait for a copy.
     """
     lengths, tables = rows.spans.kv_lengths, rows.spans.block_tables
     counts = -(-lengths // rows.tokens_per_block)

@@ -1,4 +1,4 @@
-"""`gptmanager bench kernels`: which cases there are, and the report they make."""
+"""`gptmanager bench kernels`: selects the cases, runs them and makes the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from gptmanager.bench.kernels.adapter_cases import adapter_cases
 from gptmanager.bench.kernels.attention_cases import attention_cases
-from gptmanager.bench.kernels.cases import OURS, Bed, Case, Sizes
+from gptmanager.bench.kernels.cases import OURS, Case, KernelBench, Sizes
 from gptmanager.bench.kernels.kernel_runs import NO_TIME, CaseResult, report, run_case
 from gptmanager.bench.kernels.logits_cases import logits_cases
 from gptmanager.bench.kernels.matmul_cases import matmul_cases
@@ -26,13 +26,17 @@ from gptmanager.cuda.norms import rms_norm
 from gptmanager.errors import ConfigError
 
 _ROUNDS, _QUICK_ROUNDS = 20, 5
-_COPY_BYTES, _PRODUCT_WIDTH = 4 << 30, 8192
-_LAUNCHES = 50  # so few that no queue fills
+_COPY_BYTES, _MATMUL_WIDTH = 4 << 30, 8192
+_LAUNCHES = 50  # few enough that the launch queue never fills
 
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """`only`: words, of which a part's or a case's name has one. `peers`: beginnings of names."""
+    """The options of `bench_kernels`.
+
+    `only`: a case runs if its name or its part's contains one of these words. `peers`: prefixes of
+    peers' names; None: all peers.
+    """
 
     only: tuple[str, ...] = ()
     peers: tuple[str, ...] | None = None
@@ -42,46 +46,49 @@ class KernelOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Ground:
-    """The device, timer and sizes of a run; `bench_kernels` makes those of the current device."""
+class BenchSetup:
+    """The device, timer and sizes of a run; by default those of torch's current device."""
 
-    bed: Bed
+    bench: KernelBench
     timer: Timer
     copy_bytes: int = _COPY_BYTES
-    product_width: int = _PRODUCT_WIDTH
-    launch_us: Callable[[Bed], dict[str, float]] = field(default=lambda bed: {})
+    matmul_width: int = _MATMUL_WIDTH
+    launch_us: Callable[[KernelBench], dict[str, float]] = field(default=lambda bench: {})
     clock: Callable[[], float] = time.monotonic
 
 
 def bench_kernels(
     options: KernelOptions,
-    ground: Ground | None = None,
+    setup: BenchSetup | None = None,
     *,
     on_report: Callable[[Mapping[str, Any]], None] = lambda report: None,
     on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
 ) -> dict[str, Any]:
-    """The report; ConfigError without a GPU, and for an `only` that nothing has.
+    """Run the cases and return the report.
 
-    Interrupted, the report is of what was measured until then and has `interrupted`. `on_report`
-    gets the report so far after each case: it is not lost if the benchmark is killed. `on_start`
-    gets the name of each case before it, its number from 0, and how many there are.
+    Raises ConfigError without a GPU, and for a word of `only` that matches no case. After Ctrl-C
+    the report has the cases so far and `interrupted`. `on_report` is called with the report after
+    each case, so that a killed benchmark leaves one. `on_start` is called before each case with
+    its name, its number from 0, and the number of cases.
     """
-    cases = selected(all_cases(ground.bed.sizes if ground else Sizes()), options)
-    if ground is None:
+    cases = select_cases(all_cases(setup.bench.sizes if setup else Sizes()), options)
+    if setup is None:
         find_gpu("the kernel benchmark needs one")
         device = torch.device("cuda", torch.cuda.current_device())
-        bed = Bed(device, DeviceLauncher(), cache_bytes=cache_bytes(), free_bytes=free_bytes)
-        ground = Ground(bed, DeviceTimer(), launch_us=launch_costs)
-    bed, budget = ground.bed, Budget(options.minutes and 60 * options.minutes, ground.clock)
-    started = header(options.command, bed.device)
+        bench = KernelBench(
+            device, DeviceLauncher(), cache_bytes=cache_bytes(), free_bytes=free_bytes
+        )
+        setup = BenchSetup(bench, DeviceTimer(), launch_us=launch_costs)
+    bench, budget = setup.bench, Budget(options.minutes and 60 * options.minutes, setup.clock)
+    started = header(options.command, bench.device)
     ceilings = measure_ceilings(
-        ground.timer, bed.device, bed.sizes.dtype, ground.copy_bytes, ground.product_width
+        setup.timer, bench.device, bench.sizes.dtype, setup.copy_bytes, setup.matmul_width
     )
-    launch_us = ground.launch_us(bed)
+    launch_us = setup.launch_us(bench)
     rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
     results: list[CaseResult] = []
 
-    def told(notes: Sequence[str] = ()) -> dict[str, Any]:
+    def current_report(notes: Sequence[str] = ()) -> dict[str, Any]:
         return {
             **started,
             "seconds": round(budget.used, 1),
@@ -96,13 +103,13 @@ def bench_kernels(
             on_start(f"{case.part}, {case.name}", number, len(cases))
             share = budget.share(len(cases) - number)
             results.append(
-                run_case(case, bed, ground.timer, rounds=rounds, budget=share, peers=options.peers)
+                run_case(case, bench, setup.timer, rounds=rounds, budget=share, peers=options.peers)
             )
-            on_report(told())
+            on_report(current_report())
     except KeyboardInterrupt:
         notes = [f"interrupted after {len(results)} of {len(cases)} cases"]
-        return {**told(notes + _skipped(results, options)), "interrupted": True}
-    return told(_skipped(results, options))
+        return {**current_report(notes + _skipped(results, options)), "interrupted": True}
+    return current_report(_skipped(results, options))
 
 
 def all_cases(sizes: Sizes) -> list[Case]:
@@ -116,24 +123,24 @@ def all_cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-def selected(cases: Sequence[Case], options: KernelOptions) -> list[Case]:
+def select_cases(cases: Sequence[Case], options: KernelOptions) -> list[Case]:
     chosen = [case for case in cases if case.quick or not options.quick]
     for word in options.only:
-        if not any(_has(case, word) for case in cases):
+        if not any(_matches(case, word) for case in cases):
             parts = ", ".join(dict.fromkeys(case.part for case in cases))
-            raise ConfigError(f"--only {word}: no kernel is called so; there are {parts}")
+            raise ConfigError(f"--only {word}: no kernel has this in its name; parts are {parts}")
     if options.only:
-        chosen = [case for case in chosen if any(_has(case, word) for word in options.only)]
+        chosen = [case for case in chosen if any(_matches(case, word) for word in options.only)]
     return chosen
 
 
-def launch_costs(bed: Bed) -> dict[str, float]:
-    """Host microseconds of one launch: a kernel of ours, an op of torch, a recorded kernel."""
-    x = torch.zeros(1, 64, dtype=bed.sizes.dtype, device=bed.device)
+def launch_costs(bench: KernelBench) -> dict[str, float]:
+    """Return the host's microseconds per launch of our kernel, a torch op, and a CUDA graph."""
+    x = torch.zeros(1, 64, dtype=bench.sizes.dtype, device=bench.device)
     out = torch.empty_like(x)
 
     def kernel() -> None:
-        rms_norm(bed.launcher, out, x, x[0], 1e-5)
+        rms_norm(bench.launcher, out, x, x[0], 1e-5)
 
     kernel()
     torch.cuda.synchronize()
@@ -141,16 +148,16 @@ def launch_costs(bed: Bed) -> dict[str, float]:
     with torch.cuda.graph(graph):
         kernel()
     work = {"kernel": kernel, "torch op": lambda: torch.neg(x, out=out), "graph": graph.replay}
-    costs = {name: host_seconds(run, bed.device, _LAUNCHES) for name, run in work.items()}
+    costs = {name: host_seconds(run, bench.device, _LAUNCHES) for name, run in work.items()}
     return {name: round(seconds * 1e6, 2) for name, seconds in costs.items()}
 
 
-def _has(case: Case, word: str) -> bool:
+def _matches(case: Case, word: str) -> bool:
     return word.lower() in case.part or word.lower() in case.name.lower()
 
 
 def _skipped(results: Sequence[CaseResult], options: KernelOptions) -> list[str]:
-    """A line for each reason."""
+    """Return a line for each reason why cases were skipped."""
     counts = Counter(it.ours.note for it in results if it.ours.status == "skipped")
     late = counts.pop(NO_TIME, 0)
     notes = [f"time limit of {options.minutes:g} minutes: {late} cases skipped"] if late else []
@@ -158,7 +165,7 @@ def _skipped(results: Sequence[CaseResult], options: KernelOptions) -> list[str]
 
 
 def _missing_peers(results: Sequence[CaseResult]) -> list[str]:
-    """A line for each peer that took no part anywhere."""
+    """Return a line for each peer that ran in no case."""
     found: dict[str, list[str]] = {}
     for result in results:
         for name, entry in result.entries.items():

@@ -1,7 +1,7 @@
-"""The cases of the kernel benchmark: least work, contenders, and the right result.
+"""The parts of a kernel benchmark case: minimal work, contenders, goals, correct result.
 
-Knows no kernel. A case is prepared on a `Bed`: several sets of inputs, so that together they are
-larger than the cache, and for each contender a function that runs on one of them.
+Independent of any kernel. Preparing a case on a `KernelBench` makes several sets of inputs, which
+together are larger than the cache, and for each contender a function that runs on one set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_SETS = 64
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A contender whose work is planned on the host, once a step for all layers: timed apart."""
+    """A contender with a plan that the host makes once per step, which is timed separately."""
 
     run: Contender
     plan: Callable[[], object]
@@ -35,11 +35,11 @@ class Planned:
 
 
 class Absent(Exception):
-    """A peer that cannot take part, with the reason: not installed, or too old for this."""
+    """A peer cannot run a case. The message is the reason, such as "not installed"."""
 
 
 class Decoder(NamedTuple):
-    """The matrices of a Llama: their sizes, of which heads times head dimension is `hidden`."""
+    """The sizes of a Llama's matrices; heads times head dimension is `hidden`."""
 
     name: str
     hidden: int
@@ -49,7 +49,7 @@ class Decoder(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """The adapters of a step: their number, and the model's width; a case for each rank."""
+    """The number of adapters in a step, the model's width, and the ranks, one case each."""
 
     number: int = 64
     hidden: int = 1024
@@ -82,40 +82,45 @@ class Sizes:
         Decoder("0.5B", 896, 1152, 4864, 151936),
         Decoder("8B", 4096, 6144, 14336, 128256),
     )
-    product_rows: tuple[int, ...] = (1, 4, 16, 64, 256)  # of a generation step
+    matmul_rows: tuple[int, ...] = (1, 4, 16, 64, 256)  # of a generation step
     adapters: Adapters = Adapters()
 
 
 @dataclass(frozen=True, eq=False)
-class Bed:
-    """Where cases run. `cache_bytes`: what the device may still hold of the call before."""
+class KernelBench:
+    """The device, launcher and sizes that cases run with.
+
+    `cache_bytes`: the size of the cache that may hold inputs of the previous call.
+    """
 
     device: torch.device
     launcher: Launcher
     sizes: Sizes = field(default_factory=Sizes)
     cache_bytes: int = 60 << 20
-    free_bytes: Callable[[], int] | None = None  # of the device's memory; None: unknown
+    free_bytes: Callable[[], int] | None = None  # free memory of the device; None: unknown
 
     def num_sets(self, set_bytes: int) -> int:
-        """Sets of inputs that are used in turn."""
+        """Return the number of input sets that successive calls alternate between."""
         if self.cache_bytes == 0:
             return 1
         return max(2, min(_MAX_SETS, -(-3 * self.cache_bytes // max(1, set_bytes))))
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        """Numbers of the cases' dtype; as random as one generator of this device makes them."""
+        """Return normal random numbers, in the cases' dtype by default."""
         values = torch.randn(shape, device=self.device) * scale
         return values.to(dtype or self.sizes.dtype)
 
     def sets(
         self, set_bytes: int, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0
     ) -> list[Tensor]:
-        """Numbers as of `randn`, in as many sets as there must be where a call touches so much."""
+        """Return sets of random numbers like `randn`, enough of them for calls that each access
+        `set_bytes`.
+        """
         count = self.num_sets(set_bytes)
         return [self.randn(*shape, dtype=dtype, scale=scale) for _ in range(count)]
 
     def records(self, records: Sequence[Any], dtype: np.dtype[Any]) -> Tensor:
-        """A row of bytes each."""
+        """Return the records on the device, one row of bytes each."""
         table = np.array(records, dtype=dtype).view(np.uint8).reshape(len(records), -1)
         return torch.from_numpy(table).to(self.device)
 
@@ -125,11 +130,11 @@ class Bed:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """All are relative to what the same run has measured, so that they hold for any GPU.
+    """A goal relative to a rate or time of the same run, so that it applies to any GPU.
 
-    `copy`: at least this share of the copies' bandwidth; `matmul`: of a large matmul's rate;
-    `times`: at most so many times as long as the case `of`; `peer`: as the peer `of` takes;
-    `roofline`: as the bytes by copies, or the operations by a large matmul.
+    `copy`: at least `value` times the bandwidth of a copy; `matmul`: at least `value` times the
+    rate of a large matmul; `times`: at most `value` times the time of the case `of`; `peer`: at
+    most `value` times the time of the peer `of`; `roofline`: at most `value` times the floor.
     """
 
     kind: Literal["copy", "matmul", "times", "peer", "roofline"]
@@ -150,7 +155,7 @@ class Goal:
         if self.kind == "copy":
             return case.num_bytes / spread.median >= self.value * ceilings.copy_bytes_per_s
         if self.kind == "matmul":
-            return case.flops / spread.median >= self.value * ceilings.product_flops_per_s
+            return case.flops / spread.median >= self.value * ceilings.matmul_flops_per_s
         if self.kind == "roofline":
             return spread.median <= self.value * ceilings.floor_s(case.num_bytes, case.flops)
         return other_s is not None and spread.median <= self.value * other_s
@@ -158,10 +163,10 @@ class Goal:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A case on its bed. Each contender works on inputs of its own wherever it writes to them.
+    """A case with its inputs. A contender that writes to its inputs has its own copy of them.
 
-    `error` of a result of the set 0: 0 is right, above `tolerance` is wrong. `peers` are made when
-    their turn comes: one that raises, Absent or else, takes no part.
+    `error` rates a result for set 0: 0 is exact, above `tolerance` is wrong. `peers` are made one
+    after the other; a peer that raises does not take part.
     """
 
     num_sets: int
@@ -173,19 +178,21 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """`num_bytes` that must at least be read and written, `flops` that must be done."""
+    """A case with its minimal work: `num_bytes` to read and write, `flops` to compute."""
 
     part: str
     name: str
     num_bytes: int
-    prepare: Callable[[Bed], Prepared]
+    prepare: Callable[[KernelBench], Prepared]
     flops: int = 0
     goals: tuple[Goal, ...] = ()
     quick: bool = True  # also runs with --quick
 
 
 def largest_error(expected: Tensor) -> Callable[[Tensor], float]:
-    """The largest difference in a row, as a share of the largest number of that row."""
+    """Return a function that rates a result: the largest difference in any row, divided by the
+    largest absolute value of that row.
+    """
     rows = expected.flatten(1).float()
     scale = rows.abs().amax(1).clamp_min(1e-20)
 

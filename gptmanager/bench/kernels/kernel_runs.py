@@ -1,7 +1,7 @@
-"""A kernel case, run beside its peers in turn, right before fast.
+"""Run a kernel case and its peers: check each result, then time all of them in alternation.
 
-Decides what is told of a contender that fails, is absent or wrong, and of cases for which no time
-is left. Knows no kernel.
+Decides how failed, absent and wrong contenders and skipped cases are reported. Independent of any
+kernel.
 """
 
 from __future__ import annotations
@@ -13,9 +13,24 @@ from typing import Any, Literal
 
 import torch
 
-from gptmanager.bench.kernels.cases import OURS, Absent, Bed, Case, Contender, Planned, Prepared
+from gptmanager.bench.kernels.cases import (
+    OURS,
+    Absent,
+    Case,
+    Contender,
+    KernelBench,
+    Planned,
+    Prepared,
+)
 from gptmanager.bench.roofline import Ceilings
-from gptmanager.bench.timing import Budget, Spread, Stopwatch, Timer, host_seconds, take_turns
+from gptmanager.bench.timing import (
+    Budget,
+    Spread,
+    Stopwatch,
+    Timer,
+    host_seconds,
+    measure_alternately,
+)
 
 NO_TIME = "no time left"
 Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
@@ -23,23 +38,23 @@ Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
 
 @dataclass(frozen=True)
 class Entry:
-    """The result of one contender in one case. `note`: why it has no figure, or what is wrong.
+    """The result of one contender in one case. `note`: why it has no figure or is wrong.
 
-    `first_use_s`: until its first result was there, whatever had to be compiled for it; `plan_s`:
-    of the host, for one step. Neither is part of `spread`.
+    `first_use_s`: the time to its first result, including compilation; `plan_s`: host time of the
+    plan for one step. Neither is part of `spread`.
     """
 
     status: Status
     note: str = ""
     error: float | None = None
     spread: Spread | None = None
-    how: str = ""
+    timed_by: str = ""
     first_use_s: float | None = None
     plan_s: float | None = None
 
     @property
-    def right_s(self) -> float | None:
-        """Its figure; None where there is none that is right."""
+    def correct_s(self) -> float | None:
+        """The median of a correct contender, else None."""
         return self.spread.median if self.spread and self.status == "ok" else None
 
 
@@ -54,31 +69,31 @@ class CaseResult:
         return self.entries[OURS]
 
     def times(self, name: str) -> float | None:
-        """How many times as long as ours a peer takes; None where one has no right figure."""
-        ours, peer = self.ours.right_s, self.entries[name].right_s
+        """Return a peer's time divided by ours; None unless both are correct."""
+        ours, peer = self.ours.correct_s, self.entries[name].correct_s
         return peer / ours if ours and peer else None
 
 
 def run_case(
     case: Case,
-    bed: Bed,
+    bench: KernelBench,
     timer: Timer,
     *,
     rounds: int,
     budget: Budget,
     peers: Sequence[str] | None = None,
 ) -> CaseResult:
-    """Skipped where the budget is spent. `peers`: beginnings of names; None: all."""
+    """Run a case, or skip it if the budget is spent. `peers`: prefixes of names; None: all."""
     if budget.is_spent:
         return CaseResult(case, None, {OURS: Entry("skipped", NO_TIME)})
-    why = _does_not_fit(case, bed)
-    if why:
-        return CaseResult(case, None, {OURS: Entry("skipped", why)})
+    reason = _reason_not_to_fit(case, bench)
+    if reason:
+        return CaseResult(case, None, {OURS: Entry("skipped", reason)})
     torch.manual_seed(0)
     try:
-        prepared = case.prepare(bed)
+        prepared = case.prepare(bench)
     except Exception as error:
-        return CaseResult(case, None, {OURS: _problem(error)})
+        return CaseResult(case, None, {OURS: _error_entry(error)})
     entries: dict[str, Entry] = {}
     watches: dict[str, Stopwatch] = {}
     makers: dict[str, Callable[[], Contender]] = {OURS: lambda: prepared.ours}
@@ -87,32 +102,32 @@ def run_case(
             makers[name] = maker
     for name, maker in makers.items():
         try:
-            entries[name], watches[name] = _enter(maker, prepared, timer, bed.device)
-        except Exception as error:  # of whatever library a peer comes from
-            entries[name] = _problem(error)
-    for name, seconds in take_turns(watches, rounds, budget).items():
+            entries[name], watches[name] = _try_contender(maker, prepared, timer, bench.device)
+        except Exception as error:  # peers raise errors of their own libraries
+            entries[name] = _error_entry(error)
+    for name, seconds in measure_alternately(watches, rounds, budget).items():
         spread = Spread.of(seconds)
-        entries[name] = replace(entries[name], spread=spread, how=watches[name].how)
+        entries[name] = replace(entries[name], spread=spread, timed_by=watches[name].timed_by)
     return CaseResult(case, prepared.tolerance, entries)
 
 
-def _does_not_fit(case: Case, bed: Bed) -> str:
-    """Why there is no memory for the inputs of all sets, for a peer once more; empty: there is."""
-    needed = 2 * bed.num_sets(case.num_bytes) * case.num_bytes
-    if bed.free_bytes is None or needed <= bed.free_bytes():
+def _reason_not_to_fit(case: Case, bench: KernelBench) -> str:
+    """Return why memory is too small for all input sets and a peer's copy; "" if it is not."""
+    needed = 2 * bench.num_sets(case.num_bytes) * case.num_bytes
+    if bench.free_bytes is None or needed <= bench.free_bytes():
         return ""
     return (
-        f"needs about {needed / 2**30:.1f} GiB of memory, {bed.free_bytes() / 2**30:.1f} are free"
+        f"needs about {needed / 2**30:.1f} GiB of memory, {bench.free_bytes() / 2**30:.1f} are free"
     )
 
 
-def _enter(
+def _try_contender(
     maker: Callable[[], Contender], prepared: Prepared, timer: Timer, device: torch.device
 ) -> tuple[Entry, Stopwatch]:
-    """One contender: is it there, does it run, is it right? And what times it."""
+    """Make a contender, check its first result, and prepare its watch."""
     started = time.perf_counter()
     run = maker()
-    error = prepared.error(run(0))  # the first call: inputs are as they were prepared
+    error = prepared.error(run(0))  # in the first call inputs are unchanged
     first_use_s = time.perf_counter() - started
     plan_s = host_seconds(run.plan, device) if isinstance(run, Planned) else None
     watch = timer.prepare(run, prepared.num_sets)
@@ -123,8 +138,8 @@ def _enter(
     return entry, watch
 
 
-def _problem(error: Exception) -> Entry:
-    """Return the entry of a case that failed: no failure ends the benchmark."""
+def _error_entry(error: Exception) -> Entry:
+    """Return the entry for an error: no failure of a contender ends the benchmark."""
     if isinstance(error, Absent):
         return Entry("absent", f"{error}: skipped")
     text = str(error).strip().splitlines()
@@ -166,16 +181,16 @@ def _row(
         times = None if name == OURS else result.times(name)
         if times is not None:
             row["engines"][name]["times_ours"] = round(times, 3)
-    row["goals"] = list(_judged(result, ceilings, medians))
+    row["goals"] = list(_judged_goals(result, ceilings, medians))
     return row
 
 
-def _judged(
+def _judged_goals(
     result: CaseResult, ceilings: Ceilings, medians: Mapping[tuple[str, str], float]
 ) -> Iterator[dict[str, Any]]:
-    """Goals beside what did not run, or is wrong, are passed over."""
+    """Yield the goals that can be judged: ours, and the case or peer it is compared with, ran."""
     case, ours = result.case, result.ours
-    peers = {name: entry.right_s for name, entry in result.entries.items()}
+    peers = {name: entry.correct_s for name, entry in result.entries.items()}
     for goal in case.goals:
         other = peers.get(goal.of) if goal.kind == "peer" else medians.get((case.part, goal.of))
         if ours.spread is not None and (other is not None or not goal.of):
@@ -191,7 +206,7 @@ def _figures(case: Case, entry: Entry, spread: Spread, ceilings: Ceilings) -> di
         "best_us": round(spread.best * 1e6, 3),
         "quartiles_us": [round(cut * 1e6, 3) for cut in spread.quartiles],
         "rounds": spread.rounds,
-        "timed_by": entry.how,
+        "timed_by": entry.timed_by,
         "tb_per_s": round(case.num_bytes / median / 1e12, 4),
         "tflop_per_s": round(case.flops / median / 1e12, 3),
         "share_of_copy": round(case.num_bytes / median / ceilings.copy_bytes_per_s, 4),

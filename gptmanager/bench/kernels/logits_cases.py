@@ -1,5 +1,5 @@
-"""The cases around sampling in the kernel benchmark: adjustments, masks, log
-probabilities, continuations of beams. All read or write rows of logits in float32.
+"""Kernel benchmark cases around sampling: adjustments of logits, token masks, log probabilities,
+beam continuations. All read or write float32 rows of logits.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gptmanager.bench.kernels.cases import (
-    Bed,
     Case,
     Contender,
+    KernelBench,
     Prepared,
     Sizes,
     largest_error,
@@ -29,8 +29,8 @@ from gptmanager.request.sampling_params import SamplingParams
 
 _REPETITION, _PRESENCE, _FREQUENCY = 1.1, 0.2, 0.1
 _NUM_BIASES, _BIAS = 64, 0.5
-_SECTOR = 32  # bytes: the least that the cache holds of what is read here and there
-_ALLOWED = 64  # tokens that a mask leaves
+_SECTOR = 32  # bytes: the smallest unit that scattered reads load
+_ALLOWED = 64  # tokens that a mask allows
 _BEAMS = 4
 
 
@@ -40,7 +40,7 @@ def logits_cases(sizes: Sizes) -> list[Case]:
     allowed, most = min(_ALLOWED, vocab_size // 2), min(2 * _BEAMS, vocab_size)
     mask_bytes = 4 * (-(-vocab_size // 32) + vocab_size - allowed)
     case = partial(_case, sizes)
-    # of each row: ids and their logits read and written; those of a bias with its values
+    # per row: ids are read, their logits read and written, biases also read their values
     touched = history * (4 + 8) + biases * (8 + 8)
     name = f"penalties over {history} tokens, {biases} biases"
     return [
@@ -52,15 +52,15 @@ def logits_cases(sizes: Sizes) -> list[Case]:
 
 
 def _case(
-    sizes: Sizes, part: str, name: str, row_bytes: int, prepare: Callable[[Bed], Prepared]
+    sizes: Sizes, part: str, name: str, row_bytes: int, prepare: Callable[[KernelBench], Prepared]
 ) -> Case:
     name = f"{name}, {sizes.rows} x {sizes.vocab_size}"
     return Case(part, name, sizes.rows * row_bytes, prepare)
 
 
-def _prepare_adjustments(length: int, num_biases: int, bed: Bed) -> Prepared:
-    """Each row of its own slot; tokens of a history are distinct, the later half was generated."""
-    rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
+def _prepare_adjustments(length: int, num_biases: int, bench: KernelBench) -> Prepared:
+    """Prepare rows with one slot each and histories of distinct tokens, half of them generated."""
+    rows, vocab_size = bench.sizes.rows, bench.sizes.vocab_size
     random = np.random.default_rng(0)
     texts = np.array([random.permutation(vocab_size)[:length] for _ in range(rows)], dtype=np.int32)
     biased = random.permutation(vocab_size)[:num_biases]
@@ -74,12 +74,12 @@ def _prepare_adjustments(length: int, num_biases: int, bed: Bed) -> Prepared:
     records = [
         adjustments.pack(params, length // 2, vocab_size, row * len(own)) for row in range(rows)
     ]
-    sets = _logits(bed, rows * length * (_SECTOR + 4))
-    packed = bed.records(records, adjustments.PARAMS)
-    lists, histories = bed.ints(np.tile(own, rows)), bed.ints(texts)
-    seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=bed.device)
-    slots, positions = _slots(bed), torch.full((rows,), length, device=bed.device)
-    tokens, ids = histories.long(), torch.from_numpy(biased).to(bed.device)
+    sets = _logits(bench, rows * length * (_SECTOR + 4))
+    packed = bench.records(records, adjustments.PARAMS)
+    lists, histories = bench.ints(np.tile(own, rows)), bench.ints(texts)
+    seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=bench.device)
+    slots, positions = _slots(bench), torch.full((rows,), length, device=bench.device)
+    tokens, ids = histories.long(), torch.from_numpy(biased).to(bench.device)
 
     def by_torch(logits: Tensor) -> Tensor:
         logits[:, ids] += _BIAS
@@ -89,7 +89,7 @@ def _prepare_adjustments(length: int, num_biases: int, bed: Bed) -> Prepared:
         return logits.scatter_(1, tokens, found)
 
     def by_kernel(logits: Tensor) -> Tensor:
-        adjustments.adjust(bed.launcher, logits, packed, lists, histories, seen, slots, positions)
+        adjustments.adjust(bench.launcher, logits, packed, lists, histories, seen, slots, positions)
         return logits
 
     error = largest_error(by_torch(sets[0].clone()))
@@ -97,21 +97,21 @@ def _prepare_adjustments(length: int, num_biases: int, bed: Bed) -> Prepared:
     return Prepared(len(sets), ours, error, tolerance(torch.float32), peers)
 
 
-def _prepare_masks(num_allowed: int, bed: Bed) -> Prepared:
-    """A few tokens of each row are allowed, as a grammar does it."""
-    rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
+def _prepare_masks(num_allowed: int, bench: KernelBench) -> Prepared:
+    """Prepare masks that allow a few tokens of each row, as a grammar does."""
+    rows, vocab_size = bench.sizes.rows, bench.sizes.vocab_size
     random = np.random.default_rng(0)
     allowed = np.zeros((rows, -(-vocab_size // 32) * 32), dtype=np.uint8)
     for row in allowed:
         row[random.permutation(vocab_size)[:num_allowed]] = 1
     masks = torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little").view("<i4"))
-    masks = masks.to(bed.device)
-    banned = torch.from_numpy(allowed[:, :vocab_size] == 0).to(bed.device)
-    sets, slots = _logits(bed, rows * vocab_size * 4), _slots(bed)
+    masks = masks.to(bench.device)
+    banned = torch.from_numpy(allowed[:, :vocab_size] == 0).to(bench.device)
+    sets, slots = _logits(bench, rows * vocab_size * 4), _slots(bench)
     expected = sets[0].masked_fill(banned, -torch.inf)
 
     def by_kernel(logits: Tensor) -> Tensor:
-        mask_logits(bed.launcher, logits, slots, masks)
+        mask_logits(bench.launcher, logits, slots, masks)
         return logits
 
     def by_torch(logits: Tensor) -> Tensor:
@@ -124,17 +124,17 @@ def _prepare_masks(num_allowed: int, bed: Bed) -> Prepared:
     return Prepared(len(sets), ours, error, 0.0, peers)
 
 
-def _prepare_log_probs(bed: Bed) -> Prepared:
-    rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
-    sets = _logits(bed, rows * vocab_size * 4)
-    chosen = torch.arange(rows, device=bed.device) * 7919 % vocab_size
+def _prepare_log_probs(bench: KernelBench) -> Prepared:
+    rows, vocab_size = bench.sizes.rows, bench.sizes.vocab_size
+    sets = _logits(bench, rows * vocab_size * 4)
+    chosen = torch.arange(rows, device=bench.device) * 7919 % vocab_size
     tokens, places = chosen.int(), chosen[:, None]
-    values = torch.empty(rows, device=bed.device)
-    wanted = torch.full((rows,), LOG_PROB, dtype=torch.uint8, device=bed.device)
-    packed, slots = _sampling_params(bed), _slots(bed)
+    values = torch.empty(rows, device=bench.device)
+    wanted = torch.full((rows,), LOG_PROB, dtype=torch.uint8, device=bench.device)
+    packed, slots = _sampling_params(bench), _slots(bench)
 
     def ours(number: int) -> Tensor:
-        log_probs(bed.launcher, values, sets[number], tokens, packed, wanted, slots)
+        log_probs(bench.launcher, values, sets[number], tokens, packed, wanted, slots)
         return values[:, None]
 
     def by_torch(number: int) -> Tensor:
@@ -144,25 +144,27 @@ def _prepare_log_probs(bed: Bed) -> Prepared:
     return Prepared(len(sets), ours, error, tolerance(torch.float32), peers)
 
 
-def _prepare_beams(most: int, bed: Bed) -> Prepared:
-    """A contender tells tokens; their log probabilities are compared, so that ties do no harm."""
-    rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
-    sets = _logits(bed, rows * vocab_size * 4)
-    tokens = torch.empty(rows, most, dtype=torch.int32, device=bed.device)
-    found = torch.empty(rows, most, device=bed.device)
-    packed, slots, counts = _sampling_params(bed), _slots(bed), bed.ints([most] * rows)
+def _prepare_beams(most: int, bench: KernelBench) -> Prepared:
+    """Prepare beam steps. The log probabilities of the found tokens are compared, as ties may order
+    the tokens differently.
+    """
+    rows, vocab_size = bench.sizes.rows, bench.sizes.vocab_size
+    sets = _logits(bench, rows * vocab_size * 4)
+    tokens = torch.empty(rows, most, dtype=torch.int32, device=bench.device)
+    found = torch.empty(rows, most, device=bench.device)
+    packed, slots, counts = _sampling_params(bench), _slots(bench), bench.ints([most] * rows)
     scores = sets[0].log_softmax(-1)
-    of_scores = largest_error(scores.topk(most).values)
+    score_error = largest_error(scores.topk(most).values)
 
     def ours(number: int) -> Tensor:
-        best_of_rows(bed.launcher, tokens, found, sets[number], packed, slots, counts)
+        best_of_rows(bench.launcher, tokens, found, sets[number], packed, slots, counts)
         return tokens
 
     def error(result: Tensor) -> float:
         if not ((result >= 0) & (result < vocab_size)).all():
             return float("inf")
-        written = of_scores(found) if result is tokens else 0.0
-        return max(of_scores(scores.gather(1, result.long())), written)
+        written = score_error(found) if result is tokens else 0.0
+        return max(score_error(scores.gather(1, result.long())), written)
 
     def by_torch(number: int) -> Tensor:
         return sets[number].log_softmax(-1).topk(most).indices
@@ -172,20 +174,20 @@ def _prepare_beams(most: int, bed: Bed) -> Prepared:
 
 
 def _on_copies(sets: list[Tensor], work: Callable[[Tensor], Tensor]) -> Contender:
-    """A contender that writes to its logits."""
+    """Return a contender that modifies its own copies of the logits."""
     own = [logits.clone() for logits in sets]
     return lambda number: work(own[number])
 
 
-def _logits(bed: Bed, set_bytes: int) -> list[Tensor]:
-    return bed.sets(set_bytes, bed.sizes.rows, bed.sizes.vocab_size, dtype=torch.float32)
+def _logits(bench: KernelBench, set_bytes: int) -> list[Tensor]:
+    return bench.sets(set_bytes, bench.sizes.rows, bench.sizes.vocab_size, dtype=torch.float32)
 
 
-def _sampling_params(bed: Bed) -> Tensor:
+def _sampling_params(bench: KernelBench) -> Tensor:
     """Return the sampling parameters, one slot for each row."""
-    record = sampling.pack(SamplingParams(), bed.sizes.vocab_size)
-    return bed.records([record] * bed.sizes.rows, sampling.PARAMS)
+    record = sampling.pack(SamplingParams(), bench.sizes.vocab_size)
+    return bench.records([record] * bench.sizes.rows, sampling.PARAMS)
 
 
-def _slots(bed: Bed) -> Tensor:
-    return bed.ints(np.arange(bed.sizes.rows))
+def _slots(bench: KernelBench) -> Tensor:
+    return bench.ints(np.arange(bench.sizes.rows))

@@ -1,5 +1,6 @@
-"""Products as the kernel benchmark times them: those of a generation step of a small and a large
-model, as a manager computes them where our kernel is the faster one.
+"""Kernel benchmark cases for the matmuls of a generation step, of a small and a large model.
+
+They are computed as a manager does where our kernel is the fastest.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.bench.kernels.cases import (
-    Bed,
     Case,
     Decoder,
     Goal,
+    KernelBench,
     Prepared,
     Sizes,
     largest_error,
@@ -23,9 +24,9 @@ from gptmanager.cuda.activations import silu_mul
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 
-_LARGE = 32 << 20  # bytes of a weight; the time of a smaller one is mostly its launch
-_SHARE_OF_COPY = 0.85  # of few rows
-_TIMES_ROOFLINE = 1.3  # of more
+_LARGE = 32 << 20  # bytes of a weight; smaller ones mostly take the time of a launch
+_SHARE_OF_COPY = 0.85  # goal for few rows
+_TIMES_ROOFLINE = 1.3  # goal for more rows
 
 
 def matmul_cases(sizes: Sizes) -> list[Case]:
@@ -33,12 +34,12 @@ def matmul_cases(sizes: Sizes) -> list[Case]:
         _case(sizes, model, number, name, rows)
         for model in sizes.decoders
         for name, number in _weights(model).items()
-        for rows in sizes.product_rows
+        for rows in sizes.matmul_rows
     ]
 
 
 def _weights(model: Decoder) -> dict[str, tuple[int, int]]:
-    """Width and depth of a layer's four, and of the head."""
+    """Return the width and depth of a layer's four matrices, and of the head."""
     return {
         "QKV": (model.qkv, model.hidden),
         "output": (model.hidden, model.hidden),
@@ -57,34 +58,34 @@ def _case(sizes: Sizes, model: Decoder, size: tuple[int, int], name: str, rows: 
     is_few = rows <= FEW_ROWS
     goal = Goal("copy", _SHARE_OF_COPY) if is_few else Goal("roofline", _TIMES_ROOFLINE)
     return Case(
-        "products",
+        "matmuls",
         f"{name} of {model.name}, {rows} x {depth} x {width}",
         weight_bytes + rows * (depth + out_width) * itemsize,
         partial(_prepare, rows, width, depth, has_silu),
         2 * rows * width * depth,
         (*([goal] if is_large else ()), Goal("peer", 1.0, "torch")),
-        quick=is_large and rows in (sizes.product_rows[0], sizes.product_rows[-1]),
+        quick=is_large and rows in (sizes.matmul_rows[0], sizes.matmul_rows[-1]),
     )
 
 
-def _prepare(rows: int, width: int, depth: int, has_silu: bool, bed: Bed) -> Prepared:
-    """Weights are what a step reads anew; all are multiplied with the same rows."""
-    x = bed.randn(rows, depth)
+def _prepare(rows: int, width: int, depth: int, has_silu: bool, bench: KernelBench) -> Prepared:
+    """Prepare sets of weights, as a step reads each weight once; all use the same input rows."""
+    x = bench.randn(rows, depth)
     num_bytes = width * depth * x.itemsize
-    weights = bed.sets(num_bytes, width, depth, scale=depth**-0.5)
+    weights = bench.sets(num_bytes, width, depth, scale=depth**-0.5)
     out = x.new_empty(rows, width // 2 if has_silu else width)
     own = out.clone()
-    products = OwnMatmuls(bed.launcher)
+    matmuls = OwnMatmuls(bench.launcher)
 
     def ours(number: int) -> Tensor:
-        products.multiply(out, x, weights[number], None, silu=has_silu)
+        matmuls.multiply(out, x, weights[number], None, silu=has_silu)
         return out
 
     def by_torch(number: int) -> Tensor:
-        product = F.linear(x, weights[number])
+        result = F.linear(x, weights[number])
         if not has_silu:
-            return product
-        silu_mul(bed.launcher, own, product)  # as a manager does behind torch's product
+            return result
+        silu_mul(bench.launcher, own, result)  # as a manager does after torch's matmul
         return own
 
     expected = F.linear(x.float(), weights[0].float())
@@ -92,4 +93,4 @@ def _prepare(rows: int, width: int, depth: int, has_silu: bool, bed: Bed) -> Pre
         gate, up = expected.chunk(2, dim=1)
         expected = F.silu(gate) * up
     error, peers = largest_error(expected), {"torch": lambda: by_torch}
-    return Prepared(len(weights), ours, error, tolerance(bed.sizes.dtype), peers)
+    return Prepared(len(weights), ours, error, tolerance(bench.sizes.dtype), peers)

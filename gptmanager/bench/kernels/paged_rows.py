@@ -1,7 +1,7 @@
-"""Sequences over pages of random keys and values, for attention cases, and what is right for them.
+"""Sequences over pages of random keys and values for attention cases, and the expected results.
 
-Knows nothing of kernels. Pages lie as they do on a device: `[P, K, B, D]`, those of a sequence in a
-random order.
+Independent of kernels. Pages have the layout of a device's pool, `[P, K, B, D]`; the pages of a
+sequence are in random order.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptmanager.bench.kernels.cases import Bed
+from gptmanager.bench.kernels.cases import KernelBench
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
-_QUERIES = 512  # that the reference takes at a time
+_QUERIES = 512  # per call of the reference
 
 
 @dataclass(frozen=True, eq=False)
 class PagedRows:
-    """`num_new[r]` tokens of row r are the last of its `lengths[r]`; one layer's pages.
+    """Rows of a step over one layer's pages: the last `num_new[r]` of `lengths[r]` tokens are new.
 
-    `queries` `[T, H, D]`. Row r has line r of the block tables. float8_e4m3fn pages have scales 1.
+    `queries` `[T, H, D]`. Row r uses line r of the block tables. float8_e4m3fn pages have scales 1.
     """
 
     num_new: np.ndarray
@@ -51,17 +51,20 @@ class PagedRows:
         return self.pages.values.shape[2]
 
     def history(self, row: int) -> tuple[Tensor, Tensor]:
-        """Its keys and values, `[length, K, D]`, in the queries' dtype."""
+        """Return a row's keys and values, `[length, K, D]`, in the queries' dtype."""
         length = int(self.lengths[row])
         blocks = self.spans.block_tables[row, : -(-length // self.tokens_per_block)].long()
         keys, values = (
-            _taken(pages, blocks).to(self.queries.dtype).transpose(1, 2).flatten(0, 1)[:length]
+            _select_pages(pages, blocks)
+            .to(self.queries.dtype)
+            .transpose(1, 2)
+            .flatten(0, 1)[:length]
             for pages in self.token_major
         )
         return keys, values
 
     def expected(self) -> Tensor:
-        """Attention in float32, `[T, H, D]`."""
+        """Return the attention of all rows in float32, `[T, H, D]`."""
         result = torch.empty(self.queries.shape, dtype=torch.float32, device=self.queries.device)
         start = 0
         for row, (new, length) in enumerate(zip(self.num_new, self.lengths, strict=True)):
@@ -80,22 +83,22 @@ class PagedRows:
         return result
 
 
-def _taken(pages: Tensor, blocks: Tensor) -> Tensor:
-    """torch indexes no 8-bit floats, but their bits."""
+def _select_pages(pages: Tensor, blocks: Tensor) -> Tensor:
+    """Index pages; torch cannot index 8-bit floats, so their bytes are indexed instead."""
     if pages.itemsize > 1:
         return pages[blocks]
     return pages.view(torch.uint8)[blocks].view(pages.dtype)
 
 
 def paged_rows(
-    bed: Bed,
+    bench: KernelBench,
     rows: Sequence[tuple[int, int]],
     tokens_per_block: int,
     number: int,
     dtype: torch.dtype | None = None,
 ) -> PagedRows:
-    """Rows of (new tokens, length); each `number` has another order of pages, of `dtype`."""
-    sizes = bed.sizes
+    """Return rows of (new tokens, length) over pages of `dtype`, in an order set by `number`."""
+    sizes = bench.sizes
     is_fp8 = dtype is torch.float8_e4m3fn
     num_new, lengths = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
     counts = -(-lengths.astype(np.int64) // tokens_per_block)
@@ -108,17 +111,17 @@ def paged_rows(
     return PagedRows(
         num_new=num_new,
         lengths=lengths,
-        queries=bed.randn(int(num_new.sum()), sizes.num_heads, sizes.head_dim),
+        queries=bench.randn(int(num_new.sum()), sizes.num_heads, sizes.head_dim),
         pages=Pages(
-            bed.randn(*blocks, dtype=dtype).mT,
-            bed.randn(*blocks, dtype=dtype),
-            torch.ones(2, blocks[1], device=bed.device) if is_fp8 else None,
+            bench.randn(*blocks, dtype=dtype).mT,
+            bench.randn(*blocks, dtype=dtype),
+            torch.ones(2, blocks[1], device=bench.device) if is_fp8 else None,
         ),
-        spans=RowSpans(*map(bed.ints, (starts, lengths, np.arange(len(rows)), tables))),
+        spans=RowSpans(*map(bench.ints, (starts, lengths, np.arange(len(rows)), tables))),
     )
 
 
 def attention_flops(num_heads: int, head_dim: int, rows: Sequence[tuple[int, int]]) -> int:
-    """Return the FLOPs for all pairs of a token and a position that it sees."""
+    """Return the FLOPs for all pairs of a token and a position it attends to."""
     pairs = sum(new * (length - new) + new * (new + 1) // 2 for new, length in rows)
     return 4 * num_heads * head_dim * pairs

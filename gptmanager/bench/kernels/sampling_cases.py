@@ -1,7 +1,7 @@
-"""Sampling as the kernel benchmark times it. Right is a token that the limits allow.
+"""Kernel benchmark cases for sampling. A token is correct if top-k and top-p allow it.
 
-Random weights give flat logits, of which top-p keeps most: the worst case. Peaked ones, of which it
-keeps few, are what models give.
+Random weights produce flat logits, of which top-p keeps most: the worst case. Trained models
+produce peaked logits, of which it keeps few.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from gptmanager.bench.kernels.attention_peers import flashinfer
-from gptmanager.bench.kernels.cases import Bed, Case, Contender, Goal, Prepared, Sizes
+from gptmanager.bench.kernels.cases import Case, Contender, Goal, KernelBench, Prepared, Sizes
 from gptmanager.cuda.sampling.sampling import PARAMS, pack, sample
 from gptmanager.request.sampling_params import SamplingParams
 
 _TOP_K, _TOP_P, _TEMPERATURE = 50, 0.9, 0.8
 _WIDE = 1000  # more than a block has threads
-_PEAKED = 6.0  # times a flat row
-_SLACK = 1e-4  # of the mass: sums in another order may put a token on the other side
+_PEAKED = 6.0  # factor on flat logits
+_SLACK = 1e-4  # of the mass: the order of a sum may decide whether a token is inside
 
 
 def sampling_cases(sizes: Sizes) -> list[Case]:
@@ -55,17 +55,17 @@ def _case(
     return Case("sampling", name, num_bytes, prepare, goals=goals, quick=quick)
 
 
-def _prepare(params: SamplingParams, scale: float, num_bytes: int, bed: Bed) -> Prepared:
-    rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
-    sets = bed.sets(num_bytes, rows, vocab_size, dtype=torch.float32, scale=scale)
-    packed = bed.records([pack(params, vocab_size)] * rows, PARAMS)
-    slots = bed.ints(np.arange(rows))
-    positions = torch.arange(8, 8 + rows, device=bed.device)
-    tokens = torch.empty(rows, dtype=torch.int32, device=bed.device)
+def _prepare(params: SamplingParams, scale: float, num_bytes: int, bench: KernelBench) -> Prepared:
+    rows, vocab_size = bench.sizes.rows, bench.sizes.vocab_size
+    sets = bench.sets(num_bytes, rows, vocab_size, dtype=torch.float32, scale=scale)
+    packed = bench.records([pack(params, vocab_size)] * rows, PARAMS)
+    slots = bench.ints(np.arange(rows))
+    positions = torch.arange(8, 8 + rows, device=bench.device)
+    tokens = torch.empty(rows, dtype=torch.int32, device=bench.device)
     inputs = torch.empty_like(tokens)
 
     def ours(number: int) -> Tensor:
-        sample(bed.launcher, tokens, inputs, sets[number], packed, slots, positions)
+        sample(bench.launcher, tokens, inputs, sets[number], packed, slots, positions)
         return tokens
 
     peers = {} if params.greedy else {
@@ -76,7 +76,7 @@ def _prepare(params: SamplingParams, scale: float, num_bytes: int, bed: Bed) -> 
 
 
 def refused_share(logits: Tensor, params: SamplingParams, tokens: Tensor) -> float:
-    """Rows whose token the limits do not allow, as a share of all."""
+    """Return the share of rows with a token that top-k or top-p excludes."""
     in_range = (tokens >= 0) & (tokens < logits.shape[1])
     chosen = logits.gather(1, tokens.long().clamp(0, logits.shape[1] - 1)[:, None])
     higher = logits > chosen
@@ -95,12 +95,12 @@ def refused_share(logits: Tensor, params: SamplingParams, tokens: Tensor) -> flo
 
 
 def _flashinfer(sets: list[Tensor], params: SamplingParams) -> Contender:
-    """Softmax, then rejection with a moving pivot."""
+    """Return FlashInfer's sampling: a softmax, then rejection with a moving pivot."""
     sampling = flashinfer().sampling
 
     def run(number: int) -> Any:
         probs = torch.softmax(sets[number] / params.temperature, dim=-1)
-        place = {"seed": params.seed, "offset": number}  # else it asks the generator, and waits
+        place = {"seed": params.seed, "offset": number}  # without these it waits for the generator
         if params.top_k:
             return sampling.top_k_top_p_sampling_from_probs(
                 probs, params.top_k, params.top_p, filter_apply_order="top_k_first", **place
@@ -111,7 +111,7 @@ def _flashinfer(sets: list[Tensor], params: SamplingParams) -> Contender:
 
 
 def _torch_sort(sets: list[Tensor], params: SamplingParams) -> Contender:
-    """Sample as is commonly written in torch: with a sort of each row."""
+    """Return sampling as commonly written in torch: with a sort of each row."""
 
     def run(number: int) -> Tensor:
         logits, order = (sets[number] / params.temperature).sort(dim=-1, descending=True)
@@ -119,7 +119,7 @@ def _torch_sort(sets: list[Tensor], params: SamplingParams) -> Contender:
             logits, order = logits[:, : params.top_k], order[:, : params.top_k]
         probs = logits.softmax(-1)
         probs = probs.masked_fill(probs.cumsum(-1) - probs >= params.top_p, 0.0)
-        # the exponential race: argmax of probs / noise draws from probs, without a wait
+        # exponential race: argmax of probs / noise draws from probs without synchronization
         place = (probs / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True)
         return order.gather(1, place)[:, 0]
 

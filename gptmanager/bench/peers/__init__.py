@@ -1,1 +1,1 @@
-"""Other libraries on the same load."""
+"""Peers of the benchmark: other libraries that run the same load."""

@@ -1,4 +1,4 @@
-"""transformers' continuous batching on the weights and requests that a manager gets."""
+"""Run a load through transformers' continuous batching, on the same weights as a manager."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gptmanager.config import OptionalParams
 from gptmanager.errors import ConfigError, GptManagerError
 
 _BLOCK = 256  # tokens in a block of transformers' KV cache, its default
-_BATCH_TOKENS = 512  # in an iteration of transformers: the dense mask grows with it
+_BATCH_TOKENS = 512  # in an iteration of transformers; the dense mask grows with it
 
 
 class TooSlow(GptManagerError):
-    """The peer did not get through in its time."""
+    """The peer exceeded its time limit."""
 
 
 class TransformersPeer:
@@ -40,7 +40,7 @@ class TransformersPeer:
             dtype = getattr(torch, params.dtype or "float32")
             with torch.device(device):
                 self._model = auto.from_config(config, dtype=dtype)
-            is_tied = source[0]["tie_word_embeddings"]  # then the output matrix is not named
+            is_tied = source[0]["tie_word_embeddings"]  # then the state dict has no output matrix
             self._model.load_state_dict(source[1], strict=not is_tied)
         else:
             try:
@@ -56,7 +56,7 @@ class TransformersPeer:
         )
 
     def run(self, requests: Sequence[Request], limit_s: float | None = None) -> Figures:
-        """TooSlow where they take longer than `limit_s`."""
+        """Run all requests at once; TooSlow if they take longer than `limit_s`."""
         needed = sum(-(-(len(prompt) + new_tokens) // _BLOCK) for prompt, new_tokens in requests)
         batching = self._configure(
             block_size=_BLOCK, num_blocks=2 * needed + 2, max_batch_tokens=_BATCH_TOKENS
@@ -76,7 +76,7 @@ class TransformersPeer:
                 outputs = _collect(engine, requests, limit_s)
                 seconds = time.monotonic() - started
             except BaseException:
-                engine.stop(hard_stop=True)  # without it, leaving waits for what still runs
+                engine.stop(hard_stop=True)  # else leaving the context waits for running requests
                 raise
         return Figures(seconds, outputs)
 
@@ -84,7 +84,7 @@ class TransformersPeer:
 def _collect(
     engine: Any, requests: Sequence[Request], limit_s: float | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Run requests through transformers' manager; their outputs in the same order."""
+    """Run requests through transformers' manager and return their outputs in the same order."""
     started = time.monotonic()
     for index, (prompt, new_tokens) in enumerate(requests):
         engine.add_request(prompt, request_id=str(index), max_new_tokens=new_tokens)
@@ -98,5 +98,7 @@ def _collect(
         if result is not None and result.is_finished():
             outputs[int(result.request_id)] = tuple(result.generated_tokens)
         elif result is None and not engine.is_running():
-            raise GptManagerError("transformers' generation loop has ended early")
+            raise GptManagerError(
+                "transformers' generation loop ended before all requests were done"
+            )
     return tuple(outputs[index] for index in range(len(requests)))

