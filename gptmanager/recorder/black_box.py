@@ -22,7 +22,7 @@ from gptmanager.recorder.values import to_json
 from gptmanager.step import Schedule
 
 # CPU time of a copy of the state, spread over the iterations until the next copy
-_STATE_NS_PER_TURN = 2000
+_STATE_NS_PER_ITERATION = 2000
 _MIN_SEGMENT, _MAX_SEGMENT = 256, 1 << 14  # iterations
 
 
@@ -41,9 +41,8 @@ class BlackBox:
         self.blueprint = blueprint
         self.keeper = Keeper(blueprint.vocab_size, blueprint.hidden_size)
         self._keep = keep
-        self._recent: deque[tuple[Iteration, int]] = (
-            deque()
-        )  # iterations that still have a schedule, and its size
+        # iterations that still have a schedule, and its size
+        self._recent: deque[tuple[Iteration, int]] = deque()
         self._recent_bytes = 0
         self._max_recent_bytes = max_bytes // 4
         self._max_segment_bytes = max_bytes - self._max_recent_bytes
@@ -51,26 +50,26 @@ class BlackBox:
         self._segment_length = max(_MIN_SEGMENT, keep)
         self._num_lost = 0  # iterations since the last state was dropped as too large
         self._has_warned = False
-        self.tells_something = is_new  # otherwise False until a step has completed
+        self.is_worth_writing = is_new  # otherwise False until a step has completed
         if is_new:
             self._segments.append(_Segment(None, self._max_segment_bytes))
         else:
             self._begin_segment()
 
-    def add(self, turn: Iteration) -> None:
+    def add(self, iteration: Iteration) -> None:
         """Add an iteration; called between two iterations of the loop."""
-        self.tells_something |= turn.result is not None
+        self.is_worth_writing |= iteration.result is not None
         if not self._segments:
             self._num_lost += 1
             if self._num_lost >= self._segment_length:
                 self._begin_segment()
             return
-        self._add_recent(turn)
+        self._add_recent(iteration)
         segment = self._segments[-1]
-        segment.turns.append(turn)
-        segment.turn_bytes += turn_bytes(turn)
-        is_full = segment.turn_bytes >= segment.max_turn_bytes
-        if is_full or len(segment.turns) >= self._segment_length:
+        segment.iterations.append(iteration)
+        segment.iteration_bytes += iteration_bytes(iteration)
+        is_full = segment.iteration_bytes >= segment.max_iteration_bytes
+        if is_full or len(segment.iterations) >= self._segment_length:
             self._begin_segment()
 
     def lines(self, last: Iteration | None) -> list[bytes]:
@@ -81,26 +80,26 @@ class BlackBox:
         if not self._segments:
             return []
         first = self._segments[0]
-        turns = [turn for segment in self._segments for turn in segment.turns]
+        iterations = [iteration for segment in self._segments for iteration in segment.iterations]
         if last is not None:
-            turns.append(last)
+            iterations.append(last)
         return [
             to_json(make_header(self.blueprint, first.state)),
-            *(turn.line() for turn in turns),
+            *(iteration.line() for iteration in iterations),
         ]
 
     @property
     def _num_segment_bytes(self) -> int:
-        return sum(segment.state_bytes + segment.turn_bytes for segment in self._segments)
+        return sum(segment.state_bytes + segment.iteration_bytes for segment in self._segments)
 
-    def _add_recent(self, turn: Iteration) -> None:
+    def _add_recent(self, iteration: Iteration) -> None:
         recent = self._recent
         size = 0
-        if turn.schedule is not None:
-            if turn.schedule.starts:
-                turn.schedule = kept_schedule(turn.schedule)
-            size = schedule_bytes(turn.schedule)
-        recent.append((turn, size))
+        if iteration.schedule is not None:
+            if iteration.schedule.starts:
+                iteration.schedule = kept_schedule(iteration.schedule)
+            size = schedule_bytes(iteration.schedule)
+        recent.append((iteration, size))
         self._recent_bytes += size
         while len(recent) > self._keep or self._recent_bytes > self._max_recent_bytes:
             oldest, size = recent.popleft()
@@ -113,7 +112,7 @@ class BlackBox:
         state = state._replace(pending=tuple(map(kept_schedule, state.pending)))
         self._segments.append(_Segment(state, self._max_segment_bytes))
         taken = thread_time_ns() - started
-        length = min(max(_MIN_SEGMENT, taken // _STATE_NS_PER_TURN), _MAX_SEGMENT)
+        length = min(max(_MIN_SEGMENT, taken // _STATE_NS_PER_ITERATION), _MAX_SEGMENT)
         self._segment_length = max(self._keep, length)
         while len(self._segments) > 2 or self._num_segment_bytes > self._max_segment_bytes:
             self._segments.popleft()
@@ -143,18 +142,18 @@ class _Segment:
     def __init__(self, state: LoopState | None, max_bytes: int) -> None:
         self.state = state
         self.state_bytes = 0 if state is None else state_bytes(state)
-        self.turns: list[Iteration] = []
-        self.turn_bytes = 0
-        self.max_turn_bytes = max(max_bytes // 2 - self.state_bytes, max_bytes // 8)
+        self.iterations: list[Iteration] = []
+        self.iteration_bytes = 0
+        self.max_iteration_bytes = max(max_bytes // 2 - self.state_bytes, max_bytes // 8)
 
 
-def turn_bytes(turn: Iteration) -> int:
+def iteration_bytes(iteration: Iteration) -> int:
     """Estimate the bytes of an iteration without its schedule, which is dropped earlier."""
-    intake = turn.intake
+    intake = iteration.intake
     size = 4 * OBJECT
     if intake.requests or intake.stops or intake.failures or intake.ready:
         size += value_bytes((intake.requests, *intake.stops, intake.failures, intake.ready))
-    for result in [turn.result, *(result for _, result in turn.recalled)]:
+    for result in [iteration.result, *(result for _, result in iteration.recalled)]:
         if result is None:
             continue
         size += result.tokens.nbytes

@@ -49,8 +49,8 @@ class Recorder:
         self._keep = 0 if path is not None else keep
         self._max_bytes = max_bytes
         self._black_box_file = BlackBoxFile(black_box_path)
-        self._turn: Iteration | None = None
-        self._num_turns = 0
+        self._iteration: Iteration | None = None
+        self._num_iterations = 0
         self._num_idle = 0  # iterations since the last one with work
         self._black_box: BlackBox | None = None
         self._flushed = 0.0
@@ -84,7 +84,7 @@ class Recorder:
 
     def close(self, reason: str = "drained", error: str = "") -> None:
         """End the recording: nothing is recorded from now on."""
-        self.end_turn()
+        self.end_iteration()
         self._black_box = None
         if self._file is not None:
             self._write(to_json({"kind": "end", "reason": reason, "error": error}))
@@ -110,68 +110,69 @@ class Recorder:
                 parts = loop, box.blueprint, self._keep, self._max_bytes
                 self._black_box = BlackBox(*parts, is_new=False)
                 return
-            if self._turn is not None:
-                self._turn.recovered = loop.state()
-            self.end_turn()
+            if self._iteration is not None:
+                self._iteration.recovered = loop.state()
+            self.end_iteration()
         except BaseException as raised:  # noqa: B036 - the loop must still continue
             self._give_up(raised)
 
     # Called by the host and the executor -----------------------------------------------------
 
-    def end_turn(self) -> None:
+    def end_iteration(self) -> None:
         """Complete the current iteration; called at the start of the next one."""
-        turn, self._turn = self._turn, None
-        if turn is None:
+        iteration, self._iteration = self._iteration, None
+        if iteration is None:
             return
-        if not turn.num_active and turn.is_empty:
+        if not iteration.num_active and iteration.is_empty:
             self._num_idle += 1
             return
-        self._num_turns += 1
+        self._num_iterations += 1
         self._num_idle = 0
         try:
             if self._file is not None:
-                flushes = turn.intake.now - self._flushed >= _FLUSH_S
-                self._flushed = turn.intake.now if flushes else self._flushed
-                self._write(turn.line(), flushes)
+                flushes = iteration.intake.now - self._flushed >= _FLUSH_S
+                self._flushed = iteration.intake.now if flushes else self._flushed
+                self._write(iteration.line(), flushes)
             elif self._black_box is not None:
-                self._black_box.add(turn)
+                self._black_box.add(iteration)
         except BaseException as error:  # noqa: B036 - a failed write must not end the loop
             self._give_up(error)
 
-    def begin_turn(self, num_active: int, intake: Intake) -> None:
+    def begin_iteration(self, num_active: int, intake: Intake) -> None:
         if self._black_box is not None and (intake.requests or intake.failures or intake.adapters):
             try:
                 intake = self._black_box.keeper.intake(intake)
             except BaseException as error:  # noqa: B036 - a failed copy must not end the loop
                 self._give_up(error)
-        self._turn = turn = Iteration(self._num_turns, num_active, intake)
-        turn.ends, turn.idle_turns = None if self._file is None else (), self._num_idle
+        self._iteration = iteration = Iteration(self._num_iterations, num_active, intake)
+        iteration.ends, iteration.idle_turns = None if self._file is None else (), self._num_idle
 
     def record_schedule(self, schedule: Schedule) -> None:
-        if self._turn is not None:
-            self._turn.schedule = schedule
+        if self._iteration is not None:
+            self._iteration.schedule = schedule
 
     def record_result(self, iteration: int, result: StepResult) -> None:
-        turn = self._turn
-        if turn is not None:
-            if turn.result is not None:
-                turn.recalled = turn.results
+        current = self._iteration
+        if current is not None:
+            if current.result is not None:
+                current.recalled = current.results
             is_plain = result.extras is None and not result.failures
-            turn.result_of, turn.result = iteration, result if is_plain else kept_result(result)
+            current.result_of = iteration
+            current.result = result if is_plain else kept_result(result)
 
     def record_end(self, request_id: int, tensors: list[NamedTensor], error: str) -> None:
-        turn = self._turn
-        if turn is not None and turn.ends is not None:
+        iteration = self._iteration
+        if iteration is not None and iteration.ends is not None:
             value = dict(tensors).get("finish_reasons")
             reason = "ERROR" if value is None else FinishReason(int(value[0, 0])).name
-            turn.ends += (End(request_id, reason, error),)
+            iteration.ends += (End(request_id, reason, error),)
 
     # Private -------------------------------------------------------------------------------
 
     def _write_black_box(self, box: BlackBox, text: str) -> None:
         """Write the black box, unless no step has completed since the last failure."""
-        last, self._turn = self._turn, None
-        if not box.tells_something:
+        last, self._iteration = self._iteration, None
+        if not box.is_worth_writing:
             return
         try:
             lines = box.lines(last)
@@ -220,9 +221,9 @@ class RecordingHost(HostTap):
         super().__init__(host)
 
         def fetch(room: int | None, num_active: int) -> Intake:
-            recorder.end_turn()
+            recorder.end_iteration()
             intake = host_fetch(room, num_active)
-            recorder.begin_turn(num_active, intake)
+            recorder.begin_iteration(num_active, intake)
             return intake
 
         def respond(

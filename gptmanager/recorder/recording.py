@@ -33,9 +33,8 @@ _ONE_END_ID = 4  # as 5, but sampling parameters have `end_id`, -1 for none
 _ONE_PENDING = 3  # as 4, but a state has one pending schedule, or null
 
 _LONGEST_LINE = 1 << 30  # bytes
-_UNFOLDED_PER_BYTE = (
-    16  # numbers that one byte of the file may expand to, in addition to an initial allowance
-)
+# numbers that one byte of the file may expand to, in addition to an initial allowance
+_UNFOLDED_PER_BYTE = 16
 
 
 class End(NamedTuple):
@@ -103,12 +102,12 @@ class Iteration:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the intake was empty and nothing ran."""
+        """Return whether the intake was empty and nothing ran."""
         intake = self.intake
-        has_come = intake.requests or intake.stops or intake.failures or intake.ready
-        of_adapters = intake.adapters or intake.forgotten_adapters
+        has_input = intake.requests or intake.stops or intake.failures or intake.ready
+        has_adapters = intake.adapters or intake.forgotten_adapters
         results = self.schedule, self.result, self.recovered
-        return not (has_come or of_adapters) and results == (None, None, None)
+        return not (has_input or has_adapters) and results == (None, None, None)
 
     def line(self) -> bytes:
         values = {name: getattr(self, name) for name in self.__slots__}
@@ -138,7 +137,7 @@ class Recording:
     @property
     def duration_s(self) -> float:
         """Seconds from the first intake to the last result."""
-        results = [result.now for turn in self.iterations for _, result in turn.results]
+        results = [result.now for iteration in self.iterations for _, result in iteration.results]
         return results[-1] - self.iterations[0].intake.now if results else 0.0
 
 
@@ -225,8 +224,8 @@ def located(where: str) -> Iterator[None]:
         raise RecordingError(f"{where}: it needs more memory than there is") from error
     except (GptManagerError, ArithmeticError, AssertionError, AttributeError, LookupError,
             RuntimeError, StopIteration, TypeError, ValueError) as error:  # fmt: skip
-        what = error if isinstance(error, GptManagerError) else response_text(error)
-        raise RecordingError(f"{where}: {what}") from error
+        text = error if isinstance(error, GptManagerError) else response_text(error)
+        raise RecordingError(f"{where}: {text}") from error
 
 
 def _open(path: str | os.PathLike[str]) -> IO[bytes]:

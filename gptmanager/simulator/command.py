@@ -47,8 +47,8 @@ def add_command(commands: Any) -> None:
     )
     add = parser.add_argument
     default = "guaranteed_no_evict,max_utilization"
-    told = f"of {', '.join(POLICIES)} (default {default})"
-    add("--policies", type=_policies, metavar="A,B", default=_policies(default), help=told)
+    text = f"of {', '.join(POLICIES)} (default {default})"
+    add("--policies", type=_policies, metavar="A,B", default=_policies(default), help=text)
     add_scheduler(
         parser,
         "one more column: your create_scheduler, as my_sched:make of my_sched.py in this folder",

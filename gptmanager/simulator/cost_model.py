@@ -117,15 +117,15 @@ def fit(recording: Recording) -> CostModel:
 
 def _timed_steps(recording: Recording) -> Iterator[tuple[Schedule, float]]:
     """Yield schedules with the seconds that their iteration took."""
-    turns: list[Iteration | None] = [*recording.iterations, None]
-    for turn, following in zip(turns, turns[1:], strict=False):
-        if turn is None or turn.schedule is None:
+    iterations: list[Iteration | None] = [*recording.iterations, None]
+    for iteration, following in zip(iterations, iterations[1:], strict=False):
+        if iteration is None or iteration.schedule is None:
             continue
-        end = turn.results[-1][1].now if turn.results else None
+        end = iteration.results[-1][1].now if iteration.results else None
         if following is not None and following.num_active:
             end = following.intake.now
-        if end is not None and end > turn.intake.now:
-            yield turn.schedule, end - turn.intake.now
+        if end is not None and end > iteration.intake.now:
+            yield iteration.schedule, end - iteration.intake.now
 
 
 def _non_negative_least_squares(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:

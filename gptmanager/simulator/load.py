@@ -25,9 +25,9 @@ logger = logging.getLogger("gptmanager")
 # requests, another policy or a smaller batch take more than the recorded run did
 _STEPS_PER_STEP = 64
 _SPARE_STEPS = 1 << 20
-TURN_STEPS = 32  # request-steps charged for an iteration, however few it runs
+ITERATION_STEPS = 32  # request-steps charged for an iteration, however few it runs
 
-VOCAB_SIZE = 2**31 - 1  # so large that every prompt can begin with a different token
+VOCAB_SIZE = 2**31 - 1  # large enough for a different first token in every prompt
 
 
 Stop = tuple[float, frozenset[int]]  # when, and which requests
@@ -50,7 +50,7 @@ class Load(Protocol):
     def request(self, number: int) -> InferenceRequest: ...
 
     def output(self, number: int) -> Sequence[int] | None:
-        """Return the tokens that the request generates; None: any that do not end it."""
+        """Return the tokens that the request generates; None: any tokens that do not end it."""
 
     def beams(self, number: int) -> Mapping[int, BeamCandidates]:
         """Return the known candidates of the request's beams, by position."""
@@ -79,14 +79,14 @@ class SyntheticLoad:
         at_least(0, "SyntheticLoad.seed", self.seed)
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ConfigError(f"SyntheticLoad.rate = {self.rate!r} must be above 0, and finite")
-        chance = np.random.default_rng(self.seed)
+        generator = np.random.default_rng(self.seed)
         count = self.num_requests
-        self._prompts = chance.integers(*self.prompt_len, size=count, endpoint=True)
-        self._outputs = chance.integers(*self.output_len, size=count, endpoint=True)
+        self._prompts = generator.integers(*self.prompt_len, size=count, endpoint=True)
+        self._outputs = generator.integers(*self.output_len, size=count, endpoint=True)
         if self.rate is None:
             self.arrivals = np.zeros(count)
         else:
-            self.arrivals = np.cumsum(chance.exponential(1 / self.rate, size=count))
+            self.arrivals = np.cumsum(generator.exponential(1 / self.rate, size=count))
 
     def request(self, number: int) -> InferenceRequest:
         prompt = np.zeros(self._prompts[number], dtype=np.int64)
@@ -123,34 +123,36 @@ def host_queue(recording: Recording) -> HostQueue:
     max_active = recording.header.blueprint.max_active  # None: Get was never short of room
     first = recording.iterations[0].intake.now
     arrivals: list[float] = []
-    full_since: float | None = (
-        None  # the first of the latest consecutive Gets that returned all they were asked for
-    )
-    num_held, longest_s, untold = 0, 0.0, 0
-    for turn in recording.iterations:
-        now = turn.intake.now - first
-        if full_since is not None and not turn.num_active and turn.idle_turns != 0:
-            untold += turn.idle_turns is None
+    # the time of the first of the latest consecutive Gets that returned all they were asked for
+    full_since: float | None = None
+    num_held, longest_s, num_unknown = 0, 0.0, 0
+    for iteration in recording.iterations:
+        now = iteration.intake.now - first
+        if full_since is not None and not iteration.num_active and iteration.idle_turns != 0:
+            num_unknown += iteration.idle_turns is None
             full_since = None  # nothing was active: Get was called again and returned nothing
         since = now if full_since is None else full_since
-        arrivals += [since] * len(turn.intake.requests)
+        arrivals += [since] * len(iteration.intake.requests)
         if since < now:
-            num_held += len(turn.intake.requests)
-            longest_s = max(longest_s, now - since if turn.intake.requests else 0.0)
-        full_since = since if _is_full(turn, max_active) else None
-    if untold:
+            num_held += len(iteration.intake.requests)
+            longest_s = max(longest_s, now - since if iteration.intake.requests else 0.0)
+        full_since = since if _is_full(iteration, max_active) else None
+    if num_unknown:
         logger.warning(
-            "an older recording: %d times nothing was active, and it does not say whether Get was "
-            "called in vain then; the next requests are assumed to have arrived when Get "
+            "an older recording: %d times no request was active, and it does not show whether Get "
+            "returned nothing then; the next requests are assumed to have arrived when Get "
             "returned them",
-            untold,
+            num_unknown,
         )
     return HostQueue(tuple(arrivals), num_held, longest_s)
 
 
-def _is_full(turn: Iteration, max_active: int | None) -> bool:
+def _is_full(iteration: Iteration, max_active: int | None) -> bool:
     """Return whether Get returned all it was asked for; it is not called for 0 requests."""
-    return max_active is not None and turn.num_active + len(turn.intake.requests) >= max_active
+    return (
+        max_active is not None
+        and iteration.num_active + len(iteration.intake.requests) >= max_active
+    )
 
 
 class RecordedLoad:
@@ -198,7 +200,7 @@ class RecordedLoad:
             times += [0.0 if arrivals == "at_once" else when] * len(intake.requests)
             if iteration.schedule is not None:
                 schedules[iteration.schedule.iteration] = iteration.schedule
-                steps = TURN_STEPS + request_steps(iteration.schedule)
+                steps = ITERATION_STEPS + request_steps(iteration.schedule)
                 self.max_request_steps += _STEPS_PER_STEP * steps
             for number, result in iteration.results:
                 schedule = schedules.pop(number, None)

@@ -30,7 +30,7 @@ from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
 from gptmanager.simulator.known_outputs import KnownOutputs
-from gptmanager.simulator.load import TURN_STEPS, Load, RecordedLoad, request_steps
+from gptmanager.simulator.load import ITERATION_STEPS, Load, RecordedLoad, request_steps
 from gptmanager.simulator.stages import Stages, Work
 from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake, Schedule, StepResult
@@ -111,8 +111,8 @@ class World:
         self._next_stop = self._next_clear = self._next_forgotten = 0
         # request-steps, plus some for iterations and for waiting requests
         self._max_steps = self._steps_left = max_steps
-        self._turns = 0
-        self._was_idle = False  # Get has been called in vain
+        self._iterations = 0
+        self._was_idle = False  # the last Get returned nothing
         self._stalls = 0  # iterations since the last launch
         self._in_flight = 0  # launched steps without a fetched result
         self._stages = stages or Stages(1, 0.0)
@@ -130,13 +130,11 @@ class World:
         if self._is_idle(num_active):
             return Intake(self.now)
         self._advance(num_active)
-        self._spend(TURN_STEPS + num_active // 64)
+        self._spend(ITERATION_STEPS + num_active // 64)
         load = self._load
-        clock = self._turns if load.by_turns else self.now
+        clock = self._iterations if load.by_turns else self.now
         first, limit = self._next, len(self._arrivals)
-        if (
-            room is not None and not load.by_turns
-        ):  # with `by_turns` it is known what each Get returned
+        if room is not None and not load.by_turns:  # `by_turns` fixes what each Get returns
             limit = min(limit, first + room)
         while self._next < limit and self._arrivals[self._next] <= clock:
             self._next += 1
@@ -147,7 +145,7 @@ class World:
         num_cleared = self._next_clear
         while self._next_clear < len(load.clears) and load.clears[self._next_clear] <= clock:
             self._next_clear += 1
-        self._turns += 1
+        self._iterations += 1
         ready, self._ready = tuple(self._ready), []
         loaded, self._loaded = tuple(self._loaded), []
         requests = tuple(map(self._arrive, range(first, self._next)))
@@ -176,7 +174,7 @@ class World:
         if not num_active and not self._in_flight and self.has_more:
             due = self._arrivals[self._next]
             if self._load.by_turns:
-                self._turns = max(self._turns, int(due))
+                self._iterations = max(self._iterations, int(due))
             else:
                 self.now = max(self.now, due)
         elif self._stalls > 1:  # the last iteration launched nothing

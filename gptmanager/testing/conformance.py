@@ -158,12 +158,14 @@ def _difference(one: Outcome, other: Outcome) -> list[tuple[int, Complaint]]:
     """Return the first decision in which two runs of one scenario differ."""
     for first, second in zip_longest(one.decisions, other.decisions):
         if first != second:
-            text = f"in two runs of it, one decided {_told(first)}, the other {_told(second)}"
+            text = (
+                f"in two runs of it, one decided {_describe(first)}, the other {_describe(second)}"
+            )
             return [((first or second)[0], ("same-decisions", None, text))]
     return []
 
 
-def _told(decided: tuple[int, Decision] | None) -> str:
+def _describe(decided: tuple[int, Decision] | None) -> str:
     if decided is None:
         return "nothing more"
     iteration, (contexts, generation, paused) = decided

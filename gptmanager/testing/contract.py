@@ -83,7 +83,7 @@ class ContractChecker:
         self._clock = clock
         self._live: dict[int, _Taken] = {}
         self._offsets: dict[int, int] = {}
-        self._prompts_told: set[int] = set()  # requests that have their prompt log probabilities
+        self._prompts_sent: set[int] = set()  # requests that have their prompt log probabilities
         self._duplicates: Counter[int] = Counter()
         self._ended: set[int] = set()
         self._complaints = Counter[str]()  # of the host, and how often
@@ -236,7 +236,7 @@ class ContractChecker:
                     f"request {request_id} was changed after Get had returned it: {change}"
                 )
             del self._live[request_id], self._offsets[request_id]
-            self._prompts_told.discard(request_id)
+            self._prompts_sent.discard(request_id)
             self._ended.add(request_id)
 
     def _inspect_tensors(
@@ -273,12 +273,12 @@ class ContractChecker:
         self, request: InferenceRequest, tensors: dict[str, Tensor], is_final: bool
     ) -> None:
         """Check that a prompt's log probabilities are in the first response, and only there."""
-        was_told = request.request_id in self._prompts_told
+        was_sent = request.request_id in self._prompts_sent
         if _number(request, "num_prompt_log_probs", -1) < 0:
             expected = 0
         else:
-            expected = 0 if was_told else 1
-            self._prompts_told.add(request.request_id)
+            expected = 0 if was_sent else 1
+            self._prompts_sent.add(request.request_id)
         if ("prompt_log_probs" in tensors) != expected:
             text = "lacks" if expected else "has again, or was not asked for,"
             self.violations.append(

@@ -155,18 +155,18 @@ def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
     `evicts`: a request may be paused, so where contexts run whole, it must fit into one context
     with all its tokens.
     """
-    chance = random.Random(seed)
-    tokens_per_block = chance.choice([2, 4, 4, 8])
-    max_seq_len = chance.randint(12, 40)
-    max_batch_size = chance.randint(1, 6)
-    num_requests = 1 + seed % _SIZES * 12 // _SIZES + chance.randint(0, 2)
+    generator = random.Random(seed)
+    tokens_per_block = generator.choice([2, 4, 4, 8])
+    max_seq_len = generator.randint(12, 40)
+    max_batch_size = generator.randint(1, 6)
+    num_requests = 1 + seed % _SIZES * 12 // _SIZES + generator.randint(0, 2)
     tightest = -(-max_seq_len // tokens_per_block)
-    num_blocks = chance.choice(
-        [tightest, tightest + chance.randint(1, 3), 2 * tightest, max_batch_size * tightest + 4]
+    num_blocks = generator.choice(
+        [tightest, tightest + generator.randint(1, 3), 2 * tightest, max_batch_size * tightest + 4]
     )
-    chunking = chance.choice([None, *ContextChunkingPolicy])
-    max_num_tokens = chance.randint(10, 2 * max_seq_len)
-    overlap_or_ahead = chance.choice(["neither", "run_ahead", "overlap"])
+    chunking = generator.choice([None, *ContextChunkingPolicy])
+    max_num_tokens = generator.randint(10, 2 * max_seq_len)
+    overlap_or_ahead = generator.choice(["neither", "run_ahead", "overlap"])
     # one context must fit into a step: a prompt, or after a pause all tokens but the newest
     one_context = max_num_tokens if chunking is None else max_seq_len
     longest = min(max_seq_len, one_context + 1) if evicts else max_seq_len
@@ -177,31 +177,31 @@ def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len,
-        max_active_requests=chance.choice([None, None, max_batch_size, 2 * max_batch_size]),
+        max_active_requests=generator.choice([None, None, max_batch_size, 2 * max_batch_size]),
         chunking=chunking,
-        block_reuse=chance.random() < 0.5,
+        block_reuse=generator.random() < 0.5,
         run_ahead=int(overlap_or_ahead == "run_ahead"),
         overlap=overlap_or_ahead == "overlap",
-        requests=_requests(chance, num_requests, longest, one_context, max_seq_len),
+        requests=_requests(generator, num_requests, longest, one_context, max_seq_len),
     )
 
 
 def _requests(
-    chance: random.Random, count: int, longest: int, longest_prompt: int, max_seq_len: int
+    generator: random.Random, count: int, longest: int, longest_prompt: int, max_seq_len: int
 ) -> tuple[PlannedRequest, ...]:
     """Return requests that arrive all at once, in bursts, or one by one."""
-    beginning = [chance.randrange(VOCAB_SIZE) for _ in range(max_seq_len)]
-    arrivals = chance.choice(["at once", "in bursts", "one by one"])
+    beginning = [generator.randrange(VOCAB_SIZE) for _ in range(max_seq_len)]
+    arrivals = generator.choice(["at once", "in bursts", "one by one"])
     requests, now = [], 0
     for number in range(count):
-        if arrivals == "one by one" or (arrivals == "in bursts" and chance.random() < 0.3):
-            now += chance.randint(1, 8)
-        requests.append(_request(chance, number, now, beginning, longest, longest_prompt))
+        if arrivals == "one by one" or (arrivals == "in bursts" and generator.random() < 0.3):
+            now += generator.randint(1, 8)
+        requests.append(_request(generator, number, now, beginning, longest, longest_prompt))
     return tuple(requests)
 
 
 def _request(
-    chance: random.Random,
+    generator: random.Random,
     number: int,
     now: int,
     beginning: list[int],
@@ -209,21 +209,21 @@ def _request(
     longest_prompt: int,
 ) -> PlannedRequest:
     """Return a request of at most `longest` tokens in all. Prompts share their beginnings."""
-    prompt_len = chance.randint(1, min(longest - 1, longest_prompt))
-    shared = chance.randint(0, prompt_len)
-    rest = [chance.randrange(VOCAB_SIZE) for _ in range(prompt_len - shared)]
+    prompt_len = generator.randint(1, min(longest - 1, longest_prompt))
+    shared = generator.randint(0, prompt_len)
+    rest = [generator.randrange(VOCAB_SIZE) for _ in range(prompt_len - shared)]
     prompt = tuple(beginning[:shared] + rest)
-    max_new_tokens = chance.randint(1, longest - prompt_len)
+    max_new_tokens = generator.randint(1, longest - prompt_len)
     output = PlannedRequest(number, now, prompt, max_new_tokens).output()
-    end, index = chance.random(), chance.randrange(max_new_tokens)
+    end, index = generator.random(), generator.randrange(max_new_tokens)
     return PlannedRequest(
         number,
         now,
         prompt,
         max_new_tokens,
-        priority=chance.choice([0.5, 0.5, 0.5, 0.1, 0.9]),
-        is_streaming=chance.random() < 0.3,
+        priority=generator.choice([0.5, 0.5, 0.5, 0.1, 0.9]),
+        is_streaming=generator.random() < 0.3,
         end_id=output[index] if end < 0.25 else None,
         stop_word=tuple(output[index : index + 2]) if 0.25 < end < 0.4 else (),
-        stopped=now + chance.randint(0, 20) if chance.random() < 0.15 else None,
+        stopped=now + generator.randint(0, 20) if generator.random() < 0.15 else None,
     )

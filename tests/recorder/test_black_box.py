@@ -247,7 +247,7 @@ def test_a_state_that_has_no_room_is_told_once_and_tried_again(tmp_path, monkeyp
 def test_random_black_boxes_replay_whatever_they_dropped(tmp_path, monkeypatch, boxes, seed):
     chance = np.random.default_rng(seed)
     make_segments_short(monkeypatch, 3)
-    monkeypatch.setattr(black_box, "turn_bytes", lambda turn: int(chance.integers(1 << 18)))
+    monkeypatch.setattr(black_box, "iteration_bytes", lambda turn: int(chance.integers(1 << 18)))
     monkeypatch.setattr(black_box, "schedule_bytes", lambda turn: int(chance.integers(1 << 17)))
     monkeypatch.setattr(black_box, "state_bytes", lambda turn: int(chance.integers(1 << 19)))
     path = tmp_path / "box.jsonl"

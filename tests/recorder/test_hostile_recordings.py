@@ -495,7 +495,7 @@ def test_a_request_that_would_run_alone_for_ever_ends_a_simulation_soon(run, tmp
         patch.setattr(load, "_STEPS_PER_STEP", 2)
         assert call("simulate", path, tmp_path) == 2
     told = re.search(r"more than (\d+) request-steps, far more than its", capsys.readouterr().err)
-    assert 1000 < len(turns) <= int(told[1]) // load.TURN_STEPS + 1
+    assert 1000 < len(turns) <= int(told[1]) // load.ITERATION_STEPS + 1
 
 
 @pytest.mark.parametrize("command", ["replay", "simulate"])
