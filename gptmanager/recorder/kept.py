@@ -7,10 +7,9 @@ as a text: the objects that they refer to would live as long as the black box.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +37,8 @@ from gptmanager.request.read_tensors import (
 )
 from gptmanager.step import Failure, Intake, Schedule, SequenceStart, StepResult
 
+_Effect = TypeVar("_Effect", Failure, AdapterDone)
+
 
 class Keeper:
     """Copies intakes. It reads rows as admission does, so it needs their widths."""
@@ -50,8 +51,8 @@ class Keeper:
         return replace(
             intake,
             requests=tuple(map(self._request, intake.requests)),
-            failures=_texts(intake.failures),
-            adapters=tuple(map(_text_of, intake.adapters)),
+            failures=tuple(map(_without_error, intake.failures)),
+            adapters=tuple(map(_without_error, intake.adapters)),
         )
 
     def _request(self, request: InferenceRequest) -> InferenceRequest:
@@ -104,21 +105,14 @@ def kept_schedule(schedule: Schedule) -> Schedule:
 
 
 def kept_result(result: StepResult) -> StepResult:
-    return replace(result, extras=None, failures=_texts(result.failures))
+    return replace(result, extras=None, failures=tuple(map(_without_error, result.failures)))
 
 
-def _texts(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Replace errors by texts: an error refers to stack frames, and these to a step's tensors."""
-    return tuple(
-        failure._replace(error=RecordedError(response_text(failure.error))) for failure in failures
-    )
-
-
-def _text_of(done: AdapterDone) -> AdapterDone:
-    """Replace an error by its text; see `_texts`."""
-    if done.error is None:
-        return done
-    return done._replace(error=RecordedError(response_text(done.error)))
+def _without_error(value: _Effect) -> _Effect:
+    """Replace an error by its text: an error refers to stack frames, and these to tensors."""
+    if value.error is None:
+        return value
+    return value._replace(error=RecordedError(response_text(value.error)))
 
 
 def _named(processor: Any) -> Any:

@@ -47,7 +47,7 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How the run ended: `reason` "drained", "aborted", or "failed" with the text of the error."""
+    """The end of the run. `reason`: "drained", "aborted", or "failed", then with an `error`."""
 
     reason: str
     error: str = ""
@@ -95,7 +95,7 @@ class Iteration:
 
     @property
     def results(self) -> tuple[tuple[int, StepResult], ...]:
-        """All results in order, each with the number of its schedule."""
+        """Return all results in order, each with the number of its schedule."""
         if self.result is None or self.result_of is None:
             return self.recalled
         return *self.recalled, (self.result_of, self.result)
@@ -118,7 +118,7 @@ class Iteration:
 class Recording:
     """A whole recorded run, or the end of one.
 
-    `name`: of its file; `lines`: the line numbers of the iterations, counted from 1.
+    `name`: the name of its file. `lines`: the line numbers of the iterations, counted from 1.
     """
 
     header: Header
@@ -136,7 +136,7 @@ class Recording:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first intake to the last result."""
+        """Return the seconds from the first intake to the last result."""
         results = [result.now for iteration in self.iterations for _, result in iteration.results]
         return results[-1] - self.iterations[0].intake.now if results else 0.0
 

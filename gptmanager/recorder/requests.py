@@ -76,7 +76,7 @@ def recorded_processor(name: str, prepares: bool) -> RecordedProcessor:
 
 
 class Allowance:
-    """How many numbers the "fill" values of a recording may still expand to, in total."""
+    """The remaining number of values that the "fill" entries of a recording may expand to."""
 
     def __init__(self, left: int = 1 << 20) -> None:
         self.left = left

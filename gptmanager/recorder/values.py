@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
+from reprlib import repr as _short
 from typing import Any, TypeVar
 
 import numpy as np
@@ -267,10 +267,6 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 # Readers of single values ---------------------------------------------------------------------
-
-
-def _short(data: Any) -> str:
-    return reprlib.repr(data)
 
 
 def _read_exactly(kind: type[_T], data: _T) -> _T:

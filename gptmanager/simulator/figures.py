@@ -15,7 +15,7 @@ from gptmanager.step import Schedule
 
 
 class Percentiles(NamedTuple):
-    """Percentiles over the requests that finished; NaN where none has the value."""
+    """Percentiles over the finished requests; NaN if none of them has the value."""
 
     p50: float
     p99: float
@@ -32,9 +32,9 @@ class KvUse(NamedTuple):
 class Figures:
     """Figures of a simulated run. Times are virtual seconds, latencies those of finished requests.
 
-    `ttft_s`: from arrival to first token; `per_token_s`: between a request's tokens, its mean.
-    `recomputed_tokens`: run in contexts of requests that had been paused. `request_steps`: rows of
-    all schedules. `first_error`: why the first that failed did, "" if none has.
+    `ttft_s`: from arrival to first token; `per_token_s`: each request's mean time between tokens.
+    `recomputed_tokens`: context tokens of requests that had been paused. `request_steps`: rows of
+    all schedules. `first_error`: the error of the first request that failed, or "".
     """
 
     requests: int

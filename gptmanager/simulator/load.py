@@ -30,15 +30,15 @@ ITERATION_STEPS = 32  # request-steps charged for an iteration, however few it r
 VOCAB_SIZE = 2**31 - 1  # large enough for a different first token in every prompt
 
 
-Stop = tuple[float, frozenset[int]]  # when, and which requests
+Stop = tuple[float, frozenset[int]]  # time, ids of the stopped requests
 
 
 class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
     `arrivals` float64 `[n]`, ascending: seconds since the start, or, with `by_turns`, iterations
-    of the loop. Likewise `stops`; `clears`: when cached blocks are dropped; `forgets`: when the
-    adapter of a task is dropped.
+    of the loop. The other events have times of the same kind: `stops` of requests, `clears` of
+    the KV cache, and `forgets`, which drop the adapter of a task.
     """
 
     arrivals: np.ndarray
@@ -60,7 +60,7 @@ class Load(Protocol):
 class SyntheticLoad:
     """Uniformly drawn lengths, both ends included; `rate` requests/s (Poisson), None: all at once.
 
-    Every request runs to its `max_new_tokens`, and no prompt begins like another.
+    Every request runs to its `max_new_tokens`. All prompts have different first tokens.
     """
 
     num_requests: int

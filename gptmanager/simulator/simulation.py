@@ -6,8 +6,9 @@ only the time of a step. There is no model, no device, and no real time.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -79,8 +80,19 @@ def simulate(
     return world.tally.figures(world.now)
 
 
+_T = TypeVar("_T")
+
+
+def _take_due(events: deque[tuple[float, _T]], now: float) -> list[_T]:
+    """Remove the events up to the time `now` and return them without their times."""
+    due: list[_T] = []
+    while events and events[0][0] <= now:
+        due.append(events.popleft()[1])
+    return due
+
+
 class _Step(NamedTuple):
-    """A step in flight, and when it will be done."""
+    """A step in flight. `end`: the time when it will be done."""
 
     schedule: Schedule
     end: float
@@ -108,7 +120,8 @@ class World:
         self._fused = fused
         self._arrivals: list[float] = load.arrivals.tolist()
         self._next = 0  # number of the load's next request
-        self._next_stop = self._next_clear = self._next_forgotten = 0
+        self._stops, self._forgets = deque(load.stops), deque(load.forgets)
+        self._clears = deque((when, None) for when in load.clears)
         # request-steps, plus some for iterations and for waiting requests
         self._max_steps = self._steps_left = max_steps
         self._iterations = 0
@@ -138,27 +151,14 @@ class World:
             limit = min(limit, first + room)
         while self._next < limit and self._arrivals[self._next] <= clock:
             self._next += 1
-        stops: frozenset[int] = frozenset()
-        while self._next_stop < len(load.stops) and load.stops[self._next_stop][0] <= clock:
-            stops |= load.stops[self._next_stop][1]
-            self._next_stop += 1
-        num_cleared = self._next_clear
-        while self._next_clear < len(load.clears) and load.clears[self._next_clear] <= clock:
-            self._next_clear += 1
         self._iterations += 1
         ready, self._ready = tuple(self._ready), []
         loaded, self._loaded = tuple(self._loaded), []
         requests = tuple(map(self._arrive, range(first, self._next)))
-        clears_cache = self._next_clear > num_cleared
-        forgotten = self._take_forgotten(clock)
+        stops = frozenset[int]().union(*_take_due(self._stops, clock))
+        clears_cache = bool(_take_due(self._clears, clock))
+        forgotten = tuple(_take_due(self._forgets, clock))
         return Intake(self.now, requests, stops, ready, (), clears_cache, loaded, forgotten)
-
-    def _take_forgotten(self, clock: float) -> tuple[int, ...]:
-        """Return the tasks that had their adapters replaced by now."""
-        forgets, first = self._load.forgets, self._next_forgotten
-        while self._next_forgotten < len(forgets) and forgets[self._next_forgotten][0] <= clock:
-            self._next_forgotten += 1
-        return tuple(task_id for _, task_id in forgets[first : self._next_forgotten])
 
     def _is_idle(self, num_active: int) -> bool:
         """Return whether nothing has arrived; true once, as in a recording, then time advances."""

@@ -113,9 +113,7 @@ def check_distinct(paths: dict[str, Path | None]) -> None:
     """Raise ConfigError if two options name the same file. `paths`: option -> its file."""
     seen: dict[Path, str] = {}
     for option, path in paths.items():
-        if path is None or (
-            path.exists() and not path.is_file()
-        ):  # several options may name /dev/null
+        if path is None or (path.exists() and not path.is_file()):  # such as /dev/null
             continue
         other = seen.setdefault(path.resolve(), option)
         if other != option:

@@ -74,12 +74,7 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
     add("--max-batch-size", default=256, help="requests (default %(default)s)", **number)
-    add(
-        "--max-num-tokens",
-        default=8192,
-        help="tokens per iteration (default %(default)s)",
-        **number,
-    )
+    add("--max-num-tokens", default=8192, help="per iteration (default %(default)s)", **number)
     add("--max-seq-len", help="tokens per request (default: the checkpoint's)", **number)
     add("--kv-cache-tokens", help="size of the KV cache (default: set by free memory)", **number)
     add("--kv-cache-dtype", choices=("fp8",), help="(default: the model's)")

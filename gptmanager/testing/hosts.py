@@ -126,7 +126,7 @@ class RecordingCallbacks:
         self.statistics.append(record)
 
     def keywords(self) -> dict[str, Any]:
-        """All four, as keyword arguments of GptManager."""
+        """Return the four callbacks as keyword arguments of GptManager."""
         return {
             "get_inference_requests_cb": self.get_inference_requests,
             "send_response_cb": self.send_response,
@@ -135,12 +135,12 @@ class RecordingCallbacks:
         }
 
     def of(self, request_id: int) -> list[Response]:
-        """The responses to one request, in the order of their arrival."""
+        """Return the responses to a request, in order of arrival."""
         with self._condition:
             return [r for r in self.responses if r.request_id == request_id]
 
     def final(self, request_id: int, timeout: float = 10.0) -> Response:
-        """The final response to a request; raises TimeoutError if there is none."""
+        """Wait for the final response to a request; TimeoutError if it does not arrive in time."""
         with self._condition:
             finals = self._condition.wait_for(
                 lambda: [r for r in self.of(request_id) if r.is_final], timeout
@@ -150,9 +150,9 @@ class RecordingCallbacks:
         return finals[0]
 
     def output(self, request_id: int) -> list[int]:
-        """All tokens of `output_ids` in the responses to a request, without padding.
+        """Return the tokens of `output_ids` in all responses to a request, without padding.
 
-        If there are several beams, those of the best one.
+        Of several beams, only the best one is returned.
         """
         tokens: list[int] = []
         for response in self.of(request_id):

@@ -121,7 +121,7 @@ class Scenario:
 
     @property
     def most_iterations(self) -> int:
-        """The number of iterations that all requests take if they run one after the other."""
+        """Return the iterations that all requests take if they run one after the other."""
         unit = self.tokens_per_block if self.chunking is not None else self.max_seq_len
         return sum(
             -(-len(request.prompt) // unit) + request.max_new_tokens for request in self.requests

@@ -21,10 +21,10 @@ _NOTHING = 0  # the value of a position that was never written
 
 @dataclass(slots=True)
 class _Sequence:
-    """`expected`: for each token, the value that its position in the KV cache must hold."""
+    """A running sequence. `expected`: the value that each position of the KV cache must hold."""
 
     tokens: list[int]
-    num_computed: int | None = None  # None: its first row says where it begins
+    num_computed: int | None = None  # None: its first row sets the position
     block_ids: list[int] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
 

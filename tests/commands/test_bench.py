@@ -135,7 +135,7 @@ def test_the_shape_of_qwen2_has_as_many_parameters_as_the_published_model():
 def test_a_shape_is_of_random_weights_alone(folder):
     with pytest.raises(ConfigError, match="pass either --shape or --model"):
         bench(BenchOptions(folder, shape="small"))
-    with pytest.raises(ConfigError, match="--shape large: needed is one of small, qwen2-0.5b"):
+    with pytest.raises(ConfigError, match="--shape must be one of small, qwen2-0.5b, got 'large'"):
         bench(BenchOptions(shape="large"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gptmanager.bench.end_to_end.device_trace import idle_share
-from gptmanager.bench.timing import Budget, ClockTimer, Spread, Stopwatch, measure_alternately
+from gptmanager.bench.timing import Budget, ClockTimer, Spread, Stopwatch, measure_all
 
 
 class Clock:
@@ -59,18 +59,18 @@ def test_no_budget_is_never_spent():
 
 def test_contenders_take_turns_and_change_who_is_first():
     order = []
-    seconds = measure_alternately(watches("a", "b", order=order), 4, Budget())
+    seconds = measure_all(watches("a", "b", order=order), 4, Budget())
     assert order == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert seconds == {"a": [1.0] * 4, "b": [1.0] * 4}
 
 
 def test_repeats_are_cut_where_time_is_up_but_three_are_made():
     clock = Clock()
-    seconds = measure_alternately(watches("a", "b", clock=clock), 20, Budget(9.0, clock))
+    seconds = measure_all(watches("a", "b", clock=clock), 20, Budget(9.0, clock))
     assert [len(own) for own in seconds.values()] == [5, 5]
-    seconds = measure_alternately(watches("a", clock=clock), 20, Budget(0.5, clock))
+    seconds = measure_all(watches("a", clock=clock), 20, Budget(0.5, clock))
     assert len(seconds["a"]) == 3
-    assert measure_alternately({}, 20, Budget()) == {}
+    assert measure_all({}, 20, Budget()) == {}
 
 
 def test_the_clock_timer_runs_every_set():

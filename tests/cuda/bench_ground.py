@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gptmanager.bench.kernels.benchmark import BenchSetup
-from gptmanager.bench.kernels.cases import Adapters, Decoder, KernelBench, Sizes
+from gptmanager.bench.kernels.cases import Adapters, Decoder, Rig, Sizes
 from gptmanager.bench.timing import Stopwatch
 from gptmanager.cuda.device.launch import EmulatorLauncher
 
@@ -47,7 +47,5 @@ class FakeTimer:
 
 
 def ground(launcher=None, sizes=TINY, timer=None, device="cpu", **options):
-    bench = KernelBench(
-        torch.device(device), launcher or EmulatorLauncher(), sizes, cache_bytes=100
-    )
-    return BenchSetup(bench, timer or FakeTimer(), copy_bytes=4096, matmul_width=16, **options)
+    rig = Rig(torch.device(device), launcher or EmulatorLauncher(), sizes, cache_bytes=100)
+    return BenchSetup(rig, timer or FakeTimer(), copy_bytes=4096, matmul_width=16, **options)

@@ -26,9 +26,9 @@ from gptmanager.bench.kernels.cases import (
     Absent,
     Case,
     Goal,
-    KernelBench,
     Planned,
     Prepared,
+    Rig,
     Sizes,
     largest_error,
 )
@@ -73,7 +73,7 @@ def report(launcher):
     timer, launch_us = FakeTimer(1e-3, 2e-3, 3e-3), {"graph": 9.0}
     with stream, pytest.MonkeyPatch.context() as monkeypatch:
         pin_in([stream], monkeypatch)
-        own = ground(stream.launcher, timer=timer, device=DEVICE, launch_us=lambda bench: launch_us)
+        own = ground(stream.launcher, timer=timer, device=DEVICE, launch_us=lambda rig: launch_us)
         return bench_kernels(KernelOptions(command=("gptmanager", "bench", "kernels")), own)
 
 
@@ -216,13 +216,13 @@ def case_of(ours, peers=None, **options):
     """A case whose right result is [[1, 2]]."""
     expected = torch.tensor([[1.0, 2.0]])
     prepared = Prepared(2, ours, largest_error(expected), 0.01, peers or {})
-    return Case("part", "case", 80, lambda bench: prepared, flops=10, **options)
+    return Case("part", "case", 80, lambda rig: prepared, flops=10, **options)
 
 
-def run_one(case, bench=None, **options):
-    bench = bench or KernelBench(torch.device("cpu"), None, TINY)
+def run_one(case, rig=None, **options):
+    rig = rig or Rig(torch.device("cpu"), None, TINY)
     options = {"rounds": 3, "budget": Budget(), **options}
-    return run_case(case, bench, FakeTimer(), **options)
+    return run_case(case, rig, FakeTimer(), **options)
 
 
 def right(number):
@@ -262,7 +262,7 @@ def test_ours_may_fail():
     assert result.ours.status == "failed" and result.ours.spread is None
     assert result.entries["d"].status == "ok" and result.times("d") is None
 
-    def unprepared(bench):
+    def unprepared(rig):
         raise MemoryError("out of memory")
 
     result = run_one(replace(case_of(right), prepare=unprepared))
@@ -272,13 +272,13 @@ def test_ours_may_fail():
 def test_a_case_for_which_there_is_no_memory(launcher):
     """All sets of its inputs, twice: a peer has some of them in a form of its own."""
     for free, status in ((1599, "skipped"), (1600, "ok")):
-        bench = KernelBench(
+        rig = Rig(
             torch.device("cpu"), launcher, TINY, cache_bytes=266, free_bytes=partial(int, free)
         )
-        result = run_case(case_of(right), bench, FakeTimer(), rounds=3, budget=Budget())
-        assert bench.num_sets(80) == 10 and result.ours.status == status
-    bench = replace(bench, free_bytes=lambda: 0)
-    result = run_case(case_of(right), bench, FakeTimer(), rounds=3, budget=Budget())
+        result = run_case(case_of(right), rig, FakeTimer(), rounds=3, budget=Budget())
+        assert rig.num_sets(80) == 10 and result.ours.status == status
+    rig = replace(rig, free_bytes=lambda: 0)
+    result = run_case(case_of(right), rig, FakeTimer(), rounds=3, budget=Budget())
     assert result.ours.note == "needs about 0.0 GiB of memory, 0.0 are free"
 
 
@@ -315,8 +315,8 @@ def test_ours_is_not_slower_than_a_peer():
         case = case_of(
             right, {name: lambda run=run: run for name, run in peers.items()}, goals=(goal,)
         )
-        bench = KernelBench(torch.device("cpu"), None, TINY)
-        result = run_case(case, bench, timer, rounds=3, budget=Budget())
+        rig = Rig(torch.device("cpu"), None, TINY)
+        result = run_case(case, rig, timer, rounds=3, budget=Budget())
         return kernel_report([result], ceilings)[0]["goals"]
 
     assert goals(d=right) == [{"text": "<= 1 x d", "met": True}]
@@ -433,8 +433,8 @@ def test_what_flashinfer_plans(monkeypatch):
         BatchPrefillWithPagedKVCacheWrapper=FakeWrapper,
     )
     monkeypatch.setattr(attention_peers, "flashinfer", lambda: library)
-    bench = KernelBench(torch.device("cpu"), None, TINY)
-    sets = [paged_rows(bench, [(2, 20), (1, 32)], 16, number) for number in range(2)]
+    rig = Rig(torch.device("cpu"), None, TINY)
+    sets = [paged_rows(rig, [(2, 20), (1, 32)], 16, number) for number in range(2)]
     for peer in (
         attention_peers.flashinfer_generation(sets),
         attention_peers.flashinfer_context(sets, "fa2"),
@@ -465,12 +465,12 @@ def test_flops_count_pairs_that_are_seen():
 
 
 def test_sets_of_inputs_are_larger_than_the_cache():
-    bench = KernelBench(torch.device("cpu"), None, TINY, cache_bytes=100)
-    assert bench.num_sets(1000) == 2
-    assert bench.num_sets(30) == 10
-    assert bench.num_sets(1) == 64
-    assert replace(bench, cache_bytes=0).num_sets(1) == 1
-    sets = [paged_rows(bench, [(1, 40)], 16, number) for number in range(8)]
+    rig = Rig(torch.device("cpu"), None, TINY, cache_bytes=100)
+    assert rig.num_sets(1000) == 2
+    assert rig.num_sets(30) == 10
+    assert rig.num_sets(1) == 64
+    assert replace(rig, cache_bytes=0).num_sets(1) == 1
+    sets = [paged_rows(rig, [(1, 40)], 16, number) for number in range(8)]
     pages = [rows.spans.block_tables.tolist() for rows in sets]
     assert len(set(map(str, pages))) > 1
 
@@ -563,8 +563,8 @@ def test_a_device_that_cupy_does_not_find(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_the_gpu(device_machine):
-    bench = KernelBench(torch.device("cuda"), device_machine.launcher, TINY, cache_bytes=1 << 20)
-    own = kernels.BenchSetup(bench, DeviceTimer(1e-4), 1 << 20, 64, kernels.launch_costs)
+    rig = Rig(torch.device("cuda"), device_machine.launcher, TINY, cache_bytes=1 << 20)
+    own = kernels.BenchSetup(rig, DeviceTimer(1e-4), 1 << 20, 64, kernels.launch_costs)
     report = bench_kernels(KernelOptions(), own)
     for row in report["kernels"]:
         ours = row["engines"][OURS]

@@ -54,7 +54,7 @@ def test_the_documented_defaults_are_taken():
         ({"enable_trt_overlap": True, "run_ahead": 1}, "set one of them"),
         ({"gpu_weights_percent": 0.5}, "gpu_weights_percent = 0.5 is refused: it has no effect"),
         ({"debug_config": np.zeros(2)}, "debug_config"),
-        ({"gather_context_logits": 1}, "gather_context_logits = 1 is neither"),
+        ({"gather_context_logits": 1}, "gather_context_logits = 1 must be True"),
         (
             {"kv_cache_config": None},
             "OptionalParams.kv_cache_config = None, expected KvCacheConfig",

@@ -66,7 +66,7 @@ def boxes(monkeypatch):
 
 def make_segments_short(monkeypatch, num_turns):
     monkeypatch.setattr(black_box, "_MIN_SEGMENT", num_turns)
-    monkeypatch.setattr(black_box, "_STATE_NS_PER_TURN", 1 << 40)
+    monkeypatch.setattr(black_box, "_STATE_NS_PER_ITERATION", 1 << 40)
 
 
 def estimated_bytes(box):
@@ -74,7 +74,7 @@ def estimated_bytes(box):
 
 
 def num_turns(box):
-    return sum(len(segment.turns) for segment in box._segments)
+    return sum(len(segment.iterations) for segment in box._segments)
 
 
 def deep_bytes(*values):

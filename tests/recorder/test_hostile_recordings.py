@@ -42,7 +42,7 @@ def box(tmp_path_factory):
     host = ScheduledHost([[request(i, 3 + i, 40, beam_width=1 + i % 2) for i in range(5)]])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(black_box, "_MIN_SEGMENT", 8)
-        patch.setattr(black_box, "_STATE_NS_PER_TURN", 1 << 40)
+        patch.setattr(black_box, "_STATE_NS_PER_ITERATION", 1 << 40)
         record(
             *(path, host, MAX_UTILIZATION),
             model=CrashingModel(37),

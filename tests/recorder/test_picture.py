@@ -432,7 +432,7 @@ def test_the_command_writes_page_svg_and_trace(tmp_path, capsys):
 
 def test_the_command_names_what_is_wrong(tmp_path, capsys):
     path = record(tmp_path)
-    with pytest.raises(ConfigError, match="nothing to do"):
+    with pytest.raises(ConfigError, match="nothing to write"):
         picture(path)
     with pytest.raises(ConfigError, match="no iteration to draw"):
         picture(path, "--output", tmp_path / "a.html", "--iterations", "9000:9001")
@@ -440,7 +440,7 @@ def test_the_command_names_what_is_wrong(tmp_path, capsys):
         picture(path, "--output", tmp_path / "missing" / "a.html")
     with pytest.raises(SystemExit):
         picture(path, "--output", "a.html", "--iterations", "5:2")
-    assert "no range of iterations" in capsys.readouterr().err
+    assert "not a range of iterations" in capsys.readouterr().err
 
 
 def test_what_began_before_the_first_schedule_is_drawn_from_there():

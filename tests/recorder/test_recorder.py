@@ -344,7 +344,7 @@ def test_a_manager_that_fails_writes_its_last_iterations(tmp_path, caplog):
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_black_box_that_begins_in_the_middle_replays(tmp_path, monkeypatch, run_ahead, reuse):
     monkeypatch.setattr(black_box, "_MIN_SEGMENT", 8)
-    monkeypatch.setattr(black_box, "_STATE_NS_PER_TURN", 1 << 40)
+    monkeypatch.setattr(black_box, "_STATE_NS_PER_ITERATION", 1 << 40)
     box = crash(
         tmp_path / "box.jsonl",
         37,
@@ -360,7 +360,7 @@ def test_a_black_box_that_begins_in_the_middle_replays(tmp_path, monkeypatch, ru
 @pytest.mark.parametrize("seed", range(25))
 def test_random_black_boxes_replay(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(black_box, "_MIN_SEGMENT", 4)
-    monkeypatch.setattr(black_box, "_STATE_NS_PER_TURN", 1 << 40)
+    monkeypatch.setattr(black_box, "_STATE_NS_PER_ITERATION", 1 << 40)
     path = tmp_path / "box.jsonl"
     path.touch()
     model = CrashingModel(10 + seed)
@@ -392,6 +392,6 @@ def test_without_iterations_to_keep_there_is_no_black_box(tmp_path):
 
 def test_the_ring_keeps_a_bounded_number_of_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(black_box, "_MIN_SEGMENT", 4)
-    monkeypatch.setattr(black_box, "_STATE_NS_PER_TURN", 1 << 40)
+    monkeypatch.setattr(black_box, "_STATE_NS_PER_ITERATION", 1 << 40)
     box = crash(tmp_path / "box.jsonl", 39, keep=3)
     assert 4 <= len(box.iterations) <= 9 and sum(turn.kept for turn in box.iterations) == 4

@@ -407,12 +407,12 @@ def test_arguments_of_single_policies_are_checked_by_name() -> None:
     kv = KvCacheManager(1)
     with pytest.raises(ConfigError, match="max_num_requests = 0 must be an integer of at least 1"):
         MaxRequestsScheduler(0)
-    with pytest.raises(ConfigError, match="started_contexts_first = None is neither"):
+    with pytest.raises(ConfigError, match="started_contexts_first = None must be True"):
         GuaranteedNoEvictScheduler(1, kv, started_contexts_first=None)  # type: ignore[arg-type]
     for name in ("max_pauses", "resume_headroom_blocks", "start_headroom_steps"):
         with pytest.raises(ConfigError, match=f"{name} = 0.5 must be an integer of at least 0"):
             MaxUtilizationScheduler(1, kv, **{name: 0.5})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="capacity_scheduler = None is no CapacityScheduler"):
+    with pytest.raises(ConfigError, match="capacity_scheduler = None must be a CapacityScheduler"):
         ReuseCredit(None, kv)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kv_cache_manager = 5 must be a KvCacheManager"):
         ReuseCredit(MaxRequestsScheduler(1), 5)  # type: ignore[arg-type]

@@ -422,7 +422,9 @@ def test_a_request_made_by_hand_is_checked(values: dict[str, int], text: str) ->
 
 def test_the_two_steps_are_not_taken_for_each_other() -> None:
     capacity, micro_batch = MaxRequestsScheduler(4), MicroBatchScheduler(4)
-    with pytest.raises(ConfigError, match="^capacity_scheduler = .* is no CapacityScheduler"):
+    with pytest.raises(ConfigError, match="^capacity_scheduler = .* must be a CapacityScheduler"):
         SimpleScheduler(micro_batch, capacity)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="^micro_batch_scheduler = None is no MicroBatchSched"):
+    with pytest.raises(
+        ConfigError, match="^micro_batch_scheduler = None must be a MicroBatchSched"
+    ):
         SimpleScheduler(capacity, None)  # type: ignore[arg-type]

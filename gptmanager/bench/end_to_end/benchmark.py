@@ -6,7 +6,6 @@ and how a failed part is reported.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -94,7 +93,7 @@ def _current_device(device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
-        raise ConfigError(f"device='{device}' must be below cuda:{count}, the number of devices")
+        raise ConfigError(f"device='{device}' must be one of cuda:0 to cuda:{count - 1}")
     current: AbstractContextManager[Any] = torch.cuda.device(device)
     return current
 
@@ -142,11 +141,11 @@ class Parts:
         requests = [
             (uniform_requests(1, length, (1, 1), vocab_size)[0][0], 16) for length in lengths
         ]
-        session = self.bench.running().session
+        session = self.bench.target().session
         return compare_logits(session, self.bench.config, self.bench.weights, requests)
 
     def steps(self) -> list[dict[str, Any]]:
-        running, rows = self.bench.running(), []
+        target, rows = self.bench.target(), []
         quick = self.bench.options.quick
         steps = self.bench.scale.steps // 4 if quick else self.bench.scale.steps
         contexts = self.bench.scale.contexts[:1] if quick else self.bench.scale.contexts
@@ -158,17 +157,17 @@ class Parts:
                 continue
             has_goal = self.bench.is_goal_shape and context == 1024
             goal = _STEP_GOAL if has_goal else None
-            rows.append(time_steps(running, batch, context, steps, goal))
-        if running.trace is not None and not self.budget.is_spent:
-            trace = trace_steps(running, max(self.bench.scale.batches), contexts[0], 4 * steps)
+            rows.append(time_steps(target, batch, context, steps, goal))
+        if target.trace is not None and not self.budget.is_spent:
+            trace = trace_steps(target, max(self.bench.scale.batches), contexts[0], 4 * steps)
             rows.append({"trace": trace})
         return rows
 
     def load(self) -> list[dict[str, Any]]:
-        running, goal = self.bench.running(), _LOAD_GOAL if self.bench.is_goal_shape else None
-        rows = [time_load(running, self.bench.requests, goal=goal)]
+        target, goal = self.bench.target(), _LOAD_GOAL if self.bench.is_goal_shape else None
+        rows = [time_load(target, self.bench.requests, goal=goal)]
         if not self.bench.options.quick and not self.budget.is_spent:
-            rows.append(time_load(running, self.bench.requests, streaming=True))
+            rows.append(time_load(target, self.bench.requests, streaming=True))
         return rows
 
     def ablations(self) -> list[dict[str, Any]]:
@@ -178,9 +177,9 @@ class Parts:
         """
         rows = [self._ablated("plain", {})]
         rows += [self._ablated(name, ABLATIONS[name]) for name in self.bench.options.ablations]
+        plain = rows[0]["output_tokens_per_second"]
         for row in rows:
-            speeds = (it["output_tokens_per_second"] for it in (row, rows[0]))
-            row["ratio"] = round(operator.truediv(*speeds), 3)
+            row["ratio"] = round(row["output_tokens_per_second"] / plain, 3)
         return rows
 
     def _ablated(self, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,13 +187,12 @@ class Parts:
         self.bench.close()
         try:
             self.bench.changes = changes
-            running, context = self.bench.running(), self.bench.scale.contexts[0]
+            target, context = self.bench.target(), self.bench.scale.contexts[0]
             batches = sorted({min(self.bench.scale.batches), max(self.bench.scale.batches)})
             steps = [
-                time_steps(running, batch, context, self.bench.scale.steps // 4)
-                for batch in batches
+                time_steps(target, batch, context, self.bench.scale.steps // 4) for batch in batches
             ]
-            return {"name": name, **time_load(running, self.bench.requests), "steps": steps}
+            return {"name": name, **time_load(target, self.bench.requests), "steps": steps}
         finally:
             self.bench.changes = {}
             self.bench.close()
@@ -205,7 +203,7 @@ class Parts:
             self.notes.append("transformers: not installed: skipped")
             return {"status": "skipped", "note": "not installed"}
         requests = self.bench.requests[: self.bench.scale.peer_requests]
-        ours = max(self.bench.running().session.run(requests).tokens_per_second for _ in range(2))
+        ours = max(self.bench.target().session.run(requests).tokens_per_second for _ in range(2))
         self.bench.close()
         params = OptionalParams(dtype=self.bench.dtype)
         row: dict[str, Any] = {"requests": len(requests), "gptmanager": round(ours, 1)}
@@ -229,19 +227,15 @@ class Parts:
         """Time loads that fill the KV cache, in batches as large as it allows."""
         rows: list[dict[str, Any]] = []
         self.bench.close()
-        running = (
-            self.bench.running(2 * self.bench.scale.max_batch_size)
-            if self.bench.scale.saturated
-            else None
-        )
+        target = self.bench.target(2 * self.bench.scale.max_batch_size)
         for prompt, new_tokens, count in self.bench.scale.saturated:
             name = f"{prompt}/{new_tokens}"
-            if running is None or self.budget.is_spent:
+            if self.budget.is_spent:
                 self.notes.append(f"saturated {name}: no time left, skipped")
                 continue
             lengths = (prompt, prompt), (new_tokens, new_tokens)
             requests = uniform_requests(count, *lengths, self.bench.config["vocab_size"])
-            rows.append({"name": name, **time_load(running, requests)})
+            rows.append({"name": name, **time_load(target, requests)})
         return rows
 
     def pressure(self) -> dict[str, Any]:

@@ -32,9 +32,8 @@ def trace_device(seconds: float) -> list[DeviceEvent]:
     profiler: Any = torch.profiler
     device_type: Any = torch.autograd
     cuda = profiler.ProfilerActivity.CUDA
-    with profiler.profile(
-        activities=[cuda], acc_events=True
-    ) as profile:  # without acc_events torch 2.11 warns
+    # without acc_events torch 2.11 warns
+    with profiler.profile(activities=[cuda], acc_events=True) as profile:
         time.sleep(seconds)
     return [
         DeviceEvent(event.time_range.start / 1e6, event.time_range.end / 1e6, event.name)
@@ -43,7 +42,7 @@ def trace_device(seconds: float) -> list[DeviceEvent]:
     ]
 
 
-def split_by_kind(events: Sequence[DeviceEvent]) -> dict[str, float]:
+def split(events: Sequence[DeviceEvent]) -> dict[str, float]:
     """Return the times of attention, matmuls and the rest, as shares of the whole trace.
 
     Kernels are assigned by their names. Kernels that run at the same time all count in full.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gptmanager.bench.end_to_end.device_trace import DeviceEvent, idle_share, split_by_kind
+from gptmanager.bench.end_to_end.device_trace import DeviceEvent, idle_share, split
 from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import Request, Source, uniform_requests
 from gptmanager.bench.roofline import Ceilings, ModelShape
@@ -33,7 +33,7 @@ _POLICIES = (CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolic
 
 
 @dataclass(frozen=True, eq=False)
-class RunningManager:
+class Target:
     """A started manager, its limits, and the rates its figures are compared with.
 
     `trace`: traces the GPU for the given seconds; None without a GPU.
@@ -65,23 +65,19 @@ class Pressure:
 
 
 def time_steps(
-    running: RunningManager,
-    batch_size: int,
-    context: int,
-    num_steps: int,
-    goal: float | None = None,
+    target: Target, batch_size: int, context: int, num_steps: int, goal: float | None = None
 ) -> dict[str, Any]:
     """Time generation steps of a batch with about `context` tokens per sequence, on the host.
 
     `goal`: the allowed multiple of the floor. A batch that the KV cache cannot hold is skipped.
     """
-    requests = _requests_of_one_length(running, batch_size, context, num_steps)
-    reason = _reason_not_to_fit(running, requests)
+    requests = _equal_requests(target, batch_size, context, num_steps)
+    reason = _reason_not_to_fit(target, requests)
     if reason:
         return {"batch": batch_size, "context": context, "status": "skipped", "note": reason}
-    start = len(running.log)
-    running.session.results(requests)
-    seconds = running.log.step_seconds(batch_size, start)[_SETTLING:]
+    start = len(target.log)
+    target.session.results(requests)
+    seconds = target.log.step_seconds(batch_size, start)[_SETTLING:]
     row: dict[str, Any] = {"batch": batch_size, "context": context}
     if not seconds:
         return {**row, "status": "failed", "note": "the batch never ran at its full size"}
@@ -94,8 +90,8 @@ def time_steps(
         "steps": spread.rounds,
         "tokens_per_second": round(batch_size / spread.median, 1),
     }
-    if running.shape is not None:
-        floor = running.shape.step_s(running.ceilings, batch_size, context)
+    if target.shape is not None:
+        floor = target.shape.step_s(target.ceilings, batch_size, context)
         row |= {"floor_ms": round(floor * 1e3, 4), **_ratio(spread.median / floor, goal)}
     return row
 
@@ -108,9 +104,9 @@ def _ratio(times: float, goal: float | None) -> dict[str, Any]:
     return row
 
 
-def _reason_not_to_fit(running: RunningManager, requests: Sequence[Request]) -> str:
+def _reason_not_to_fit(target: Target, requests: Sequence[Request]) -> str:
     """Return why the KV cache cannot hold all requests at once; "" if it can."""
-    last = running.log.last()
+    last = target.log.last()
     if last is None:
         return ""
     block = last["Tokens per KV cache block"]
@@ -120,39 +116,37 @@ def _reason_not_to_fit(running: RunningManager, requests: Sequence[Request]) -> 
     return f"needs {needed} blocks of the KV cache, which has {last['Max KV cache blocks']}"
 
 
-def trace_steps(
-    running: RunningManager, batch_size: int, context: int, num_steps: int
-) -> dict[str, Any]:
+def trace_steps(target: Target, batch_size: int, context: int, num_steps: int) -> dict[str, Any]:
     """Measure for which share of a step the device waits for the host.
 
     The traced steps are not the timed ones, because the profiler slows them down.
     """
-    if running.trace is None:
+    if target.trace is None:
         return {"status": "skipped", "note": "no GPU to trace"}
-    requests = _requests_of_one_length(running, batch_size, context, num_steps)
-    reason = _reason_not_to_fit(running, requests)
+    requests = _equal_requests(target, batch_size, context, num_steps)
+    reason = _reason_not_to_fit(target, requests)
     if reason:
         return {"status": "skipped", "note": reason}
     try:
-        running.trace(0.0)  # the first trace takes seconds to start
+        target.trace(0.0)  # the first trace takes seconds to start
     except RuntimeError as error:
         return {"status": "failed", "note": f"no trace: {error}"}
-    start = len(running.log)
-    generations = running.session.start(requests)
+    start = len(target.log)
+    generations = target.session.start(requests)
     deadline = time.monotonic() + _START_S
-    while len(running.log.step_seconds(batch_size, start)) < _SETTLING:
+    while len(target.log.step_seconds(batch_size, start)) < _SETTLING:
         if time.monotonic() > deadline or all(own.done() for own in generations):
             break
         time.sleep(0.02)
     try:
-        events = running.trace(_TRACE_S)
+        events = target.trace(_TRACE_S)
         idle, waited = idle_share([(it.begin, it.end) for it in events])
     except (RuntimeError, ValueError) as error:
         return {"status": "failed", "note": f"no trace: {error}"}
     finally:
         for generation in generations:
             generation.result()
-    seconds = running.log.step_seconds(batch_size, start)[_SETTLING:]
+    seconds = target.log.step_seconds(batch_size, start)[_SETTLING:]
     if not seconds:
         return {"status": "failed", "note": "the batch never ran at its full size"}
     step_ms = statistics.median(seconds) * 1e3
@@ -163,15 +157,13 @@ def trace_steps(
         "context": context,
         "busy_share": round(1 - idle, 4),
         "exposed_host_ms": round(exposed, 4),
-        "split_ms": {
-            kind: round(share * step_ms, 4) for kind, share in split_by_kind(events).items()
-        },
+        "split_ms": {kind: round(share * step_ms, 4) for kind, share in split(events).items()},
         "goal": {"text": "<= 0.3 ms", "met": exposed <= 0.3},
     }
 
 
 def time_load(
-    running: RunningManager,
+    target: Target,
     requests: Sequence[Request],
     *,
     streaming: bool = False,
@@ -181,8 +173,8 @@ def time_load(
 
     `goal`: the allowed multiple of the floor.
     """
-    running.log.restart()
-    figures = running.session.run(requests, is_streaming=streaming)
+    target.log.restart()
+    figures = target.session.run(requests, is_streaming=streaming)
     tokens_in = sum(len(prompt) for prompt, _ in requests)
     tokens_out = sum(map(len, figures.outputs))
     speed = tokens_out / figures.seconds
@@ -196,15 +188,15 @@ def time_load(
         "output_tokens_per_second": round(speed, 1),
         "total_tokens_per_second": round((tokens_in + tokens_out) / figures.seconds, 1),
         "requests_per_second": round(len(requests) / figures.seconds, 2),
-        **running.log.counts(),
+        **target.log.counts(),
         **figures.latencies,
     }
-    host_ms = running.log.host_milliseconds()
-    if running.trace is not None and host_ms is not None:  # on a CPU this would be the model's time
+    host_ms = target.log.host_milliseconds()
+    if target.trace is not None and host_ms is not None:  # on a CPU this would be the model's time
         row["host_ms_per_iteration"] = round(host_ms, 3)
-    if running.shape is not None:
+    if target.shape is not None:
         lengths = [(len(prompt), new_tokens) for prompt, new_tokens in requests]
-        floor = running.shape.load_s(running.ceilings, lengths, running.max_batch_size)
+        floor = target.shape.load_s(target.ceilings, lengths, target.max_batch_size)
         row |= {
             "floor_s": round(floor, 3),
             "share_of_roofline": round(floor / figures.seconds, 4),
@@ -291,14 +283,12 @@ def _ending_early(queue: RequestQueue, lengths: Sequence[int]) -> SendResponseCa
     return send
 
 
-def _requests_of_one_length(
-    running: RunningManager, batch_size: int, context: int, num_steps: int
-) -> list[Request]:
+def _equal_requests(target: Target, batch_size: int, context: int, num_steps: int) -> list[Request]:
     """Return requests that all generate for `num_steps` steps, at about `context` tokens."""
-    per_iteration = max(1, running.max_num_tokens // context)
+    per_iteration = max(1, target.max_num_tokens // context)
     filling = -(-batch_size // per_iteration) + _SETTLING  # iterations until all requests generate
     new_tokens = num_steps + filling + 1
     length = max(1, context - filling - num_steps // 2)
     generator = torch.Generator().manual_seed(batch_size)
-    prompts = torch.randint(0, running.vocab_size, (batch_size, length), generator=generator)
+    prompts = torch.randint(0, target.vocab_size, (batch_size, length), generator=generator)
     return [(prompt, new_tokens) for prompt in prompts.tolist()]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gptmanager.bench.end_to_end.dense_reference import unsupported_reason
 from gptmanager.bench.end_to_end.device_trace import trace_device
-from gptmanager.bench.end_to_end.serving_parts import Pressure, RunningManager
+from gptmanager.bench.end_to_end.serving_parts import Pressure, Target
 from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import (
     LLAMA_8B,
@@ -139,7 +139,7 @@ class Workbench:
             "prepared_s": round(budget.used - started, 1),
         }
 
-    def running(self, max_batch_size: int | None = None) -> RunningManager:
+    def target(self, max_batch_size: int | None = None) -> Target:
         """Return the running manager; start one of this size if there is none."""
         size = max_batch_size or self.scale.max_batch_size
         if self._session is None:
@@ -150,7 +150,7 @@ class Workbench:
             took = {"made_s": made - started, "first_request_s": time.perf_counter() - made}
             took = {name: round(seconds, 2) for name, seconds in took.items()}
             self.startups.append({"max_batch_size": size, **self.changes, **took})
-        return RunningManager(
+        return Target(
             session=self._session,
             log=self._log,
             vocab_size=self.config["vocab_size"],

@@ -14,8 +14,8 @@ from torch import Tensor
 from gptmanager.bench.kernels.cases import (
     Case,
     Goal,
-    KernelBench,
     Prepared,
+    Rig,
     Sizes,
     largest_error,
     tolerance,
@@ -49,25 +49,25 @@ def _case(sizes: Sizes, name: str, num_modules: int, rank: int) -> Case:
     )
 
 
-def _prepare(num_modules: int, rank: int, bench: KernelBench) -> Prepared:
+def _prepare(num_modules: int, rank: int, rig: Rig) -> Prepared:
     """Prepare one set of weights per layer of the adapter table, as in a step of a model."""
-    sizes = bench.sizes
+    sizes = rig.sizes
     rows, hidden, num_adapters = sizes.rows, sizes.adapters.hidden, sizes.adapters.number
     size, scale = 2 * rank * hidden, (rank * hidden) ** -0.25
     shape = num_adapters, num_modules, size
-    sets = torch.stack(bench.sets(sizes.dtype.itemsize * shape[0] * shape[1] * size, *shape))
+    sets = torch.stack(rig.sets(sizes.dtype.itemsize * shape[0] * shape[1] * size, *shape))
     pool, num_sets = (sets * scale).flatten(), len(sets)
-    starts = size * torch.arange(len(pool) // size, device=bench.device)
+    starts = size * torch.arange(len(pool) // size, device=rig.device)
     places = starts.view(num_sets, num_adapters, num_modules).transpose(0, 1)
     table = torch.stack((places, torch.full_like(places, rank)), dim=-1).contiguous()
     modules = tuple(AdapterModule(n, n * hidden, hidden, hidden) for n in range(num_modules))
-    slots = bench.ints([row * num_adapters // rows for row in range(rows)])
+    slots = rig.ints([row * num_adapters // rows for row in range(rows)])
     adapters = StepAdapters(pool, slots, table, {"all": modules}, rank)
-    x, before = bench.randn(rows, hidden), bench.randn(rows, num_modules * hidden)
+    x, before = rig.randn(rows, hidden), rig.randn(rows, num_modules * hidden)
     own, other = before.clone(), before.clone()
 
     def ours(number: int) -> Tensor:
-        add_adapters(bench.launcher, own, x, adapters, number, modules)
+        add_adapters(rig.launcher, own, x, adapters, number, modules)
         return own
 
     weights = pool.view(num_sets, num_adapters, num_modules, size)

@@ -15,9 +15,9 @@ from gptmanager.bench.kernels.cases import (
     Case,
     Contender,
     Goal,
-    KernelBench,
     Planned,
     Prepared,
+    Rig,
     Sizes,
     largest_error,
     tolerance,
@@ -35,9 +35,7 @@ from gptmanager.cuda.attention.warpgroup_attention import takes
 Rows = Sequence[tuple[int, int]]  # new tokens, length
 _FP8 = torch.float8_e4m3fn
 Run = Callable[[], Tensor]
-Peers = Mapping[
-    str, Callable[[Sequence[PagedRows]], Contender]
-]  # name -> makes the contender for the sets
+Peers = Mapping[str, Callable[[Sequence[PagedRows]], Contender]]  # name -> maker of a contender
 _TORCH: Peers = {  # not for pages of 8-bit floats
     "torch sdpa, dense": attention_peers.torch_sdpa,
     "torch varlen, dense": attention_peers.torch_varlen,
@@ -49,8 +47,8 @@ class _Phase:
     """A phase of attention. The goal of its cases is the time of the first of `peers`."""
 
     part: str
-    start: Callable[[KernelBench, PagedRows], Run]
-    plan: Callable[[KernelBench, PagedRows], object]
+    start: Callable[[Rig, PagedRows], Run]
+    plan: Callable[[Rig, PagedRows], object]
     peers: Peers
 
 
@@ -135,30 +133,25 @@ def _case(
 
 
 def _prepare(
-    phase: _Phase,
-    rows: Rows,
-    num_bytes: int,
-    dtype: torch.dtype,
-    tokens_per_block: int,
-    bench: KernelBench,
+    phase: _Phase, rows: Rows, num_bytes: int, dtype: torch.dtype, tokens_per_block: int, rig: Rig
 ) -> Prepared:
-    numbers = range(bench.num_sets(num_bytes))
-    sets = [paged_rows(bench, rows, tokens_per_block, number, dtype) for number in numbers]
-    runs = [phase.start(bench, own) for own in sets]
+    numbers = range(rig.num_sets(num_bytes))
+    sets = [paged_rows(rig, rows, tokens_per_block, number, dtype) for number in numbers]
+    runs = [phase.start(rig, own) for own in sets]
     makers = phase.peers if sets[0].pages.cache_scales is not None else {**phase.peers, **_TORCH}
-    if phase.start is _context and takes(bench.launcher, sets[0].shape, bench.sizes.dtype):
-        makers = {"without warpgroups": functools.partial(_without_warpgroups, bench), **makers}
+    if phase.start is _context and takes(rig.launcher, sets[0].shape, rig.sizes.dtype):
+        makers = {"without warpgroups": functools.partial(_without_warpgroups, rig), **makers}
     return Prepared(
         len(sets),
-        Planned(lambda number: runs[number](), lambda: phase.plan(bench, sets[0])),
+        Planned(lambda number: runs[number](), lambda: phase.plan(rig, sets[0])),
         largest_error(sets[0].expected()),
-        tolerance(bench.sizes.dtype),
+        tolerance(rig.sizes.dtype),
         {name: functools.partial(make, sets) for name, make in makers.items()},
     )
 
 
-def _generation(bench: KernelBench, rows: PagedRows) -> Run:
-    num_partials, items, block_starts, starts = _generation_plan(bench, rows)
+def _generation(rig: Rig, rows: PagedRows) -> Run:
+    num_partials, items, block_starts, starts = _generation_plan(rig, rows)
     out, heads = torch.empty_like(rows.queries), rows.queries.shape[1:]
     partial = rows.queries.new_empty(num_partials, *heads, dtype=torch.float32)
     partial_log = partial.new_empty(partial.shape[:2])
@@ -167,41 +160,41 @@ def _generation(bench: KernelBench, rows: PagedRows) -> Run:
     given = (rows.queries, rows.pages, rows.spans, work, rows.shape)
 
     def run() -> Tensor:
-        generation_attention(bench.launcher, out, *given)
+        generation_attention(rig.launcher, out, *given)
         return out
 
     return run
 
 
-def _generation_plan(bench: KernelBench, rows: PagedRows) -> tuple[int, Tensor, Tensor, Tensor]:
+def _generation_plan(rig: Rig, rows: PagedRows) -> tuple[int, Tensor, Tensor, Tensor]:
     """Plan the step: the number of partial results; on the device the work items, the first item
     of each block, and the first partial result of each row.
     """
-    size = rows.shape.num_kv_heads, find_places(bench.launcher, rows.shape)
-    stretch = None if bench.launcher.features.split else WHOLE
+    size = rows.shape.num_kv_heads, find_places(rig.launcher, rows.shape)
+    stretch = None if rig.launcher.features.split else WHOLE
     plan = plan_generation(rows.lengths, *size, stretch=stretch)
-    starts = bench.ints(plan.block_starts), bench.ints(plan.partial_starts)
-    return plan.num_partials, bench.ints(plan.items), *starts
+    starts = rig.ints(plan.block_starts), rig.ints(plan.partial_starts)
+    return plan.num_partials, rig.ints(plan.items), *starts
 
 
-def _context(bench: KernelBench, rows: PagedRows) -> Run:
+def _context(rig: Rig, rows: PagedRows) -> Run:
     out = torch.empty_like(rows.queries)
-    given = (rows.queries, rows.pages, rows.spans, _context_plan(bench, rows), rows.shape)
+    given = (rows.queries, rows.pages, rows.spans, _context_plan(rig, rows), rows.shape)
 
     def run() -> Tensor:
-        context_attention(bench.launcher, out, *given)
+        context_attention(rig.launcher, out, *given)
         return out
 
     return run
 
 
-def _without_warpgroups(bench: KernelBench, sets: Sequence[PagedRows]) -> Contender:
+def _without_warpgroups(rig: Rig, sets: Sequence[PagedRows]) -> Contender:
     """Return our kernel without warpgroup instructions, as a contender of its own."""
-    launcher = copy.copy(bench.launcher)
+    launcher = copy.copy(rig.launcher)
     launcher.has_warpgroups = False
-    runs = [_context(replace(bench, launcher=launcher), rows) for rows in sets]
+    runs = [_context(replace(rig, launcher=launcher), rows) for rows in sets]
     return lambda number: runs[number]()
 
 
-def _context_plan(bench: KernelBench, rows: PagedRows) -> Tensor:
-    return bench.ints(plan_context(rows.num_new, rows.lengths, rows.shape))
+def _context_plan(rig: Rig, rows: PagedRows) -> Tensor:
+    return rig.ints(plan_context(rows.num_new, rows.lengths, rows.shape))

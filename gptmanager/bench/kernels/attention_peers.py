@@ -103,9 +103,8 @@ def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
         longest = (int(rows.num_new.max()), int(rows.lengths.max()))
         packed.append((rows.queries, keys, values, rows.spans.row_starts, starts, *longest))
 
-    grouped = (
-        {"enable_gqa": True} if "enable_gqa" in names else {}
-    )  # without the parameter it is always on
+    # grouped queries are always on without the parameter
+    grouped = {"enable_gqa": True} if "enable_gqa" in names else {}
 
     def run(number: int) -> Any:
         options = {"window_size": (-1, 0), "scale": sets[number].shape.scale, **grouped}

@@ -12,7 +12,7 @@ import torch
 
 from gptmanager.bench.kernels.adapter_cases import adapter_cases
 from gptmanager.bench.kernels.attention_cases import attention_cases
-from gptmanager.bench.kernels.cases import OURS, Case, KernelBench, Sizes
+from gptmanager.bench.kernels.cases import OURS, Case, Rig, Sizes
 from gptmanager.bench.kernels.kernel_runs import NO_TIME, CaseResult, report, run_case
 from gptmanager.bench.kernels.logits_cases import logits_cases
 from gptmanager.bench.kernels.matmul_cases import matmul_cases
@@ -49,11 +49,11 @@ class KernelOptions:
 class BenchSetup:
     """The device, timer and sizes of a run; by default those of torch's current device."""
 
-    bench: KernelBench
+    rig: Rig
     timer: Timer
     copy_bytes: int = _COPY_BYTES
     matmul_width: int = _MATMUL_WIDTH
-    launch_us: Callable[[KernelBench], dict[str, float]] = field(default=lambda bench: {})
+    launch_us: Callable[[Rig], dict[str, float]] = field(default=lambda rig: {})
     clock: Callable[[], float] = time.monotonic
 
 
@@ -71,20 +71,18 @@ def bench_kernels(
     each case, so that a killed benchmark leaves one. `on_start` is called before each case with
     its name, its number from 0, and the number of cases.
     """
-    cases = select_cases(all_cases(setup.bench.sizes if setup else Sizes()), options)
+    cases = select_cases(all_cases(setup.rig.sizes if setup else Sizes()), options)
     if setup is None:
         find_gpu("the kernel benchmark needs one")
         device = torch.device("cuda", torch.cuda.current_device())
-        bench = KernelBench(
-            device, DeviceLauncher(), cache_bytes=cache_bytes(), free_bytes=free_bytes
-        )
-        setup = BenchSetup(bench, DeviceTimer(), launch_us=launch_costs)
-    bench, budget = setup.bench, Budget(options.minutes and 60 * options.minutes, setup.clock)
-    started = header(options.command, bench.device)
+        rig = Rig(device, DeviceLauncher(), cache_bytes=cache_bytes(), free_bytes=free_bytes)
+        setup = BenchSetup(rig, DeviceTimer(), launch_us=launch_costs)
+    rig, budget = setup.rig, Budget(options.minutes and 60 * options.minutes, setup.clock)
+    started = header(options.command, rig.device)
     ceilings = measure_ceilings(
-        setup.timer, bench.device, bench.sizes.dtype, setup.copy_bytes, setup.matmul_width
+        setup.timer, rig.device, rig.sizes.dtype, setup.copy_bytes, setup.matmul_width
     )
-    launch_us = setup.launch_us(bench)
+    launch_us = setup.launch_us(rig)
     rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
     results: list[CaseResult] = []
 
@@ -103,7 +101,7 @@ def bench_kernels(
             on_start(f"{case.part}, {case.name}", number, len(cases))
             share = budget.share(len(cases) - number)
             results.append(
-                run_case(case, bench, setup.timer, rounds=rounds, budget=share, peers=options.peers)
+                run_case(case, rig, setup.timer, rounds=rounds, budget=share, peers=options.peers)
             )
             on_report(current_report())
     except KeyboardInterrupt:
@@ -134,13 +132,13 @@ def select_cases(cases: Sequence[Case], options: KernelOptions) -> list[Case]:
     return chosen
 
 
-def launch_costs(bench: KernelBench) -> dict[str, float]:
+def launch_costs(rig: Rig) -> dict[str, float]:
     """Return the host's microseconds per launch of our kernel, a torch op, and a CUDA graph."""
-    x = torch.zeros(1, 64, dtype=bench.sizes.dtype, device=bench.device)
+    x = torch.zeros(1, 64, dtype=rig.sizes.dtype, device=rig.device)
     out = torch.empty_like(x)
 
     def kernel() -> None:
-        rms_norm(bench.launcher, out, x, x[0], 1e-5)
+        rms_norm(rig.launcher, out, x, x[0], 1e-5)
 
     kernel()
     torch.cuda.synchronize()
@@ -148,7 +146,7 @@ def launch_costs(bench: KernelBench) -> dict[str, float]:
     with torch.cuda.graph(graph):
         kernel()
     work = {"kernel": kernel, "torch op": lambda: torch.neg(x, out=out), "graph": graph.replay}
-    costs = {name: host_seconds(run, bench.device, _LAUNCHES) for name, run in work.items()}
+    costs = {name: host_seconds(run, rig.device, _LAUNCHES) for name, run in work.items()}
     return {name: round(seconds * 1e6, 2) for name, seconds in costs.items()}
 
 

@@ -1,6 +1,6 @@
 """The parts of a kernel benchmark case: minimal work, contenders, goals, correct result.
 
-Independent of any kernel. Preparing a case on a `KernelBench` makes several sets of inputs, which
+Independent of any kernel. Preparing a case on a `Rig` makes several sets of inputs, which
 together are larger than the cache, and for each contender a function that runs on one set.
 """
 
@@ -87,7 +87,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, eq=False)
-class KernelBench:
+class Rig:
     """The device, launcher and sizes that cases run with.
 
     `cache_bytes`: the size of the cache that may hold inputs of the previous call.
@@ -183,7 +183,7 @@ class Case:
     part: str
     name: str
     num_bytes: int
-    prepare: Callable[[KernelBench], Prepared]
+    prepare: Callable[[Rig], Prepared]
     flops: int = 0
     goals: tuple[Goal, ...] = ()
     quick: bool = True  # also runs with --quick

@@ -13,24 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from gptmanager.bench.kernels.cases import (
-    OURS,
-    Absent,
-    Case,
-    Contender,
-    KernelBench,
-    Planned,
-    Prepared,
-)
+from gptmanager.bench.kernels.cases import OURS, Absent, Case, Contender, Planned, Prepared, Rig
 from gptmanager.bench.roofline import Ceilings
-from gptmanager.bench.timing import (
-    Budget,
-    Spread,
-    Stopwatch,
-    Timer,
-    host_seconds,
-    measure_alternately,
-)
+from gptmanager.bench.timing import Budget, Spread, Stopwatch, Timer, host_seconds, measure_all
 
 NO_TIME = "no time left"
 Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
@@ -76,7 +61,7 @@ class CaseResult:
 
 def run_case(
     case: Case,
-    bench: KernelBench,
+    rig: Rig,
     timer: Timer,
     *,
     rounds: int,
@@ -86,12 +71,12 @@ def run_case(
     """Run a case, or skip it if the budget is spent. `peers`: prefixes of names; None: all."""
     if budget.is_spent:
         return CaseResult(case, None, {OURS: Entry("skipped", NO_TIME)})
-    reason = _reason_not_to_fit(case, bench)
+    reason = _reason_not_to_fit(case, rig)
     if reason:
         return CaseResult(case, None, {OURS: Entry("skipped", reason)})
     torch.manual_seed(0)
     try:
-        prepared = case.prepare(bench)
+        prepared = case.prepare(rig)
     except Exception as error:
         return CaseResult(case, None, {OURS: _error_entry(error)})
     entries: dict[str, Entry] = {}
@@ -102,22 +87,22 @@ def run_case(
             makers[name] = maker
     for name, maker in makers.items():
         try:
-            entries[name], watches[name] = _try_contender(maker, prepared, timer, bench.device)
+            entries[name], watches[name] = _try_contender(maker, prepared, timer, rig.device)
         except Exception as error:  # peers raise errors of their own libraries
             entries[name] = _error_entry(error)
-    for name, seconds in measure_alternately(watches, rounds, budget).items():
+    for name, seconds in measure_all(watches, rounds, budget).items():
         spread = Spread.of(seconds)
         entries[name] = replace(entries[name], spread=spread, timed_by=watches[name].timed_by)
     return CaseResult(case, prepared.tolerance, entries)
 
 
-def _reason_not_to_fit(case: Case, bench: KernelBench) -> str:
+def _reason_not_to_fit(case: Case, rig: Rig) -> str:
     """Return why memory is too small for all input sets and a peer's copy; "" if it is not."""
-    needed = 2 * bench.num_sets(case.num_bytes) * case.num_bytes
-    if bench.free_bytes is None or needed <= bench.free_bytes():
+    needed = 2 * rig.num_sets(case.num_bytes) * case.num_bytes
+    if rig.free_bytes is None or needed <= rig.free_bytes():
         return ""
     return (
-        f"needs about {needed / 2**30:.1f} GiB of memory, {bench.free_bytes() / 2**30:.1f} are free"
+        f"needs about {needed / 2**30:.1f} GiB of memory, {rig.free_bytes() / 2**30:.1f} are free"
     )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from gptmanager.bench.kernels.cases import (
     Case,
     Contender,
-    KernelBench,
     Prepared,
+    Rig,
     Sizes,
     largest_error,
     tolerance,
@@ -52,15 +52,15 @@ def logits_cases(sizes: Sizes) -> list[Case]:
 
 
 def _case(
-    sizes: Sizes, part: str, name: str, row_bytes: int, prepare: Callable[[KernelBench], Prepared]
+    sizes: Sizes, part: str, name: str, row_bytes: int, prepare: Callable[[Rig], Prepared]
 ) -> Case:
     name = f"{name}, {sizes.rows} x {sizes.vocab_size}"
     return Case(part, name, sizes.rows * row_bytes, prepare)
 
 
-def _prepare_adjustments(length: int, num_biases: int, bench: KernelBench) -> Prepared:
+def _prepare_adjustments(length: int, num_biases: int, rig: Rig) -> Prepared:
     """Prepare rows with one slot each and histories of distinct tokens, half of them generated."""
-    rows, vocab_size = bench.sizes.rows, bench.sizes.vocab_size
+    rows, vocab_size = rig.sizes.rows, rig.sizes.vocab_size
     random = np.random.default_rng(0)
     texts = np.array([random.permutation(vocab_size)[:length] for _ in range(rows)], dtype=np.int32)
     biased = random.permutation(vocab_size)[:num_biases]
@@ -74,12 +74,12 @@ def _prepare_adjustments(length: int, num_biases: int, bench: KernelBench) -> Pr
     records = [
         adjustments.pack(params, length // 2, vocab_size, row * len(own)) for row in range(rows)
     ]
-    sets = _logits(bench, rows * length * (_SECTOR + 4))
-    packed = bench.records(records, adjustments.PARAMS)
-    lists, histories = bench.ints(np.tile(own, rows)), bench.ints(texts)
-    seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=bench.device)
-    slots, positions = _slots(bench), torch.full((rows,), length, device=bench.device)
-    tokens, ids = histories.long(), torch.from_numpy(biased).to(bench.device)
+    sets = _logits(rig, rows * length * (_SECTOR + 4))
+    packed = rig.records(records, adjustments.PARAMS)
+    lists, histories = rig.ints(np.tile(own, rows)), rig.ints(texts)
+    seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=rig.device)
+    slots, positions = _slots(rig), torch.full((rows,), length, device=rig.device)
+    tokens, ids = histories.long(), torch.from_numpy(biased).to(rig.device)
 
     def by_torch(logits: Tensor) -> Tensor:
         logits[:, ids] += _BIAS
@@ -89,7 +89,7 @@ def _prepare_adjustments(length: int, num_biases: int, bench: KernelBench) -> Pr
         return logits.scatter_(1, tokens, found)
 
     def by_kernel(logits: Tensor) -> Tensor:
-        adjustments.adjust(bench.launcher, logits, packed, lists, histories, seen, slots, positions)
+        adjustments.adjust(rig.launcher, logits, packed, lists, histories, seen, slots, positions)
         return logits
 
     error = largest_error(by_torch(sets[0].clone()))
@@ -97,21 +97,21 @@ def _prepare_adjustments(length: int, num_biases: int, bench: KernelBench) -> Pr
     return Prepared(len(sets), ours, error, tolerance(torch.float32), peers)
 
 
-def _prepare_masks(num_allowed: int, bench: KernelBench) -> Prepared:
+def _prepare_masks(num_allowed: int, rig: Rig) -> Prepared:
     """Prepare masks that allow a few tokens of each row, as a grammar does."""
-    rows, vocab_size = bench.sizes.rows, bench.sizes.vocab_size
+    rows, vocab_size = rig.sizes.rows, rig.sizes.vocab_size
     random = np.random.default_rng(0)
     allowed = np.zeros((rows, -(-vocab_size // 32) * 32), dtype=np.uint8)
     for row in allowed:
         row[random.permutation(vocab_size)[:num_allowed]] = 1
     masks = torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little").view("<i4"))
-    masks = masks.to(bench.device)
-    banned = torch.from_numpy(allowed[:, :vocab_size] == 0).to(bench.device)
-    sets, slots = _logits(bench, rows * vocab_size * 4), _slots(bench)
+    masks = masks.to(rig.device)
+    banned = torch.from_numpy(allowed[:, :vocab_size] == 0).to(rig.device)
+    sets, slots = _logits(rig, rows * vocab_size * 4), _slots(rig)
     expected = sets[0].masked_fill(banned, -torch.inf)
 
     def by_kernel(logits: Tensor) -> Tensor:
-        mask_logits(bench.launcher, logits, slots, masks)
+        mask_logits(rig.launcher, logits, slots, masks)
         return logits
 
     def by_torch(logits: Tensor) -> Tensor:
@@ -124,17 +124,17 @@ def _prepare_masks(num_allowed: int, bench: KernelBench) -> Prepared:
     return Prepared(len(sets), ours, error, 0.0, peers)
 
 
-def _prepare_log_probs(bench: KernelBench) -> Prepared:
-    rows, vocab_size = bench.sizes.rows, bench.sizes.vocab_size
-    sets = _logits(bench, rows * vocab_size * 4)
-    chosen = torch.arange(rows, device=bench.device) * 7919 % vocab_size
+def _prepare_log_probs(rig: Rig) -> Prepared:
+    rows, vocab_size = rig.sizes.rows, rig.sizes.vocab_size
+    sets = _logits(rig, rows * vocab_size * 4)
+    chosen = torch.arange(rows, device=rig.device) * 7919 % vocab_size
     tokens, places = chosen.int(), chosen[:, None]
-    values = torch.empty(rows, device=bench.device)
-    wanted = torch.full((rows,), LOG_PROB, dtype=torch.uint8, device=bench.device)
-    packed, slots = _sampling_params(bench), _slots(bench)
+    values = torch.empty(rows, device=rig.device)
+    wanted = torch.full((rows,), LOG_PROB, dtype=torch.uint8, device=rig.device)
+    packed, slots = _sampling_params(rig), _slots(rig)
 
     def ours(number: int) -> Tensor:
-        log_probs(bench.launcher, values, sets[number], tokens, packed, wanted, slots)
+        log_probs(rig.launcher, values, sets[number], tokens, packed, wanted, slots)
         return values[:, None]
 
     def by_torch(number: int) -> Tensor:
@@ -144,20 +144,20 @@ def _prepare_log_probs(bench: KernelBench) -> Prepared:
     return Prepared(len(sets), ours, error, tolerance(torch.float32), peers)
 
 
-def _prepare_beams(most: int, bench: KernelBench) -> Prepared:
+def _prepare_beams(most: int, rig: Rig) -> Prepared:
     """Prepare beam steps. The log probabilities of the found tokens are compared, as ties may order
     the tokens differently.
     """
-    rows, vocab_size = bench.sizes.rows, bench.sizes.vocab_size
-    sets = _logits(bench, rows * vocab_size * 4)
-    tokens = torch.empty(rows, most, dtype=torch.int32, device=bench.device)
-    found = torch.empty(rows, most, device=bench.device)
-    packed, slots, counts = _sampling_params(bench), _slots(bench), bench.ints([most] * rows)
+    rows, vocab_size = rig.sizes.rows, rig.sizes.vocab_size
+    sets = _logits(rig, rows * vocab_size * 4)
+    tokens = torch.empty(rows, most, dtype=torch.int32, device=rig.device)
+    found = torch.empty(rows, most, device=rig.device)
+    packed, slots, counts = _sampling_params(rig), _slots(rig), rig.ints([most] * rows)
     scores = sets[0].log_softmax(-1)
     score_error = largest_error(scores.topk(most).values)
 
     def ours(number: int) -> Tensor:
-        best_of_rows(bench.launcher, tokens, found, sets[number], packed, slots, counts)
+        best_of_rows(rig.launcher, tokens, found, sets[number], packed, slots, counts)
         return tokens
 
     def error(result: Tensor) -> float:
@@ -179,15 +179,15 @@ def _on_copies(sets: list[Tensor], work: Callable[[Tensor], Tensor]) -> Contende
     return lambda number: work(own[number])
 
 
-def _logits(bench: KernelBench, set_bytes: int) -> list[Tensor]:
-    return bench.sets(set_bytes, bench.sizes.rows, bench.sizes.vocab_size, dtype=torch.float32)
+def _logits(rig: Rig, set_bytes: int) -> list[Tensor]:
+    return rig.sets(set_bytes, rig.sizes.rows, rig.sizes.vocab_size, dtype=torch.float32)
 
 
-def _sampling_params(bench: KernelBench) -> Tensor:
+def _sampling_params(rig: Rig) -> Tensor:
     """Return the sampling parameters, one slot for each row."""
-    record = sampling.pack(SamplingParams(), bench.sizes.vocab_size)
-    return bench.records([record] * bench.sizes.rows, sampling.PARAMS)
+    record = sampling.pack(SamplingParams(), rig.sizes.vocab_size)
+    return rig.records([record] * rig.sizes.rows, sampling.PARAMS)
 
 
-def _slots(bench: KernelBench) -> Tensor:
-    return bench.ints(np.arange(bench.sizes.rows))
+def _slots(rig: Rig) -> Tensor:
+    return rig.ints(np.arange(rig.sizes.rows))

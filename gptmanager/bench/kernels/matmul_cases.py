@@ -14,8 +14,8 @@ from gptmanager.bench.kernels.cases import (
     Case,
     Decoder,
     Goal,
-    KernelBench,
     Prepared,
+    Rig,
     Sizes,
     largest_error,
     tolerance,
@@ -68,14 +68,14 @@ def _case(sizes: Sizes, model: Decoder, size: tuple[int, int], name: str, rows: 
     )
 
 
-def _prepare(rows: int, width: int, depth: int, has_silu: bool, bench: KernelBench) -> Prepared:
+def _prepare(rows: int, width: int, depth: int, has_silu: bool, rig: Rig) -> Prepared:
     """Prepare sets of weights, as a step reads each weight once; all use the same input rows."""
-    x = bench.randn(rows, depth)
+    x = rig.randn(rows, depth)
     num_bytes = width * depth * x.itemsize
-    weights = bench.sets(num_bytes, width, depth, scale=depth**-0.5)
+    weights = rig.sets(num_bytes, width, depth, scale=depth**-0.5)
     out = x.new_empty(rows, width // 2 if has_silu else width)
     own = out.clone()
-    matmuls = OwnMatmuls(bench.launcher)
+    matmuls = OwnMatmuls(rig.launcher)
 
     def ours(number: int) -> Tensor:
         matmuls.multiply(out, x, weights[number], None, silu=has_silu)
@@ -85,7 +85,7 @@ def _prepare(rows: int, width: int, depth: int, has_silu: bool, bench: KernelBen
         result = F.linear(x, weights[number])
         if not has_silu:
             return result
-        silu_mul(bench.launcher, own, result)  # as a manager does after torch's matmul
+        silu_mul(rig.launcher, own, result)  # as a manager does after torch's matmul
         return own
 
     expected = F.linear(x.float(), weights[0].float())
@@ -93,4 +93,4 @@ def _prepare(rows: int, width: int, depth: int, has_silu: bool, bench: KernelBen
         gate, up = expected.chunk(2, dim=1)
         expected = F.silu(gate) * up
     error, peers = largest_error(expected), {"torch": lambda: by_torch}
-    return Prepared(len(weights), ours, error, tolerance(bench.sizes.dtype), peers)
+    return Prepared(len(weights), ours, error, tolerance(rig.sizes.dtype), peers)

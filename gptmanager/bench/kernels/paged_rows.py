@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptmanager.bench.kernels.cases import KernelBench
+from gptmanager.bench.kernels.cases import Rig
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 _QUERIES = 512  # per call of the reference
@@ -55,10 +55,7 @@ class PagedRows:
         length = int(self.lengths[row])
         blocks = self.spans.block_tables[row, : -(-length // self.tokens_per_block)].long()
         keys, values = (
-            _select_pages(pages, blocks)
-            .to(self.queries.dtype)
-            .transpose(1, 2)
-            .flatten(0, 1)[:length]
+            _index(pages, blocks).to(self.queries.dtype).transpose(1, 2).flatten(0, 1)[:length]
             for pages in self.token_major
         )
         return keys, values
@@ -83,7 +80,7 @@ class PagedRows:
         return result
 
 
-def _select_pages(pages: Tensor, blocks: Tensor) -> Tensor:
+def _index(pages: Tensor, blocks: Tensor) -> Tensor:
     """Index pages; torch cannot index 8-bit floats, so their bytes are indexed instead."""
     if pages.itemsize > 1:
         return pages[blocks]
@@ -91,14 +88,14 @@ def _select_pages(pages: Tensor, blocks: Tensor) -> Tensor:
 
 
 def paged_rows(
-    bench: KernelBench,
+    rig: Rig,
     rows: Sequence[tuple[int, int]],
     tokens_per_block: int,
     number: int,
     dtype: torch.dtype | None = None,
 ) -> PagedRows:
     """Return rows of (new tokens, length) over pages of `dtype`, in an order set by `number`."""
-    sizes = bench.sizes
+    sizes = rig.sizes
     is_fp8 = dtype is torch.float8_e4m3fn
     num_new, lengths = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
     counts = -(-lengths.astype(np.int64) // tokens_per_block)
@@ -111,13 +108,13 @@ def paged_rows(
     return PagedRows(
         num_new=num_new,
         lengths=lengths,
-        queries=bench.randn(int(num_new.sum()), sizes.num_heads, sizes.head_dim),
+        queries=rig.randn(int(num_new.sum()), sizes.num_heads, sizes.head_dim),
         pages=Pages(
-            bench.randn(*blocks, dtype=dtype).mT,
-            bench.randn(*blocks, dtype=dtype),
-            torch.ones(2, blocks[1], device=bench.device) if is_fp8 else None,
+            rig.randn(*blocks, dtype=dtype).mT,
+            rig.randn(*blocks, dtype=dtype),
+            torch.ones(2, blocks[1], device=rig.device) if is_fp8 else None,
         ),
-        spans=RowSpans(*map(bench.ints, (starts, lengths, np.arange(len(rows)), tables))),
+        spans=RowSpans(*map(rig.ints, (starts, lengths, np.arange(len(rows)), tables))),
     )
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from gptmanager.bench.kernels.attention_peers import flashinfer
-from gptmanager.bench.kernels.cases import Case, Contender, Goal, KernelBench, Prepared, Sizes
+from gptmanager.bench.kernels.cases import Case, Contender, Goal, Prepared, Rig, Sizes
 from gptmanager.cuda.sampling.sampling import PARAMS, pack, sample
 from gptmanager.request.sampling_params import SamplingParams
 
 _TOP_K, _TOP_P, _TEMPERATURE = 50, 0.9, 0.8
-_WIDE = 1000  # more than a block has threads
+_WIDE = 1000  # more than the threads of a block
 _PEAKED = 6.0  # factor on flat logits
 _SLACK = 1e-4  # of the mass: the order of a sum may decide whether a token is inside
 
@@ -55,17 +55,17 @@ def _case(
     return Case("sampling", name, num_bytes, prepare, goals=goals, quick=quick)
 
 
-def _prepare(params: SamplingParams, scale: float, num_bytes: int, bench: KernelBench) -> Prepared:
-    rows, vocab_size = bench.sizes.rows, bench.sizes.vocab_size
-    sets = bench.sets(num_bytes, rows, vocab_size, dtype=torch.float32, scale=scale)
-    packed = bench.records([pack(params, vocab_size)] * rows, PARAMS)
-    slots = bench.ints(np.arange(rows))
-    positions = torch.arange(8, 8 + rows, device=bench.device)
-    tokens = torch.empty(rows, dtype=torch.int32, device=bench.device)
+def _prepare(params: SamplingParams, scale: float, num_bytes: int, rig: Rig) -> Prepared:
+    rows, vocab_size = rig.sizes.rows, rig.sizes.vocab_size
+    sets = rig.sets(num_bytes, rows, vocab_size, dtype=torch.float32, scale=scale)
+    packed = rig.records([pack(params, vocab_size)] * rows, PARAMS)
+    slots = rig.ints(np.arange(rows))
+    positions = torch.arange(8, 8 + rows, device=rig.device)
+    tokens = torch.empty(rows, dtype=torch.int32, device=rig.device)
     inputs = torch.empty_like(tokens)
 
     def ours(number: int) -> Tensor:
-        sample(bench.launcher, tokens, inputs, sets[number], packed, slots, positions)
+        sample(rig.launcher, tokens, inputs, sets[number], packed, slots, positions)
         return tokens
 
     peers = {} if params.greedy else {

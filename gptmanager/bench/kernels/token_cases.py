@@ -13,8 +13,8 @@ from gptmanager.bench.kernels.attention_peers import flashinfer
 from gptmanager.bench.kernels.cases import (
     Case,
     Contender,
-    KernelBench,
     Prepared,
+    Rig,
     Sizes,
     largest_error,
     tolerance,
@@ -41,23 +41,23 @@ def _norm_case(sizes: Sizes, num_tokens: int) -> Case:
     return Case("norms", f"add + RMSNorm, {num_tokens} x {sizes.hidden}", num_bytes, prepare)
 
 
-def _prepare_norm(num_tokens: int, num_bytes: int, bench: KernelBench) -> Prepared:
-    width = bench.sizes.hidden
-    sets, residuals = (bench.sets(num_bytes, num_tokens, width) for _ in range(2))
-    weight = 1 + bench.randn(width, scale=0.1)
+def _prepare_norm(num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
+    width = rig.sizes.hidden
+    sets, residuals = (rig.sets(num_bytes, num_tokens, width) for _ in range(2))
+    weight = 1 + rig.randn(width, scale=0.1)
     out, summed = torch.empty_like(sets[0]), (sets[0] + residuals[0]).float()
     expected = summed * torch.rsqrt(summed.square().mean(-1, keepdim=True) + _EPS) * weight.float()
     own = [it.clone() for it in residuals]
 
     def ours(number: int) -> Tensor:
-        rms_norm(bench.launcher, out, sets[number], weight, _EPS, residual=own[number])
+        rms_norm(rig.launcher, out, sets[number], weight, _EPS, residual=own[number])
         return out
 
     def peer_flashinfer() -> Contender:
         library = flashinfer()
         inputs, sums = ([it.clone() for it in given] for given in (sets, residuals))
 
-        def run(number: int) -> Tensor:  # both are written
+        def run(number: int) -> Tensor:  # it overwrites both
             library.norm.fused_add_rmsnorm(inputs[number], sums[number], weight, _EPS)
             return inputs[number]
 
@@ -69,7 +69,7 @@ def _prepare_norm(num_tokens: int, num_bytes: int, bench: KernelBench) -> Prepar
 
     peers = {"flashinfer": peer_flashinfer, "torch": peer_torch}
     error = largest_error(expected)
-    return Prepared(len(sets), ours, error, tolerance(bench.sizes.dtype), peers)
+    return Prepared(len(sets), ours, error, tolerance(rig.sizes.dtype), peers)
 
 
 def _activation_case(sizes: Sizes, num_tokens: int) -> Case:
@@ -78,14 +78,14 @@ def _activation_case(sizes: Sizes, num_tokens: int) -> Case:
     return Case("activations", f"SiLU * up, {num_tokens} x {sizes.ffn}", num_bytes, prepare)
 
 
-def _prepare_activation(num_tokens: int, num_bytes: int, bench: KernelBench) -> Prepared:
-    width = bench.sizes.ffn
-    sets = bench.sets(num_bytes, num_tokens, 2 * width)
+def _prepare_activation(num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
+    width = rig.sizes.ffn
+    sets = rig.sets(num_bytes, num_tokens, 2 * width)
     gate, up = sets[0].float().chunk(2, dim=-1)
     out = torch.empty_like(sets[0][:, :width].contiguous())
 
     def ours(number: int) -> Tensor:
-        silu_mul(bench.launcher, out, sets[number])
+        silu_mul(rig.launcher, out, sets[number])
         return out
 
     def peer_flashinfer() -> Contender:
@@ -102,7 +102,7 @@ def _prepare_activation(num_tokens: int, num_bytes: int, bench: KernelBench) -> 
 
     peers = {"flashinfer": peer_flashinfer, "torch": peer_torch}
     error = largest_error(F.silu(gate) * up)
-    return Prepared(len(sets), ours, error, tolerance(bench.sizes.dtype), peers)
+    return Prepared(len(sets), ours, error, tolerance(rig.sizes.dtype), peers)
 
 
 def _write_case(sizes: Sizes, num_tokens: int) -> Case:
@@ -112,32 +112,32 @@ def _write_case(sizes: Sizes, num_tokens: int) -> Case:
     return Case("cache_write", f"RoPE + KV write, {num_tokens} tokens", num_bytes, prepare)
 
 
-def _prepare_write(num_tokens: int, num_bytes: int, bench: KernelBench) -> Prepared:
+def _prepare_write(num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
     """Prepare one row of all tokens. Their cells are located before the clock starts, because a
     step does this once for all layers.
     """
-    sizes = bench.sizes
+    sizes = rig.sizes
     heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     block, num_blocks = sizes.tokens_per_block, -(-num_tokens // sizes.tokens_per_block)
     order = np.random.default_rng(0).permutation(num_blocks)
-    cells = torch.empty(num_tokens, dtype=torch.int32, device=bench.device)
-    rows = RowSpans(*map(bench.ints, ([0, num_tokens], [num_tokens], [0], order[None])))
-    locate_tokens(bench.launcher, cells, rows, block)
-    positions = torch.arange(num_tokens, device=bench.device)
-    frequencies = _THETA ** -(torch.arange(0, head_dim, 2, device=bench.device) / head_dim)
+    cells = torch.empty(num_tokens, dtype=torch.int32, device=rig.device)
+    rows = RowSpans(*map(rig.ints, ([0, num_tokens], [num_tokens], [0], order[None])))
+    locate_tokens(rig.launcher, cells, rows, block)
+    positions = torch.arange(num_tokens, device=rig.device)
+    frequencies = _THETA ** -(torch.arange(0, head_dim, 2, device=rig.device) / head_dim)
     angles = positions[:, None].float() * frequencies
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     pages = (num_blocks, kv_heads, block, head_dim)
     width = (heads + 2 * kv_heads) * head_dim
-    sets = bench.sets(num_bytes, num_tokens, width)
-    outs = [(bench.randn(num_tokens, heads, head_dim), *(torch.zeros(pages, dtype=sizes.dtype,
-             device=bench.device) for _ in range(2))) for _ in sets]  # fmt: skip
+    sets = rig.sets(num_bytes, num_tokens, width)
+    outs = [(rig.randn(num_tokens, heads, head_dim), *(torch.zeros(pages, dtype=sizes.dtype,
+             device=rig.device) for _ in range(2))) for _ in sets]  # fmt: skip
 
     def ours(number: int) -> Tensor:
         queries, keys, values = outs[number]
         pages = Pages(keys.mT, values)
         rope_and_write(
-            bench.launcher, queries, sets[number], positions, cells, pages, cos_sin=cos_sin
+            rig.launcher, queries, sets[number], positions, cells, pages, cos_sin=cos_sin
         )
         return queries
 
@@ -150,7 +150,7 @@ def _prepare_write(num_tokens: int, num_bytes: int, bench: KernelBench) -> Prepa
 
     def error(queries: Tensor) -> float:
         """Return the error of the queries and of the keys and values written for set 0."""
-        blocks = torch.from_numpy(order).to(bench.device)
+        blocks = torch.from_numpy(order).to(rig.device)
         written = [it[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens] for it in outs[0][1:]]
         return largest_error(expected)(torch.cat([queries, *written], dim=1))
 
@@ -165,17 +165,17 @@ def _copy_case(sizes: Sizes) -> Case:
     return Case("block_copy", name, num_bytes, functools.partial(_prepare_copy, num_bytes))
 
 
-def _prepare_copy(num_bytes: int, bench: KernelBench) -> Prepared:
+def _prepare_copy(num_bytes: int, rig: Rig) -> Prepared:
     """Prepare pools of keys in which each copied block is followed by a free one."""
-    sizes, count = bench.sizes, bench.sizes.copied_blocks
+    sizes, count = rig.sizes, rig.sizes.copied_blocks
     shape = (sizes.num_layers, 2 * count, sizes.num_kv_heads)
-    pools = bench.sets(num_bytes, *shape, sizes.tokens_per_block, sizes.head_dim)
+    pools = rig.sets(num_bytes, *shape, sizes.tokens_per_block, sizes.head_dim)
     pairs = [(2 * i, 2 * i + 1, sizes.tokens_per_block) for i in range(count)]
-    copies = as_tensor(pairs, bench.device)
+    copies = as_tensor(pairs, rig.device)
     expected = pools[0][:, ::2].clone()
 
     def ours(number: int) -> Tensor:
-        copy_blocks(bench.launcher, pools[number], pools[number], copies)
+        copy_blocks(rig.launcher, pools[number], pools[number], copies)
         return pools[number][:, 1::2]
 
     def peer_torch() -> Contender:

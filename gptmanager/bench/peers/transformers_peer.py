@@ -67,7 +67,7 @@ class TransformersPeer:
                 generation_config=self._generation,
                 continuous_batching_config=batching,
                 timeout=10,
-                warmup=False,  # of CUDA graphs
+                warmup=False,  # else it captures CUDA graphs
             ) as engine,
         ):
             try:
@@ -98,7 +98,5 @@ def _collect(
         if result is not None and result.is_finished():
             outputs[int(result.request_id)] = tuple(result.generated_tokens)
         elif result is None and not engine.is_running():
-            raise GptManagerError(
-                "transformers' generation loop ended before all requests were done"
-            )
+            raise GptManagerError("transformers' generation loop ended too early")
     return tuple(outputs[index] for index in range(len(requests)))
