@@ -169,7 +169,7 @@ class StatisticsReport:
 
 
 class PhaseTimes:
-    """The time of an iteration by phase. `clock_ns`: a replay passes a clock that always returns 0."""
+    """The time of an iteration by phase. `clock_ns`: in a replay it always returns 0."""
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self.clock_ns = clock_ns
