@@ -296,5 +296,6 @@ class _States:
                 if len(word) - depth <= self._vocabulary.longest:
                     rests.add(word[depth:])
             state = self._suffix[state]
-        found = [self._always_banned, *map(self._vocabulary.beginning_with, rests)]
-        return np.unique(np.concatenate(found)).astype(np.int64)
+        found = [self._always_banned.astype(np.int64)]
+        found += map(self._vocabulary.beginning_with, rests)
+        return np.unique(np.concatenate(found))
