@@ -81,5 +81,6 @@ class GenerationGraphs:
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """Return the sizes 1, 2, 4, 8, 16, 24, ... up to `most` or just above: little padding."""
-    return (1, 2, 4, *range(8, most + 8, 8))
+    """Return the sizes 1, 2, 4, 8, 16, 24, ... up to the first that is at least `most`."""
+    sizes = (1, 2, 4, *range(8, most + 8, 8))
+    return tuple(size for below, size in zip((0, *sizes), sizes, strict=False) if below < most)

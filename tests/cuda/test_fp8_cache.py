@@ -193,7 +193,7 @@ def test_pages_are_8_bit(device):
     params = OptionalParams(KvCacheConfig(dtype="fp8", tokens_per_block=16), device=device)
     backend = place(params)
     loaded = backend.load(scaled_checkpoint(), params)
-    assert backend.room(loaded, params, 1).dtype is FP8
+    assert backend.memory_budget(loaded, params, 1).dtype is FP8
 
 
 def test_what_is_refused(device):
