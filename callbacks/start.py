@@ -23,7 +23,9 @@ from gptmanager import GptManager, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.arguments import at_least
 from gptmanager.callbacks.queue.generation import Generation
 from gptmanager.callbacks.queue.request_queue import RequestQueue
+from gptmanager.callbacks.queue.result import GenerationResult
 from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
+from gptmanager.callbacks.text.stop_strings import checked_stops
 from gptmanager.callbacks.text.text_stream import TextStream
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.terminal.live_region import LiveRegion
@@ -43,6 +45,7 @@ def generate(
     prompts: Prompts,
     max_new_tokens: int = 64,
     *,
+    stop: Sequence[str] | None = None,
     num_return_sequences: None = None,
     tokenizer: TokenizerSource = None,
     optional_params: OptionalParams | None = None,
@@ -57,6 +60,7 @@ def generate(
     prompts: Prompts,
     max_new_tokens: int = 64,
     *,
+    stop: Sequence[str] | None = None,
     num_return_sequences: int,
     tokenizer: TokenizerSource = None,
     optional_params: OptionalParams | None = None,
@@ -70,6 +74,7 @@ def generate(
     prompts: Any,
     max_new_tokens: int = 64,
     *,
+    stop: Sequence[str] | None = None,
     num_return_sequences: int | None = None,
     tokenizer: TokenizerSource = None,
     optional_params: OptionalParams | None = None,
@@ -87,6 +92,9 @@ def generate(
     `sampling` accepts the names of `InferenceRequest`, the same values for all prompts:
     `temperature`, `runtime_top_p`, `stop_words_list`, ... The defaults of `end_id` and `pad_id` are
     in the checkpoint's generation_config.json. With beams the best one is returned.
+
+    `stop`: strings that end a completion, as for `RequestQueue.submit`; they need a tokenizer. Text
+    ends before the stop string, token ids include the token that completes it.
 
     `num_return_sequences`: return a list of this many completions for each prompt, which are
     sampled independently, or are the best beams.
@@ -107,20 +115,16 @@ def generate(
         at_least(1, "num_return_sequences", num_return_sequences)
         sampling["num_return_sequences"] = num_return_sequences
     decoder = None
-    if any(isinstance(prompt, str) for prompt in batch):
+    if stop is not None or any(isinstance(prompt, str) for prompt in batch):
         decoder = _tokenizer(tokenizer, model)
-    prompt_ids = [
-        list(prompt)
-        if decoder is None or not isinstance(prompt, str)
-        else decoder.encode(prompt).ids
-        for prompt in batch
-    ]
+    if stop is not None:
+        sampling["stop"] = checked_stops(stop)
+    prompt_ids = [_ids(decoder, prompt) for prompt in batch]
     with closing(ProgressBars(LiveRegion(sys.stderr), _PATIENCE_S, wanted=progress)) as bars:
-        generated = _run(model, prompt_ids, max_new_tokens, optional_params, bars, sampling)
+        results = _run(model, prompt_ids, max_new_tokens, optional_params, bars, decoder, sampling)
     completions: list[Any] = []
-    for prompt, ids, outputs in zip(batch, prompt_ids, generated, strict=True):
-        if decoder is not None and isinstance(prompt, str):
-            outputs = [_text(decoder, ids, tokens) for tokens in outputs]
+    for prompt, result in zip(batch, results, strict=True):
+        outputs = _outputs(decoder if isinstance(prompt, str) else None, result)
         completions.append(outputs[0] if num_return_sequences is None else outputs)
     return completions[0] if is_single else completions
 
@@ -131,9 +135,10 @@ def _run(
     max_new_tokens: int,
     optional_params: OptionalParams | None,
     bars: ProgressBars,
+    decoder: Tokenizer | None,
     sampling: Mapping[str, Any],
-) -> list[list[Any]]:
-    """Generate for all prompts; return for each prompt the token ids of its completions."""
+) -> list[GenerationResult]:
+    """Generate for all prompts, and return their results."""
     params = optional_params or OptionalParams()
     if params.on_progress is None:
         params = replace(params, on_progress=bars.update)
@@ -145,6 +150,7 @@ def _run(
             default_end_id=defaults.end_ids,
             default_pad_id=defaults.pad_id,
             exclude_input_in_output=params.exclude_input_in_output,
+            tokenizer=decoder,
         ) as queue,
         GptManager(
             model,
@@ -161,7 +167,7 @@ def _run(
         queue.attach(manager)
         generations = [queue.submit(ids, max_new_tokens, **sampling) for ids in prompts]
         _wait_for_all(generations, bars)
-    return [[*map(list, generation.result().generated_ids)] for generation in generations]
+    return [generation.result() for generation in generations]
 
 
 def _max_beam_width(sampling: Mapping[str, Any]) -> Any:
@@ -227,10 +233,24 @@ def _tokenizer(tokenizer: TokenizerSource, model: Any) -> Tokenizer:
         return tokenizer
     folder = _folder(model) if tokenizer is None else tokenizer
     if folder is None:
-        raise ConfigError("text prompts need a tokenizer: pass one, token ids, or a model folder")
+        raise ConfigError(
+            "text prompts and `stop` need a tokenizer: pass `tokenizer`, or a model folder"
+        )
     return load_tokenizer(folder)
 
 
-def _text(tokenizer: Tokenizer, prompt_ids: Sequence[int], tokens: Sequence[int]) -> str:
-    stream = TextStream(tokenizer, prompt_ids)
-    return stream.push(tokens) + stream.flush()
+def _ids(tokenizer: Tokenizer | None, prompt: Any) -> list[int]:
+    if tokenizer is None or not isinstance(prompt, str):
+        return list(prompt)
+    ids: list[int] = tokenizer.encode(prompt).ids
+    return ids
+
+
+def _outputs(tokenizer: Tokenizer | None, result: GenerationResult) -> list[Any]:
+    """Return the completions of a prompt as texts; without a tokenizer, as token ids."""
+    if tokenizer is None:
+        return [*map(list, result.generated_ids)]
+    if result.texts:
+        return [*result.texts]
+    streams = [(TextStream(tokenizer, result.prompt_ids), ids) for ids in result.generated_ids]
+    return [stream.push(tokens) + stream.flush() for stream, tokens in streams]

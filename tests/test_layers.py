@@ -320,6 +320,8 @@ callbacks/                    ready-made callbacks, built on the public names on
     text/                     tokenizers, chat templates and text streams
         checkpoint            tokenizer and end tokens of a checkpoint
         text_stream           decodes tokens to text as they arrive
+        stop_strings          stop strings (no torch)
+        stopped_text          the text of one output, up to its first stop string
         template_program      renders chat templates, in this or a child process (no torch)
         templates             finds chat templates; the process that renders them
         control_tokens        keeps control tokens out of clients' texts (no torch)
@@ -328,6 +330,7 @@ callbacks/                    ready-made callbacks, built on the public names on
         wakeups               wakes asyncio waiters from another thread
         result                GenerationResult: all responses of a request combined
         generation            Generation: a future and a token stream
+        output_texts          decodes the outputs of requests with `stop`
         pending_requests      pending requests in order of priority
         attachment            what a queue needs from its manager
         request_queue         RequestQueue: three callbacks as a queue with futures
@@ -449,7 +452,6 @@ server/                       a manager behind HTTP and gRPC
         tools                 tool definitions, and grammars of calls
         structured            response formats: schema, pattern, choice, grammar
         generation_fields     sampling and output fields of a body
-        stop_strings          stop strings (no torch)
         log_probs             log probabilities in the shapes of OpenAI
         outputs               text and finish reason of one output
         sampling              makes sampling parameters from fields

@@ -6,6 +6,7 @@ Decides which task gets the next free place, and cancels the request of a task t
 
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -71,7 +72,10 @@ class AsyncRequestQueue(RequestQueue):
         **by_name: Any,
     ) -> Generation:
         """Submit a request as `submit` does; await a full queue, in the order of arrival."""
-        generation = self._take(prompt, max_new_tokens, by_name.pop("request_id", None), by_name)
+        stop, request_id = by_name.pop("stop", None), by_name.pop("request_id", None)
+        if stop is not None:  # reading the tokenizer's file takes long
+            await asyncio.to_thread(self._texts.load)
+        generation = self._take(prompt, max_new_tokens, request_id, by_name, stop)
         turn = self._wakeups.waiter()
         with self._changed:
             self._turns.append(turn)  # first, so that no free place is missed

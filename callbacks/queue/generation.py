@@ -9,29 +9,40 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from gptmanager import InferenceRequest, NamedTensor
-from gptmanager.callbacks.queue.result import GenerationResult, ResponseCollector, error_of
+from gptmanager.callbacks.queue.result import (
+    GenerationResult,
+    ResponseCollector,
+    cancelled_response,
+    error_of,
+)
 from gptmanager.callbacks.queue.wakeups import AsyncWaiter, AsyncWakeups
+from gptmanager.callbacks.text.stopped_text import StoppedText
 from gptmanager.errors import ManagerDeadError
+
+_Item = TypeVar("_Item", int, str)
 
 
 class GenerationPart(NamedTuple):
     """The responses since the last part: one response, or several if the reader was slow.
 
     `tokens`: the new tokens of the first beam. `tensors`: the response tensors by name, without
-    the tokens; tensors of several responses are joined. `result`: only in the last part.
+    the tokens; tensors of several responses are joined. `result`: only in the last part. `text`:
+    the new text of the first beam if the request was submitted with `stop`, else "".
     """
 
     tokens: list[int]
     tensors: dict[str, torch.Tensor]
     result: GenerationResult | None = None
+    text: str = ""
 
 
 class Generation(concurrent.futures.Future[GenerationResult]):
@@ -45,6 +56,9 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     yields each token as it is generated, any other request yields all of them at its end. Any
     number of threads and event loops may iterate; each gets every token. An error is raised after
     the tokens that precede it.
+
+    With `stop` its text can also be read, by `text` and in `parts`. The tokens that are read end
+    with the one that completes a stop string, the text ends before the stop string.
 
     In asyncio: `async for token in generation` and `await generation`, in any event loop. If a task
     that waits here is cancelled, the request is cancelled, as is usual in asyncio. Use
@@ -64,15 +78,25 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         wakeups: AsyncWakeups,
         *,
         exclude_input: bool = False,
+        new_text: Callable[[], StoppedText] | None = None,
     ) -> None:
         super().__init__()
         self.request = request
         self.request_id: int = request.request_id
+        self.sent_request = request  # for the manager
+        if new_text is not None and not request.is_streaming and _has_one_output(request):
+            # so that a stop string is found while the request runs
+            self.sent_request = copy.copy(request)
+            self.sent_request.is_streaming = True
         self._process = os.getpid()
         self._ask_to_cancel = cancel
         self._wakeups = wakeups
-        self._responses = ResponseCollector(request, exclude_input=exclude_input)
+        self._has_text = new_text is not None
+        self._responses = ResponseCollector(
+            self.sent_request, exclude_input=exclude_input, new_text=new_text
+        )
         self._tokens: list[int] = []
+        self._pieces: list[str] = []  # of the text
         self._lock = threading.Lock()  # guards the fields below
         self._news = threading.Condition(self._lock)
         self._async_waiters: list[AsyncWaiter] = []
@@ -121,11 +145,18 @@ class Generation(concurrent.futures.Future[GenerationResult]):
 
         Raise concurrent.futures.TimeoutError if no new token arrives within `timeout` seconds.
         """
-        seen = 0
-        while new := self._wait_for_tokens(seen, timeout):
-            yield from new
-            seen += len(new)
-        self.result()  # raises the error, if there was one
+        return self._read(self._tokens, timeout, "token")
+
+    def text(self, timeout: float | None = None) -> Iterator[str]:
+        """Yield the text of the first beam in pieces, which end before a stop string.
+
+        Text that may begin a stop string is held back until this is decided, and so is a character
+        that is incomplete. Raise TimeoutError as `tokens` does, and ValueError for a request that
+        was submitted without `stop`.
+        """
+        if not self._has_text:
+            raise ValueError(f"request {self.request_id} was submitted without `stop`: no text")
+        return self._read(self._pieces, timeout, "text")
 
     def __iter__(self) -> Iterator[int]:
         return self.tokens()
@@ -166,17 +197,26 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         if not self.done():
             self.cancel()
 
-    def _wait_for_tokens(self, seen: int, timeout: float | None) -> list[int]:
-        """Wait for tokens after the first `seen`, and return them; at the end, an empty list."""
-        if len(self._tokens) == seen:
+    def _read(self, items: list[_Item], timeout: float | None, noun: str) -> Iterator[_Item]:
+        seen = 0
+        while new := self._wait_for(items, seen, timeout, noun):
+            yield from new
+            seen += len(new)
+        self.result()  # raises the error, if there was one
+
+    def _wait_for(
+        self, items: list[_Item], seen: int, timeout: float | None, noun: str
+    ) -> list[_Item]:
+        """Wait for items after the first `seen`, and return them; at the end, an empty list."""
+        if len(items) == seen:
             self._refuse_to_wait_in_fork()
         with self._news:
-            while len(self._tokens) == seen and not self.done():
+            while len(items) == seen and not self.done():
                 if not self._news.wait(timeout):
                     raise concurrent.futures.TimeoutError(
-                        f"request {self.request_id}: no new token in {timeout} s"
+                        f"request {self.request_id}: no new {noun} in {timeout} s"
                     )
-            return self._tokens[seen:]
+            return items[seen:]
 
     def _forget(self, waiter: AsyncWaiter) -> None:
         with self._lock:
@@ -192,22 +232,42 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             return
         if not is_final:
             with self._lock:
-                self._tokens.extend(self._responses.add(tensors))
-                self._wake_readers()
+                was_stopped = self._responses.is_stopped
+                tokens: Sequence[int] = self._responses.add(tensors)
+                if self.request.is_streaming:
+                    self._publish(tokens)
+                    self._wake_readers()
+                stops_now = self._responses.is_stopped and not was_stopped
+            if stops_now:
+                self.cancel()  # the final response follows, with the metrics
             return
         with self._lock:
-            tokens: Iterable[int] = self._responses.add(tensors)
+            tokens = self._responses.add(tensors)
             result = self._responses.result()
             if not self.request.is_streaming:
                 tokens = result.generated_ids[0] if result.generated_ids else ()
             # readers must find every token when they see that the future is done
-            self._tokens.extend(tokens)
+            self._publish(tokens)
             self._is_ending = True
         self._end(lambda: self.set_result(result))
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`, which `result` and the iterators raise."""
-        self._end(lambda: self.set_exception(error))
+        """End with `error`, which `result` and the iterators raise.
+
+        If a stop string has ended the output, end with the result: only its metrics are missing.
+        """
+        with self._lock:
+            is_complete = self._responses.is_stopped
+        if is_complete:
+            self.deliver(cancelled_response(self.request)[2:], True, "")
+        else:
+            self._end(lambda: self.set_exception(error))
+
+    def _publish(self, tokens: Sequence[int]) -> None:
+        """Let readers find these tokens, and the text that is released. Needs the lock."""
+        self._tokens.extend(tokens)
+        if self._has_text:
+            self._pieces.extend(self._responses.text_pieces[len(self._pieces) :])
 
     def _end(self, settle: Callable[[], None]) -> None:
         try:
@@ -231,7 +291,7 @@ class PartReader:
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
-        self._num_tokens = 0
+        self._num_tokens = self._num_pieces = 0
         self._num_tensors: dict[str, int] = {}
         self.is_at_end = False
 
@@ -253,12 +313,23 @@ class PartReader:
             if not done and (not tokens or generation._is_ending):
                 return None
             self._num_tokens += len(tokens)
+            text = "".join(generation._pieces[self._num_pieces :])
+            self._num_pieces = len(generation._pieces)
             tensors = generation._responses.new_tensors(self._num_tensors)
         if not done:
-            return GenerationPart(tokens, tensors)
+            return GenerationPart(tokens, tensors, text=text)
         if tokens and generation.exception() is not None:  # the next call raises it
             if waiter is not None:
                 waiter.wake()
-            return GenerationPart(tokens, tensors)
+            return GenerationPart(tokens, tensors, text=text)
         self.is_at_end = True
-        return GenerationPart(tokens, tensors, generation.result())
+        return GenerationPart(tokens, tensors, generation.result(), text)
+
+
+def _has_one_output(request: InferenceRequest) -> bool:
+    """Return whether a request has one beam, and samples one sequence."""
+    for name in ("beam_width", "num_return_sequences"):
+        value: Any = request.tensors.get(name, 1)
+        if (value.tolist() if hasattr(value, "tolist") else value) not in (1, [1], [[1]]):
+            return False
+    return True

@@ -14,9 +14,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+from tokenizers import Tokenizer
+
 from gptmanager import GptManager, InferenceRequest, NamedTensor
 from gptmanager.callbacks.queue.attachment import Attachment
 from gptmanager.callbacks.queue.generation import Generation
+from gptmanager.callbacks.queue.output_texts import OutputTexts
 from gptmanager.callbacks.queue.pending_requests import PendingRequests, Size
 from gptmanager.callbacks.queue.result import cancelled_response
 from gptmanager.callbacks.queue.wakeups import AsyncWakeups
@@ -47,7 +50,8 @@ class RequestQueue:
     None: no limit. Requests with a higher priority are fetched first, requests of equal priority
     in the order of their arrival. `default_end_id` (an id or several, see `TokenDefaults`) and
     `default_pad_id` are for requests without these tensors. Set `exclude_input_in_output` as in
-    the manager's `OptionalParams`.
+    the manager's `OptionalParams`. `tokenizer` decodes the output of requests with `stop`: an
+    object, or a checkpoint folder, which is read at the first such request.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class RequestQueue:
         default_end_id: int | Sequence[int] | None = None,
         default_pad_id: int | None = None,
         exclude_input_in_output: bool = False,
+        tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     ) -> None:
         limits = {
             "max_pending": max_pending,
@@ -70,6 +75,7 @@ class RequestQueue:
                 raise ValueError(f"{name} = {limit} must be at least 1, or None")
         self._defaults = TokenDefaults(ids_of(default_end_id), default_pad_id)
         self._exclude_input = exclude_input_in_output
+        self._texts = OutputTexts(tokenizer)
         self._wakeups = AsyncWakeups()
         # guards all fields below; a signal handler may take it again in the same thread
         self._changed = threading.Condition(threading.RLock())
@@ -84,10 +90,14 @@ class RequestQueue:
 
     @classmethod
     def for_checkpoint(cls, folder: str | os.PathLike[str], **options: Any) -> RequestQueue:
-        """Create a queue with the `end_id` and `pad_id` of the folder's generation_config.json."""
+        """Create a queue with the `end_id` and `pad_id` of the folder's generation_config.json.
+
+        Its `tokenizer` is that of the folder.
+        """
         defaults = TokenDefaults.of_folder(folder)
         options.setdefault("default_end_id", defaults.end_ids)
         options.setdefault("default_pad_id", defaults.pad_id)
+        options.setdefault("tokenizer", folder)
         return cls(**options)
 
     @property
@@ -117,6 +127,7 @@ class RequestQueue:
         prompt: Sequence[int] | InferenceRequest,
         max_new_tokens: int | None = None,
         *,
+        stop: Sequence[str] | None = None,
         request_id: int | None = None,
         timeout: float | None = None,
         **by_name: Any,
@@ -129,11 +140,18 @@ class RequestQueue:
         `timeout=0`, or `asyncio.to_thread`. Without `request_id` the ids count from 1, so a
         repeated run has the same ids and the same seeds.
 
+        `stop`: at most 64 stop strings of 1 to 4,096 characters. The output ends when its text, not
+        the prompt's, contains one of them, in any split into tokens. Its finish reason is then
+        STOP_WORDS, its text is cut before the stop string, and its tokens are those up to the one
+        that completes the stop string, inclusive. With an empty list the text is decoded, too. A
+        request of several outputs runs until all of them have ended, and each is cut on its own.
+        Raise ConfigError without a `tokenizer`, InvalidRequestError for an invalid `stop`.
+
         Raise DuplicateRequestIdError for the id of an open request, CapacityError for a request
         that alone exceeds `max_pending_tokens` or `max_pending_bytes`, and ManagerDeadError if the
         queue is closed. The handle raises errors of the request itself.
         """
-        generation = self._take(prompt, max_new_tokens, request_id, by_name)
+        generation = self._take(prompt, max_new_tokens, request_id, by_name, stop)
         self._enqueue([generation], timeout)
         return generation
 
@@ -258,11 +276,12 @@ class RequestQueue:
         max_new_tokens: int | None,
         request_id: int | None,
         by_name: dict[str, Any],
+        stop: Sequence[str] | None = None,
     ) -> Generation:
         """Return the handle of a request that has its id, but is not queued yet."""
         if isinstance(prompt, InferenceRequest):
             if max_new_tokens is not None or request_id is not None or by_name:
-                raise TypeError("submit() of an InferenceRequest accepts only `timeout` besides it")
+                raise TypeError("submit() of an InferenceRequest accepts only `stop` and `timeout`")
             request_id = prompt.request_id
         elif max_new_tokens is None:
             raise TypeError("submit() of token ids needs max_new_tokens")
@@ -275,7 +294,11 @@ class RequestQueue:
                 request = InferenceRequest.from_tokens(taken_id, prompt, length, **by_name)
             self._defaults.fill(request)
             return Generation(
-                request, self.cancel, self._wakeups, exclude_input=self._exclude_input
+                request,
+                self.cancel,
+                self._wakeups,
+                exclude_input=self._exclude_input,
+                new_text=self._texts.of_request(request, stop),
             )
         except BaseException:
             self._release([taken_id])
@@ -317,7 +340,7 @@ class RequestQueue:
                 raise ManagerDeadError("the queue is closed") from self._closed_by
             for generation in generations:
                 self._open[generation.request_id] = generation
-                self._pending.push(generation.request)
+                self._pending.push(generation.sent_request)
 
     def _is_ready_to_take(self, size: Size) -> bool:
         return self._closed_by is not None or not self._pending.excess(size)

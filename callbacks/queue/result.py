@@ -5,9 +5,10 @@ Interprets the tensors of responses by name. Does not use threads, queues or wai
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
@@ -17,12 +18,13 @@ import numpy as np
 import torch
 
 from gptmanager import REQUEST_METRICS, FinishReason, InferenceRequest, NamedTensor, errors
+from gptmanager.callbacks.text.stopped_text import StoppedText
 
 # tensor -> its axis of tokens; a streaming response has the values of new tokens only
-_PER_TOKEN = {
-    **{"context_logits": 1, "generation_logits": 2, "output_log_probs": 2},
-    **{"top_log_probs": 2, "top_log_prob_ids": 2},
+_PER_NEW_TOKEN = {
+    **{"generation_logits": 2, "output_log_probs": 2, "top_log_probs": 2, "top_log_prob_ids": 2}
 }
+_PER_TOKEN = {"context_logits": 1, **_PER_NEW_TOKEN}
 _TOKENS = ("output_ids", "sequence_length")
 
 
@@ -33,6 +35,10 @@ class GenerationResult:
     `generated_ids`: the tokens without prompt and padding; of a cancelled request, the tokens
     generated so far. `metrics` has the fields of `REQUEST_METRICS`: counts, and times in seconds
     since the manager fetched the request, NaN for an event that did not happen.
+
+    `texts` is empty without `stop`. With `stop` it has the text of each sequence, cut before its
+    stop string. Then `generated_ids` are the tokens up to the one that completes the stop string,
+    inclusive, and the finish reason is STOP_WORDS.
     """
 
     request_id: int
@@ -41,6 +47,7 @@ class GenerationResult:
     metrics: Mapping[str, float]
     _prompt: np.ndarray = field(repr=False)
     _parts: Mapping[str, list[torch.Tensor]] = field(repr=False)
+    texts: tuple[str, ...] = ()
 
     @cached_property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -69,14 +76,33 @@ class GenerationResult:
 class ResponseCollector:
     """Collects the responses to `request`, in their order.
 
-    `exclude_input`: the manager's `OptionalParams.exclude_input_in_output`.
+    `exclude_input`: the manager's `OptionalParams.exclude_input_in_output`. `new_text`: returns
+    the text of one output, which decides where the output ends; None: no text is decoded.
     """
 
-    def __init__(self, request: InferenceRequest, *, exclude_input: bool = False) -> None:
+    def __init__(
+        self,
+        request: InferenceRequest,
+        *,
+        exclude_input: bool = False,
+        new_text: Callable[[], StoppedText] | None = None,
+    ) -> None:
         self._request = request
         self._exclude_input = exclude_input
-        self._streamed: list[list[int]] = []  # one list for each beam
+        self._new_text = new_text
+        self._outputs: list[list[int]] = []  # the generated tokens of each beam
+        self._texts: list[StoppedText] = []
         self._parts: dict[str, list[torch.Tensor]] = {}
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended every output."""
+        return bool(self._texts) and all(text.is_stopped for text in self._texts)
+
+    @property
+    def text_pieces(self) -> Sequence[str]:
+        """The released text of the best beam."""
+        return self._texts[0].pieces if self._texts else ()
 
     def add(self, tensors: Iterable[NamedTensor]) -> list[int]:
         """Add a response; return its new tokens if the request streams, else an empty list.
@@ -84,19 +110,21 @@ class ResponseCollector:
         With several beams, return the tokens of the best beam.
         """
         by_name = dict(tensors)
-        tokens: list[int] = []
-        if self._request.is_streaming:
-            output_ids = by_name.pop("output_ids", None)
-            lengths = by_name.pop("sequence_length", None)
-            by_name.pop("output_offset", None)
-            if output_ids is not None and lengths is not None:
-                tokens = self._stream(output_ids.tolist()[0], lengths.tolist()[0])
+        rows = self._take_rows(by_name)
+        if rows and self._new_text is not None:
+            self._texts = self._texts or [self._new_text() for _ in rows]
+            _cut_rows(rows, by_name, self._texts)
+        if not self._request.is_streaming or not self._outputs:
+            self._outputs = rows
+        else:
+            for output, row in zip(self._outputs, rows, strict=bool(rows)):
+                output += row
         for name, tensor in by_name.items():
             if name in _PER_TOKEN:
                 self._parts.setdefault(name, []).append(tensor)
             else:
                 self._parts[name] = [tensor]
-        return tokens
+        return rows[0].copy() if rows and self._request.is_streaming else []
 
     def new_tensors(self, seen: dict[str, int]) -> dict[str, torch.Tensor]:
         """Return the tensors by name that were added since the last call with the same `seen`.
@@ -114,57 +142,80 @@ class ResponseCollector:
 
     def result(self) -> GenerationResult:
         """Return the whole result. Call it after the final response."""
-        prompt = _prompt_of(self._request)
-        if self._request.is_streaming:
-            generated = tuple(map(tuple, self._streamed or [[]]))
-            beams = [torch.tensor(beam, dtype=torch.int32) for beam in generated]
+        outputs = self._outputs or ([[]] if self._request.is_streaming else [])
+        if outputs and (self._request.is_streaming or self._texts):
+            beams = [torch.tensor(beam, dtype=torch.int32) for beam in outputs]
             padded = torch.nn.utils.rnn.pad_sequence(beams, batch_first=True)
             self._parts["output_ids"] = [padded[None]]
-            self._parts["sequence_length"] = [torch.tensor([[*map(len, generated)]]).int()]
-        else:
-            generated = self._without_prompt(prompt)
+            self._parts["sequence_length"] = [torch.tensor([[*map(len, outputs)]]).int()]
+        values: list[float] = self._values("request_metrics")
+        metrics = dict(zip(REQUEST_METRICS, values, strict=False))
+        for text in self._texts:
+            text.finish()
+        if len(outputs) == 1 and self.is_stopped:  # the manager may have generated more
+            metrics["generated_tokens"] = float(len(outputs[0]))
         return GenerationResult(
             request_id=self._request.request_id,
-            generated_ids=generated,
-            finish_reasons=tuple(FinishReason(value) for value in self._values("finish_reasons")),
-            metrics=MappingProxyType(
-                dict(zip(REQUEST_METRICS, self._values("request_metrics"), strict=False))
-            ),
-            _prompt=prompt,
+            generated_ids=tuple(map(tuple, outputs)),
+            finish_reasons=self._finish_reasons(),
+            metrics=MappingProxyType(metrics),
+            _prompt=prompt_of(self._request),
             _parts=self._parts,
+            texts=tuple(text.text for text in self._texts),
         )
 
-    def _stream(self, beams: list[list[int]], lengths: list[int]) -> list[int]:
-        new = [beam[:length] for beam, length in zip(beams, lengths, strict=True)]
-        self._streamed = self._streamed or [[] for _ in new]
-        for beam, tokens in zip(self._streamed, new, strict=True):
-            beam += tokens
-        return new[0]
-
-    def _without_prompt(self, prompt: np.ndarray) -> tuple[tuple[int, ...], ...]:
-        if "output_ids" not in self._parts:
-            return ()
-        lengths = self._values("sequence_length")
-        beams = self._parts["output_ids"][0].numpy().reshape(len(lengths), -1)
-        # a host may have forgotten exclude_input: so the tokens are compared
-        included = not self._exclude_input and all(
-            length >= len(prompt) and np.array_equal(beam[: len(prompt)], prompt)
-            for beam, length in zip(beams, lengths, strict=True)
-        )
-        start = len(prompt) if included else 0
+    def _finish_reasons(self) -> tuple[FinishReason, ...]:
+        pairs = itertools.zip_longest(self._values("finish_reasons"), self._texts)
         return tuple(
-            tuple(beam[start:length].tolist()) for beam, length in zip(beams, lengths, strict=True)
+            FinishReason.STOP_WORDS if text is not None and text.is_stopped else FinishReason(value)
+            for value, text in pairs
         )
 
-    def _values(self, name: str) -> list[int]:
+    def _take_rows(self, by_name: dict[str, torch.Tensor]) -> list[list[int]]:
+        """Return the generated tokens of a response, one list for each beam.
+
+        They are removed from the response, unless it is that of a request without streaming.
+        """
+        ids, lengths = by_name.get("output_ids"), by_name.get("sequence_length")
+        if self._request.is_streaming:
+            for name in (*_TOKENS, "output_offset"):
+                by_name.pop(name, None)
+        if ids is None or lengths is None:
+            return []
+        ends = lengths.reshape(-1).tolist()
+        rows: list[list[int]] = [row[:end] for row, end in zip(ids.tolist()[0], ends, strict=True)]
+        return rows if self._request.is_streaming else self._without_prompt(rows)
+
+    def _without_prompt(self, rows: list[list[int]]) -> list[list[int]]:
+        prompt = prompt_of(self._request).tolist()
+        # a host may have forgotten exclude_input: so the tokens are compared
+        if self._exclude_input or any(row[: len(prompt)] != prompt for row in rows):
+            return rows
+        return [row[len(prompt) :] for row in rows]
+
+    def _values(self, name: str) -> list[Any]:
         parts = self._parts.get(name)
         return [] if parts is None else parts[-1].reshape(-1).tolist()
+
+
+def _cut_rows(
+    rows: Sequence[list[int]], by_name: dict[str, torch.Tensor], texts: Sequence[StoppedText]
+) -> None:
+    """Remove the tokens after a stop string from a response, and their values in other tensors."""
+    width = max(map(len, rows))
+    for row, text in zip(rows, texts, strict=True):
+        del row[text.push(row) :]
+    longest = max(map(len, rows))
+    for name in by_name.keys() & _PER_NEW_TOKEN.keys():
+        axis = _PER_NEW_TOKEN[name]
+        if by_name[name].shape[axis] == width:
+            by_name[name] = by_name[name].narrow(axis, 0, longest)
 
 
 def cancelled_response(request: InferenceRequest) -> list[NamedTensor]:
     """Return the final response to a request that was never fetched: no tokens, CANCELLED."""
     counts = {"pauses": 0, "cached_tokens": 0, "generated_tokens": 0}
-    counts["prompt_tokens"] = len(_prompt_of(request))
+    counts["prompt_tokens"] = len(prompt_of(request))
     metrics = [counts.get(name, math.nan) for name in REQUEST_METRICS]
     return [
         NamedTensor("output_ids", torch.empty((1, 1, 0), dtype=torch.int32)),
@@ -190,6 +241,7 @@ def _joined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=_PER_TOKEN[name])
 
 
-def _prompt_of(request: InferenceRequest) -> np.ndarray:
+def prompt_of(request: InferenceRequest) -> np.ndarray:
+    """Return the prompt's token ids `[n]`; empty without input_ids."""
     ids = request.tensors.get("input_ids", ())
     return np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids).reshape(-1)

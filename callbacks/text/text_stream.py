@@ -17,8 +17,8 @@ _CONTEXT = 8
 class TextStream:
     """Decodes a sequence token by token. The pieces that it returns add up to the text.
 
-    A token may be a part of a character (byte-level tokens, byte fallback). Its text is held back
-    until the character is complete, or until `flush`. With `prompt_ids` the text continues the
+    A token may be a part of a character (byte-level tokens, byte fallback). The character is held
+    back until it is complete, or until `flush`. With `prompt_ids` the text continues the
     prompt, so a leading space is neither lost nor doubled.
 
         stream = TextStream(tokenizer, prompt_ids)
@@ -39,29 +39,33 @@ class TextStream:
         # the tokens returned last, then the held-back tokens; all are decoded together
         self._window = list(prompt_ids[-_CONTEXT:])
         self._num_returned = len(self._window)
+        self._num_characters = 0  # that were returned of the text of held-back tokens
 
     def push(self, tokens: int | Iterable[int]) -> str:
         """Add tokens; return the text that is now complete, which may be ""."""
         self._window.extend([tokens] if isinstance(tokens, int) else tokens)
         text = self._held_text()
         if not text or text.endswith(_REPLACEMENT):
-            return ""
-        self._mark_returned()
-        return text
+            complete = text.rstrip(_REPLACEMENT)
+            piece = complete[self._num_characters :]
+            self._num_characters = max(self._num_characters, len(complete))
+            return piece
+        return self._flush(text)
 
     def flush(self) -> str:
         """Return the text held back; an incomplete last character becomes U+FFFD."""
-        text = self._held_text()
-        self._mark_returned()
-        return text
+        return self._flush(self._held_text())
 
     def _held_text(self) -> str:
         returned = self._decode(self._window[: self._num_returned])
         return self._decode(self._window)[len(returned) :]
 
-    def _mark_returned(self) -> None:
+    def _flush(self, text: str) -> str:
+        """Let go of `text`, the text of the held-back tokens; return the rest of it."""
+        piece, self._num_characters = text[self._num_characters :], 0
         del self._window[: self._num_returned]
         self._num_returned = len(self._window)
+        return piece
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)

@@ -1,7 +1,5 @@
 """One output from its tokens: where it ends, and what is given out when."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +8,6 @@ from gptmanager import FinishReason
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.server.text.log_probs import TokenLogProb
 from gptmanager.server.text.outputs import Ends, Output
-from gptmanager.server.text.stop_strings import StopStrings
 
 TOKENIZER = load_tokenizer("examples/tiny_llama")
 END = 0
@@ -24,41 +21,6 @@ def pieces_of(items, cuts):
 
 
 CUTS = st.lists(st.integers(0, 30), max_size=8)
-
-
-def test_a_stop_string_that_never_begins_costs_nothing():
-    looked_for = StopStrings(["x" * 10**6, "ab" * 10**6])
-    assert looked_for.push("aabb" * 100) is None
-    assert [len(failures) for _, failures in looked_for._stops] == [0, 2]
-
-
-def test_a_stop_string_that_overlaps_with_itself_is_found():
-    texts = ["".join(letters) for letters in itertools.product("ab", repeat=8)]
-    for length in (3, 4, 5):
-        for stop in map("".join, itertools.product("ab", repeat=length)):
-            for text in texts:
-                found = StopStrings([stop]).push(text)
-                assert (-1 if found is None else found.begin) == text.find(stop)
-
-
-@given(text=TEXTS, stops=STOPS, cuts=CUTS)
-def test_the_stop_string_that_is_complete_first_is_found_in_any_pieces(text, stops, cuts):
-    looked_for = StopStrings(stops)
-    found = None
-    for piece in pieces_of(text, cuts):
-        found = found or looked_for.push(piece)
-
-    expected = None
-    for end in range(1, len(text) + 1):
-        ending = [stop for stop in stops if text[:end].endswith(stop)]
-        if ending:
-            longest = max(ending, key=len)
-            expected = (longest, end - len(longest), end)
-            break
-    assert found == expected
-    if expected is None:
-        held = [n for n in range(1, 7) for stop in stops if n < len(stop) and text[-n:] == stop[:n]]
-        assert looked_for.num_held == max((n for n in held if n <= len(text)), default=0)
 
 
 def joined(tokens, cuts, ends, reason=FinishReason.LENGTH, takes=True):

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from gptmanager import FinishReason
 from gptmanager.callbacks import TextStream
+from gptmanager.callbacks.text.stop_strings import StopStrings
 from gptmanager.server.text.log_probs import TokenLogProb
-from gptmanager.server.text.stop_strings import StopStrings
 
 _REASONS = {
     FinishReason.END_ID: "stop",

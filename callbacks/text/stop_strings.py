@@ -9,7 +9,11 @@ automaton is built only as far as its state has advanced: an unmatched stop stri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from gptmanager.errors import InvalidRequestError, quoted
+
+MAX_STOPS, MAX_STOP_LENGTH = 64, 4096
 
 
 class Found(NamedTuple):
@@ -66,3 +70,19 @@ def _next_failure(stop: str, failures: Sequence[int]) -> int:
     while state and stop[state] != stop[index]:
         state = failures[state - 1]
     return state + (index > 0 and stop[state] == stop[index])
+
+
+def checked_stops(stop: Any) -> tuple[str, ...]:
+    """Return the argument `stop` of a request as a tuple; raise InvalidRequestError if invalid."""
+    if isinstance(stop, str) or not isinstance(stop, Sequence):
+        raise InvalidRequestError(f"stop = {quoted(stop)} must be a list of strings")
+    if len(stop) > MAX_STOPS:
+        raise InvalidRequestError(f"stop has {len(stop)} strings, at most {MAX_STOPS} are allowed")
+    for index, text in enumerate(stop):
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"stop[{index}] = {quoted(text)} must be a string")
+        if not 1 <= len(text) <= MAX_STOP_LENGTH:
+            raise InvalidRequestError(
+                f"stop[{index}] has {len(text)} characters, it must have 1 to {MAX_STOP_LENGTH}"
+            )
+    return tuple(stop)

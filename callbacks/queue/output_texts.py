@@ -1,0 +1,42 @@
+"""`OutputTexts`: decodes the outputs of requests that are submitted with `stop`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from tokenizers import Tokenizer
+
+from gptmanager import InferenceRequest
+from gptmanager.callbacks.queue.result import prompt_of
+from gptmanager.callbacks.text.checkpoint import load_tokenizer
+from gptmanager.callbacks.text.stop_strings import checked_stops
+from gptmanager.callbacks.text.stopped_text import StoppedText
+from gptmanager.errors import ConfigError
+
+
+class OutputTexts:
+    """Creates the texts of outputs. `tokenizer`: an object, a checkpoint folder, or None."""
+
+    def __init__(self, tokenizer: Tokenizer | str | os.PathLike[str] | None) -> None:
+        self._tokenizer = tokenizer
+
+    def load(self) -> Tokenizer:
+        """Return the tokenizer, which is read at the first call; ConfigError if there is none."""
+        if self._tokenizer is None:
+            raise ConfigError("`stop` needs a tokenizer: create the queue with `tokenizer`")
+        if not isinstance(self._tokenizer, Tokenizer):
+            self._tokenizer = load_tokenizer(self._tokenizer)
+        return self._tokenizer
+
+    def of_request(
+        self, request: InferenceRequest, stop: Sequence[str] | None
+    ) -> Callable[[], StoppedText] | None:
+        """Return a function that creates the text of an output; None without `stop`.
+
+        Raise InvalidRequestError for an invalid `stop`, ConfigError without a tokenizer.
+        """
+        if stop is None:
+            return None
+        stops, tokenizer = checked_stops(stop), self.load()
+        return lambda: StoppedText(tokenizer, prompt_of(request).tolist(), stops)
