@@ -6,7 +6,7 @@ import argparse
 
 from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.terminal.progress import ProgressBars
-from gptmanager.terminal.streams import tell
+from gptmanager.terminal.streams import print_message
 
 
 def main(options: argparse.Namespace) -> int:
@@ -18,9 +18,9 @@ def main(options: argparse.Namespace) -> int:
             options.target,
             dtype=options.dtype,
             weights_dtype=options.weights_dtype,
-            on_progress=bars.tell,
+            on_progress=bars.update,
         )
     finally:
         bars.close()
-    tell(f"{options.target} is complete")
+    print_message(f"{options.target} is complete")
     return 0
