@@ -88,6 +88,10 @@ def field_error(where: str, what: str) -> ApiError:
     return bad_request(where, f"{where}: {what}")
 
 
+def must_be(where: str, expected: str, value: Any) -> ApiError:
+    return bad_request(where, f"{where} must be {expected}, got {quoted(value)}")
+
+
 # Kinds ------------------------------------------------------------------------------------------
 
 
@@ -103,7 +107,7 @@ class Number(NamedTuple):
 
     def read(self, where: str, value: Any) -> float:
         if type(value) not in (int, float) or not math.isfinite(value):
-            raise bad_request(where, f"{where} must be a number, got {quoted(value)}")
+            raise must_be(where, "a number", value)
         if not (self.low <= value <= self.high or (self.or_zero and value == 0)):
             except_zero = ", and not 0" if self.or_zero else ""
             problem = _range_problem(self.low, self.high)
@@ -128,7 +132,7 @@ class Integer(NamedTuple):
     def read(self, where: str, value: Any) -> int:
         whole = int(value) if type(value) is float and value.is_integer() else value
         if type(whole) is not int:
-            raise bad_request(where, f"{where} must be an integer, got {quoted(value)}")
+            raise must_be(where, "an integer", value)
         if not self.low <= whole <= self.high:
             raise bad_request(
                 where, f"{where} = {quoted(value)} {_range_problem(self.low, self.high)}"
@@ -146,7 +150,7 @@ class Integer(NamedTuple):
 class Flag(NamedTuple):
     def read(self, where: str, value: Any) -> bool:
         if not isinstance(value, bool):
-            raise bad_request(where, f"{where} must be true or false, got {quoted(value)}")
+            raise must_be(where, "true or false", value)
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -161,15 +165,8 @@ class Text(NamedTuple):
 
     def read(self, where: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise bad_request(where, f"{where} must be a string, got {quoted(value)}")
-        if len(value) < self.shortest:
-            raise bad_request(
-                where, f"{where} has {len(value)} characters, at least {self.shortest} needed"
-            )
-        if self.longest is not None and len(value) > self.longest:
-            raise bad_request(
-                where, f"{where} has {len(value)} characters, at most {self.longest} are allowed"
-            )
+            raise must_be(where, "a string", value)
+        _check_size(where, len(value), "characters", self.shortest, self.longest)
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -188,9 +185,7 @@ class OneOf(NamedTuple):
 
     def read(self, where: str, value: Any) -> str:
         if not isinstance(value, str) or value not in self.values:
-            raise bad_request(
-                where, f"{where} must be one of {', '.join(self.values)}, got {quoted(value)}"
-            )
+            raise must_be(where, f"one of {', '.join(self.values)}", value)
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -206,15 +201,8 @@ class ListOf(NamedTuple):
 
     def read(self, where: str, value: Any) -> list[Any]:
         if not isinstance(value, list):
-            raise bad_request(where, f"{where} must be a list, got {quoted(value)}")
-        if len(value) < self.shortest:
-            raise bad_request(
-                where, f"{where} has {len(value)} items, at least {self.shortest} needed"
-            )
-        if self.longest is not None and len(value) > self.longest:
-            raise bad_request(
-                where, f"{where} has {len(value)} items, at most {self.longest} are allowed"
-            )
+            raise must_be(where, "a list", value)
+        _check_size(where, len(value), "items", self.shortest, self.longest)
         if isinstance(self.kind, Integer) and are_integers(value, self.kind.low, self.kind.high):
             return value
         return [self.kind.read(f"{where}[{index}]", item) for index, item in enumerate(value)]
@@ -235,7 +223,7 @@ class TokenIds(NamedTuple):
 
     def read(self, where: str, value: Any) -> list[Any]:
         if not isinstance(value, list):
-            raise bad_request(where, f"{where} must be a list of token ids, got {quoted(value)}")
+            raise must_be(where, "a list of token ids", value)
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -254,9 +242,7 @@ class TextOrTexts(NamedTuple):
         if isinstance(value, str):
             return [self._text.read(where, value)]
         if not isinstance(value, list):
-            raise bad_request(
-                where, f"{where} must be a string or a list of strings, got {quoted(value)}"
-            )
+            raise must_be(where, "a string or a list of strings", value)
         return ListOf(self._text, longest=self.longest).read(where, value)
 
     def schema(self) -> dict[str, Any]:
@@ -275,7 +261,7 @@ class Object(NamedTuple):
 
     def read(self, where: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise bad_request(where, f"{where} must be an object, got {quoted(value)}")
+            raise must_be(where, "an object", value)
         if self.fields is None:
             return value
         inner = {f"{where}.{name}": value[name] for name in self.fields.keys() & value.keys()}
@@ -312,13 +298,21 @@ def check_token_ids(where: str, ids: Sequence[Any], vocab_size: int) -> None:
     )
     at = f"{where}[{index}]"
     if type(odd) is not int:
-        raise bad_request(at, f"{at} must be a token id, got {quoted(odd)}")
+        raise must_be(at, "a token id", odd)
     raise bad_request(where.partition("[")[0], f"{at} = {quoted(odd)} is outside 0 to {last}")
 
 
 def are_integers(values: Sequence[Any], low: float, high: float) -> bool:
     """Return whether all values are integers from `low` to `high`; fast for millions of values."""
     return set(map(type, values)) == {int} and low <= min(values) and max(values) <= high
+
+
+def _check_size(where: str, size: int, unit: str, shortest: int, longest: int | None) -> None:
+    """Raise ApiError 400 unless `size` is from `shortest` to `longest`."""
+    if size < shortest:
+        raise bad_request(where, f"{where} has {size} {unit}, at least {shortest} needed")
+    if longest is not None and size > longest:
+        raise bad_request(where, f"{where} has {size} {unit}, at most {longest} are allowed")
 
 
 def _range_problem(low: float, high: float) -> str:

@@ -113,15 +113,13 @@ def arguments_as_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
     """
 
     def replaced(call: dict[str, Any]) -> dict[str, Any]:
-        function = call["function"]
-        if not isinstance(function["arguments"], str):
-            return call
-        return {**call, "function": {**function, "arguments": {"arguments": function["arguments"]}}}
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = {"arguments": arguments}
+        return {**call, "function": {**call["function"], "arguments": arguments}}
 
     found = [
-        {**one, "tool_calls": list(map(replaced, one["tool_calls"]))}
-        if "tool_calls" in one
-        else one
+        one | {"tool_calls": [*map(replaced, one["tool_calls"])]} if "tool_calls" in one else one
         for one in messages
     ]
     return None if found == list(messages) else found
