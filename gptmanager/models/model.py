@@ -209,7 +209,7 @@ def _check_float64(
         return
     refused = ""
     if torch.device(device).type != "cpu":
-        refused = f"device = {str(device)!r}: only the CPU computes with it"
+        refused = f"device = {str(device)!r}: only the CPU supports it"
     elif not kernels.has_float64:
         refused = f"kernels = {type(kernels).__name__}: they have no such operations"
     elif weights_dtype is not None:

@@ -100,5 +100,5 @@ def test_there_is_no_race(checked_machine):
 def test_too_many_a_row(machine):
     ids, table = machine.empty((1,), torch.int32), machine.empty((1, 40), torch.uint8)
     logits, tokens = machine.empty((1, 8), torch.float32), machine.empty((1, 2049), torch.int32)
-    with pytest.raises(ValueError, match="room for 2049 a row, the limit is 2048"):
+    with pytest.raises(ValueError, match="`tokens` must have at most 2048 columns, got 2049"):
         best_of_rows(machine.launcher, tokens, tokens.float(), logits, table, ids, ids)

@@ -343,7 +343,7 @@ def test_out_of_memory_in_a_step(kernel_device, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(DeviceBackend, "load", short_of_memory)
-    monkeypatch.setattr(DeviceBackend, "_try", lambda *arguments: 0)  # it would not fit
+    monkeypatch.setattr(DeviceBackend, "_peak_bytes", lambda *arguments: 0)  # it would not fit
     requests = [from_tokens(i, prompt(i, 20), 6) for i in range(1, 5)]
     served = serve(kernel_device, requests)
     assert made[0].refused > 0

@@ -173,7 +173,9 @@ def test_get_and_send_are_mandatory_and_bad_arguments_raise_in_the_callers_line(
         GptManager(model(), FUSED, optional_params=options, **keywords)
     with pytest.raises(ConfigError, match="max_beam_width = 0"):
         GptManager(model(), FUSED, 0, **keywords)
-    with pytest.raises(ConfigError, match="neither a checkpoint folder, nor a Model"):
+    with pytest.raises(
+        ConfigError, match="neither a checkpoint folder, nor a GGUF file, nor a Model"
+    ):
         GptManager(object(), FUSED, **keywords)
     with pytest.raises(ConfigError, match="config.json"):
         GptManager("/does/not/exist", FUSED, **keywords)

@@ -281,7 +281,7 @@ def test_a_checkpoint_may_ask_for_it_and_pages_are_as_wide() -> None:
         ({"weights_dtype": "int8"}, "weights_dtype = 'int8': its products are of at most 32 bits"),
         (
             {"device": "meta", "kernels": Kernels()},
-            "device = 'meta': only the CPU computes with it",
+            "device = 'meta': only the CPU supports it",
         ),
         (
             {"kernels": CudaKernels(cast(Any, None))},
@@ -302,8 +302,8 @@ def test_load_model_refuses_it_by_name(by_config: bool, given: dict[str, Any], r
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"device": "cuda"}, "device = 'cuda': only the CPU computes with it"),
-        ({"device": "emulator"}, "device = 'emulator': only the CPU computes with it"),
+        ({"device": "cuda"}, "device = 'cuda': only the CPU supports it"),
+        ({"device": "emulator"}, "device = 'emulator': only the CPU supports it"),
     ],
     ids=str,
 )

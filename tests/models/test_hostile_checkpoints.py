@@ -188,8 +188,8 @@ def test_positions_cost_no_more_than_the_cache_has_room_for(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "kv_cache", "beams", "text"),
     [
-        ({}, {}, 2**40, "max_beam_width = 1099511627776 with max_batch_size = 256: both together"),
-        ({}, {}, 10**4000, "max_beam_width = 10+... .* with max_batch_size = 256: both together"),
+        ({}, {}, 2**40, "max_beam_width = 1099511627776 x max_batch_size = 256 must be at most"),
+        ({}, {}, 10**4000, "max_beam_width = 10+... .* x max_batch_size = 256 must be at most"),
         (
             {"max_batch_size": 2**31 - 1},
             {},

@@ -568,7 +568,9 @@ def test_sources_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
         load_model("meta/llama", kernels=Kernels())
     with pytest.raises(ConfigError, match="a checkpoint folder with a config.json is needed"):
         load_model(tmp_path, kernels=Kernels())
-    with pytest.raises(ConfigError, match=r"model_path = \(dict\): needed is a folder or"):
+    with pytest.raises(
+        ConfigError, match=r"model_path = \(dict\): needed is a folder, a GGUF file or"
+    ):
         load_model(({},), kernels=Kernels())  # type: ignore[arg-type]
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
