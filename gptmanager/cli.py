@@ -24,6 +24,7 @@ from gptmanager.picture.command import add_command as add_picture
 from gptmanager.replay.command import add_command as add_replay
 from gptmanager.run.command import add_command as add_run
 from gptmanager.run.convert_command import add_command as add_convert
+from gptmanager.run.models_command import add_command as add_models
 from gptmanager.server.command import add_command as add_serve
 from gptmanager.simulator.command import add_command as add_simulate
 from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
@@ -141,8 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gptmanager {__version__}")
     parser.set_defaults(command=None, parser=parser, json=False, threads=None, verbose=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    own = add_run, add_serve, add_convert, add_bench, add_replay, add_simulate, add_picture
-    for add in own:
+    running = add_run, add_serve, add_models, add_convert
+    for add in (*running, add_bench, add_replay, add_simulate, add_picture):
         add(commands)
     return parser
 

@@ -21,6 +21,7 @@ environment/                  the installed package, and the machine's cores and
     control_groups            CPU and memory limits of containers and systemd (no torch)
     cores                     number of cores that this process may use (no torch)
     memory                    free memory, and returning freed memory to the system (no torch)
+    local_models              finds the models on this machine, by name (no torch)
 lifecycle/                    states of a manager; clocks, logging, child processes, watchdog
     callables                 check that a host's callable is an ordinary function (no torch)
     clock                     system clocks, unaffected by patches of `time` (no torch)
@@ -423,6 +424,8 @@ run/                          `gptmanager run`: a file of requests
     command                   arguments of `gptmanager run` (no torch)
     convert_main              runs `gptmanager convert`
     convert_command           arguments of `gptmanager convert` (no torch)
+    models_main               runs `gptmanager models` (no torch)
+    models_command            arguments of `gptmanager models` (no torch)
 server/                       a manager behind HTTP and gRPC
     extras                    imports of optional dependencies (no torch)
     errors                    errors as clients get them

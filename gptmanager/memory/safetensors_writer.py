@@ -50,7 +50,7 @@ class SafetensorsWriter:
 
     def write(self, values: Tensor) -> None:
         """Append the next elements, in the dtype that was announced."""
-        self._file.write(values.contiguous().flatten().view(torch.uint8).numpy())
+        self._file.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
 
     def __enter__(self) -> SafetensorsWriter:
         return self

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gptmanager.config import DEVICE
+from gptmanager.environment.local_models import download_hint, find_model
 from gptmanager.errors import ConfigError
 
 _MAX_THREADS = 1024
@@ -93,10 +94,18 @@ def folder(text: str) -> Path:
 
 
 def checkpoint(text: str) -> Path:
-    """A path that may be a checkpoint; what is in it is found when it is read."""
-    if not Path(text).is_dir() and not Path(text).is_file():
-        raise ArgumentTypeError(f"{text!r} is neither a folder nor a file")
-    return Path(text)
+    """Return the path of a checkpoint that is given as a path, or by its name on this machine.
+
+    What is in it is found when it is read.
+    """
+    if Path(text).is_dir() or Path(text).is_file():
+        return Path(text)
+    if (path := find_model(text)) is not None:
+        return path
+    told = f"{text!r} is neither a folder nor a file, nor the name of one of `gptmanager models`"
+    if (command := download_hint(text)) is not None:
+        told += f"; if it is a model of the Hugging Face hub, download it with `{command}`"
+    raise ArgumentTypeError(told)
 
 
 def writable(text: str) -> Path:

@@ -41,7 +41,7 @@ def add_model(parser: Any, *, required: bool = False) -> None:
         type=checkpoint,
         required=required,
         metavar="PATH",
-        help="a checkpoint folder, or a GGUF file",
+        help="a checkpoint folder, a GGUF file, or a name of `gptmanager models`",
     )
 
 

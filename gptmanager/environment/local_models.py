@@ -1,0 +1,103 @@
+"""The models that are on this machine: of a checkout, of installed packages, of the hub's cache.
+
+Nothing is downloaded, and no model is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path(__file__).resolve().parents[2]
+_REPOSITORY = "models--"
+
+
+class LocalModel(NamedTuple):
+    """A checkpoint folder or a GGUF file. `origin`: where it comes from, for people."""
+
+    name: str
+    origin: str
+    path: Path
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of its weights' files."""
+        files = [self.path]
+        if self.path.is_dir():
+            files = [*self.path.glob("*.safetensors"), *self.path.glob("*.gguf")]
+        return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def local_models() -> list[LocalModel]:
+    """Return all models, those of the checkout first."""
+    return [*_bundled(), *_packaged(), *_cached()]
+
+
+def find_model(name: str) -> Path | None:
+    """Return the path of the model with this name; None if there is none, or several.
+
+    A name may be written in lower case, and cut short as long as one model begins with it.
+    """
+    wanted, found = name.lower(), local_models()
+    exact = {model.path for model in found if model.name.lower() == wanted}
+    begun = {model.path for model in found if model.name.lower().startswith(wanted)}
+    for paths in (exact, begun):
+        if len(paths) == 1:
+            return paths.pop()
+    return None
+
+
+def download_hint(name: str) -> str | None:
+    """Return the command that downloads a model of the hub, if the name is that of one."""
+    owner, slash, rest = name.partition("/")
+    is_id = slash and owner and rest and "/" not in rest and not name.startswith((".", "~"))
+    letters = name.replace("/", "").replace("-", "").replace("_", "").replace(".", "")
+    return f"hf download {name}" if is_id and letters.isalnum() and letters.isascii() else None
+
+
+def _bundled() -> Iterator[LocalModel]:
+    if not (_ROOT / "setup.cfg").is_file():  # not a checkout: this is another package's folder
+        return
+    for config in sorted(_ROOT.glob("examples/*/config.json")):
+        yield LocalModel(config.parent.name, "example", config.parent)
+
+
+def _packaged() -> Iterator[LocalModel]:
+    from importlib import metadata  # slow to import, and most calls do not need it
+
+    for package in metadata.distributions():
+        record = package.read_text("RECORD") or ""
+        if ".gguf," not in record:
+            continue
+        origin = f"package {package.metadata['Name']} {package.version}"
+        for file in package.files or []:
+            if file.suffix == ".gguf":
+                yield LocalModel(file.stem, origin, Path(str(package.locate_file(file))))
+
+
+def _cached() -> Iterator[LocalModel]:
+    """The newest snapshot of each repository, if it is a checkpoint folder or has one GGUF file."""
+    for repository in sorted(_hub_cache().glob(f"{_REPOSITORY}*")):
+        name = repository.name.removeprefix(_REPOSITORY).replace("--", "/")
+        try:
+            commit = (repository / "refs" / "main").read_text("utf-8").strip()
+        except (OSError, ValueError):
+            continue
+        folder = repository / "snapshots" / Path(commit).name
+        files = sorted(folder.glob("*.gguf"))
+        if (folder / "config.json").is_file():
+            yield LocalModel(name, "hub cache", folder)
+        for file in files:
+            own = name if len(files) == 1 else f"{name}/{file.stem}"
+            if len(files) > 1 or not (folder / "config.json").is_file():
+                yield LocalModel(own, "hub cache", file)
+
+
+def _hub_cache() -> Path:
+    given = os.environ.get("HF_HUB_CACHE")
+    if given:
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HF_HOME") or Path(cache, "huggingface")) / "hub"

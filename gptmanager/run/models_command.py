@@ -1,0 +1,32 @@
+"""The arguments of `gptmanager models`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gptmanager.terminal.options import add_json, add_parser
+
+_HELP = """\
+List the models on this machine, which `--model NAME` finds: those of a checkout, of installed
+packages, and of the hub's cache (HF_HUB_CACHE, HF_HOME). Nothing is downloaded.
+"""
+_EXAMPLES = """\
+examples:
+  gptmanager models
+  gptmanager run --model smollm2 --prompt "The capital of France is"
+
+exit status: 0
+"""
+
+
+def add_command(commands: Any) -> None:
+    parser = add_parser(
+        commands,
+        "models",
+        "gptmanager.run.models_main:main",
+        help="list the models on this machine",
+        usage="gptmanager models [--json]",
+        description=_HELP,
+        epilog=_EXAMPLES,
+    )
+    add_json(parser, "print the list as JSON")

@@ -1,0 +1,104 @@
+"""`gptmanager models`, and `--model NAME`: what is on this machine, found without a download."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from gptmanager import cli
+from gptmanager.environment.local_models import download_hint, find_model, local_models
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub with a folder, a GGUF file, two of them, and a broken repository."""
+    cache = tmp_path / "hub"
+    for name, files in {
+        "org--folder": ["config.json", "model.safetensors"],
+        "org--quantized": ["Some.Q4_K_M.gguf"],
+        "org--several": ["a-Q4_0.gguf", "a-Q8_0.gguf"],
+    }.items():
+        folder = cache / f"models--{name}"
+        (folder / "snapshots" / "abc").mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("abc")
+        for file in files:
+            (folder / "snapshots" / "abc" / file).write_text("12345")
+    (cache / "models--org--broken" / "snapshots").mkdir(parents=True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    return cache
+
+
+def test_models_of_the_checkout_and_the_cache_are_found(cache: Path) -> None:
+    found = {model.name: model for model in local_models()}
+    snapshots = "models--org--several/snapshots/abc"
+
+    assert found["tiny_llama"].origin == "example"
+    assert {name for name in found if name.startswith("org/")} == {
+        "org/folder",
+        "org/quantized",
+        "org/several/a-Q4_0",
+        "org/several/a-Q8_0",
+    }
+    assert found["org/folder"].num_bytes == found["org/quantized"].num_bytes == 5
+    assert find_model("ORG/fold") == found["org/folder"].path
+    assert find_model("org/several/a-q8") == cache / snapshots / "a-Q8_0.gguf"
+    assert find_model("org/") is None  # several
+    assert find_model("org/broken") is None
+
+
+def test_models_of_packages_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "llm_x-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-x\nVersion: 1.2\n")
+    (info / "RECORD").write_text("llm_x/My-Model.Q4_0.gguf,sha256=abc,7\nllm_x/__init__.py,,\n")
+    monkeypatch.setattr(
+        metadata,
+        "distributions",
+        lambda: metadata.MetadataPathFinder.find_distributions(
+            metadata.DistributionFinder.Context(path=[str(tmp_path)])
+        ),
+    )
+    (model,) = (model for model in local_models() if model.name.startswith("My-"))
+
+    assert model.origin == "package llm-x 1.2"
+    assert model.path == tmp_path / "llm_x" / "My-Model.Q4_0.gguf"
+    assert find_model("my-model") == model.path
+
+
+def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models"]) == 0
+    text = capsys.readouterr().out
+    assert "org/quantized" in text and "hub cache" in text
+
+    assert cli.main(["models", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["models"]
+    assert {"name", "origin", "path", "bytes"} == listed[0].keys()
+
+
+def test_a_name_is_as_good_as_a_path(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code = cli.main(["convert", "tiny_llama", str(tmp_path / "copy")])
+    assert code == 0 and (tmp_path / "copy" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("nowhere", "nor the name of one of `gptmanager models`\n"),
+        ("org/lost", "download it with `hf download org/lost`\n"),
+    ],
+)
+def test_what_is_not_there_is_told_with_what_to_do(
+    name: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--model", name, "--prompt", "x"])
+    assert capsys.readouterr().err.endswith(told)
+
+
+@pytest.mark.parametrize("name", ["x", "/a/b", "../b", "a/b/c", "a/b;rm", "~/b", "a/$(x)", "a/"])
+def test_only_ids_of_the_hub_are_put_into_a_command(name: str) -> None:
+    assert download_hint(name) is None
