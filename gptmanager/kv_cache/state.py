@@ -236,7 +236,7 @@ def _root_key(root: RootState) -> Hashable:
 
 
 def _check_blocks(blocks: Iterable[int], first: int, end: int) -> None:
-    """Raise unless all blocks are within `first..end - 1`, and none is there twice."""
+    """Raise unless all blocks are within `first..end - 1`, and none is listed twice."""
     blocks = list(blocks)
     if blocks and not first <= min(blocks) <= max(blocks) < end:
         raise LedgerError(

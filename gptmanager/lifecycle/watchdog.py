@@ -95,7 +95,7 @@ class Watchdog:
     """A thread that reports a callback that exceeds `budget_s`, with its stack, once per call.
 
     An iteration that takes more than `step_budget_s` is a hang; `on_hang` is called with it on
-    this thread, once per iteration, and returns whether to continue watching. `turn` times the
+    this thread, once per iteration, and returns whether to continue watching. `iteration` times the
     iterations, `watched` is the ident of the loop's thread. A budget of None disables its check.
     """
 
@@ -105,14 +105,14 @@ class Watchdog:
         watched: int,
         *,
         budget_s: float | None,
-        turn: CallbackTimer,
+        iteration: CallbackTimer,
         step_budget_s: float | None,
         on_hang: Callable[[Hang], bool],
     ) -> None:
         self._timers = timers
         self._watched = watched
         self._budget_s = budget_s
-        self._turn = turn
+        self._iteration = iteration
         self._step_budget_s = step_budget_s
         self._on_hang = on_hang
         self._reported: dict[str, int] = {}  # the start of the last call reported, by timer
@@ -140,7 +140,7 @@ class Watchdog:
                 if taken_s:
                     timer.overstays += 1
                     self._report(timer.name, taken_s)
-            taken_s = self._overstay(self._turn, self._step_budget_s)
+            taken_s = self._overstay(self._iteration, self._step_budget_s)
             if taken_s and not self._on_hang(self._hang(taken_s)):
                 return
 

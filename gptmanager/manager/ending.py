@@ -24,7 +24,7 @@ _SEND_S = 0.3  # how long an abandoned loop's SendResponse may take to return
 
 
 class Ending:
-    """`turn` times the iterations of the loop. `on_end` is called once, by `close`.
+    """`timer` times the iterations of the loop. `on_end` is called once, by `close`.
 
     `stand_in`: the thread that sends responses in place of the loop's thread; None: there is none.
     """
@@ -35,7 +35,7 @@ class Ending:
         host: CallbackHost,
         inbox: Inbox,
         recorder: Recorder,
-        turn: CallbackTimer,
+        timer: CallbackTimer,
         on_end: Callable[[], None],
     ) -> None:
         self.stand_in: threading.Thread | None = None
@@ -44,10 +44,10 @@ class Ending:
         self.loop_host: LoopHost = host  # a rank's, once the ranks are connected
         self._inbox = inbox
         self._recorder = recorder
-        self._turn = turn
+        self._timer = timer
         self._on_end = on_end
 
-    # On the loop's thread or a stand-in --------------------------------------------------------
+    # On the loop's thread or the one in its place -------------------------------------------
 
     def end_requests(self, loop: TokenLoop, error: GptManagerError) -> None:
         """Send a final error for each request, including those that the loop has lost."""
@@ -78,7 +78,7 @@ class Ending:
     def close(self) -> None:
         """Wake every thread that waits for the end."""
         self._host.is_accepting = False
-        self._turn.abandon()
+        self._timer.abandon()
         self._host.lifecycle.ended.set()
         self._inbox.close()
         on_end, self._on_end = self._on_end, lambda: None  # do not keep its owner alive
@@ -107,7 +107,7 @@ class Ending:
             self._host.timers.all,
             threading.get_ident(),
             budget_s=params.callback_budget_s,
-            turn=self._turn,
+            iteration=self._timer,
             step_budget_s=params.step_budget_s,
             on_hang=on_hang,
         )

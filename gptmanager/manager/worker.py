@@ -48,7 +48,7 @@ class Worker:
         # after a failed iteration a rank is no longer in step with the others
         most = params.max_step_failures if params.parallel_config is None else 1
         self._recovery = Recovery(host, recorder, most)
-        self._timer = CallbackTimer("turn")  # of iterations; stopped while the loop sleeps
+        self._timer = CallbackTimer("iteration")  # of iterations; stopped while the loop sleeps
         self._ending = Ending(params, host, inbox, recorder, self._timer, on_end)
         self._thread: threading.Thread | None = None
         self.progress = Progress()

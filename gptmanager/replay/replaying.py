@@ -65,8 +65,11 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """`compared`: iterations with a compared schedule, all but those that raised. `broke_off`:
-    the recorded run failed in its last iteration; the text says whether the replay did too.
+    """The result of a replay.
+
+    `compared`: number of iterations with a compared schedule; iterations that raised have none.
+    `broke_off`: the error of the last recorded iteration, and whether the replay also failed; "" if
+    the recorded run did not fail.
     """
 
     iterations: int
@@ -83,7 +86,8 @@ def replay(
 ) -> ReplayReport:
     """Run the recording again up to the first divergence.
 
-    `create_scheduler`: of a run that had one of its own. `track` may show progress.
+    `create_scheduler`: the option of the recorded run, if it was set. `track` wraps the iterations,
+    for example to show progress.
     """
     run = _Replay(recording, create_scheduler)
     iterations = compared = 0
@@ -102,10 +106,10 @@ def completed(
     create_scheduler: Callable[..., Any] | None = None,
     wrap: Callable[[RequestScheduler], RequestScheduler] | None = None,
 ) -> Iterator[tuple[Iteration, TokenLoop]]:
-    """Each iteration with its schedule and ends, also where they were not recorded; and the loop.
+    """Yield each iteration with its schedule and ends, recorded or not, and the loop after it.
 
-    The loop is as it is after the iteration, to be read only. `wrap` returns a replacement for its
-    scheduler that decides as the scheduler does. Raises RecordingError at a divergence.
+    The caller must only read the loop. `wrap` returns a scheduler that replaces the loop's, with
+    the same decisions. RecordingError at a divergence.
     """
     run = _Replay(recording, create_scheduler, wrap)
     for iteration in recording.iterations:
@@ -125,7 +129,7 @@ class _EndOfRecording(Exception):
 
 
 class _Replay:
-    """A loop over a recording, iteration by iteration."""
+    """Runs a loop on the iterations of a recording."""
 
     def __init__(
         self,
@@ -158,7 +162,7 @@ class _Replay:
         world, number = self.world, self._num_steps
         self._num_steps += 1
         world.begin(iteration)
-        if iteration.recovered is not None:  # how far it got is not recorded
+        if iteration.recovered is not None:  # the point at which it raised is not recorded
             where = self._recording.where(number)
             with located(f"{where}: the state after iteration {iteration.index}"):
                 self.loop = self._new_loop(iteration.recovered)
@@ -168,24 +172,24 @@ class _Replay:
             self.loop.iterate()
         except _EndOfRecording:
             return self._broken(iteration, "")
-        except Exception as error:  # whatever broke the recorded run may break this one
+        except Exception as error:  # an error of the recorded run may occur here, too
             return self._broken(iteration, response_text(error))
         found = _schedule_difference(iteration, world.schedule)
         if found is None and world.num_taken < len(iteration.results):
-            found = ("result", "the tokens of a step", "no step was under way")
+            found = ("result", "the tokens of a step", "no step was in flight")
         if found is None and iteration.ends is not None:
             ends = [end._replace(error=_class(end.error)) for end in iteration.ends]
             found = difference(ends, world.ends, "ends")
         return self._diverged(iteration, found)
 
     def _broken(self, iteration: Iteration, text: str) -> Divergence | None:
-        """The loop could not finish the iteration; fine if the recorded one could not either."""
+        """Return the divergence of a failed iteration; None if the recorded one also failed."""
         end = self._recording.end
         recorded = "" if end is None else end.error
         found = _schedule_difference(iteration, self.world.schedule)
         is_last = iteration is self._recording.iterations[-1]
         if found is None and (not is_last or (end is not None and end.reason != "failed")):
-            found = ("error", "none", text or "a result that was not recorded is asked for")
+            found = ("error", "none", text or "the loop requests a result that was not recorded")
         if found is None and text and _class(text) != _class(recorded):
             found = ("error", recorded or "none", text)
         again = "so did the replay" if text else "the replay has no result of its last step either"
@@ -224,9 +228,9 @@ class _Step:
 def finish_reasons(
     request: ActiveRequest, reason: FinishReason, end: int, extras: HeldExtras
 ) -> list[NamedTensor]:
-    """A final response for a host that reads only why a request ended.
+    """Return the tensors of a final response, with the finish reasons only.
 
-    A real one holds as many tokens as the request asked for; nothing reads them here.
+    The tokens are left out: nothing reads them here, and there may be many.
     """
     reasons = [reason]
     if request.search is not None:
@@ -235,7 +239,7 @@ def finish_reasons(
 
 
 class _RecordedWorld:
-    """Host and executor of a replay: both say what the recorded iteration says."""
+    """The host and the executor of a replay: both return the values of the recorded iteration."""
 
     def __init__(self) -> None:
         self.begin(None)
@@ -260,10 +264,10 @@ class _RecordedWorld:
         self.ends.append(End(request_id, reason, _class(error)))
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        """When it was ready the recorded intakes say."""
+        """Do nothing: the recorded intakes contain the time at which it was ready."""
 
     def load(self, work: AdapterWork) -> None:
-        """When it was done they say, too."""
+        """Do nothing: the recorded intakes contain the results."""
 
     def fail(self, failure: Failure) -> None:
         """Do nothing: failures are in the recorded intakes."""
@@ -272,17 +276,17 @@ class _RecordedWorld:
         """Do nothing: stops are in the recorded intakes."""
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
-        """Nobody asks."""
+        """Do nothing: no statistics are needed."""
 
     def forward(self, schedule: Schedule) -> _Step:
         self.schedule = schedule
         iteration = self._iteration
         if iteration is not None and _schedule_difference(iteration, schedule) is not None:
-            raise _EndOfRecording  # its tokens would not be those of the rows
+            raise _EndOfRecording  # the recorded tokens belong to other rows
         return _Step(schedule)
 
     def sample(self, step: _Step) -> None:
-        """The tokens are known."""
+        """Do nothing: the tokens are recorded."""
 
     def result(self, step: _Step) -> StepResult:
         iteration = self._iteration
@@ -307,5 +311,5 @@ def _schedule_difference(
 
 
 def _class(text: str) -> str:
-    """The class of an error by its text; texts may differ where values could not be recorded."""
+    """Return the class in an error's text; the rest may differ if a value was not recorded."""
     return text.removeprefix("RecordedError: ").partition(":")[0]

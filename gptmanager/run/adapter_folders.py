@@ -8,18 +8,18 @@ from typing import Any
 from gptmanager.callbacks import load_peft_adapter
 from gptmanager.errors import ConfigError, InvalidRequestError, quoted, response_text
 
-_FIRST_TASK = 1 << 32  # ids of tasks that lines give are smaller, as a rule
+_FIRST_TASK = 1 << 32  # task ids in lines are usually smaller
 
 
 class AdapterFolders:
-    """`place`: what relative folders are relative to."""
+    """Reads adapters from folders. `place`: the folder that relative paths start from."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
         self._read: dict[Path, tuple[int, tuple[Any, Any]] | InvalidRequestError] = {}
 
     def take(self, fields: dict[str, Any]) -> None:
-        """Put the adapter's tensors in the place of "lora". InvalidRequestError: it has none."""
+        """Replace "lora" by the tensors of its folder. InvalidRequestError for an invalid one."""
         if "lora" not in fields:
             return
         given = fields.pop("lora")

@@ -1,4 +1,4 @@
-"""Another rank's part in a command: rank 0 does what it says, the others compute with it."""
+"""A command on a rank other than 0: rank 0 runs the command, and the others compute with it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gptmanager.request.inference_request import NamedTensor
 
 
 def is_follower(params: OptionalParams) -> bool:
-    """Is this another rank than 0? Warns where a launcher's processes are not made ranks."""
+    """Return whether this is a rank other than 0. Warn if launched processes are not ranks."""
     size = launched_size()
     if params.parallel_config is None and size > 1:
         logger.warning(
-            "a launcher has started %d processes, and each of them runs everything: give "
+            "a launcher has started %d processes, and each of them runs everything: pass "
             "--tensor-parallel-size or --pipeline-parallel-size, so that they share one model",
             size,
         )
@@ -31,7 +31,7 @@ def follow(
     model_type: ModelType,
     max_beam_width: int = 1,
 ) -> None:
-    """Until rank 0's manager ends. Raises what ended this rank, if it failed."""
+    """Run this rank until rank 0's manager ends. Raise the error if this rank failed."""
     get, poll = broadcast()
     params.on_progress = None
     given = source, model_type, max_beam_width, scheduler
@@ -42,4 +42,4 @@ def follow(
 
 
 def _send(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
-    """Rank 0 answers."""
+    """Do nothing: rank 0 sends the responses."""

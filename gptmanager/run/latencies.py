@@ -11,9 +11,9 @@ from gptmanager.request.inference_request import InferenceRequest
 
 
 class FetchTimes:
-    """A Get callback in front of another; keeps when each request was fetched.
+    """Wraps a Get callback, and records when each request was fetched.
 
-    A request's metrics count from there, a client's patience from its submission.
+    The metrics of a request count from this time, latencies of clients from the submission.
     """
 
     def __init__(self, get: Callable[[int], Sequence[InferenceRequest]]) -> None:
@@ -50,7 +50,7 @@ def latencies(
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """In milliseconds; empty if nothing was measured. NaN stands for what never happened."""
+    """Return percentiles in milliseconds; empty if there are no values. NaN values are skipped."""
     values = [value * 1e3 for value in seconds if not np.isnan(value)]
     if not values:
         return {}

@@ -1,4 +1,4 @@
-"""The fields that a line of requests may have: their names, and the JSON values that they take."""
+"""The fields that a line of requests may have: their names and valid JSON values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 from gptmanager.errors import InvalidRequestError, quoted
 from gptmanager.request.inference_request import TENSOR_ALIASES, TENSORS
 
-# what a line may have in addition to the names of tensors and their properties
+# fields in addition to the names of tensors and their properties
 _KEYWORDS = (
     "priority", "deadline_s", "queue_timeout_s", "client_id", "cache_salt", "retention_priority",
 )  # fmt: skip
@@ -65,7 +65,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 
 
 def read_fields(text: bytes) -> dict[str, Any]:
-    """The line's object, every field under its tensor's or keyword's name."""
+    """Return the fields of a line by the name of the tensor or keyword."""
     try:
         given = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -90,7 +90,7 @@ def read_fields(text: bytes) -> dict[str, Any]:
 
 
 def _need(name: str, value: Any) -> str | None:
-    """Return what a field's JSON value must be if it is not; None: it is, or is checked later."""
+    """Return what a field's value must be, if it is invalid; None: valid, or checked later."""
     for names, fits, need in _KINDS:
         if name in names:
             return None if fits(value) else need
@@ -102,7 +102,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def _are_numbers(value: Any) -> bool:
-    """A list of numbers, or of lists of them, none of which is empty."""
+    """Return whether a value is a list of numbers, or of lists of numbers, and none is empty."""
     if not isinstance(value, list) or not value:
         return False
     if isinstance(value[0], list):

@@ -73,10 +73,10 @@ def main(options: argparse.Namespace) -> int:
 def serve_file(
     options: argparse.Namespace, given: ManagerOptions, view: LiveView
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
-    """Serve every line of the file. Return a summary, the answers in the order of the lines, and a
-    sentence for each file that is not whole.
+    """Run all requests of the file. ConfigError for invalid options.
 
-    Raises ConfigError for bad options.
+    Return a summary, the answers in the order of the lines, and a sentence for each incomplete
+    output file.
     """
     tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
     spec = read_spec(read_config(options.model), max_seq_len=given.params.max_seq_len)
@@ -121,7 +121,7 @@ def serve_file(
 
 
 def _print_texts(answers: Sequence[dict[str, Any]]) -> None:
-    """The texts alone, of a model without a tokenizer the token ids; an error was shown."""
+    """Print only the texts, or the token ids without a tokenizer; errors were shown before."""
     for answer in answers:
         if "error" not in answer:
             ids = " ".join(map(str, answer["output_ids"]))

@@ -101,7 +101,9 @@ def credit_of(request: LlmRequest) -> int:
 
 def check_policy(policy: ContextChunkingPolicy, unit: int, longest: int | None) -> None:
     if not isinstance(policy, ContextChunkingPolicy):
-        raise ConfigError(f"context_chunking_policy = {policy!r} is not a ContextChunkingPolicy")
+        raise ConfigError(
+            f"context_chunking_policy must be a ContextChunkingPolicy, got {policy!r}"
+        )
     at_least(1, "chunk_unit", unit)
     if policy is ContextChunkingPolicy.FORCE_CHUNK and longest is not None and longest < unit:
-        raise ConfigError(f"chunk_unit = {unit} exceeds max_context_length = {longest}")
+        raise ConfigError(f"chunk_unit = {unit} must be at most max_context_length = {longest}")

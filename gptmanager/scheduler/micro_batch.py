@@ -34,7 +34,7 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
 class _Scan(NamedTuple):
-    """The requests that the scan accepted; `chunked` contexts are not counted yet, may be cut."""
+    """The requests that a scan took. `chunked` contexts may be cut; `num_tokens` excludes them."""
 
     whole: RequestList
     chunked: RequestList
@@ -80,7 +80,9 @@ class MicroBatchScheduler:
         if draft_rule not in ("reserve", "kept"):
             raise ConfigError(f"draft_rule = {draft_rule!r} must be 'reserve' or 'kept'")
         if reuse_credit_rule not in ("prefix", "shift"):
-            raise ConfigError(f"reuse_credit_rule = {reuse_credit_rule!r}: 'prefix' or 'shift'")
+            raise ConfigError(
+                f"reuse_credit_rule = {reuse_credit_rule!r} must be 'prefix' or 'shift'"
+            )
         chunk_unit = 1 if chunk_unit is None else at_least(1, "chunk_unit", chunk_unit)
         self.max_batch_size = at_least(1, "max_batch_size", max_batch_size)
         self.max_num_tokens = _limit("max_num_tokens", max_num_tokens)

@@ -335,13 +335,13 @@ def test_shift_charges_the_end_of_a_context_less() -> None:
         ({"max_batch_size": 2.0}, "max_batch_size = 2.0 must be an integer of at least 1"),
         ({"max_num_tokens": 2.5}, "max_num_tokens = 2.5 must be an integer of at least 1"),
         ({"max_context_length": True}, "max_context_length = True must be an integer of"),
-        ({"context_chunking_policy": 1}, "context_chunking_policy = 1 is not a ContextChunkingP"),
+        ({"context_chunking_policy": 1}, "must be a ContextChunkingPolicy, got 1"),
         ({"mixed_beam_widths": "yes"}, "mixed_beam_widths = 'yes' must be True or False"),
         ({"draft_rule": "drop"}, "draft_rule = 'drop'"),
         ({"reuse_credit_rule": "none"}, "reuse_credit_rule = 'none'"),
         (
             {"context_chunking_policy": FORCE_CHUNK, "chunk_unit": 9, "max_context_length": 8},
-            "chunk_unit = 9 exceeds max_context_length = 8",
+            "chunk_unit = 9 must be at most max_context_length = 8",
         ),
     ],
 )
