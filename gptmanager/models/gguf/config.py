@@ -33,6 +33,7 @@ _ROPE = frozenset(
     """.split()
 )
 _ONE_VALUE: Mapping[str, Any] = {"expert_count": 0, "attention.causal": True}
+_ZERO_IS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 _MAX_FACTORS = 1 << 16  # of a rotation: half the size of a head
 
 
@@ -57,7 +58,8 @@ def config_of(header: Header) -> dict[str, Any]:
         if (value := metadata.get(prefix + key)) is not None:
             if isinstance(value, np.ndarray):
                 raise metadata.error(prefix + key, "one number for all layers is needed")
-            config[field] = value
+            if value or field not in _ZERO_IS_NONE:
+                config[field] = value
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise ConfigError(f"{quoted_path(header.path)} has no tensor token_embd.weight")

@@ -200,3 +200,65 @@ def test_quantized_files_are_kept_as_int8_unless_a_dtype_is_given(
     dtypes = {getattr(matrix, "values", matrix).dtype for matrix in loaded[0].weights.matrices}
     assert dtypes == {torch.int8 if is_int8 else torch.float32}
     assert ("is quantized: its matrices are kept as int8" in caplog.text) == (options == {})
+
+
+def test_a_window_of_zero_is_none(tmp_path: Path) -> None:
+    keys = {**model_metadata("phi3", CONFIGS["llama"]), "phi3.attention.sliding_window": 0}
+    table = 0, np.zeros((4, 32), np.float32)
+    path = write_gguf(tmp_path / "a.gguf", keys, {"token_embd.weight": table})
+
+    assert "sliding_window" not in read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "scalar"),
+    [("gemma2", 46, 8), ("gemma2", 26, 16), ("gemma3", 62, 8), ("gemma3", 34, 16)],
+)
+def test_the_largest_gemma_scales_scores_by_its_size(
+    architecture: str, layers: int, scalar: int, tmp_path: Path
+) -> None:
+    config = {**CONFIGS["llama"], "num_hidden_layers": layers, "head_dim": 16}
+    table = 0, np.zeros((4, 32), np.float32)
+    keys = model_metadata(architecture, config)
+    path = write_gguf(tmp_path / "a.gguf", keys, {"token_embd.weight": table})
+
+    assert read_config(path)["query_pre_attn_scalar"] == scalar
+
+
+SMALL = {**CONFIGS["llama"], "head_dim": 16}
+WINDOWED = {**SMALL, "sliding_window": 7, "tie_word_embeddings": True}
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma": {**SMALL, "model_type": "gemma", "tie_word_embeddings": True},
+    "gemma2": {**WINDOWED, "model_type": "gemma2", "query_pre_attn_scalar": 16},
+    "gemma3": {
+        **WINDOWED,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "query_pre_attn_scalar": 16,
+    },
+    "phi3": {**CONFIGS["llama"], "model_type": "phi3", "sliding_window": 7},
+}
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_config_and_tensors_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    """Of architectures whose networks are tested elsewhere: a model of both has the logits."""
+    transformers = pytest.importorskip("transformers")
+    model = random_model(OTHERS[architecture])
+    path = save_gguf(tmp_path / "a.gguf", architecture, model)
+    config, source = dict(read_config(path)), open_tensors(path)
+    state = {
+        name: torch.cat([piece.clone() for _, piece in source.pieces(name, 4096)])
+        for name in source.describe()
+    }
+
+    own = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(config.pop("model_type"), pad_token_id=0, **config),
+        attn_implementation="eager",
+    ).eval()
+    missing, unexpected = own.load_state_dict(state, strict=False)
+    assert not unexpected and {*missing} <= {"lm_head.weight"}
+    own.tie_weights()
+    tokens = torch.tensor(random_tokens(40))
+    with torch.inference_mode():
+        assert torch.allclose(own(tokens).logits, model(tokens).logits, atol=1e-4)
