@@ -84,7 +84,7 @@ class CudaKernels(Kernels):
         These are the items of context attention, then the items, block starts and partial starts of
         generation attention. Empty if the reference computes attention.
         """
-        if not all(map(_covers, shapes)):
+        if not _covers(shapes):
             return ()
         num_new = np.diff(row_starts)
         middle = num_context_rows
@@ -175,23 +175,46 @@ class CudaKernels(Kernels):
         else:
             super().add_adapters(result, x, adapters, layer, matrix)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
+        if plus_one:
+            return super().rms_norm(x, weight, eps, plus_one)
         out = torch.empty_like(x)
         norms.rms_norm(self._launcher, out, x, weight, eps)
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False
+    ) -> Tensor:
+        if plus_one:
+            return super().add_rms_norm(x, residual, weight, eps, plus_one)
         norms.rms_norm(self._launcher, x, x, weight, eps, residual=residual)
         return x
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        plus_one: bool = False,
+    ) -> Tensor:
+        if plus_one:
+            return super().layer_norm(x, weight, bias, eps, plus_one)
         out = torch.empty_like(x)
         norms.layer_norm(self._launcher, out, x, weight, bias, eps)
         return out
 
     def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        plus_one: bool = False,
     ) -> Tensor:
+        if plus_one:
+            return super().add_layer_norm(x, residual, weight, bias, eps, plus_one)
         norms.layer_norm(self._launcher, x, x, weight, bias, eps, residual=residual)
         return x
 
@@ -214,9 +237,12 @@ class CudaKernels(Kernels):
         eps: float,
         pages: Pages,
         rows: RowSpans,
+        norm_last: bool = False,
+        plus_one: bool = False,
     ) -> Tensor:
-        if rows.plan is None:
-            return super().rope_and_write(qkv, positions, cos_sin, q_norm, k_norm, eps, pages, rows)
+        if rows.plan is None or norm_last or plus_one:
+            given = positions, cos_sin, q_norm, k_norm, eps, pages, rows, norm_last, plus_one
+            return super().rope_and_write(qkv, *given)
         num_kv_heads, head_dim = pages.keys.shape[1:3]
         queries = qkv.new_empty(len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
         cache_write.rope_and_write(
@@ -229,9 +255,16 @@ class CudaKernels(Kernels):
         )
         return queries
 
-    def attention(self, q: Tensor, pages: Pages, rows: RowSpans, shape: AttentionShape) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        pages: Pages,
+        rows: RowSpans,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if rows.plan is None:
-            return super().attention(q, pages, rows, shape)
+            return super().attention(q, pages, rows, shape, sinks)
         plan: StepPlan = rows.plan
         launcher, out, work = self._launcher, torch.empty_like(q), plan.work[shape.window]
         if plan.context is not None:
@@ -241,8 +274,17 @@ class CudaKernels(Kernels):
         return out.flatten(1)
 
 
-def _covers(shape: AttentionShape) -> bool:
-    return shape.head_dim in HEAD_DIMS and has_group(shape)
+def _covers(shapes: Sequence[AttentionShape]) -> bool:
+    """Return whether kernels compute these; all layers must have the same heads."""
+    return len({shape[:3] for shape in shapes}) == 1 and not any(
+        shape.head_dim not in HEAD_DIMS
+        or not has_group(shape)
+        or shape.softcap
+        or shape.sinks
+        or shape.late_norm
+        or shape.plus_one
+        for shape in shapes
+    )
 
 
 def _by_window(shapes: Sequence[AttentionShape]) -> dict[int | None, AttentionShape]:

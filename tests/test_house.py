@@ -23,7 +23,7 @@ SOURCES = sorted(
 )
 
 # What a host or a checkpoint configures, and what schedulers see of a request.
-MANY_ATTRIBUTES = {"OptionalParams", "ModelSpec", "LlmRequest"}
+MANY_ATTRIBUTES = {"Family", "OptionalParams", "ModelSpec", "LlmRequest"}
 
 
 def num_attributes(class_):

@@ -93,6 +93,7 @@ kernels/                      all operations of a model in torch, and compiled o
         machine_code          compiled functions, cached on disk
     compilation               compiles functions on all cores (no torch)
     captured_step             a decode step captured as tasks, and run again
+    activation_kinds          activations of MLPs, by name
     token_loops               rotary embedding, KV write, norms and activations
     gemm/                     matmuls with packed weights
         packed_matrix         weights packed, or quantized to int8, for matmuls
@@ -105,6 +106,7 @@ kernels/                      all operations of a model in torch, and compiled o
         matmul_plan           which instructions a matmul uses, and whether packing pays
     attention/                attention over the pages of the KV cache
         attention_arguments   arguments of attention: pages, rows, shapes
+        paged_formulas        attention over pages in torch
         attention_task        one attention task: its rows, pages and scratch memory
         paged_attention       paged attention, compiled
     lora/                     LoRA on the tokens of a step
@@ -112,7 +114,11 @@ kernels/                      all operations of a model in torch, and compiled o
         adapter_intrinsics    products with A and B, in registers
         adapters              LoRA products for all tokens of a step
         adapter_plan          groups the tokens of a step by adapter
+    experts/                  mixtures of experts
+        routing               chooses and weighs the experts of each token
+        mixture               matmuls of experts over tokens sorted by expert
     reference                 every operation in torch: the specification
+    cpu_matmuls               matmuls on the CPU
     token_masks               sets the logits of forbidden tokens to -inf
     compiled_bodies           which compiled functions a model needs
     cpu                       operations of a model on the CPU, compiled where it is faster
@@ -194,15 +200,31 @@ models/                       decoder networks, and the table of families
         tokenizer             makes a tokenizer from a file's metadata
         checkpoint            GgufCheckpoint: a file as the parts of a checkpoint
     int8_tensors              tensors of a checkpoint with int8 matrices
+    other_folders             describes a folder without a usable checkpoint (no torch)
     checkpoint_parts          reads a checkpoint from a folder or a GGUF file
     fields                    checked reading of a checkpoint's config
     rope                      rotary embeddings and their scaling
     spec                      ModelSpec: all sizes and features of a network
+    parameters                names and shapes of a network's parameters
     splits                    which part of each parameter a rank holds
     lora_modules              the modules of a layer that LoRA adapters may change
-    families                  the table of model families
+    families/                 the table of model families
+        names                 tensor names of each family
+        family                Family: the properties that set a model_type apart
+        readers               readers of config fields that several families share
+        base                  norms, spellings and families that others begin with
+        llamas                families close to Llama
+        gemmas                families of Gemma
+        layer_norms           families with LayerNorms
+        mixtures              families with mixtures of experts
+        table                 FAMILIES: all of them, by model_type
+        wrappers              text models inside of multimodal checkpoints
+        config_fields         fields of a config that do not matter, or that are refused
+        layer_types           which layers have a sliding window
+        places                the place of each checkpoint tensor in our parameters
     read_spec                 makes a ModelSpec from a config.json
     conversion                writes a checkpoint as a folder of safetensors
+    layer_tensors             the tensors of a layer, looked up once
     checkpoint_model          CheckpointModel: the forward pass of a decoder
     model                     the Model protocol, and load_model
 decoding/                     from logits to tokens, and the end of an output

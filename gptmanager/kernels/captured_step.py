@@ -134,14 +134,14 @@ class StepCapture:
         self._team = team
         self._known: OrderedDict[tuple[int, int], _CapturedStep | None] = OrderedDict()
         self._seen: set[tuple[int, int]] = set()
-        self._constant: Tensor | None = None
+        self._constant: object = None
         self._memory = _Memory()
 
-    def run(self, inputs: Sequence[Tensor], constant: Tensor | None, compute: Compute) -> Tensor:
+    def run(self, inputs: Sequence[Tensor], constant: object, compute: Compute) -> Tensor:
         """Return `compute(inputs)`, by a captured step where there is one.
 
         `inputs`: all tensors that differ between steps; their shapes depend on the length of the
-        first one alone. `constant`: a tensor that captured steps may read; a new one drops them.
+        first one alone. `constant`: tensors that captured steps may read; new ones drop the steps.
         """
         if constant is not self._constant:
             self._known.clear()

@@ -8,8 +8,6 @@ deterministic. All ops are bitwise independent of the number of threads.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels import token_loops
+from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.attention.attention_task import (
@@ -28,45 +27,29 @@ from gptmanager.kernels.attention.attention_task import (
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.compiled_bodies import bodies_of_model, compile_for_adapters
-from gptmanager.kernels.gemm.int16_tiles import FEW_ROWS
-from gptmanager.kernels.gemm.matmul import CHUNK_ROWS, STREAMED_ROWS
-from gptmanager.kernels.gemm.matmul_plan import MatmulPlan, can_be_packed, plan_matmul, registers
+from gptmanager.kernels.cpu_matmuls import PARTS_PER_THREAD, SCATTERED, SMALL_MATMUL, CpuMatmuls
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
-from gptmanager.kernels.gemm.quantized_activations import quantize_rows, row_bytes
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.lora.adapter_plan import AdapterPlan
 from gptmanager.kernels.lora.adapters import add as adapters_body
-from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.lanes import LANES
 from gptmanager.kernels.simd.machine_code import compiled
-from gptmanager.kernels.simd.threads import Team, address_of, alike, with_first
+from gptmanager.kernels.simd.threads import address_of, alike
 from gptmanager.kernels.token_loops import (
     ActivationTask,
-    ConversionTask,
     EmbeddingTask,
     NormTask,
     RopeTask,
 )
 
-# Waking a second thread costs about as much as this many elements.
-SMALL = 1 << 15
-SMALL_MATMUL = 1 << 18  # the same in multiplications
-SCATTERED = 8  # relative cost of an element that is written far from its neighbors
-PARTS_PER_THREAD = 8
-STREAMS_PER_THREAD = 4  # pieces of a matrix that is read at memory bandwidth
 
-
-class CpuKernels(Kernels):
+class CpuKernels(CpuMatmuls):
     """The ops on the CPU, for pages of any dtype of `DTYPES`; others use the reference.
 
     The first call of an op compiles it (seconds) or loads it from Numba's cache; `warm_up` does
     that for all ops. Two managers may use one object, or one each, from two threads.
     """
-
-    def __init__(self, deterministic: bool = False) -> None:
-        super().__init__(deterministic)
-        self._team = Team()
 
     def warm_up(
         self,
@@ -85,25 +68,6 @@ class CpuKernels(Kernels):
     def new_step_capture(self) -> StepCapture | None:
         """Return None for a subclass: its ops may do more than run tasks."""
         return StepCapture(self._team) if type(self) is CpuKernels else None
-
-    def new_matrix(
-        self, rows: int, columns: int, dtype: torch.dtype, quantized: bool = False
-    ) -> PackedMatrix | None:
-        if not can_be_packed(dtype, quantized):
-            return None
-        matrix = PackedMatrix(rows, columns, dtype, quantized)
-        self._plan(matrix)  # compiles missing bodies
-        return matrix
-
-    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, PackedMatrix):
-            return self._multiply(x, weight, bias, False)
-        return super().linear(x, weight, bias)
-
-    def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, PackedMatrix) and weight.shape[0] % (2 * PANEL_ROWS) == 0:
-            return self._multiply(x, weight, bias, True)
-        return super().linear_silu_mul(x, weight, bias)
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
         if adapters is None or adapters.pool.dtype not in DTYPES:
@@ -198,85 +162,42 @@ class CpuKernels(Kernels):
         )
         self._run(token_loops.embed, task, SCATTERED * result.numel())
 
-    def _plan(self, matrix: PackedMatrix) -> tuple[MatmulPlan, MatmulPlan]:
-        plans = matrix.plans.get(self.deterministic)
-        if plans is None:
-            plan_it = functools.partial(plan_matmul, matrix, deterministic=self.deterministic)
-            plans = matrix.plans[self.deterministic] = plan_it(silu=False), plan_it(silu=True)
-        return plans
-
-    def _multiply(self, x: Tensor, matrix: PackedMatrix, bias: Tensor | None, silu: bool) -> Tensor:
-        plan, num_rows = self._plan(matrix)[silu], x.shape[0]
-        result = torch.empty(num_rows, plan.columns, dtype=matrix.dtype)
-        if not result.numel():
-            return result
-        body, dtype, scratch_bytes = plan.for_few if num_rows <= FEW_ROWS else plan.for_many
-        is_ready = x.dtype is dtype and x.is_contiguous() and plan.depth == x.shape[1]
-        if dtype is torch.int8 or not is_ready:
-            x = self._converted(x, dtype, plan.depth)
-        num_chunks = -(-num_rows // CHUNK_ROWS)
-        is_small = num_rows * plan.work < SMALL_MATMUL
-        size = min(1 if is_small else self._team.max_size, num_chunks * plan.num_groups)
-        part_groups = 1
-        if num_rows <= STREAMED_ROWS:
-            part_groups = max(1, plan.num_groups // (size * STREAMS_PER_THREAD))
-        num_parts = num_chunks * -(-plan.num_groups // part_groups)
-        bias_address = bias_dtype = 0
-        if bias is not None:
-            (bias,) = alike(bias)
-            bias_address, bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
-        task = with_first(
-            plan.task,
-            *(num_parts, x.data_ptr(), result.data_ptr(), bias_address, bias_dtype),
-            *(self._team.scratch(size * scratch_bytes), scratch_bytes, num_rows, num_chunks),
-            *(part_groups, registers(16), registers(num_rows % 16)),
-        )
-        self._team.run(body, task, size)
-        return result
-
-    def _converted(self, x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """Return x as contiguous `[T, width]` of that dtype, padded with zeros.
-
-        int8: as quantized rows, which are longer.
-        """
-        (x,) = alike(x)
-        is_quantized = dtype is torch.int8
-        size = row_bytes(width) if is_quantized else width
-        result = torch.empty(x.shape[0], size, dtype=dtype)
-        task = ConversionTask(
-            x=x.data_ptr(),
-            result=result.data_ptr(),
-            num_tokens=x.shape[0],
-            given=x.shape[1],
-            width=width,
-            x_dtype=DTYPES[x.dtype],
-            dtype=DTYPES.get(dtype, 0),
-        )
-        body = quantize_rows if is_quantized else token_loops.convert
-        self._run(body, task, result.numel())
-        return result
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
         if x.dtype is torch.float64:
-            return super().rms_norm(x, weight, eps)
-        return self._normalize(x, None, weight, None, eps, centered=False)
+            return super().rms_norm(x, weight, eps, plus_one)
+        return self._normalize(x, None, weight, None, eps, plus_one, centered=False)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype is torch.float64:
-            return super().add_rms_norm(x, residual, weight, eps)
-        return self._normalize(x, residual, weight, None, eps, centered=False)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        if x.dtype is torch.float64:
-            return super().layer_norm(x, weight, bias, eps)
-        return self._normalize(x, None, weight, bias, eps, centered=True)
-
-    def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False
     ) -> Tensor:
         if x.dtype is torch.float64:
-            return super().add_layer_norm(x, residual, weight, bias, eps)
-        return self._normalize(x, residual, weight, bias, eps, centered=True)
+            return super().add_rms_norm(x, residual, weight, eps, plus_one)
+        return self._normalize(x, residual, weight, None, eps, plus_one, centered=False)
+
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        plus_one: bool = False,
+    ) -> Tensor:
+        if x.dtype is torch.float64:
+            return super().layer_norm(x, weight, bias, eps, plus_one)
+        return self._normalize(x, None, weight, bias, eps, plus_one, centered=True)
+
+    def add_layer_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        plus_one: bool = False,
+    ) -> Tensor:
+        if x.dtype is torch.float64:
+            return super().add_layer_norm(x, residual, weight, bias, eps, plus_one)
+        return self._normalize(x, residual, weight, bias, eps, plus_one, centered=True)
 
     def _normalize(
         self,
@@ -285,6 +206,7 @@ class CpuKernels(Kernels):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
+        plus_one: bool,
         *,
         centered: bool,
     ) -> Tensor:
@@ -302,39 +224,82 @@ class CpuKernels(Kernels):
             result=result.data_ptr(),
             num_tokens=x.numel() // x.shape[-1],
             width=x.shape[-1],
+            heads=1,
+            stride=x.shape[-1],
             centered=centered,
             dtype=DTYPES[own.dtype],
             eps=eps,
+            plus=plus_one,
         )
         self._run(token_loops.normalize, task, x.numel())
         return result if result.dtype is x.dtype else result.to(x.dtype)
 
+    def norm_heads(
+        self,
+        qkv: Tensor,
+        columns: range,
+        head_dim: int,
+        weight: Tensor,
+        eps: float,
+        *,
+        centered: bool,
+        plus_one: bool,
+    ) -> None:
+        if qkv.dtype not in DTYPES or weight.dtype is not qkv.dtype:
+            kind = {"centered": centered, "plus_one": plus_one}
+            super().norm_heads(qkv, columns, head_dim, weight, eps, **kind)
+            return
+        start = address_of(qkv, qkv.dtype) + qkv.itemsize * columns.start
+        task = NormTask(
+            x=start,
+            weight=address_of(weight, qkv.dtype),
+            result=start,
+            num_tokens=len(qkv),
+            width=head_dim,
+            heads=len(columns) // head_dim,
+            stride=qkv.shape[1],
+            centered=centered,
+            dtype=DTYPES[qkv.dtype],
+            eps=eps,
+            plus=plus_one,
+        )
+        self._run(token_loops.normalize, task, len(qkv) * len(columns))
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        if gate_up.dtype is torch.float64:
-            return super().silu_mul(gate_up)
-        width = gate_up.shape[-1] // 2
-        return self._activate(gate_up, width, token_loops.SILU_MUL)
+        return self.activate(gate_up, "silu", gated=True)
 
     def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-        if x.dtype is torch.float64:
-            return super().gelu(x, approximate)
-        tanh = approximate == "tanh"
-        kind = token_loops.GELU_TANH if tanh else token_loops.GELU_ERF
-        return self._activate(x, x.shape[-1], kind)
+        return self.activate(x, "gelu_tanh" if approximate == "tanh" else "gelu", gated=False)
 
-    def _activate(self, x: Tensor, width: int, kind: int) -> Tensor:
-        """Activate x; `width` is that of the result, and further columns of x are factors."""
+    def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
+        if x.dtype is torch.float64:
+            return self._activate_wide(x, activation, gated)
+        width = x.shape[-1] // 2 if gated else x.shape[-1]
+        return self._activate(x, width, gated, token_loops.KINDS[activation])
+
+    def scaled(self, x: Tensor, factor: float, softcap: float = 0.0) -> Tensor:
+        if x.dtype is torch.float64:
+            return super().scaled(x, factor, softcap)
+        return self._activate(x, x.shape[-1], False, token_loops.SCALE, factor, softcap)
+
+    def _activate(
+        self, x: Tensor, width: int, gated: bool, kind: int, scale: float = 1.0, cap: float = 0.0
+    ) -> Tensor:
+        """Activate x; `width` is that of the result, and if gated more columns are factors."""
         (own,) = alike(x)
         result: Tensor = own.new_empty(*x.shape[:-1], width)
+        address = address_of(own, own.dtype)
         task = ActivationTask(
-            x=address_of(own, own.dtype),
-            factor=address_of(own, own.dtype) + own.itemsize * width,
+            x=address,
+            factor=address + own.itemsize * width if gated else 0,
             result=result.data_ptr(),
-            num_tokens=result.numel() // width,
+            num_tokens=result.numel() // width if width else 0,
             width=width,
             stride=x.shape[-1],
             kind=kind,
             dtype=DTYPES[own.dtype],
+            scale=scale,
+            cap=cap,
         )
         self._run(token_loops.activate, task, result.numel())
         return result.to(x.dtype)
@@ -349,9 +314,13 @@ class CpuKernels(Kernels):
         eps: float,
         pages: Pages,
         rows: RowSpans,
+        norm_last: bool = False,
+        plus_one: bool = False,
     ) -> Tensor:
         if pages.values.dtype not in DTYPES:
-            return super().rope_and_write(qkv, positions, cos_sin, q_norm, k_norm, eps, pages, rows)
+            norms = q_norm, k_norm, eps
+            given = pages, rows, norm_last, plus_one
+            return super().rope_and_write(qkv, positions, cos_sin, *norms, *given)
         num_kv_heads, head_dim = pages.keys.shape[1:3]
         num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
         qkv, q_norm, k_norm = alike(qkv, q_norm, k_norm)
@@ -366,12 +335,20 @@ class CpuKernels(Kernels):
             task.cos_sin, task.rotary_dim = address_of(cos_sin, torch.float32), cos_sin.shape[1]
         task.q_norm, task.k_norm = address_of(q_norm, qkv.dtype), address_of(k_norm, qkv.dtype)
         task.num_tokens, task.num_heads, task.eps = num_tokens, num_heads, eps
+        task.norm_last, task.norm_plus = norm_last, plus_one
         self._run(token_loops.rope_and_write, task, SCATTERED * qkv.numel())
         return q
 
-    def attention(self, q: Tensor, pages: Pages, rows: RowSpans, shape: AttentionShape) -> Tensor:
-        if shape.softcap or pages.values.dtype not in DTYPES:
-            return super().attention(q, pages, rows, shape)
+    def attention(
+        self,
+        q: Tensor,
+        pages: Pages,
+        rows: RowSpans,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if pages.values.dtype not in DTYPES:
+            return super().attention(q, pages, rows, shape, sinks)
         num_tokens, num_heads, head_dim = q.shape
         (own,), size, task = alike(q), self._team.max_size, on_pages(AttentionTask, pages)
         give_rows(task, rows)
@@ -389,12 +366,8 @@ class CpuKernels(Kernels):
         task.item_bytes = pages.values.itemsize
         task.num_rows, task.num_heads = rows.kv_lengths.shape[0], num_heads
         task.window, task.sink = shape.window or 0, shape.sink if shape.window else 0
-        task.scale = shape.scale
+        task.scale, task.softcap = shape.scale, shape.softcap
+        if sinks is not None:
+            task.sinks, task.sink_dtype = address_of(sinks, sinks.dtype), DTYPES[sinks.dtype]
         self._team.run(compiled(paged_attention.attention), task, size)
         return result if result.dtype is q.dtype else result.to(q.dtype)
-
-    def _run(self, body: Callable[[int], None], task: ctypes.Structure, work: int) -> None:
-        """Run `body`, on the caller's thread alone if `work` (elements) is small."""
-        size = self._team.max_size if work >= SMALL else 1
-        task.num_parts = PARTS_PER_THREAD * size if size > 1 else 1
-        self._team.run(compiled(body), task, size)

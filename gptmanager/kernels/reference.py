@@ -12,7 +12,6 @@ result's dtype.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal
@@ -23,8 +22,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptmanager.kernels.activation_kinds import Activation, activate, activate_gated
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.attention.paged_formulas import (
+    attend,
+    cells,
+    read_positions,
+    rotate,
+    to_fp8,
+    widened,
+)
 from gptmanager.kernels.captured_step import StepCapture
+from gptmanager.kernels.experts.mixture import ExpertMatrices, mix_experts
+from gptmanager.kernels.experts.routing import Routing, choose_experts
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 
@@ -39,10 +49,11 @@ class Kernels:
 
     `deterministic`: what an op computes for a token is bitwise independent of the other tokens
     in the call. Without it the same formulas may round differently from batch to batch.
-    `has_float64`: whether the ops take float64.
+    `has_float64`: whether the ops take float64. `plans_experts`: whether `experts` does not wait
+    for the device, so that `plan` serves models with experts.
     """
 
-    has_float64 = True
+    has_float64, plans_experts = True, False
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
@@ -61,10 +72,7 @@ class Kernels:
         """
 
     def warm_up_adapters(self) -> None:
-        """Compile or load what the first step with an adapter would otherwise wait for.
-
-        Called on a thread of its own, while steps without adapters run.
-        """
+        """Compile or load what the first step with an adapter needs; called on its own thread."""
 
     def new_step_capture(self) -> StepCapture | None:
         """Return an object that captures steps, or None: each step runs op by op."""
@@ -96,9 +104,9 @@ class Kernels:
         num_tokens: int,
         tokens_per_block: int,
     ) -> RowSpans:
-        """Return the rows as `rope_and_write` and `attention` of each layer take them.
+        """Return the rows as the ops of each layer take them, with the arrays of `plan`.
 
-        Called once a step, before the first layer, with the arrays of `plan` on the device.
+        Called once a step, before the first layer.
         """
         return rows
 
@@ -131,6 +139,19 @@ class Kernels:
     def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         """`silu_mul(linear(x, weight, bias))`, in the weight's dtype."""
         return self.silu_mul(self.linear(x, weight, bias))
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        correction: Tensor | None,
+        routing: Routing,
+        experts: ExpertMatrices,
+    ) -> Tensor:
+        """Mix the outputs `[T, C]` of the experts that `logits [T, E]` choose for `x [T, C]`."""
+        bias = None if correction is None else widened(correction)
+        chosen, weights = choose_experts(widened(logits), routing, bias)
+        return mix_experts(self, x, chosen, weights, experts)
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
         """Return a step's adapters as the ops of each layer take them; None if no token has one.
@@ -166,12 +187,12 @@ class Kernels:
         for slot in sorted({*slots} - {-1}):
             tokens = (adapters.rows == slot).nonzero().squeeze(1)
             entries = adapters.table[slot, layer].tolist()
-            own, total = _wide(x[tokens]), _wide(result[tokens])
+            own, total = widened(x[tokens]), widened(result[tokens])
             for index, first, columns, width in modules:
                 offset, rank = entries[index]
                 if rank:
                     middle, end = offset + rank * width, offset + rank * (width + columns)
-                    a, b = _wide(adapters.pool[offset:middle]), _wide(adapters.pool[middle:end])
+                    a, b = widened(adapters.pool[offset:middle]), widened(adapters.pool[middle:end])
                     inner = Kernels.linear(self, own, a.view(rank, width))
                     total[:, first : first + columns] += Kernels.linear(
                         self, inner, b.view(-1, rank)
@@ -186,39 +207,99 @@ class Kernels:
         """`embedded [T, C] += embedding(ids, table)`, in place."""
         embedded += self.embedding(ids, table)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`x / sqrt(mean(x^2) + eps) * weight [C]` over the last dimension, in x's dtype."""
-        wide = _wide(x)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * weight [C]` over the last dimension, in x's dtype.
+
+        `plus_one`, of every norm: `weight + 1` takes the place of `weight`, before any rounding.
+        """
+        wide = widened(x)
         mean = self._each(lambda own: own.square().mean(-1, keepdim=True), wide)
-        return (wide * torch.rsqrt(mean + eps) * _wide(weight)).to(x.dtype)
+        return (wide * torch.rsqrt(mean + eps) * (widened(weight) + plus_one)).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False
+    ) -> Tensor:
         """Add `x [T, C]` to `residual [T, C]` in place; return the residual's `rms_norm`."""
-        residual += x
-        return self.rms_norm(residual, weight, eps).to(x.dtype)
+        return self.rms_norm(residual.add_(x), weight, eps, plus_one).to(x.dtype)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        plus_one: bool = False,
+    ) -> Tensor:
         """`(x - mean) / sqrt(variance + eps) * weight [C] + bias [C]`, in x's dtype."""
-        wide_bias = None if bias is None else _wide(bias)
-        normalized = F.layer_norm(_wide(x), weight.shape, _wide(weight), wide_bias, eps)
-        return normalized.to(x.dtype)
+        wide_bias, own = None if bias is None else widened(bias), widened(weight) + plus_one
+        return F.layer_norm(widened(x), weight.shape, own, wide_bias, eps).to(x.dtype)
 
     def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        plus_one: bool = False,
     ) -> Tensor:
         """Add `x [T, C]` to `residual [T, C]` in place; return the residual's `layer_norm`."""
-        residual += x
-        return self.layer_norm(residual, weight, bias, eps).to(x.dtype)
+        return self.layer_norm(residual.add_(x), weight, bias, eps, plus_one).to(x.dtype)
+
+    def norm_heads(
+        self,
+        qkv: Tensor,
+        columns: range,
+        head_dim: int,
+        weight: Tensor,
+        eps: float,
+        *,
+        centered: bool,
+        plus_one: bool,
+    ) -> None:
+        """Norm each stretch of `head_dim` of these columns of `qkv [T, N]`, in place.
+
+        By an RMS norm, or a LayerNorm if `centered`; `weight` has an element for each column.
+        """
+        own = qkv[:, columns.start : columns.stop]
+        heads = widened(own).unflatten(1, (-1, head_dim))
+        if centered:
+            heads = heads - self._each(lambda it: it.mean(-1, keepdim=True), heads)
+        mean = self._each(lambda it: it.square().mean(-1, keepdim=True), heads)
+        normed = (heads * torch.rsqrt(mean + eps)).flatten(1) * (widened(weight) + plus_one)
+        own.copy_(normed)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` of `gate_up [T, 2F]` = gate, then up -> `[T, F]`."""
-        gate, up = _wide(gate_up).chunk(2, dim=-1)
-        return (self._each(F.silu, gate) * up).to(gate_up.dtype)
+        return self._activate_wide(gate_up, "silu", gated=True)
 
     def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
         """`x * Phi(x)` by erf ("none", BERT and GPT-J) or by tanh ("tanh", GPT-2)."""
-        gelu = functools.partial(F.gelu, approximate=approximate)
-        return self._each(gelu, _wide(x)).to(x.dtype)
+        kind: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
+        return self._activate_wide(x, kind, gated=False)
+
+    def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
+        """`activation(x)`; if gated, of the first half of each row, times the second half."""
+        if activation == "silu" and gated:
+            return self.silu_mul(x)
+        if not gated and activation in ("gelu", "gelu_tanh"):
+            return self.gelu(x, "tanh" if activation == "gelu_tanh" else "none")
+        return self._activate_wide(x, activation, gated)
+
+    def _activate_wide(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
+        def activated(own: Tensor) -> Tensor:
+            if gated:
+                return activate_gated(*own.chunk(2, dim=-1), activation)
+            return activate(own, activation)
+
+        return self._each(activated, widened(x)).to(x.dtype)
+
+    def scaled(self, x: Tensor, factor: float, softcap: float = 0.0) -> Tensor:
+        """`x * factor`, and with `softcap` softcap * tanh of that / softcap, in x's dtype."""
+        result = widened(x) * factor
+        if softcap:
+            result = softcap * self._each(torch.tanh, result / softcap)
+        return result.to(x.dtype)
 
     def rope_and_write(
         self,
@@ -230,6 +311,8 @@ class Kernels:
         eps: float,
         pages: Pages,
         rows: RowSpans,
+        norm_last: bool = False,
+        plus_one: bool = False,
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to their pages, return the queries.
 
@@ -237,31 +320,45 @@ class Kernels:
         `cos_sin [max_pos, N]` float32, N <= D and even: cosines of the N / 2 frequencies, then
         their sines. Dimension i < N / 2 of a head rotates with i + N / 2 (the "NeoX" form of HF's
         Llama); dimensions from N on stay. None: no rotation. `positions [T]` int64 index it.
-        `q_norm [D]`, `k_norm [D]`: weights of an `rms_norm` of each head before rotation (Qwen3).
+        `q_norm [D]`, `k_norm [D]`: weights of an `rms_norm` of each head before rotation (Qwen3),
+        or after it if `norm_last` (HunYuan).
         Returns `[T, H, D]` in the pages' dtype, for float8 pages in qkv's (on the CPU: float32).
         """
         keys, values, cache_scales = pages
         num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]
-        heads = _wide(qkv).reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
+        heads = widened(qkv).reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
         q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
-        if q_norm is not None:  # a subclass may accept rows only
-            q = Kernels.rms_norm(self, q, q_norm, eps)
-        if k_norm is not None:
-            k = Kernels.rms_norm(self, k, k_norm, eps)
-        if cos_sin is not None:
-            angles = cos_sin[positions].unsqueeze(1)
-            q, k = _rotate(q, angles), _rotate(k, angles)
-        block, offset = _cells(rows, qkv.shape[0], tokens_per_block)
+        angles = None if cos_sin is None else cos_sin[positions].unsqueeze(1)
+
+        def rotated(heads: Tensor, weight: Tensor | None) -> Tensor:
+            if weight is not None and not norm_last:  # a subclass may accept rows only
+                heads = Kernels.rms_norm(self, heads, weight, eps, plus_one)
+            if angles is not None:
+                heads = rotate(heads, angles)
+            if weight is not None and norm_last:
+                heads = Kernels.rms_norm(self, heads, weight, eps, plus_one)
+            return heads
+
+        q, k = rotated(q, q_norm), rotated(k, k_norm)
+        block, offset = cells(rows, qkv.shape[0], tokens_per_block)
         if cache_scales is not None:
-            k, v = (_to_fp8(it, own) for it, own in zip((k, v), cache_scales, strict=True))
+            k, v = (to_fp8(it, own) for it, own in zip((k, v), cache_scales, strict=True))
             keys, values = (keys.view(torch.uint8), values.view(torch.uint8))  # as what torch moves
         keys[block, :, :, offset] = k.to(keys.dtype)
         values[block, :, offset, :] = v.to(values.dtype)
         return q.to(keys.dtype if cache_scales is None else qkv.dtype)
 
-    def attention(self, q: Tensor, pages: Pages, rows: RowSpans, shape: AttentionShape) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        pages: Pages,
+        rows: RowSpans,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention of `q [T, H, D]` over the pages -> `[T, H * D]`, in q's dtype.
 
+        `sinks [H]`: a score of each head that takes part in its softmax and has no value.
         Pages of which no token of the row sees a position may be freed: their ids are not read.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
@@ -270,12 +367,12 @@ class Kernels:
             first = 0 if shape.window is None else max(0, first_position + 1 - shape.window)
             at = torch.arange(length, device=q.device)
             at = at[(at < shape.sink) | (at >= first)]
-            k, v = _read(pages, rows.block_tables[slot], at)
+            k, v = read_positions(pages, rows.block_tables[slot], at)
             position = torch.arange(first_position, length, device=q.device).unsqueeze(1)
             hidden = at > position
             if shape.window is not None:
                 hidden |= (at <= position - shape.window) & (at >= shape.sink)
-            result[tokens] = _attend(q[tokens].clone(), k, v, shape, hidden).to(q.dtype)
+            result[tokens] = attend(q[tokens].clone(), k, v, shape, hidden, sinks).to(q.dtype)
         return result
 
     def _pieces(self, rows: RowSpans) -> Iterator[tuple[int, int, int, int]]:
@@ -294,69 +391,3 @@ class Kernels:
         if not self.deterministic or len(x) < 2:
             return op(x)
         return torch.cat([op(own) for own in torch.split(x, 1)])
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Widen to the dtype of arithmetic: float64 stays, all others become float32."""
-    return x if x.dtype is torch.float64 else x.float()
-
-
-def _cells(rows: RowSpans, num_tokens: int, tokens_per_block: int) -> tuple[Tensor, Tensor]:
-    """Block and offset within it of each new token, int64 `[T]`."""
-    num_new = rows.row_starts.diff().long()
-    token = torch.arange(num_tokens, device=num_new.device)
-    first = rows.kv_lengths.long() - num_new - rows.row_starts[:-1]
-    position = token + first.repeat_interleave(num_new)
-    slot = rows.slots.long().repeat_interleave(num_new)
-    block = rows.block_tables[slot, position // tokens_per_block].long()
-    return block, position % tokens_per_block
-
-
-def _read(pages: Pages, blocks: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys `[K, D, N]` and values `[K, N, D]` of the positions `at [N]` of a row's `blocks`."""
-    tokens_per_block = pages.values.shape[2]
-    block, offset = blocks[at // tokens_per_block].long(), at % tokens_per_block
-    k, v = _take(pages.keys.mT, block, offset), _take(pages.values, block, offset)
-    if pages.cache_scales is not None:
-        k, v = (
-            it.float() * own[:, None] for it, own in zip((k, v), pages.cache_scales, strict=True)
-        )
-    return k.permute(1, 2, 0), v.transpose(0, 1)
-
-
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, hidden: Tensor
-) -> Tensor:
-    """`q [n, H, D]` over `keys [K, D, N]` and `values [K, N, D]`, where not `hidden [n, N]`."""
-    num_new, num_heads, head_dim = q.shape
-    num_kv_heads = keys.shape[0]
-    by_group = _wide(q).reshape(num_new, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    grouped = by_group.permute(1, 2, 0, 3)
-    scores = grouped @ _wide(keys.unsqueeze(1)) * shape.scale
-    if shape.softcap:
-        scores = shape.softcap * torch.tanh(scores / shape.softcap)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    mixed = weights @ _wide(values.unsqueeze(1))
-    return mixed.permute(2, 0, 1, 3).flatten(1)
-
-
-def _take(pages: Tensor, block: Tensor, offset: Tensor) -> Tensor:
-    """`[N, K, D]` of `pages [P, K, B, D]`; torch moves float8 elements as bits."""
-    if pages.dtype is not torch.float8_e4m3fn:
-        return pages[block, :, offset]
-    return pages.view(torch.uint8)[block, :, offset].view(pages.dtype)
-
-
-def _to_fp8(heads: Tensor, scales: Tensor) -> Tensor:
-    """The bits of `heads [T, K, D] / scales [K]` as float8_e4m3fn; torch would make 500 a NaN."""
-    limit = torch.finfo(torch.float8_e4m3fn).max
-    scaled = (heads / scales[:, None]).clamp(-limit, limit)
-    return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def _rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
-    """Half-rotation of `heads [T, *, D]` by `cos_sin [T, 1, N]`."""
-    half = cos_sin.shape[-1] // 2
-    cos, sin = cos_sin[..., :half], cos_sin[..., half:]
-    a, b, rest = heads.tensor_split((half, 2 * half), dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)

@@ -7,10 +7,12 @@ depends on the token alone. Parts of a task are equal ranges of its tokens.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from gptmanager.kernels.activation_kinds import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
 from gptmanager.kernels.simd.dtypes import FLOAT32, get_byte, load_as, move_item, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,
@@ -24,22 +26,36 @@ from gptmanager.kernels.simd.lanes import (
     larger,
     load_part,
     loop,
+    mark_nan,
     put,
     splat,
     store_part,
     sum_lanes,
     task_at,
+    where_above,
+    where_at_least,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
-MINUS_LOG2_E = np.float32(-1.4426950408889634)
-SILU_MUL, GELU_TANH, GELU_ERF = 0, 1, 2
+LOG2_E = np.float32(1.4426950408889634)
+MINUS_LOG2_E = -LOG2_E
+SILU, GELU_TANH, GELU_ERF, RELU, RELU2, CLAMPED_SWIGLU, SCALE = range(7)
+KINDS: Mapping[Activation, int] = {
+    "silu": SILU,
+    "gelu_tanh": GELU_TANH,
+    "gelu": GELU_ERF,
+    "relu": RELU,
+    "relu2": RELU2,
+    "clamped_swiglu": CLAMPED_SWIGLU,
+}
 # 2 * sqrt(2 / pi), which makes the tanh of GELU a logistic function, and that times 0.044715.
 TANH_LINEAR, TANH_CUBIC = np.float32(1.5957691216057308), np.float32(0.07135481282565715)
 # Abramowitz and Stegun 7.1.26: erfc to 1.5e-7.
 ERFC_STEP = np.float32(0.3275911)
 ERFC_TERMS = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+# The series of tanh(x) / x in x^2, for |x| up to TANH_SMALL.
+TANH_TERMS, TANH_SMALL = (62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0), 0.3
 HALF_ROOT = np.float32(0.7071067811865476)
 
 
@@ -53,21 +69,30 @@ class RopeTask(ctypes.Structure):
     _fields_ = task_fields(
         "qkv q rotated keys values positions cos_sin q_norm k_norm row_starts kv_lengths slots"
         " block_tables num_tokens table_width num_heads num_kv_heads head_dim rotary_dim"
-        " tokens_per_block block_stride token_major dtype page_dtype",
-        "eps",
+        " tokens_per_block block_stride token_major dtype page_dtype norm_last",
+        "eps norm_plus",
     )
 
 
 class NormTask(ctypes.Structure):
-    """Addresses (0: none), sizes, the dtype of all; `centered` for a layer norm."""
+    """Addresses (0: none), sizes, the dtype of all; `centered` for a layer norm.
 
-    _fields_ = task_fields("x residual weight bias result num_tokens width centered dtype", "eps")
+    `heads`: stretches of `width` in a token, which starts `stride` elements after the one before.
+    `plus` is added to the weights.
+    """
+
+    _fields_ = task_fields(
+        "x residual weight bias result num_tokens width heads stride centered dtype", "eps plus"
+    )
 
 
 class ActivationTask(ctypes.Structure):
-    """`x` and `factor` have `stride` elements from token to token, `result` has `width`."""
+    """`x` and `factor` have `stride` elements from token to token, `result` has `width`.
 
-    _fields_ = task_fields("x factor result num_tokens width stride kind dtype")
+    `factor` 0: the activation is not gated. `scale` and `cap`: of the kind SCALE.
+    """
+
+    _fields_ = task_fields("x factor result num_tokens width stride kind dtype", "scale cap")
 
 
 class ConversionTask(ctypes.Structure):
@@ -101,22 +126,30 @@ def share_of(t: Any, part: int) -> range:
 
 
 @loop
+def _norm_head(t: Any, source: int, start: int, dtype: int, to: int, weight: int) -> None:
+    """Write the RMS norm of a head to `to`, as float32."""
+    dim = t.head_dim
+    total = splat(ZERO)
+    for d in range(0, dim, LANES):
+        value = load_as(dtype, source, start + d, dim - d)
+        total = fma(value, value, total)
+    mean_square = sum_lanes(total) / np.float32(dim)
+    factor = splat(ONE / np.sqrt(mean_square + np.float32(t.eps)))
+    for d in range(0, dim, LANES):
+        value = load_as(dtype, source, start + d, dim - d) * factor
+        by = load_as(t.dtype, weight, d, dim - d) + splat(np.float32(t.norm_plus))
+        store_part(to, d, value * by, dim - d)
+
+
+@loop
 def _rotate_head(t: Any, start: int, rotated: int, weight: int, cos_sin: int) -> None:
     """Write the head of `qkv` from element `start` on to `rotated`, as float32.
 
-    It is normalized if there is a weight, and rotated if there are angles.
+    It is normalized if there is a weight, before or after it is rotated if there are angles.
     """
     source, dtype, dim = t.qkv, t.dtype, t.head_dim
-    if weight:
-        total = splat(ZERO)
-        for d in range(0, dim, LANES):
-            value = load_as(dtype, source, start + d, dim - d)
-            total = fma(value, value, total)
-        mean_square = sum_lanes(total) / np.float32(dim)
-        factor = splat(ONE / np.sqrt(mean_square + np.float32(t.eps)))
-        for d in range(0, dim, LANES):
-            value = load_as(dtype, source, start + d, dim - d) * factor
-            store_part(rotated, d, value * load_as(dtype, weight, d, dim - d), dim - d)
+    if weight and not t.norm_last:
+        _norm_head(t, source, start, dtype, rotated, weight)
         source, start, dtype = rotated, 0, FLOAT32
     rotary = t.rotary_dim if cos_sin else 0
     half = rotary // 2
@@ -128,6 +161,8 @@ def _rotate_head(t: Any, start: int, rotated: int, weight: int, cos_sin: int) ->
         store_part(rotated, half + d, b * cos + a * sin, half - d)
     for d in range(rotary, dim, LANES):
         store_part(rotated, d, load_as(dtype, source, start + d, dim - d), dim - d)
+    if weight and t.norm_last:
+        _norm_head(t, rotated, 0, FLOAT32, rotated, weight)
 
 
 @loop
@@ -176,7 +211,8 @@ def rope_and_write(address: int) -> None:
 
 
 @loop
-def _normalize_token(t: Any, x: int, start: int) -> None:
+def _normalize_token(t: Any, x: int, start: int, first: int) -> None:
+    """Norm `width` elements of x from `start` on, by weights from `first` on."""
     width = t.width
     mean = splat(ZERO)
     if t.centered:
@@ -192,11 +228,12 @@ def _normalize_token(t: Any, x: int, start: int) -> None:
         total = fma(value, value, total)
     mean_square = sum_lanes(total) / np.float32(width)
     factor = splat(ONE / np.sqrt(mean_square + np.float32(t.eps)))
+    plus = splat(np.float32(t.plus))
     for i in range(0, width, LANES):
         value = (load_as(t.dtype, x, start + i, width - i) - mean) * factor
-        value = value * load_as(t.dtype, t.weight, i, width - i)
+        value = value * (load_as(t.dtype, t.weight, first + i, width - i) + plus)
         if t.bias:
-            value = value + load_as(t.dtype, t.bias, i, width - i)
+            value = value + load_as(t.dtype, t.bias, first + i, width - i)
         store_as(t.dtype, t.result, start + i, value, width - i)
 
 
@@ -207,14 +244,15 @@ def normalize(address: int) -> None:
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         for token in share_of(t, part):
-            x, start = t.x, token * width
+            x, start = t.x, token * t.stride
             if t.residual:
                 x = t.residual
                 for i in range(0, width, LANES):
                     value = load_as(t.dtype, t.x, start + i, width - i)
                     value = load_as(t.dtype, x, start + i, width - i) + value
                     store_as(t.dtype, x, start + i, value, width - i)
-            _normalize_token(t, x, start)
+            for head in range(t.heads):
+                _normalize_token(t, x, start + head * width, head * width)
         part = claim(address, NEXT_PART)
 
 
@@ -291,22 +329,74 @@ def embed(address: int) -> None:
         part = claim(address, NEXT_PART)
 
 
+@loop
+def _activated(t: Any, x: Any) -> Any:
+    if t.kind == SILU:
+        return x * logistic(x)
+    if t.kind == GELU_TANH:
+        return x * logistic(x * fma(x * x, splat(TANH_CUBIC), splat(TANH_LINEAR)))
+    if t.kind == GELU_ERF:
+        return _gelu_erf(x)
+    positive = mark_nan(larger(x, splat(ZERO)), x)
+    return positive * positive if t.kind == RELU2 else positive
+
+
+@loop
+def _clamped(x: Any, low: float, high: float) -> Any:
+    zero = splat(ZERO)
+    limited = zero - larger(zero - larger(x, splat(np.float32(low))), splat(np.float32(-high)))
+    return mark_nan(limited, x)
+
+
+@loop
+def _clamped_swiglu(gate: Any, up: Any) -> Any:
+    """Return `(up + 1) * gate * sigmoid(1.702 * gate)` of clamped values, as in gpt-oss."""
+    gate = _clamped(gate, -np.inf, SWIGLU_LIMIT)
+    up = _clamped(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + splat(ONE)) * gate * logistic(gate * splat(np.float32(SWIGLU_SLOPE)))
+
+
+@loop
+def soft_capped(x: Any, cap: float) -> Any:
+    """Return `cap * tanh(x / cap)`, exact also where x is far smaller than the cap.
+
+    The exponent is clamped: tanh(15) is 1 in float32.
+    """
+    ratio = x * splat(np.float32(1.0 / cap))
+    square = ratio * ratio
+    series = splat(np.float32(TANH_TERMS[0]))
+    for term in TANH_TERMS[1:]:
+        series = fma(series, square, splat(np.float32(term)))
+    e = exp2(_clamped(ratio, -15.0, 15.0) * splat(np.float32(2.0) * LOG2_E))
+    size, small = larger(ratio, splat(ZERO) - ratio), splat(np.float32(TANH_SMALL))
+    far = where_above(size, small, (e - splat(ONE)) / (e + splat(ONE)))
+    near = where_at_least(small, size, series * ratio)
+    return mark_nan(far + near, x) * splat(np.float32(cap))
+
+
+@loop
+def _scaled(t: Any, x: Any) -> Any:
+    value = x * splat(np.float32(t.scale))
+    return soft_capped(value, t.cap) if t.cap else value
+
+
 def activate(address: int) -> None:
-    """Compute the SiLU of `x` times `factor`, or a GELU of `x`."""
+    """Compute an activation of `x`, times `factor` if there is one, or a scaled `x`."""
     t = task_at(address, ACTIVATION_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         for token in share_of(t, part):
             start = token * t.stride
             for i in range(0, t.width, LANES):
-                x = load_as(t.dtype, t.x, start + i, t.width - i)
-                if t.kind == SILU_MUL:
-                    factor = load_as(t.dtype, t.factor, start + i, t.width - i)
-                    value = x * logistic(x) * factor
-                elif t.kind == GELU_TANH:
-                    cube = fma(x * x, splat(TANH_CUBIC), splat(TANH_LINEAR))
-                    value = x * logistic(x * cube)
+                value = load_as(t.dtype, t.x, start + i, t.width - i)
+                if t.kind == SCALE:
+                    value = _scaled(t, value)
+                elif t.kind == CLAMPED_SWIGLU:
+                    up = load_as(t.dtype, t.factor, start + i, t.width - i)
+                    value = _clamped_swiglu(value, up)
                 else:
-                    value = _gelu_erf(x)
+                    value = _activated(t, value)
+                    if t.factor:
+                        value = value * load_as(t.dtype, t.factor, start + i, t.width - i)
                 store_as(t.dtype, t.result, token * t.width + i, value, t.width - i)
         part = claim(address, NEXT_PART)

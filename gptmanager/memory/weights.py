@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
@@ -35,6 +36,13 @@ _MIN_PIECE_BYTES = 1 << 20
 NewMatrix = Callable[[int, int, torch.dtype, bool], PackedMatrix | None]
 
 
+class Run(NamedTuple):
+    """Rows of a tensor, perhaps each n-th one, that go to rows of a parameter in one piece."""
+
+    source: range
+    row: int
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """The destination of one tensor of a checkpoint.
@@ -43,6 +51,9 @@ class Place:
     the checkpoint holds the transpose. `twin`: another tensor fills this storage (tied
     embeddings); this one may be missing, and where it is present it must be equal. `scale`: one
     number for all of the rows, or one for each, kept as float32; it may be missing, which means 1.
+    `runs`: the tensor's rows in another order, if they do not follow each other from `first_row`.
+    `stacked`: the tensor holds that many matrices (or vectors, of a bias), one for each expert;
+    its rows are counted through all of them.
     """
 
     parameter: str
@@ -51,6 +62,8 @@ class Place:
     transposed: bool = False
     twin: bool = False
     scale: bool = False
+    runs: tuple[Run, ...] = ()
+    stacked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +75,7 @@ class Cut:
 
 
 class _Part(NamedTuple):
-    """The rows of a tensor that are kept; they start at `row` of the storage."""
+    """The rows of a tensor that are kept together; they start at `row` of the storage."""
 
     rows: range
     row: int
@@ -71,8 +84,10 @@ class _Part(NamedTuple):
 class Weights:
     """Parameters by our names, filled from tensors by the checkpoint's names.
 
-    `places` has the destination of each tensor; its name may have `prefix` or not. Tensors with a
-    name that matches `ignored` are skipped; any other tensor without a place is an error.
+    `places` has the destination of each tensor; its name may have `prefix` or not, and may begin
+    with a key of `prefixes` in place of the value. Tensors with a name that matches `ignored` are
+    skipped; any other tensor without a place is an error.
+    Those in `wide` are kept in float32 at least, and never in 8 bits.
     `cuts`: the kept part of each parameter; a parameter that it lacks is dropped; None: keep all.
     Names and shapes are still those of whole tensors.
     The first `load` makes the storage: tensors, and for those in `matrices` what
@@ -86,23 +101,26 @@ class Weights:
         places: Mapping[str, Place],
         *,
         prefix: str = "",
+        prefixes: Mapping[str, str] = MappingProxyType({}),
         ignored: re.Pattern[str] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         matrices: Collection[str] = (),
         new_matrix: NewMatrix = lambda *_: None,
         quantized: bool = False,
+        wide: Collection[str] = (),
         cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         self.version = 0
         self._shapes = shapes
         self._cuts = {n: _whole(shape) for n, shape in shapes.items()} if cuts is None else cuts
         self._places = places
-        self._prefix = prefix
+        self._prefix, self._prefixes = prefix, prefixes
         self._ignored = ignored
         self._dtype, self._device = dtype, device
         self._matrices, self._new_matrix = frozenset(matrices), new_matrix
-        self._quantized = quantized
+        self._wide = frozenset(wide)
+        self._quantized = self._matrices - self._wide if quantized else frozenset()
         self._storage: dict[str, Matrix] = {}
 
     def __getitem__(self, name: str) -> Matrix:
@@ -110,7 +128,7 @@ class Weights:
 
     def tensor(self, name: str) -> Tensor:
         """Return `self[name]`, which must not be a packed matrix."""
-        return cast(Tensor, self._storage[name])
+        return cast(Tensor, self[name])
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -162,10 +180,10 @@ class Weights:
 
     def _allocate(self, scales: Collection[str]) -> None:
         shapes = {name: _kept_shape(cut) for name, cut in self._cuts.items()}
-        dtypes = {n: torch.float32 if n in scales else self._dtype for n in shapes}
+        wide = {*scales, *(() if self._dtype is torch.float64 else self._wide)}
+        dtypes = {n: torch.float32 if n in wide else self._dtype for n in shapes}
         sizes = {n: dtypes[n].itemsize for n in shapes}
-        if self._quantized:
-            sizes |= dict.fromkeys(self._matrices & shapes.keys(), 1)
+        sizes |= dict.fromkeys(self._quantized & shapes.keys(), 1)
         needed = sum(math.prod(shape) * sizes[n] for n, shape in shapes.items())
         on_cpu = torch.device(self._device).type == "cpu"
         free = free_memory_bytes() if on_cpu else math.inf  # a device says itself what it has
@@ -184,7 +202,7 @@ class Weights:
         packed = None
         if name in self._matrices:
             num_rows, num_columns = shape
-            packed = self._new_matrix(num_rows, num_columns, dtype, self._quantized)
+            packed = self._new_matrix(num_rows, num_columns, dtype, name in self._quantized)
         if packed is not None:
             return packed
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -209,18 +227,25 @@ class Weights:
                         if on_progress is not None:
                             on_progress("weights", done, total)
 
+    def _runs(self, place: Place) -> Sequence[Run]:
+        if place.runs:
+            return place.runs
+        first, num_rows = place.first_row, place.num_rows
+        num_rows = num_rows or self._shapes[place.parameter][0] - first
+        size = num_rows // max(1, place.stacked)
+        return [Run(range(at, at + size), first + at) for at in range(0, num_rows, size)]
+
     def _parts(self, place: Place) -> list[_Part]:
         """Return the parts of a tensor that are kept."""
         if place.parameter not in self._cuts:
             return []
-        first, found, row = place.first_row, [], 0
-        end = self._shapes[place.parameter][0]
-        end = end if place.num_rows is None else first + place.num_rows
+        found, row = [], 0
         for kept in self._cuts[place.parameter].rows:
-            rows = range(max(first, kept.start), min(end, kept.stop))
-            if rows:
-                own = range(rows.start - first, rows.stop - first)
-                found.append(_Part(own, row + rows.start - kept.start))
+            for source, first in self._runs(place):
+                rows = range(max(first, kept.start), min(first + len(source), kept.stop))
+                if rows:
+                    own = source[rows.start - first : rows.stop - first]
+                    found.append(_Part(own, row + rows.start - kept.start))
             row += len(kept)
         return found
 
@@ -236,7 +261,8 @@ class Weights:
         names: dict[str, str] = {}
         unknown = []
         for given in given_names:
-            name = given if given in self._places else self._prefix + given
+            name = self._own_name(given)
+            name = name if name in self._places else self._prefix + name
             if name in names:
                 raise ConfigError(f"tensor {name} is there twice: as {names[name]} and as {given}")
             if name in self._places:
@@ -246,13 +272,20 @@ class Weights:
         _refuse("tensors are unknown", unknown)
         return names
 
+    def _own_name(self, given: str) -> str:
+        """Return a tensor's name as it is without a wrapper around the model."""
+        theirs = next(filter(given.startswith, self._prefixes), "")
+        return self._prefixes.get(theirs, "") + given.removeprefix(theirs)
+
     def _expected_shapes(self, place: Place) -> list[tuple[int, ...]]:
-        shape = self._shapes[place.parameter]
-        num_rows = shape[0] - place.first_row if place.num_rows is None else place.num_rows
-        shape = (num_rows, *shape[1:])
+        num_rows = sum(len(source) for source, _ in self._runs(place))
+        shape = (num_rows, *self._shapes[place.parameter][1:])
         if place.scale:
             return [shape, (1,), ()]
-        return [shape[::-1] if place.transposed else shape]
+        if not place.stacked:
+            return [shape[::-1] if place.transposed else shape]
+        each = (num_rows // place.stacked, *shape[1:])
+        return [(place.stacked, *(each[::-1] if place.transposed else each))]
 
     def _copy_part(
         self, source: TensorSource, given: str, name: str, part: _Part, max_bytes: int
@@ -263,8 +296,12 @@ class Weights:
             self._copy_scales(source, given, name, part)
             yield num_bytes
             return
+        if place.stacked or part.rows.step != 1:
+            self._copy_picked(source, given, place, part)
+            yield num_bytes
+            return
         # the scale of a row that is quantized is that of the whole
-        in_rows = self._quantized and place.parameter in self._matrices
+        in_rows = place.parameter in self._quantized
         columns = self._cuts[place.parameter].columns
         if columns is None:
             region = [part.rows]
@@ -287,6 +324,26 @@ class Weights:
                     "(tie_word_embeddings)"
                 )
             yield num_bytes * done // num_first
+
+    def _copy_picked(self, source: TensorSource, given: str, place: Place, part: _Part) -> None:
+        """Copy rows of one expert's matrix, or rows that do not follow each other."""
+        rows, columns = part.rows, self._cuts[place.parameter].columns
+        stack, offset = [], 0
+        if place.stacked:
+            size = sum(len(own) for own, _ in self._runs(place)) // place.stacked
+            number = rows.start // size
+            stack, offset = [range(number, number + 1)], number * size
+        region = [range(rows.start - offset, rows[-1] + 1 - offset)]
+        if columns is not None:
+            region.append(range(self._shapes[place.parameter][1]))
+        region = region[::-1] if place.transposed else region
+        [(_, piece)] = source.pieces(given, sys.maxsize, [*stack, *region])
+        piece = piece[0] if stack else piece
+        piece = (piece.t() if place.transposed else piece)[:: rows.step]
+        in_rows = place.parameter in self._quantized
+        if columns is not None and not in_rows:
+            piece = piece[:, columns.start : columns.stop]
+        self._copy(place, piece, part.row, 0, columns if in_rows else None)
 
     def _copy_scales(self, source: TensorSource, given: str, name: str, part: _Part) -> None:
         [(_, piece)] = source.pieces(given, sys.maxsize)

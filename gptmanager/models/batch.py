@@ -18,11 +18,11 @@ class Batch:
     `kv_lengths` int32 `[R]`: positions in the KV cache once this step's are written.
     `slots` int32 `[R]`: the row's line in `block_tables` int32 `[slots, blocks]` and in
     `token_table` int32 `[slots, max_seq_len]` (all tokens known so far, this step's included).
-    `sample_index` int64 `[S]`: the packed tokens whose logits are wanted: one for each sampling
-    row, then prompts' whose logits a host asked for. `sample_rows` int64 `[S]`: their rows.
+    `sample_index` int64 `[S]`: the packed tokens that need logits: one for each sampling row,
+    then those of prompts with logits that a host asked for. `sample_rows` int64 `[S]`: their rows.
     `all_sampled`: `sample_index` is known to be all T in their order, so that none must be picked.
     `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the packed tokens
-    `prompt_index` int64 `[n]`, whose `token_ids` mean nothing; None: of none.
+    `prompt_index` int64 `[n]`; their `token_ids` mean nothing. None: of none.
     `adapters`: those of the packed tokens, its `rows` `[T]`; None: of none.
     `plan`: what the model planned for these rows, int32 each (`PlanningModel`).
     """

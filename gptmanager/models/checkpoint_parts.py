@@ -15,6 +15,7 @@ from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.memory.tensor_sources import SafetensorsFolder, TensorSource
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.int8_tensors import Int8Tensors, without_quantization
+from gptmanager.models.other_folders import describe_other
 
 _MAGIC = b"GGUF"
 
@@ -49,6 +50,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     why = "there is no config.json in it" if os.path.isdir(path) else "it does not exist"
     if os.path.lexists(path) and not os.path.isdir(path):
         why = "it is not a folder"
+    why = describe_other(Path(path)) or why
     raise ConfigError(
         f"model_path = {quoted(os.fspath(path))}: a checkpoint folder with a config.json is "
         f"needed, or a GGUF file, and {why}"

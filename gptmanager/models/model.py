@@ -5,8 +5,9 @@ Decides where a checkpoint is read from; knows nothing of scheduling, sampling a
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -25,8 +26,10 @@ from gptmanager.models.batch import Batch
 from gptmanager.models.checkpoint_model import CheckpointModel
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
 from gptmanager.models.families import FAMILIES, place_tensors
+from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper
+from gptmanager.models.parameters import matmul_matrices, parameter_shapes, wide_parameters
 from gptmanager.models.read_spec import read_spec
-from gptmanager.models.spec import ModelSpec, parameter_shapes, product_matrices
+from gptmanager.models.spec import ModelSpec
 from gptmanager.models.splits import rank_cuts
 from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout
@@ -68,14 +71,14 @@ class Model(Protocol):
         """Write the batch's keys and values to the pool.
 
         Returns logits `[S, vocab]`, a row for each of `batch.sample_index`, in any floating dtype:
-        who calls widens them to float32. The caller may change them.
+        the caller widens them to float32, and may change them.
         """
         ...
 
 
 @runtime_checkable
 class PlanningModel(Model, Protocol):
-    """A model whose step can be recorded on a device, and run again for another batch.
+    """A model with steps that can be recorded on a device, and run again for another batch.
 
     It does nothing in `forward` that waits for the device or that depends on the batch but through
     the tensors of it.
@@ -90,7 +93,7 @@ class PlanningModel(Model, Protocol):
 
 @runtime_checkable
 class CapturableModel(Model, Protocol):
-    """A model whose generation steps may be recorded on the CPU, and run again for other rows."""
+    """A model with generation steps that may be captured on the CPU, and replayed for other rows."""
 
     def new_step_capture(self) -> StepCapture | None:
         """None where steps are not recorded."""
@@ -132,7 +135,7 @@ def load_model(
     `max_position_embeddings`. `attention_window`: how many positions a token sees at most in each
     layer, its own included. The first `sink` positions are seen as well. `kv_cache_dtype`: of the
     pages that it will read: float8_e4m3fn, or None: any other. `weights_dtype` "int8", on the CPU:
-    the matrices of products are kept in 8 bits, with a scale for each row; activations keep their
+    the matrices of matmuls are kept in 8 bits, with a scale for each row; activations keep their
     dtype. `on_progress`: as in `OptionalParams`. `ConfigError` names the config field or the tensor
     that cannot be used. At the peak the memory is that of the final weights and a sixteenth more.
     `collectives` of one of several ranks: its share alone is read. `prepare` is called with the
@@ -148,20 +151,22 @@ def load_model(
     _check_float64(spec.dtype, weights_dtype, kernels, device)
     if attention_window is not None:
         spec = _narrowed(spec, attention_window, sink)
-    spec = dataclasses.replace(spec, kv_cache_dtype=kv_cache_dtype)
-    family = FAMILIES[spec.family]
+    spec = replace(spec, kv_cache_dtype=kv_cache_dtype)
+    family, wraps = FAMILIES[spec.family], is_wrapper(config)
     if prepare is not None:
         prepare(spec.dtype)
     weights = Weights(
         parameter_shapes(spec),
         place_tensors(spec),
         prefix=family.prefix,
-        ignored=family.ignored,
+        prefixes=PREFIXES if wraps else {},
+        ignored=_either(family.ignored, MEDIA) if wraps else family.ignored,
         dtype=spec.dtype,
         device=device,
-        matrices=product_matrices(spec),
+        matrices=matmul_matrices(spec),
         new_matrix=kernels.new_matrix,
         quantized=weights_dtype is not None,
+        wide=wide_parameters(spec),
         cuts=rank_cuts(spec, layout),
     )
     weights.load(tensors, on_progress=on_progress)
@@ -177,9 +182,21 @@ def _opened(source: Source) -> tuple[Mapping[str, Any], TensorSource]:
     return read_config(source), open_tensors(source)
 
 
+def _either(*patterns: re.Pattern[str]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern.pattern})" for pattern in patterns))
+
+
 def _narrowed(spec: ModelSpec, window: int, sink: int) -> ModelSpec:
-    narrowed = tuple(min(own or window, window) for own in spec.windows)
-    return dataclasses.replace(spec, windows=narrowed, sink=sink)
+    layers = tuple(
+        replace(
+            layer,
+            attention=replace(
+                layer.attention, window=min(layer.attention.window or window, window)
+            ),
+        )
+        for layer in spec.layers
+    )
+    return replace(spec, layers=layers, sink=sink)
 
 
 def _check_weights_dtype(
@@ -192,12 +209,12 @@ def _check_weights_dtype(
         raise ConfigError(f"{given} is neither 'int8' nor None")
     if torch.device(device).type != "cpu":
         raise ConfigError(
-            f"{given} is refused with device = {str(device)!r}: its products are the CPU's"
+            f"{given} is refused with device = {str(device)!r}: only the CPU has such matmuls"
         )
     if not isinstance(kernels, CpuKernels):
         raise ConfigError(
             f"{given} is refused with kernels = {type(kernels).__name__}: they have no such "
-            "products"
+            "matmuls"
         )
 
 
@@ -213,7 +230,7 @@ def _check_float64(
     elif not kernels.has_float64:
         refused = f"kernels = {type(kernels).__name__}: they have no such operations"
     elif weights_dtype is not None:
-        refused = f"weights_dtype = {weights_dtype!r}: its products are of at most 32 bits"
+        refused = f"weights_dtype = {weights_dtype!r}: its matmuls are of at most 32 bits"
     if refused:
         raise ConfigError(f"dtype = 'float64' is refused with {refused}")
 

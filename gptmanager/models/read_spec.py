@@ -1,42 +1,39 @@
 """`read_spec`: from a `config.json` to the `ModelSpec` of the network that it describes.
 
-A field that changes the mathematics is honored, or refused with a `ConfigError` that names it.
-Ignored are the fields about training (dropouts, initializer_range, ...), generation (token ids,
-use_cache, ...), bookkeeping (architectures, transformers_version, auto_map, ...), task heads
-(summary_*, id2label, ...), and those that only reorder the arithmetic (pretraining_tp,
-reorder_and_upcast_attn). An absent field has the default that transformers gives it; sizes must
-be there.
+A field that changes the mathematics is applied, or refused with a `ConfigError` that names it. An
+absent field has the default that transformers gives it; sizes must be there. `config_fields` says
+which fields do not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from gptmanager.errors import ConfigError, quoted
+from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.memory.checkpoint_files import check_depth
+from gptmanager.models.families.config_fields import refuse_unread
 from gptmanager.models.families import FAMILIES, Family
+from gptmanager.models.families.wrappers import text_config
 from gptmanager.models.fields import Fields
-from gptmanager.models.rope import read_rope
-from gptmanager.models.spec import ModelSpec
+from gptmanager.models.families.layer_types import read_windows
+from gptmanager.models.other_folders import describe_other_type
+from gptmanager.models.rope import Rope, read_rope
+from gptmanager.models.spec import Attention, Layer, Mlp, ModelSpec, Norms
 
-# Fields that change the mathematics of relatives of these families -> the value that does not.
-_NEUTRAL: Mapping[str, Any] = {
-    "add_cross_attention": False,
-    "attn_logit_softcapping": None,
-    "clip_qkv": None,
-    "embedding_multiplier": 1.0,
-    "final_logit_softcapping": None,
-    "is_causal": True,
-    "is_encoder_decoder": False,
-    "logits_scaling": 1.0,
-    "num_experts": 0,
-    "num_local_experts": 0,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-    "residual_multiplier": 1.0,
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
 }
 _MAX_LAYERS = 10_000  # each has a dozen parameters, all with names
 _DTYPES = {
@@ -54,56 +51,101 @@ def read_spec(
     max_seq_len: int | None = None,
     num_tensors: int | None = None,
 ) -> ModelSpec:
-    """The network that a `config.json` describes.
+    """Return the network that a `config.json` describes.
 
     `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`. It
-    bounds the positions, and decides once which of longrope's factors hold. `num_tensors`:
+    bounds the positions, and decides once which of longrope's factors are used. `num_tensors`:
     how many tensors the checkpoint has. Each layer has several of them.
     """
     check_depth("config.json", config)
+    config = text_config(config)
     name = config.get("model_type")
     if name not in [*FAMILIES]:
+        other = describe_other_type(config)
         raise ConfigError(
-            f"config.json: model_type = {quoted(name)}: needed is one of {[*FAMILIES]}"
+            f"config.json: model_type = {quoted(name)}: must be one of {[*FAMILIES]}{other}"
         )
     family = FAMILIES[name]
     fields = Fields(config, family.defaults, family.spellings)
-    _refuse_unsupported(fields, family)
-    hidden, num_layers = (fields.size("hidden_size"), _read_num_layers(fields, num_tensors))
-    num_heads, num_kv_heads, head_dim = _read_heads(fields, hidden, family.rotary)
+    num_layers = _read_num_layers(fields, num_tensors)
     max_seq_len = _read_max_seq_len(fields, family.rotary, max_seq_len)
-    return ModelSpec(
+    windows, types = read_windows(fields, family.windows, num_layers, max_seq_len)
+    fields.set_layer_types(types)
+    layers = _read_layers(fields, family, windows, max_seq_len)
+    spec = ModelSpec(
         family=name,
         vocab_size=fields.size("vocab_size"),
         num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        hidden_size=hidden,
-        intermediate_size=fields.size("intermediate_size", None if family.rotary else 4 * hidden),
+        hidden_size=fields.size("hidden_size"),
         max_position_embeddings=fields.size("max_position_embeddings"),
         max_seq_len=max_seq_len,
         dtype=_read_dtype(fields, dtype),
-        norm=family.norm,
-        norm_eps=fields.number("norm_eps"),
-        activation=family.activations[fields.get("hidden_act")],
-        rope=read_rope(fields, head_dim, max_seq_len) if family.rotary else None,
-        qk_norm=family.qk_norm,
-        qkv_bias=_read_bias(fields, family.qkv_bias),
-        out_bias=_read_bias(fields, family.out_bias),
-        mlp_bias=_read_bias(fields, family.mlp_bias),
+        layers=layers,
+        norms=_read_norms(fields, family),
         tied_embeddings=fields.flag("tie_word_embeddings"),
-        windows=_read_windows(fields, family.windows, num_layers, max_seq_len),
-        attention_scales=_read_scales(fields, head_dim, num_layers),
+        qkv_bias=fields.decided(family.qkv_bias),
+        out_bias=fields.decided(family.out_bias),
+        mlp_bias=fields.decided(family.mlp_bias),
+        head_bias=fields.decided(family.head_bias),
+        parallel=fields.decided(family.parallel),
+        position_offset=family.position_offset,
+        **family.network(fields),
     )
+    refuse_unread(fields, family.neutral)
+    return spec
 
 
-def _refuse_unsupported(fields: Fields, family: Family) -> None:
-    for field, neutral in _NEUTRAL.items():
-        if fields.get(field) not in (None, neutral):
-            raise fields.error(field, "not supported")
-    if fields.get("hidden_act") not in [*family.activations]:
-        raise fields.error("hidden_act", f"needed is one of {[*family.activations]}")
+def _read_layers(
+    fields: Fields, family: Family, windows: Sequence[int | None], max_seq_len: int
+) -> tuple[Layer, ...]:
+    heads, kv_heads, head_dim = _read_heads(fields, family.rotary)
+    interleaved = fields.decided(family.interleaved)
+    ropes: dict[str, Rope] = {}
+
+    def rope(layer_type: str) -> Rope | None:
+        if family.rotary and layer_type not in ropes:
+            given = {"layer_type": layer_type, "interleaved": interleaved}
+            ropes[layer_type] = read_rope(fields, head_dim, max_seq_len, **given)
+        return ropes.get(layer_type)
+
+    mlp = _read_mlp(fields, family)
+    layers = []
+    for index, window in enumerate(windows):
+        own_type = fields.layer_types[index] if fields.layer_types else "full_attention"
+        attention = Attention(
+            heads,
+            kv_heads,
+            head_dim,
+            scale=_read_scale(fields, head_dim, index),
+            window=window,
+            rope=rope(own_type),
+        )
+        attention = replace(attention, **family.attention(fields, index))
+        found = family.experts(fields, index) if family.experts is not None else None
+        own = mlp if found is None else replace(mlp, experts=found[0], width=found[1])
+        layers.append(Layer(attention, own))
+    return tuple(layers)
+
+
+def _read_mlp(fields: Fields, family: Family) -> Mlp:
+    given = fields.get("hidden_act")
+    if given not in [*_ACTIVATIONS]:
+        raise fields.error("hidden_act", f"must be one of {[*_ACTIVATIONS]}")
+    default = None if family.rotary else 4 * fields.size("hidden_size")
+    width = fields.size("intermediate_size", default)
+    return Mlp(width, family.activation or _ACTIVATIONS[given], family.gated)
+
+
+def _read_norms(fields: Fields, family: Family) -> Norms:
+    norms = family.norms
+    has_query_key = norms.query_key != "none" and fields.decided(family.qk_norm)
+    has_own = norms.before_mlp and not fields.decided(family.one_norm)
+    return replace(
+        norms,
+        eps=fields.number("norm_eps"),
+        query_key=norms.query_key if has_query_key else "none",
+        before_mlp=has_own,
+    )
 
 
 def _read_num_layers(fields: Fields, num_tensors: int | None) -> int:
@@ -113,16 +155,14 @@ def _read_num_layers(fields: Fields, num_tensors: int | None) -> int:
     return num_layers
 
 
-def _read_heads(fields: Fields, hidden: int, rotary: bool) -> tuple[int, int, int]:
-    """(query heads, KV heads, head dim)."""
-    heads = fields.size("num_attention_heads")
+def _read_heads(fields: Fields, rotary: bool) -> tuple[int, int, int]:
+    """Return the numbers of query heads and KV heads, and the head dimension."""
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise fields.error("num_key_value_heads", f"a divisor of the {heads} query heads is needed")
+        raise fields.error("num_key_value_heads", f"must divide the {heads} query heads")
     if fields.get("head_dim") is None and hidden % heads:
-        raise fields.error(
-            "num_attention_heads", f"a divisor of the hidden size {hidden} is needed"
-        )
+        raise fields.error("num_attention_heads", f"must divide the hidden size {hidden}")
     head_dim = fields.size("head_dim", hidden // heads)
     if rotary and head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd, rotation needs pairs")
@@ -134,7 +174,7 @@ def _read_max_seq_len(fields: Fields, rotary: bool, max_seq_len: int | None) -> 
     if max_seq_len is None:
         return max_positions
     if max_seq_len < 1:
-        raise ConfigError(f"max_seq_len = {max_seq_len}: a positive integer is needed")
+        raise ConfigError(f"max_seq_len = {max_seq_len}: must be a positive integer")
     if max_seq_len > max_positions and not rotary:
         raise ConfigError(
             f"max_seq_len = {max_seq_len}: the checkpoint has learned positions for {max_positions}"
@@ -144,52 +184,17 @@ def _read_max_seq_len(fields: Fields, rotary: bool, max_seq_len: int | None) -> 
 
 def _read_dtype(fields: Fields, dtype: str | torch.dtype | None) -> torch.dtype:
     source = "dtype"
+    given = fields.get("dtype"), fields.get("torch_dtype")
     if dtype is None:
-        source = "torch_dtype" if fields.get("dtype") is None else "dtype"
-        dtype = fields.get(source)
+        source = "config.json: " + ("torch_dtype" if given[0] is None else "dtype")
+        dtype = given[1] if given[0] is None else given[0]
         dtype = "float32" if dtype is None else dtype
-        source = f"config.json: {source}"
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else ""
     if name not in _DTYPES:
-        raise ConfigError(f"{source} = {quoted(dtype)}: needed is one of {list(_DTYPES)}")
+        raise ConfigError(f"{source} = {quoted(dtype)}: must be one of {list(_DTYPES)}")
     return _DTYPES[name]
 
 
-def _read_bias(fields: Fields, bias: bool | str) -> bool:
-    return fields.flag(bias) if isinstance(bias, str) else bias
-
-
-def _read_scales(fields: Fields, head_dim: int, num_layers: int) -> tuple[float, ...]:
+def _read_scale(fields: Fields, head_dim: int, layer: int) -> float:
     scale = head_dim**-0.5 if fields.flag("scale_attn_weights", if_null=True) else 1.0
-    if fields.flag("scale_attn_by_inverse_layer_idx"):
-        return tuple(scale / (layer + 1) for layer in range(num_layers))
-    return (scale,) * num_layers
-
-
-def _read_windows(
-    fields: Fields, concerned: Literal["none", "all", "some"], num_layers: int, max_seq_len: int
-) -> tuple[int | None, ...]:
-    """A window for each layer; one that no position can leave is none."""
-    window = None
-    if fields.get("sliding_window") is not None:
-        if concerned == "none":
-            raise fields.error("sliding_window", "not supported in this family")
-        if concerned == "all" or fields.flag("use_sliding_window"):
-            window = fields.size("sliding_window")
-    first = num_layers if window is None else 0
-    if window is not None and concerned == "some":
-        first = fields.count("max_window_layers")
-    types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    given = types if fields.get("layer_types") is None else fields.get("layer_types")
-    possible = ["full_attention", "sliding_attention"][: 1 if window is None else 2]
-    if given != types and (
-        concerned != "some"
-        or not isinstance(given, list)
-        or len(given) != num_layers
-        or not all(kind in possible for kind in given)
-    ):
-        need = f"needed are {num_layers} of {possible}" if concerned == "some" else "not supported"
-        raise fields.error("layer_types", need)
-    if window is not None and window >= max_seq_len:
-        window = None
-    return tuple(window if kind == "sliding_attention" else None for kind in given)
+    return scale / (layer + 1) if fields.flag("scale_attn_by_inverse_layer_idx") else scale

@@ -1,6 +1,6 @@
 """Rotary positions: the variants, from their config fields to the table of cosines and sines.
 
-Decides which scalings exist and what they compute; knows nothing of how a table is applied.
+This module decides which scalings exist and what they compute, and not how a table is applied.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from gptmanager.models.fields import Fields, is_positive
 
 _COMMON = frozenset(
     "rope_type type rope_theta original_max_position_embeddings partial_rotary_factor "
-    "finetuned".split()
+    "finetuned max_position_embeddings llama_4_scaling_beta mrope_section mrope_interleaved".split()
 )
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _KINDS: Mapping[str, frozenset[str]] = {
     "default": _COMMON,
     "linear": _COMMON | {"factor"},
@@ -32,10 +34,11 @@ _KINDS: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions: how fast each pair of a head's dimensions turns.
+    """Rotary positions: how fast each pair of the first `dim` dimensions of a head rotates.
 
-    `kind`: default, linear, llama3, yarn, or longrope, whose `divisors` `[head_dim / 2]` are
-    chosen already. Cosines and sines are multiplied by `attention_factor`.
+    `kind`: default, linear, llama3, yarn, or longrope with the `divisors` `[dim / 2]` that were
+    chosen for it. Cosines and sines are multiplied by `attention_factor`. `interleaved`: pairs are
+    neighbors in a checkpoint; its rows are reordered while they are loaded.
     """
 
     kind: str = "default"
@@ -49,59 +52,107 @@ class Rope:
     truncate: bool = True
     divisors: tuple[float, ...] = ()
     attention_factor: float = 1.0
+    dim: int = 0
+    interleaved: bool = False
 
 
-def read_rope(fields: Fields, head_dim: int, max_seq_len: int) -> Rope:
-    """The rope of a config: `rope_parameters`, or `rope_scaling` beside `rope_theta`.
+def read_rope(
+    fields: Fields,
+    head_dim: int,
+    max_seq_len: int,
+    *,
+    layer_type: str = "full_attention",
+    interleaved: bool = False,
+) -> Rope:
+    """Return the rope that a config has for layers of that type.
 
-    `max_seq_len` decides once which of longrope's two lists of factors holds.
+    It is described by `rope_parameters`, perhaps with an object for each type of layers, or by
+    `rope_scaling` and `rope_theta`. `max_seq_len` decides once which of longrope's two lists of
+    factors is used.
     """
-    scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
-    for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        if value is not None and not isinstance(value, Mapping):
-            raise fields.error(name, "an object is needed")
-    if scaling and parameters and scaling != parameters:
-        raise fields.error("rope_scaling", f"rope_parameters says otherwise: {quoted(parameters)}")
-    values = scaling or parameters or {}
-    label = "rope_scaling" if scaling else "rope_parameters"
+    values, label, theta = _rope_values(fields, layer_type)
     original = fields.get("original_max_position_embeddings")
-    if original is not None:  # beside the rope's own fields it wins, as in transformers
+    if original is not None:  # outside of the rope's own fields it wins, as in transformers
         values = {**values, "original_max_position_embeddings": original}
     max_positions = fields.size("max_position_embeddings")
     rope = Fields(
         values,
         {
             "rope_type": values.get("type") or "default",
-            "rope_theta": fields.get("rope_theta"),
+            "rope_theta": theta,
             "original_max_position_embeddings": max_positions,
         },
         {} if "rope_type" in values else {"rope_type": "type"},
         f"config.json: {label}.",
     )
-    kind = rope.get("rope_type")
+    kind = "default" if rope.get("rope_type") == "mrope" else rope.get("rope_type")
     if kind not in [*_KINDS]:
-        raise rope.error("rope_type", f"needed is one of {[*_KINDS]}")
+        raise rope.error("rope_type", f"must be one of {[*_KINDS]}")
     for field, value in values.items():
         if value is not None and field not in _KINDS[kind]:
             raise rope.error(field, f"not supported with the rope type {kind!r}")
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise rope.error("partial_rotary_factor", "not supported")
-    return _scale_rope(rope, kind, head_dim, max_positions, max_seq_len)
+    dim = _rotated_dim(fields, rope, head_dim)
+    scaled = _scale_rope(rope, kind, dim, max_positions, max_seq_len)
+    return replace(scaled, dim=dim, interleaved=interleaved)
 
 
-def rope_table(
-    rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu"
-) -> Tensor:
-    """float32 `[num_positions, head_dim]`: cosines of the head_dim / 2 angles, then the sines.
+def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], str, Any]:
+    """Return the fields that describe a rope, what to call them in errors, and the base."""
+    scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
+    if scaling and not fields.is_given("rope_parameters"):
+        parameters = None
+    for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if value is not None and not isinstance(value, Mapping):
+            raise fields.error(name, "must be an object")
+    if scaling and parameters and scaling != parameters:
+        raise fields.error("rope_scaling", f"rope_parameters says otherwise: {quoted(parameters)}")
+    values, label = scaling or parameters or {}, "rope_scaling" if scaling else "rope_parameters"
+    theta, local = fields.get("rope_theta"), fields.get("rope_local_base_freq")
+    if layer_type in values and set(values) <= {*_LAYER_TYPES} and fields.layer_types:
+        label, values = f"{label}.{layer_type}", values[layer_type]
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"config.json: {label} = {quoted(values)}: must be an object")
+    elif layer_type == "sliding_attention" and local is not None:
+        values = {}  # scalings are those of the other layers
+    if layer_type == "sliding_attention" and local is not None:
+        theta = local
+    return values, label, theta
+
+
+def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
+    """Return how many dimensions of a head rotate."""
+    given = rope.get("partial_rotary_factor")
+    if not fields.has_default("partial_rotary_factor"):
+        if given not in (None, 1.0):
+            raise rope.error("partial_rotary_factor", "not supported in this family")
+        given = 1.0
+    else:
+        of_config = fields.number("partial_rotary_factor")
+        given = of_config if given is None else given
+    if fields.has_default("rotary_dim") and fields.get("rotary_dim") is not None:
+        dim = fields.size("rotary_dim")
+    elif not is_positive(given) or given > 1:
+        raise rope.error("partial_rotary_factor", "must be a number above 0 and up to 1")
+    else:
+        dim = int(head_dim * given)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise fields.error(
+            "head_dim", f"{dim} of {head_dim} dimensions rotate; the number is odd or impossible"
+        )
+    return dim
+
+
+def rope_table(rope: Rope, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return float32 `[num_positions, dim]`: cosines of the dim / 2 angles, then the sines.
 
     ConfigError where the numbers of the rope leave float32.
     """
-    frequencies = _finite_frequencies(rope, head_dim)
+    frequencies, half = _finite_frequencies(rope, rope.dim), rope.dim // 2
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
-    table = torch.empty(num_positions, head_dim, dtype=torch.float32)
-    torch.cos(angles, out=table[:, : head_dim // 2])
-    torch.sin(angles, out=table[:, head_dim // 2 :])
+    table = torch.empty(num_positions, rope.dim, dtype=torch.float32)
+    torch.cos(angles, out=table[:, :half])
+    torch.sin(angles, out=table[:, half:])
     return table.mul_(rope.attention_factor).to(device)
 
 
@@ -110,18 +161,18 @@ def _scale_rope(
 ) -> Rope:
     plain = Rope(kind, theta=rope.number("rope_theta"))
     if plain.theta <= 1:
-        raise rope.error("rope_theta", "more than 1 is needed")
+        raise rope.error("rope_theta", "must be more than 1")
     if kind == "default":
         return plain
     original = rope.size("original_max_position_embeddings")
     if original == 1:
-        raise rope.error("original_max_position_embeddings", "more than 1 is needed")
+        raise rope.error("original_max_position_embeddings", "must be more than 1")
     implied = max_positions / original if kind in ("yarn", "longrope") else None
     plain = replace(plain, factor=rope.number("factor", implied), original_max_positions=original)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if high <= low:
-            raise rope.error("high_freq_factor", f"more than low_freq_factor {low} is needed")
+            raise rope.error("high_freq_factor", f"must be more than low_freq_factor {low}")
         return replace(plain, low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
         return replace(
@@ -154,9 +205,9 @@ def _read_divisors(rope: Fields, head_dim: int, *, is_long: bool) -> tuple[float
     for field in ("short_factor", "long_factor"):
         values = rope.get(field)
         if not isinstance(values, list) or len(values) != head_dim // 2:
-            raise rope.error(field, f"a list of {head_dim // 2} numbers is needed")
+            raise rope.error(field, f"must be a list of {head_dim // 2} numbers")
         if not all(map(is_positive, values)):
-            raise rope.error(field, "positive numbers are needed")
+            raise rope.error(field, "must be positive numbers")
     return tuple(float(value) for value in rope.get("long_factor" if is_long else "short_factor"))
 
 
@@ -165,15 +216,15 @@ def _finite_frequencies(rope: Rope, head_dim: int) -> Tensor:
         frequencies = _inverse_frequencies(rope, head_dim)
     except (ArithmeticError, ValueError) as error:
         raise ConfigError(
-            f"config.json: no frequencies come of {quoted(rope)}: {error_summary(error)}"
+            f"config.json: {quoted(rope)} has no frequencies: {error_summary(error)}"
         ) from error
     if not (frequencies * rope.attention_factor).isfinite().all():
-        raise ConfigError(f"config.json: what {quoted(rope)} comes to leaves float32")
+        raise ConfigError(f"config.json: the frequencies of {quoted(rope)} leave float32")
     return frequencies
 
 
 def _inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians a position, float32 `[head_dim / 2]`.
+    """Return radians a position, float32 `[head_dim / 2]`.
 
     The order of the operations is that of transformers: at position 100,000 the last bit of a
     frequency is worth 0.01 radians.
@@ -192,7 +243,7 @@ def _inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    """Stretch long waves by `factor`, keep short ones, and interpolate between them."""
     length = rope.original_max_positions
     low, high = rope.low_freq_factor, rope.high_freq_factor
     wave_lengths = 2 * math.pi / frequencies
@@ -204,10 +255,10 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, head_dim: int, powers: Tensor) -> Tensor:
-    """Dimensions that turn often within the original length are kept, slow ones stretched."""
+    """Keep dimensions that rotate often within the original length, and stretch slow ones."""
 
-    def dimension(turns: float) -> float:
-        ratio = rope.original_max_positions / (turns * 2 * math.pi)
+    def dimension(rotations: float) -> float:
+        ratio = rope.original_max_positions / (rotations * 2 * math.pi)
         return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

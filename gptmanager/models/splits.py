@@ -1,9 +1,10 @@
 """How a network is split over ranks, as a table: which part of which parameter each of them keeps.
 
-In a layer the first product of attention and the first of the MLP are split by their outputs, the
-second ones by their inputs: so a rank goes from one to the other with what it has, and two sums
-over ranks are all that a layer needs (Shoeybi et al. 2019, arXiv:1909.08053). Stages are ranges of
-layers. Knows nothing of what a checkpoint calls its tensors, nor of how ranks talk.
+In a layer the first matmul of attention and the first of the MLP are split by their outputs, the
+second ones by their inputs: so a rank computes the second one from its part of the first, and two
+sums over ranks are all that a layer needs (Shoeybi et al. 2019, arXiv:1909.08053). A rank has whole
+experts. Stages are ranges of layers. This module does not know tensor names of checkpoints, nor how
+ranks talk.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from dataclasses import dataclass, replace
 
 from gptmanager.errors import ConfigError
 from gptmanager.memory.weights import Cut
-from gptmanager.models.spec import ModelSpec, parameter_shapes
+from gptmanager.models.parameters import parameter_shapes
+from gptmanager.models.spec import Layer, ModelSpec
 from gptmanager.ranks.layout import RankLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """`rows`: what the rows of a module's weight are, one behind the other, each to be shared out;
-    none: every rank has all of them. `columns`: the same of the columns. Then results are partial
-    sums, and what is added to them, the bias, is there once: part 0 has it.
+    """`rows`: what the rows of a module's weight are, in order, each to be shared out; none: every
+    rank has all of them. `columns`: the same for the columns. Then results are partial sums, and
+    the bias is added to them once, by part 0.
     """
 
     rows: tuple[str, ...] = ()
@@ -31,38 +33,53 @@ class Split:
 SPLITS = {
     "embedding": Split(rows=("tokens",)),
     "qkv": Split(rows=("queries", "keys", "keys")),
+    "sinks": Split(rows=("heads",)),
     "cache_scales": Split(rows=("kv_heads", "kv_heads")),
     "out": Split(columns="queries"),
     "up": Split(rows=("gates", "width")),
     "down": Split(columns="width"),
+    "experts_up": Split(rows=("expert_rows",)),
+    "experts_down": Split(rows=("expert_columns",)),
+    "shared_up": Split(rows=("shared_gates", "shared_width")),
+    "shared_down": Split(columns="shared_width"),
     "lm_head": Split(rows=("tokens",)),
 }
 
 
 class Shares:
-    """The ranges that each word in `SPLITS` stands for: the total, and a rank's part of it.
+    """The ranges that each word in `SPLITS` means in a layer: the total, and a rank's part."""
 
-    ConfigError if the network cannot be split this way.
-    """
-
-    def __init__(self, spec: ModelSpec, layout: RankLayout) -> None:
-        check(spec, layout)
+    def __init__(self, spec: ModelSpec, layout: RankLayout, layer: Layer) -> None:
         size, part = layout.tensor_parallel_size, layout.part
-        queries = evenly(spec.num_heads, size, part)
-        kv_heads = kv_share(spec.num_kv_heads, size, part)
-        width = evenly(spec.intermediate_size, size, part)
-        gates = spec.activation == "silu"
+        own, mlp = layer.attention, layer.mlp
+        dim, experts, gated = own.head_dim, mlp.experts, mlp.gated
+        queries = evenly(own.num_heads, size, part)
+        kv_heads = kv_share(own.num_kv_heads, size, part)
+        width = evenly(mlp.width, size, part)
         self.layers = evenly(spec.num_layers, layout.pipeline_parallel_size, layout.stage)
         self.heads, self.kv_heads, self.width = queries, kv_heads, width
+        self.experts = self.shared = range(0)
         self.tokens = evenly(spec.vocab_size, size, part)
         self._by_word = {
             "tokens": (spec.vocab_size, self.tokens),
-            "queries": (spec.num_heads * spec.head_dim, _times(queries, spec.head_dim)),
-            "keys": (spec.num_kv_heads * spec.head_dim, _times(kv_heads, spec.head_dim)),
-            "kv_heads": (spec.num_kv_heads, kv_heads),
-            "gates": (spec.intermediate_size, width) if gates else (0, range(0)),
-            "width": (spec.intermediate_size, width),
+            "queries": (own.num_heads * dim, _times(queries, dim)),
+            "keys": (own.num_kv_heads * dim, _times(kv_heads, dim)),
+            "heads": (own.num_heads, queries),
+            "kv_heads": (own.num_kv_heads, kv_heads),
+            "gates": (mlp.width, width) if gated else (0, range(0)),
+            "width": (mlp.width, width),
         }
+        if experts is not None:
+            self.experts = evenly(experts.count, size, part)
+            self.shared = evenly(experts.shared_width, size, part)
+            rows, hidden = mlp.width * (2 if gated else 1), spec.hidden_size
+            shared = experts.shared_width, self.shared
+            self._by_word |= {
+                "expert_rows": (experts.count * rows, _times(self.experts, rows)),
+                "expert_columns": (experts.count * hidden, _times(self.experts, hidden)),
+                "shared_gates": shared if gated else (0, range(0)),
+                "shared_width": shared,
+            }
 
     def rows(self, split: Split) -> tuple[range, ...]:
         """Return the ranges of a weight's rows that this rank has."""
@@ -75,6 +92,13 @@ class Shares:
 
     def columns(self, split: Split) -> range:
         return self._by_word[split.columns][1]
+
+
+def layer_shares(spec: ModelSpec, layout: RankLayout) -> list[Shares]:
+    """Return the shares of each layer. ConfigError if the network cannot be split this way."""
+    check(spec, layout)
+    known = {layer: Shares(spec, layout, layer) for layer in dict.fromkeys(spec.layers)}
+    return [known[layer] for layer in spec.layers]
 
 
 def evenly(count: int, parts: int, part: int) -> range:
@@ -96,15 +120,11 @@ def check(spec: ModelSpec, layout: RankLayout) -> None:
     """ConfigError, with the field and what it may be, where ranks cannot share this network."""
     size, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
     given = f"ParallelConfig.tensor_parallel_size = {size}"
-    for count, what in (
-        (spec.num_heads, "query heads"),
-        (spec.intermediate_size, "elements of the intermediate size"),
-    ):
-        if count % size:
-            raise ConfigError(f"{given}: a divisor of the {count} {what} is needed")
-    if max(spec.num_kv_heads, size) % min(spec.num_kv_heads, size):
+    for layer in dict.fromkeys(spec.layers):
+        _check_layer(layer, size, given)
+    if size > 1 and spec.norms.query_key in ("own_head", "all_heads"):
         raise ConfigError(
-            f"{given}: a divisor or a multiple of the {spec.num_kv_heads} KV heads is needed"
+            f"{given}: must be 1 for this family, in which norms of queries and keys span heads"
         )
     if size > spec.vocab_size:
         raise ConfigError(f"{given} is more than the vocabulary's {spec.vocab_size} tokens")
@@ -115,17 +135,36 @@ def check(spec: ModelSpec, layout: RankLayout) -> None:
         )
 
 
+def _check_layer(layer: Layer, size: int, given: str) -> None:
+    attention, experts = layer.attention, layer.mlp.experts
+    counts = [(attention.num_heads, "query heads")]
+    if experts is None:
+        counts.append((layer.mlp.width, "elements of the intermediate size"))
+    else:
+        counts += [(experts.count, "experts"), (experts.shared_width, "elements of the shared MLP")]
+    for count, what in counts:
+        if count % size:
+            raise ConfigError(f"{given}: a divisor of the {count} {what} is needed")
+    kv_heads = attention.num_kv_heads
+    if max(kv_heads, size) % min(kv_heads, size):
+        raise ConfigError(f"{given}: a divisor or a multiple of the {kv_heads} KV heads is needed")
+
+
 def rank_spec(spec: ModelSpec, layout: RankLayout) -> ModelSpec:
     """Return the spec of a rank's part of a network. Raises what `check` raises."""
-    shares = Shares(spec, layout)
-    return replace(
-        spec,
-        first_layer=shares.layers.start,
-        num_layers=len(shares.layers),
-        num_heads=len(shares.heads),
-        num_kv_heads=len(shares.kv_heads),
-        intermediate_size=len(shares.width),
-    )
+    shares = layer_shares(spec, layout)
+    own = shares[0].layers
+    layers = tuple(map(_rank_layer, spec.layers, shares))
+    return replace(spec, first_layer=own.start, num_layers=len(own), layers=layers)
+
+
+def _rank_layer(layer: Layer, shares: Shares) -> Layer:
+    heads = {"num_heads": len(shares.heads), "num_kv_heads": len(shares.kv_heads)}
+    attention, experts = replace(layer.attention, **heads), layer.mlp.experts
+    if experts is None:
+        return Layer(attention, replace(layer.mlp, width=len(shares.width)))
+    experts = replace(experts, own=shares.experts, shared_width=len(shares.shared))
+    return Layer(attention, replace(layer.mlp, experts=experts))
 
 
 def vocabulary_shares(spec: ModelSpec, layout: RankLayout) -> tuple[range, list[int]]:
@@ -137,8 +176,8 @@ def vocabulary_shares(spec: ModelSpec, layout: RankLayout) -> tuple[range, list[
 
 def rank_cuts(spec: ModelSpec, layout: RankLayout) -> dict[str, Cut]:
     """Return the part that a rank keeps, by parameter. Raises what `check` raises."""
-    shares = Shares(spec, layout)
-    modules = _modules(spec, layout, shares.layers)
+    by_layer = layer_shares(spec, layout)
+    modules = _modules(spec, layout, by_layer[0].layers)
     cuts: dict[str, Cut] = {}
     for name, shape in parameter_shapes(spec).items():
         module, kind = name.removesuffix(".weight").removesuffix(".bias"), name.rpartition(".")[2]
@@ -147,6 +186,7 @@ def rank_cuts(spec: ModelSpec, layout: RankLayout) -> dict[str, Cut]:
             continue
         if kind == "bias" and split.columns and layout.part:
             continue
+        shares = by_layer[int(name.split(".")[1]) if name.startswith("layers.") else 0]
         rows = shares.rows(split) if split.rows else (range(shape[0]),)
         columns = None if len(shape) == 1 else range(shape[1])
         if split.columns and columns is not None:
@@ -156,7 +196,7 @@ def rank_cuts(spec: ModelSpec, layout: RankLayout) -> dict[str, Cut]:
 
 
 def _modules(spec: ModelSpec, layout: RankLayout, layers: range) -> set[str]:
-    """How the names of the modules begin that a stage has."""
+    """Return how the names of a stage's modules begin."""
     found = {f"layers.{layer}." for layer in layers}
     if layout.is_first_stage:
         found |= {"embedding", "positions"}

@@ -17,7 +17,6 @@ from checkpoints import (
     LLAMA3_ROPE,
     PagedDriver,
     checkpoint,
-    default_config,
     expected_logits,
     expected_rope,
     is_greedy,
@@ -32,7 +31,6 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels, PackedMatrix
 from gptmanager.kernels.gemm.matmul_plan import packing_pays
 from gptmanager.models import load_model
-from gptmanager.models.families import FAMILIES
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.rope import rope_table
 from gptmanager.testing import RecordingCallbacks
@@ -145,9 +143,9 @@ LONG_YARN = YARN | {"rope_theta": 50.0, "original_max_position_embeddings": 1310
 def test_tables_are_exact_far_out(rope: dict[str, Any]) -> None:
     sizes = {"max_position_embeddings": 131072, "head_dim": 128, "rope_parameters": rope}
     spec = read_spec({**CONFIGS["llama"], **sizes})
-    assert spec.rope is not None
+    (rope,) = set(spec.ropes)
     positions = torch.tensor([0, 1, 4097, 131071])
-    table = rope_table(spec.rope, spec.head_dim, spec.max_seq_len)
+    table = rope_table(rope, spec.max_seq_len)
     assert table.shape == (131072, 128)
     expected = expected_rope({**CONFIGS["llama"], **sizes}, positions)
     assert torch.allclose(table[positions], expected, rtol=0, atol=1e-6)
@@ -158,8 +156,7 @@ def test_longrope_takes_the_short_factors_for_a_short_limit() -> None:
     source = checkpoint(hf)
     (tokens,) = random_tokens(40)
     short = load_model(source, kernels=Kernels(), max_seq_len=40)
-    assert short.spec.rope is not None
-    assert short.spec.rope.divisors == tuple(SHORT)
+    assert short.spec.ropes[0].divisors == tuple(SHORT)
     ours = PagedDriver(short, 1).forward([(0, tokens)])
     assert (ours - expected_logits(hf, tokens)).abs().max() < TOLERANCE
 
@@ -170,8 +167,7 @@ def test_longrope_takes_the_short_factors_for_a_short_limit() -> None:
 
 def test_the_original_length_beside_the_rope_wins() -> None:
     config = {**CONFIGS["llama"], "rope_scaling": {**YARN}, "original_max_position_embeddings": 20}
-    rope = read_spec(config).rope
-    assert rope is not None
+    rope = read_spec(config).ropes[0]
     assert rope.original_max_positions == 20
 
 
@@ -216,32 +212,6 @@ def test_windows_are_those_of_the_config() -> None:
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     assert read_spec({**CONFIGS["qwen2_windows"], "layer_types": types}).windows == (9, None, 9)
     assert read_spec({**CONFIGS["qwen2_windows"], "max_window_layers": 0}).windows == (9, 9, 9)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_absent_fields_have_the_defaults_of_transformers(family: str) -> None:
-    theirs = default_config(family)
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    config = {
-        name: getattr(theirs, name)
-        for name in (*sizes, "intermediate_size", "n_inner")
-        if hasattr(theirs, name)
-    }
-    spec = read_spec({"model_type": family, **config})
-    eps = "layer_norm_epsilon" if family == "gpt2" else "rms_norm_eps"
-    assert spec.norm_eps == getattr(theirs, eps)
-    assert spec.max_position_embeddings == spec.max_seq_len == theirs.max_position_embeddings
-    assert spec.tied_embeddings == theirs.tie_word_embeddings
-    if family == "gpt2":
-        assert spec.intermediate_size == 4 * theirs.n_embd
-        return
-    assert spec.num_kv_heads == theirs.num_key_value_heads
-    assert spec.head_dim == getattr(theirs, "head_dim", 4096 // 32)
-    assert spec.rope is not None
-    assert spec.rope.theta == theirs.rope_parameters["rope_theta"]
-    window = getattr(theirs, "sliding_window", None)
-    assert set(spec.windows) == {window}
-    assert spec.qkv_bias == (family == "qwen2")
 
 
 def test_kernels_of_the_cpu_are_the_default_there_and_there_alone() -> None:
@@ -471,8 +441,8 @@ def test_the_first_gpt2_checkpoints_load() -> None:
     [
         ("llama", {"model_type": "mamba"}, ["model_type = 'mamba'", "qwen3"]),
         ("llama", {"model_type": None}, ["model_type = None"]),
-        ("llama", {"hidden_act": "relu"}, ["hidden_act = 'relu'", "silu"]),
-        ("gpt2", {"activation_function": "silu"}, ["activation_function = 'silu'", "gelu_new"]),
+        ("llama", {"hidden_act": "mish"}, ["hidden_act = 'mish'", "silu"]),
+        ("gpt2", {"activation_function": "swiglu"}, ["activation_function = 'swiglu'", "gelu_new"]),
         ("llama", {"hidden_size": "32"}, ["hidden_size = '32'", "positive integer"]),
         ("llama", {"vocab_size": None}, ["vocab_size = None"]),
         ("gpt2", {"n_embd": -1}, ["n_embd = -1"]),

@@ -97,13 +97,16 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def _new_model(config: Mapping[str, Any]) -> Any:
+def new_model(config: Mapping[str, Any]) -> Any:
     if transformers is None:
         pytest.skip("transformers is not installed")
     fields = copy.deepcopy(dict(config))  # transformers writes into them
     hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     return AutoModelForCausalLM.from_config(
-        hf_config, dtype=torch.float32, attn_implementation="eager"
+        hf_config,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
     ).eval()
 
 
@@ -114,7 +117,7 @@ def default_config(model_type: str) -> Any:
 
 def random_model(config: Mapping[str, Any], seed: int = 0) -> Any:
     """A transformers model in float32; every parameter is random, norms and biases included."""
-    model = _new_model(config)
+    model = new_model(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -135,7 +138,7 @@ def random_state(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
 def save_large(config: Mapping[str, Any], folder: Path) -> None:
     """A checkpoint folder of any size, fast: its tensors all begin with the same numbers."""
     with torch.device("meta"):
-        model = _new_model(config)
+        model = new_model(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     numbers = torch.randn(max(shape.numel() for shape in shapes.values()))
     tensors = {name: numbers[: s.numel()].reshape(s).clone() for name, s in shapes.items()}
@@ -191,7 +194,7 @@ def exact_logits(model: Any, tokens: Sequence[int]) -> Tensor:
 
 def expected_rope(config: Mapping[str, Any], positions: Tensor) -> Tensor:
     """transformers' cosines `[T, head_dim / 2]` of a Llama's angles, then their sines."""
-    rotary = _new_model(config).model.rotary_emb
+    rotary = new_model(config).model.rotary_emb
     cos, sin = rotary(torch.zeros(1), positions[None])
     half = cos.shape[-1] // 2
     return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)

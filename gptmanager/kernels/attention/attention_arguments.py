@@ -43,7 +43,9 @@ class AttentionShape(NamedTuple):
     Token i of a row with n new tokens and KV length m is at position m - n + i and sees the
     positions 0 to there. With `window` it sees only the last `window` of them, its own included,
     and the first `sink`. A score is a dot product times `scale`; with `softcap` it becomes
-    softcap * tanh(score / softcap). `fp8`: pages are of 8-bit floats.
+    softcap * tanh(score / softcap). `fp8`: pages are of 8-bit floats. `sinks`: heads have scores
+    without a value. `late_norm`: heads are normed after their rotation. `plus_one`: by
+    weights that are stored less 1.
     """
 
     num_heads: int
@@ -54,6 +56,9 @@ class AttentionShape(NamedTuple):
     sink: int = 0
     softcap: float = 0.0
     fp8: bool = False
+    sinks: bool = False
+    late_norm: bool = False
+    plus_one: bool = False
 
     @property
     def group(self) -> int:

@@ -27,15 +27,17 @@ class AttentionTask(ctypes.Structure):
     """Addresses, sizes in elements, `window` 0 for none, `scratch_bytes` for each thread.
 
     `dtype`: of `q` and `result`; `page_dtype`: of keys and values, and `item_bytes` of it.
-    `sink`: the number of first positions that are always seen. `page_tokens`: see `page_of`.
+    `sink`: the number of first positions that are always seen. `sinks` (0: none), of `sink_dtype`:
+    a score for each head that has no value. `softcap` 0: scores are not limited.
+    `page_tokens`: see `page_of`.
     `token_major`: the keys of a page are `[tokens, head_dim]`, and transposed as they are read.
     """
 
     _fields_ = task_fields(
         "q keys values result row_starts kv_lengths slots block_tables num_rows table_width"
         " num_heads num_kv_heads head_dim tokens_per_block block_stride token_major page_tokens"
-        " window sink scratch scratch_bytes dtype page_dtype item_bytes",
-        "scale",
+        " window sink sinks sink_dtype scratch scratch_bytes dtype page_dtype item_bytes",
+        "scale softcap",
     )
 
 

@@ -37,6 +37,7 @@ from gptmanager.kernels.simd.lanes import (
     task_at,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD
+from gptmanager.kernels.token_loops import soft_capped
 
 LOG2_E = 1.4426950408889634
 LOWEST = np.float32(-3.0e38)
@@ -110,6 +111,17 @@ def _softmax(
 
 
 @loop
+def _cap(t: Any, scores: int, rows: int, columns: int, stride: int) -> None:
+    """Limit scores, which are exponents of 2, by the soft cap."""
+    compact()
+    to_natural, cap = splat(np.float32(1 / LOG2_E)), np.float32(t.softcap)
+    for row in range(rows):
+        for column in range(0, columns, LANES):
+            capped = soft_capped(load(scores, row * stride + column) * to_natural, cap)
+            store(scores, row * stride + column, capped * splat(np.float32(LOG2_E)))
+
+
+@loop
 def _page(t: Any, table: int, position: int, kv_head: int) -> int:
     """Return the index of the first element of the page at `position`, for keys and values."""
     size = t.tokens_per_block
@@ -177,6 +189,10 @@ def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) 
             store(mixed, row * wide + d, splat(ZERO))
         store(sums, row * LANES, splat(ZERO))
         put(highest, row, LOWEST)
+        if t.sinks:  # a score that counts in the sum alone
+            own = sum_lanes(load_as(t.sink_dtype, t.sinks, kv_head * group + row % group, 1))
+            put(sums, row * LANES, ONE)
+            put(highest, row, own * np.float32(LOG2_E))
 
 
 @loop
@@ -230,6 +246,8 @@ def _mix(
             else:
                 own = t.page_dtype, to, stride, queries, wide, keys, size
             multiply(*own, rows, columns, dim, False)
+        if t.softcap:
+            _cap(t, scores, rows, stop - at, stride)
         _softmax(t, areas, rows, position, at, stop - at, until)
         if stop < end:
             _prefetch_keys(t, table, stop, min(stop + span, end), kv_head)

@@ -35,7 +35,8 @@ class PackedMatrix:
             self.depth = -(-columns // UNIT_DEPTH) * UNIT_DEPTH
         panels = -(-rows // PANEL_ROWS)
         self.values = torch.zeros(panels, self.depth // pair, PANEL_ROWS, pair, dtype=stored)
-        self.plans: dict[bool, Any] = {}  # what `CpuKernels` derive from its shape and address
+        self.plans: dict[bool, Any] = {}  # derived by `CpuKernels` from its shape and address
+        self._parts: tuple[Matrix, ...] = ()
         self.scales = torch.zeros(panels * PANEL_ROWS, dtype=torch.float32) if quantized else None
 
     def __len__(self) -> int:
@@ -44,6 +45,27 @@ class PackedMatrix:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def parts(self, count: int) -> tuple[Matrix, ...]:
+        """Return `count` matrices of equally many rows, as views if parts are whole panels."""
+        size = len(self) // count
+        if size % PANEL_ROWS:
+            return tuple(self.unpacked(slice(n * size, (n + 1) * size)) for n in range(count))
+        if len(self._parts) != count:
+            self._parts = tuple(self._part(number * size, size) for number in range(count))
+        return self._parts
+
+    def _part(self, first: int, size: int) -> PackedMatrix:
+        part = PackedMatrix.__new__(PackedMatrix)
+        part.shape, part.dtype, part.depth = (
+            torch.Size((size, self.shape[1])),
+            self.dtype,
+            self.depth,
+        )
+        part.values = self.values[first // PANEL_ROWS : (first + size) // PANEL_ROWS]
+        part.scales = None if self.scales is None else self.scales[first : first + size]
+        part.plans, part._parts = {}, ()
+        return part
 
     def unpacked(self, rows: slice = _ALL) -> Tensor:
         """Return a copy of these rows, `[n, columns]`."""

@@ -1,0 +1,89 @@
+"""The formulas of attention over pages in torch: reading, writing and mixing of keys and values.
+
+Letters as in `reference`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+
+
+def widened(x: Tensor) -> Tensor:
+    """Widen to the dtype of arithmetic: float64 stays, all others become float32."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def cells(rows: RowSpans, num_tokens: int, tokens_per_block: int) -> tuple[Tensor, Tensor]:
+    """Return block and offset within it of each new token, int64 `[T]`."""
+    num_new = rows.row_starts.diff().long()
+    token = torch.arange(num_tokens, device=num_new.device)
+    first = rows.kv_lengths.long() - num_new - rows.row_starts[:-1]
+    position = token + first.repeat_interleave(num_new)
+    slot = rows.slots.long().repeat_interleave(num_new)
+    block = rows.block_tables[slot, position // tokens_per_block].long()
+    return block, position % tokens_per_block
+
+
+def read_positions(pages: Pages, blocks: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys `[K, D, N]` and values `[K, N, D]` of positions `at [N]` of a row's `blocks`."""
+    tokens_per_block = pages.values.shape[2]
+    block, offset = blocks[at // tokens_per_block].long(), at % tokens_per_block
+    k, v = take(pages.keys.mT, block, offset), take(pages.values, block, offset)
+    if pages.cache_scales is not None:
+        k, v = (
+            it.float() * own[:, None] for it, own in zip((k, v), pages.cache_scales, strict=True)
+        )
+    return k.permute(1, 2, 0), v.transpose(0, 1)
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    shape: AttentionShape,
+    hidden: Tensor,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend with `q [n, H, D]` to `keys [K, D, N]`, `values [K, N, D]`, if not `hidden [n, N]`.
+
+    `sinks [H]`: a score of each head that takes part in the softmax and has no value.
+    """
+    num_new, num_heads, head_dim = q.shape
+    num_kv_heads = keys.shape[0]
+    by_group = widened(q).reshape(num_new, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = by_group.permute(1, 2, 0, 3)
+    scores = grouped @ widened(keys.unsqueeze(1)) * shape.scale
+    if shape.softcap:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        own = widened(sinks).view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, own.to(scores)), dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[-1]]
+    mixed = weights @ widened(values.unsqueeze(1))
+    return mixed.permute(2, 0, 1, 3).flatten(1)
+
+
+def take(pages: Tensor, block: Tensor, offset: Tensor) -> Tensor:
+    """`[N, K, D]` of `pages [P, K, B, D]`; torch moves float8 elements as bits."""
+    if pages.dtype is not torch.float8_e4m3fn:
+        return pages[block, :, offset]
+    return pages.view(torch.uint8)[block, :, offset].view(pages.dtype)
+
+
+def to_fp8(heads: Tensor, scales: Tensor) -> Tensor:
+    """Return `heads [T, K, D] / scales [K]` as bits of float8_e4m3fn; torch would make 500 NaN."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    scaled = (heads / scales[:, None]).clamp(-limit, limit)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
+    """Return the half-rotation of `heads [T, *, D]` by `cos_sin [T, 1, N]`."""
+    half = cos_sin.shape[-1] // 2
+    cos, sin = cos_sin[..., :half], cos_sin[..., half:]
+    a, b, rest = heads.tensor_split((half, 2 * half), dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)

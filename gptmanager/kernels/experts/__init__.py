@@ -1,0 +1,1 @@
+"""Mixtures of experts: the choice of each token's experts, and their matmuls."""

@@ -1,0 +1,96 @@
+"""`ExpertMatrices`: the matrices of a layer's experts; and their matmuls, one expert at a time.
+
+Tokens are sorted by expert: each expert multiplies all of its tokens at once, and reads its
+matrices once. Experts that no token has chosen are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.activation_kinds import Activation
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix
+
+
+class ExpertOps(Protocol):
+    """The ops of kernels that experts are computed with; see `Kernels`."""
+
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor: ...
+
+    def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor: ...
+
+    def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor: ...
+
+
+class ExpertMatrices(NamedTuple):
+    """The experts from number `first` on that are here, one after the other in each matrix.
+
+    `up [E * U, C]` and `down [E * C, F]`; if `gated`, U is 2F: an expert's gate, then its up.
+    `up_bias [E * U]`, `down_bias [E * C]`: None if experts have no biases.
+    """
+
+    up: Matrix
+    up_bias: Tensor | None
+    down: Matrix
+    down_bias: Tensor | None
+    activation: Activation
+    gated: bool
+    first: int
+    count: int
+
+
+def mix_experts(
+    ops: ExpertOps, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMatrices
+) -> Tensor:
+    """Return the weighted sums `[T, C]` of the outputs of each token's experts for `x [T, C]`.
+
+    `chosen [T, k]` are numbers of experts, `weights [T, k]` their weights; experts that are not
+    here add nothing. Sums are in the dtype of the weights.
+    """
+    per_token = chosen.shape[1]
+    numbers = (chosen - experts.first).flatten()
+    # an expert of another rank is sorted behind the ones here
+    numbers = torch.where((numbers >= 0) & (numbers < experts.count), numbers, experts.count)
+    order = numbers.argsort(stable=True)
+    counts = torch.bincount(numbers, minlength=experts.count).tolist()[: experts.count]
+    rows = x.index_select(0, order // per_token)
+    outputs = _outputs(ops, rows, counts, experts)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    by_token = outputs.index_select(0, place).view(len(x), per_token, x.shape[1])
+    return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _outputs(
+    ops: ExpertOps, rows: Tensor, counts: Sequence[int], experts: ExpertMatrices
+) -> Tensor:
+    """Return the outputs of sorted rows, zeros for those of experts that are not here."""
+    ups, downs = _parts(experts.up, experts.count), _parts(experts.down, experts.count)
+    up_biases, down_biases = (
+        (None,) * experts.count if bias is None else bias.chunk(experts.count)
+        for bias in (experts.up_bias, experts.down_bias)
+    )
+    found, start = [], 0
+    for number, count in enumerate(counts):
+        if not count:
+            continue
+        own = rows[start : start + count]
+        start += count
+        if experts.gated and experts.activation == "silu":
+            hidden = ops.linear_silu_mul(own, ups[number], up_biases[number])
+        else:
+            hidden = ops.linear(own, ups[number], up_biases[number])
+            hidden = ops.activate(hidden, experts.activation, experts.gated)
+        found.append(ops.linear(hidden, downs[number], down_biases[number]))
+    if start < len(rows):
+        found.append(torch.zeros_like(rows[start:]))
+    return torch.cat(found) if found else torch.zeros_like(rows)
+
+
+def _parts(matrix: Matrix, count: int) -> Sequence[Matrix]:
+    """Return the matrix of each expert, a view."""
+    return matrix.parts(count) if isinstance(matrix, PackedMatrix) else matrix.chunk(count)

@@ -1,0 +1,65 @@
+"""`Routing`: how the experts of a token are chosen and weighed, with the formulas in torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """The choice of `per_token` experts for each token, by a score of the router's logits.
+
+    `score` "softmax_of_best": the softmax is over the logits of the chosen experts alone.
+    `renormalize`: the weights of a token's experts add up to 1. `factor` multiplies the weights.
+    Of `groups` groups of experts the best `top_groups` are considered, by the sum of the two best
+    scores of a group ("two_best"), or by the best one ("best").
+    """
+
+    per_token: int
+    score: Literal["softmax", "sigmoid", "softmax_of_best"] = "softmax"
+    renormalize: bool = False
+    factor: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["two_best", "best"] = "two_best"
+
+
+def choose_experts(
+    logits: Tensor, routing: Routing, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the experts of each token, int64 `[T, k]`, and their weights `[T, k]`.
+
+    `logits [T, E]` are float32 or float64. `correction [E]` is added to the scores to choose
+    experts, and not to weigh them.
+    """
+    if routing.score == "softmax":
+        scores = logits.softmax(-1)
+    elif routing.score == "sigmoid":
+        scores = logits.sigmoid()
+    else:
+        scores = logits
+    ranked = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        ranked = _keep_best_groups(ranked, routing)
+    chosen = ranked.topk(routing.per_token, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if routing.score == "softmax_of_best":
+        weights = weights.softmax(-1)
+    if routing.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return chosen, weights * routing.factor
+
+
+def _keep_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
+    """Return the scores with -inf in all groups except the best `top_groups`."""
+    groups = ranked.unflatten(1, (routing.groups, -1))
+    if routing.group_score == "best":
+        quality = groups.amax(-1)
+    else:
+        quality = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+    best = quality.topk(routing.top_groups, dim=-1).indices
+    hidden = torch.ones_like(quality, dtype=torch.bool).scatter_(1, best, False)
+    return groups.masked_fill(hidden.unsqueeze(-1), -math.inf).flatten(1)

@@ -1,0 +1,73 @@
+"""Which fields of a `config.json` do not matter, and what is said of those that do.
+
+A field that no reader has read and that is not listed here is refused, unless its value means that
+something is absent. Otherwise a config that asks for more than its family has would give wrong
+tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gptmanager.models.fields import Fields
+
+# Fields that change the mathematics of relatives of these families -> the value that does not.
+_NEUTRAL: Mapping[str, Any] = {
+    "add_cross_attention": False,
+    "attention_chunk_size": None,
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
+    "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "logits_scaling": 1.0,
+    "num_experts": 0,
+    "num_local_experts": 0,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "residual_multiplier": 1.0,
+}
+# Training, generation, bookkeeping, task heads, and what only reorders the arithmetic.
+_IGNORED = re.compile(
+    r"_.*|.*(dropout|drop_rate|layerdrop|pdrop|dropout_p|jitter_noise)|.*(initializer|init_std).*"
+    r"|.*_token_id|.*_token_ids|.*_token_index|.*loss.*|aux_.*|summary_.*|output_.*|transformers.*"
+    r"|unsloth.*|use_cache|use_flash_attn|use_return_dict|return_dict.*|auto_map|architectures"
+    r"|torch_dtype|dtype|model_type|model_name|name_or_path|name|id2label|label2id|num_labels"
+    r"|problem_type|pretraining_tp|reorder_and_upcast_attn|attention_softmax_in_fp32"
+    r"|scale_attention_softmax_in_fp32|chunk_size_feed_forward|tokenizer_class|task_specific_params"
+    r"|cache_implementation|gradient_checkpointing.*|tf_legacy_loss|use_bfloat16|torchscript"
+    r"|is_decoder|cross_attention_hidden_size|finetuning_task|prefix|n_ctx|ep_size|seq_length"
+    r"|.*_class|vision_config|audio_config|rope_type|pruned_heads|tie_encoder_decoder|encoder_no.*"
+    r"|(temperature|top_k|top_p|typical_p|num_beams|num_return_sequences|repetition_penalty"
+    r"|length_penalty|no_repeat_ngram_size|min_length|max_length|do_sample|early_stopping"
+    r"|diversity_penalty|num_beam_groups|bad_words_ids|begin_suppress_tokens|suppress_tokens"
+    r"|remove_invalid_values|exponential_decay_length_penalty|forced_.*)"
+    r"|embd_layer|bos_token|eos_token|pad_token|language|license|tags|base_model.*|quantization"
+    r"|attn_implementation|num_nextn_predict_layers|max_sequence_length|original_.*"
+)
+
+
+def refuse_unread(fields: Fields, neutral: Mapping[str, Any]) -> None:
+    """Raise for a field that nothing has read, and that may change what the network computes.
+
+    `neutral`: fields of the family, and the value that each of them must have.
+    """
+    known = {**_NEUTRAL, **neutral}
+    for field, value in fields.unread().items():
+        if field in known:
+            if value is not None and value != known[field]:
+                raise fields.error(field, "not supported")
+        elif not _IGNORED.fullmatch(field) and not _is_off(value):
+            raise fields.error(
+                field,
+                "an unknown field, which may change what the network computes; remove it from "
+                "config.json if it does not",
+            )
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether a value says that something is absent."""
+    return value is None or value is False or value in (0, "", [], {})

@@ -1,0 +1,83 @@
+"""Which layers have a sliding window, from the fields of a config."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gptmanager.models.fields import Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+Concerned = Literal["none", "all", "some"] | int
+
+
+def read_windows(
+    fields: Fields, concerned: Concerned, num_layers: int, max_seq_len: int
+) -> tuple[tuple[int | None, ...], list[str]]:
+    """Return a window for each layer, and its type; a window that no position leaves is None.
+
+    `concerned`: see `Family.windows`.
+    """
+    if isinstance(concerned, int):
+        return _by_type(fields, concerned, num_layers, max_seq_len)
+    window = None
+    if fields.get("sliding_window") is not None:
+        if concerned == "none":
+            raise fields.error("sliding_window", "not supported in this family")
+        if concerned == "all" or fields.flag("use_sliding_window"):
+            window = fields.size("sliding_window")
+    fields.note_read("max_window_layers", "use_sliding_window")
+    first = num_layers if window is None else 0
+    if window is not None and concerned == "some":
+        first = fields.count("max_window_layers")
+    types = [SLIDING if i >= first else FULL for i in range(num_layers)]
+    given = types if fields.get("layer_types") is None else fields.get("layer_types")
+    possible = [FULL, SLIDING][: 1 if window is None else 2]
+    if given != types and (
+        concerned != "some"
+        or not isinstance(given, list)
+        or len(given) != num_layers
+        or not all(kind in possible for kind in given)
+    ):
+        need = f"must be {num_layers} of {possible}" if concerned == "some" else "not supported"
+        raise fields.error("layer_types", need)
+    if window is not None and window >= max_seq_len:
+        window = None
+    return tuple(window if kind == SLIDING else None for kind in given), []
+
+
+def _by_type(
+    fields: Fields, pattern: int, num_layers: int, max_seq_len: int
+) -> tuple[tuple[int | None, ...], list[str]]:
+    given = fields.get("sliding_window_pattern")
+    if isinstance(given, str):  # a letter for each layer, over and over: L has a window
+        types = [SLIDING if given[i % len(given)] == "L" else FULL for i in range(num_layers)]
+    else:
+        if given is None:
+            given = fields.get("_sliding_window_pattern")
+        each = pattern if given is None else fields.size("sliding_window_pattern", given)
+        types = [FULL if _is_full(layer, each) else SLIDING for layer in range(num_layers)]
+    window = None
+    if fields.get("sliding_window") is None:
+        types = [FULL] * num_layers
+    else:
+        window = fields.size("sliding_window")
+    given_types = fields.get("layer_types")
+    if given_types is not None:
+        possible = [FULL, SLIDING][: 1 if window is None else 2]
+        if (
+            not isinstance(given_types, list)
+            or len(given_types) != num_layers
+            or not all(kind in possible for kind in given_types)
+        ):
+            raise fields.error("layer_types", f"must be {num_layers} of {possible}")
+        types = given_types
+    if window is not None and window >= max_seq_len:
+        window = None
+    return tuple(window if kind == SLIDING else None for kind in types), types
+
+
+def _is_full(layer: int, each: int) -> bool:
+    """Return whether a layer sees everything; see `Family.windows`."""
+    if each < 0:
+        return layer % -each == 0
+    return each > 0 and (layer + 1) % each == 0

@@ -1,0 +1,149 @@
+"""The names of tensors in each family of checkpoints.
+
+A table maps each module's name in a checkpoint, with {} for the number of its layer and of its
+expert, to our name of the parameter and the part of it that the module fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Tensors = Mapping[str, tuple[str, str | None]]
+
+# Our word for a module of a layer -> the parameter, and the part of it that is filled.
+_MODULES: Mapping[str, tuple[str, str | None]] = {
+    "attention_norm": ("attention_norm", None),
+    "q": ("qkv", "q"),
+    "k": ("qkv", "k"),
+    "v": ("qkv", "v"),
+    "qkv": ("qkv", None),
+    "qkv_by_head": ("qkv", "by_head"),
+    "qkv_by_group": ("qkv", "by_group"),
+    "q_norm": ("q_norm", None),
+    "k_norm": ("k_norm", None),
+    "sinks": ("sinks", None),
+    "out": ("out", None),
+    "attention_out_norm": ("attention_out_norm", None),
+    "mlp_norm": ("mlp_norm", None),
+    "gate": ("up", "gate"),
+    "up": ("up", "up"),
+    "gate_up": ("up", "gate_up"),
+    "fc": ("up", None),
+    "down": ("down", None),
+    "mlp_out_norm": ("mlp_out_norm", None),
+    "router": ("router", None),
+    "correction": ("correction", None),
+    "correction_row": ("correction", "row"),
+    "expert_gate": ("experts_up", "gate"),
+    "expert_up": ("experts_up", "up"),
+    "expert_down": ("experts_down", None),
+    "stacked_up": ("experts_up", "stacked"),
+    "stacked_down": ("experts_down", "stacked"),
+    "mixed_up": ("experts_up", "mixed"),
+    "mixed_down": ("experts_down", "mixed"),
+    "shared_gate_proj": ("shared_up", "gate"),
+    "shared_up": ("shared_up", "up"),
+    "shared_gate_up": ("shared_up", "gate_up"),
+    "shared_down": ("shared_down", None),
+    "shared_gate": ("shared_gate", None),
+}
+_LLAMA = {
+    "attention_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def tensor_names(
+    layer: str,
+    *,
+    embedding: str,
+    final_norm: str,
+    head: str = "lm_head",
+    positions: str | None = None,
+    **modules: str | None,
+) -> Tensors:
+    """Return a family's table. `modules`: our word for a module of a layer -> theirs."""
+    found = {embedding: ("embedding", None), final_norm: ("final_norm", None)}
+    if positions is not None:
+        found[positions] = ("positions", None)
+    for word, theirs in modules.items():
+        if theirs is not None:
+            found[layer + theirs] = _MODULES[word]
+    return {**found, head: ("lm_head", None)}
+
+
+def llama_names(**changes: str | None) -> Tensors:
+    """Return the names of Llama's tensors with these changes; None: the module does not exist."""
+    other = {key: changes.pop(key) for key in ("final_norm", "head") if key in changes}
+    names = {"final_norm": "model.norm", "head": "lm_head", **other}
+    modules = {**_LLAMA, **changes}
+    return tensor_names(
+        "model.layers.{}.",
+        embedding="model.embed_tokens",
+        final_norm=str(names["final_norm"]),
+        head=str(names["head"]),
+        **modules,
+    )
+
+
+LLAMA = llama_names()
+# norms before and after attention and MLP (Gemma 2, 3)
+SANDWICH = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+# norms after attention and MLP alone (OLMo 2, EXAONE 4)
+NORMS_AFTER = {
+    "attention_norm": None,
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": None,
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+GPT2 = tensor_names(
+    "transformer.h.{}.",
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    final_norm="transformer.ln_f",
+    attention_norm="ln_1",
+    qkv="attn.c_attn",
+    out="attn.c_proj",
+    mlp_norm="ln_2",
+    fc="mlp.c_fc",
+    down="mlp.c_proj",
+)
+GPT_NEOX = tensor_names(
+    "gpt_neox.layers.{}.",
+    embedding="gpt_neox.embed_in",
+    final_norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    attention_norm="input_layernorm",
+    qkv_by_head="attention.query_key_value",
+    out="attention.dense",
+    mlp_norm="post_attention_layernorm",
+    fc="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+)
+OPT = tensor_names(
+    "model.decoder.layers.{}.",
+    embedding="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    final_norm="model.decoder.final_layer_norm",
+    attention_norm="self_attn_layer_norm",
+    q="self_attn.q_proj",
+    k="self_attn.k_proj",
+    v="self_attn.v_proj",
+    out="self_attn.out_proj",
+    mlp_norm="final_layer_norm",
+    fc="fc1",
+    down="fc2",
+)

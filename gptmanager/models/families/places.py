@@ -1,0 +1,174 @@
+"""`place_tensors`: the destination of each tensor of a checkpoint, in our parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gptmanager.memory.weights import Place, Run
+from gptmanager.models.families.family import Family
+from gptmanager.models.families.table import FAMILIES
+from gptmanager.models.parameters import Shape, parameter_shapes
+from gptmanager.models.spec import Attention, Layer, ModelSpec
+
+_ROTATED = ("q", "k")
+
+
+def place_tensors(spec: ModelSpec) -> dict[str, Place]:
+    """Return every tensor of a checkpoint of this network -> its place in `parameter_shapes`."""
+    family = FAMILIES[spec.family]
+    shapes = parameter_shapes(spec)
+    places: dict[str, Place] = {}
+    for theirs, (ours, part) in family.tensors.items():
+        if "{}" not in theirs:
+            for kind in (".weight", ".bias"):
+                if ours + kind in shapes:
+                    places[theirs + kind] = Place(ours + kind)
+            continue
+        for index, layer in enumerate(spec.layers):
+            for kind in (".weight", ".bias", ""):
+                parameter = f"layers.{index}.{ours}{kind}"
+                if parameter in shapes:
+                    stacks = spec.norms.query_key == "own_head"
+                    given = parameter, shapes[parameter], stacks
+                    own = _in_layer(family, layer, theirs, part, *given)
+                    for name, place in own:
+                        places[_tensor_name(name, index, kind, part)] = place
+    if spec.tied_embeddings:
+        places["lm_head.weight"] = Place("embedding.weight", twin=True)
+    return places | _place_scales(spec, family)
+
+
+def _tensor_name(name: str, layer: int, kind: str, part: str | None) -> str:
+    """Return the tensor's name; stacked experts have no `.weight`, and their biases `_bias`."""
+    if part == "stacked":  # the names in the table are complete
+        kind = ""
+    elif part == "mixed":
+        kind = {".weight": "", ".bias": "_bias"}.get(kind, kind)
+    return name.replace("{}", str(layer), 1) + kind
+
+
+def _in_layer(
+    family: Family,
+    layer: Layer,
+    theirs: str,
+    part: str | None,
+    parameter: str,
+    shape: Shape,
+    stacks_heads: bool,
+) -> Iterator[tuple[str, Place]]:
+    """Yield the tensors of a module of a layer, with {} for the layer, and their places.
+
+    `stacks_heads`: norms of queries and keys are matrices, with a row for each head.
+    """
+    num_rows, experts = shape[0], layer.mlp.experts
+    is_matrix = len(shape) == 2 and "norm" not in parameter
+    transposed = family.transposed and is_matrix
+    if experts is not None and ".experts_" in parameter:
+        yield from _experts(layer, theirs, part, parameter, shape)
+    elif part in ("by_head", "by_group"):
+        runs = _fused_by_group(layer.attention, part == "by_head")
+        yield theirs, Place(parameter, runs=runs, transposed=transposed)
+    elif part in ("q", "k", "v"):
+        own = layer.attention
+        heads, kv_heads = own.num_heads, own.num_kv_heads
+        first = {"q": 0, "k": heads, "v": heads + kv_heads}[part]
+        count = heads if part == "q" else kv_heads
+        rotated = part in _ROTATED
+        yield theirs, _heads(parameter, own, first, count, rotated, transposed)
+    elif parameter.endswith(("q_norm.weight", "k_norm.weight")):
+        count = num_rows // layer.attention.head_dim
+        place = _heads(parameter, layer.attention, 0, count, True, False)
+        yield theirs, replace(place, stacked=count) if stacks_heads else place
+    elif part == "row":  # a matrix of one row
+        yield theirs, Place(parameter, stacked=1)
+    elif part in ("gate", "up"):
+        first = 0 if part == "gate" else num_rows // 2
+        yield theirs, Place(parameter, first, num_rows // 2, transposed=transposed)
+    else:
+        yield theirs, Place(parameter, transposed=transposed)
+
+
+def _heads(
+    parameter: str, own: Attention, first: int, count: int, rotated: bool, transposed: bool
+) -> Place:
+    """Return the place of `count` heads that start with head `first`.
+
+    If rotated pairs are neighbors in a checkpoint, its rows are reordered: first elements of the
+    pairs, second elements, and those that are not rotated.
+    """
+    dim, rope = own.head_dim, own.rope
+    if not rotated or rope is None or not rope.interleaved:
+        return Place(parameter, first * dim, count * dim, transposed=transposed)
+    half, runs = rope.dim // 2, []
+    for head in range(count):
+        source, row = head * dim, (first + head) * dim
+        end = source + rope.dim
+        runs += [Run(range(source, end, 2), row), Run(range(source + 1, end, 2), row + half)]
+        if rope.dim < dim:
+            runs.append(Run(range(end, source + dim), row + rope.dim))
+    return Place(parameter, runs=tuple(runs), transposed=transposed)
+
+
+def _fused_by_group(own: Attention, by_head: bool) -> tuple[Run, ...]:
+    """Return the rows of queries, keys and values that alternate by KV head (GPT-NeoX, Falcon).
+
+    A group is the query heads of a KV head, its key and its value; `by_head`: one query head.
+    """
+    dim, heads, kv_heads = own.head_dim, own.num_heads, own.num_kv_heads
+    group = 1 if by_head else heads // kv_heads
+    runs = []
+    for number in range(kv_heads):
+        start = number * (group + 2) * dim
+        key = start + group * dim
+        runs += [
+            Run(range(start, key), number * group * dim),
+            Run(range(key, key + dim), (heads + number) * dim),
+            Run(range(key + dim, key + 2 * dim), (heads + kv_heads + number) * dim),
+        ]
+    return tuple(runs)
+
+
+def _experts(
+    layer: Layer, theirs: str, part: str | None, parameter: str, shape: Shape
+) -> Iterator[tuple[str, Place]]:
+    """Yield the tensors of a layer's experts: one for each, or all of them stacked."""
+    experts = layer.mlp.experts
+    assert experts is not None
+    count = experts.count
+    each = shape[0] // count
+    if part == "stacked":
+        yield theirs, Place(parameter, stacked=count)
+    elif part == "mixed":  # [expert, in, out], and rows of gate and up alternate
+        is_matrix = len(shape) == 2
+        runs = []
+        if "experts_up" in parameter:
+            for start in range(0, shape[0], each):
+                end, half = start + each, each // 2
+                runs += [Run(range(start, end, 2), start)]
+                runs += [Run(range(start + 1, end, 2), start + half)]
+        yield theirs, Place(parameter, runs=tuple(runs), stacked=count, transposed=is_matrix)
+    else:
+        size = each // 2 if part in ("gate", "up") else each
+        offset = size if part == "up" else 0
+        for number in range(count):
+            name = theirs.replace("{}", "\0", 1).replace("{}", str(number), 1).replace("\0", "{}")
+            yield name, Place(parameter, number * each + offset, size)
+
+
+def _place_scales(spec: ModelSpec, family: Family) -> dict[str, Place]:
+    """Return the scales of an 8-bit KV cache, by the names that quantizers give them."""
+    modules = [theirs for theirs, (ours, _) in family.tensors.items() if ours == "qkv"]
+    attention = modules[0].rpartition(".")[0]
+    places = {}
+    for index, layer in enumerate(spec.layers):
+        heads = layer.attention.num_kv_heads
+        names = {
+            "kv_scale": (0, 2 * heads),
+            **{f"{part}k_scale": (0, heads) for part in ("", "attn.", "k_proj.")},
+            **{f"{part}v_scale": (heads, heads) for part in ("", "attn.", "v_proj.")},
+        }
+        for name, rows in names.items():
+            place = Place(f"layers.{index}.cache_scales", *rows, scale=True)
+            places[f"{attention}.{name}".format(index)] = place
+    return places

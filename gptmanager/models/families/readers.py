@@ -1,0 +1,182 @@
+"""Readers of config fields that several families share: mixtures of experts, layers, scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from gptmanager.kernels.experts.routing import Routing
+from gptmanager.models.fields import Fields
+from gptmanager.models.spec import Experts, QueryTemperature
+
+ReadExperts = Callable[[Fields, int], tuple[Experts, int] | None]
+
+
+def granite_scales(fields: Fields) -> Mapping[str, Any]:
+    """Return the scales of Granite, which its config calls multipliers."""
+    return {
+        "embedding_scale": fields.number("embedding_multiplier"),
+        "residual_scale": fields.number("residual_multiplier"),
+        "logit_scale": 1 / fields.number("logits_scaling"),
+    }
+
+
+def granite_attention(fields: Fields, _: int) -> Mapping[str, Any]:
+    return {"scale": fields.number("attention_multiplier")}
+
+
+def gemma_network(fields: Fields) -> Mapping[str, Any]:
+    """Return the scale of Gemma's embeddings, and its cap of logits if there is one."""
+    if fields.get("use_bidirectional_attention"):
+        raise fields.error("use_bidirectional_attention", "must be false for text generation")
+    other = fields.get("hidden_activation")
+    if other not in (None, fields.get("hidden_act")):
+        raise fields.error("hidden_activation", "must be null, or the same as hidden_act")
+    return {
+        "embedding_scale": fields.size("hidden_size") ** 0.5,
+        "logit_softcap": fields.optional_number("final_logit_softcapping"),
+    }
+
+
+def opt_network(fields: Fields) -> Mapping[str, Any]:
+    """Refuse the variants of OPT with norms after attention, and with projected embeddings."""
+    for field, needed in (
+        ("do_layer_norm_before", True),
+        ("_remove_final_layer_norm", False),
+        ("layer_norm_elementwise_affine", True),
+    ):
+        if fields.flag(field) is not needed:
+            raise fields.error(field, f"must be {str(needed).lower()}")
+    hidden = fields.size("hidden_size")
+    if fields.size("word_embed_proj_dim", hidden) != hidden:
+        raise fields.error("word_embed_proj_dim", f"must be the hidden size {hidden}")
+    return {}
+
+
+def gemma_attention(fields: Fields, _: int) -> Mapping[str, Any]:
+    return {
+        "scale": fields.number("query_pre_attn_scalar") ** -0.5,
+        "softcap": fields.optional_number("attn_logit_softcapping"),
+    }
+
+
+def unrotated_full_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
+    """Layers that see all positions do not rotate, if there are windows (Cohere 2, EXAONE 4)."""
+    if fields.get("sliding_window") is None or fields.layer_type(layer) == "sliding_attention":
+        return {}
+    return {"rope": None}
+
+
+def unrotated_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
+    """Layers with a 0 in `no_rope_layers` do not rotate (SmolLM 3)."""
+    given, interval = fields.get("no_rope_layers"), fields.size("no_rope_layer_interval")
+    if given is None:
+        return {"rope": None} if (layer + 1) % interval == 0 else {}
+    num_layers = fields.size("num_hidden_layers")
+    if not isinstance(given, list) or len(given) != num_layers or not set(given) <= {0, 1}:
+        raise fields.error("no_rope_layers", f"must be a list of {num_layers} zeros and ones")
+    return {} if given[layer] else {"rope": None}
+
+
+def query_temperature(fields: Fields, _: int) -> Mapping[str, Any]:
+    """Return the temperature of queries that Ministral 3 keeps with its rotary parameters."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    beta = rope.get("llama_4_scaling_beta") if isinstance(rope, dict) else None
+    if not beta:
+        return {}
+    own = Fields(rope, {}, {}, "config.json: rope_parameters.")
+    length = own.size("original_max_position_embeddings")
+    return {"temperature": QueryTemperature(own.number("llama_4_scaling_beta"), length)}
+
+
+def experts_of(
+    count: str,
+    *,
+    width: str = "moe_intermediate_size",
+    per_token: str = "num_experts_per_tok",
+    score: Literal["softmax", "sigmoid", "softmax_of_best"] = "softmax",
+    renormalize: bool | str = "norm_topk_prob",
+    correction: bool = False,
+    group_score: Literal["two_best", "best"] = "two_best",
+    shared: str | None = None,
+    num_shared: str | None = None,
+    shared_gate: bool = False,
+    router_bias: bool = False,
+    bias: bool = False,
+    is_dense: Callable[[Fields, int], bool] = lambda *_: False,
+) -> ReadExperts:
+    """Return a reader of a layer's experts and the width of each, by the names of the fields.
+
+    `shared`: the field with the width of the shared MLP. `num_shared`: the field with its number of
+    experts, each as wide as the others.
+    """
+
+    def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
+        own = (width, per_token, shared, num_shared, renormalize, "n_group", "topk_group")
+        fields.note_read(*filter(lambda name: isinstance(name, str), own), "routed_scaling_factor")
+        number = 0 if fields.get(count) is None else fields.count(count)
+        if number == 0 or is_dense(fields, layer):
+            return None
+        each = fields.size(width)
+        most = fields.size(per_token)
+        if most > number:
+            raise fields.error(per_token, f"must be at most the {number} experts")
+        shared_width = 0
+        if shared is not None and fields.get(shared):
+            shared_width = fields.size(shared)
+        elif num_shared is not None and fields.get(num_shared):
+            shared_width = each * fields.size(num_shared)
+        groups, top_groups = _groups(fields, number)
+        routing = Routing(
+            per_token=most,
+            score=score,
+            renormalize=fields.decided(renormalize),
+            factor=fields.number("routed_scaling_factor", 1.0),
+            groups=groups,
+            top_groups=top_groups,
+            group_score=group_score,
+        )
+        experts = Experts(
+            number,
+            routing,
+            correction=correction,
+            shared_width=shared_width,
+            shared_gate=shared_gate,
+            router_bias=router_bias,
+            bias=bias,
+        )
+        return experts, each
+
+    return read
+
+
+def _groups(fields: Fields, count: int) -> tuple[int, int]:
+    if fields.get("n_group") is None:
+        return 1, 1
+    groups, top = fields.size("n_group"), fields.size("topk_group", 1)
+    if count % groups:
+        raise fields.error("n_group", f"must divide the {count} experts")
+    if top > groups:
+        raise fields.error("topk_group", f"must be at most n_group {groups}")
+    return groups, top
+
+
+def first_layers_dense(fields: Fields, layer: int) -> bool:
+    return layer < fields.count("first_k_dense_replace")
+
+
+def sparse_steps_dense(fields: Fields, layer: int) -> bool:
+    """Return whether a layer of Qwen's mixtures is dense."""
+    only = fields.get("mlp_only_layers") or []
+    if not isinstance(only, list):
+        raise fields.error("mlp_only_layers", "must be a list of layers")
+    return layer in only or (layer + 1) % fields.size("decoder_sparse_step") != 0
+
+
+def ernie_dense(fields: Fields, layer: int) -> bool:
+    """Return whether a layer of ERNIE is dense: outside of a range, or between its steps."""
+    start, interval = fields.count("moe_layer_start_index"), fields.size("moe_layer_interval")
+    end = fields.get("moe_layer_end_index")
+    num_layers = fields.size("num_hidden_layers")
+    last = num_layers - 1 if end in (None, -1) else fields.count("moe_layer_end_index")
+    return not ((layer + 1) % interval == 0 and start <= layer <= last)

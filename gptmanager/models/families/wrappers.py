@@ -1,0 +1,64 @@
+"""Checkpoints of several media: the text model inside of them, and the tensors that it is not.
+
+Only text is computed. Embeddings of images or sounds can take the place of tokens: a request passes
+them as `prompt_embedding_table`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gptmanager.errors import ConfigError, quoted
+
+# The model type of a wrapper, or of the text model in one -> the family of its text model.
+TEXT_FAMILIES: Mapping[str, str] = {
+    "aya_vision": "cohere2",
+    "gemma3": "gemma3_text",
+    "internvl": "qwen2",
+    "llava": "llama",
+    "mistral3": "mistral",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_text": "qwen3",
+    "voxtral": "llama",
+}
+# How the tensors of a text model begin inside of a wrapper -> how they begin without it.
+PREFIXES: Mapping[str, str] = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+MEDIA = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|audio_model"
+    r"|embed_vision|embed_audio|image_newline)\b"
+)
+_OF_WRAPPER = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+_MEDIA_FIELDS = re.compile(r"(vision|audio|image|video|vit|mm|boi|eoi)_.*")
+
+
+def is_wrapper(config: Mapping[str, Any]) -> bool:
+    """Return whether a config is that of a wrapper around a text model."""
+    name = config.get("model_type")
+    return isinstance(name, str) and name in TEXT_FAMILIES
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the text model: the config itself if nothing wraps one."""
+    if not is_wrapper(config):
+        return config
+    inner = config.get("text_config")
+    if inner is None:  # the fields of the text model are those of the wrapper
+        own = {k: value for k, value in config.items() if not _MEDIA_FIELDS.fullmatch(k)}
+        return {**own, "model_type": TEXT_FAMILIES[config["model_type"]]}
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"config.json: text_config = {quoted(inner)}: must be an object")
+    outer = {name: config[name] for name in _OF_WRAPPER if config.get(name) is not None}
+    name = inner.get("model_type", TEXT_FAMILIES[config["model_type"]])
+    family = TEXT_FAMILIES.get(name, name) if isinstance(name, str) else name
+    given = {key: value for key, value in inner.items() if value is not None or key not in outer}
+    return {**outer, **given, "model_type": family}

@@ -1,0 +1,193 @@
+"""The tensors of a layer, looked up once: what each step of `CheckpointModel` reads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.attention.attention_arguments import AttentionShape
+from gptmanager.kernels.experts.mixture import ExpertMatrices
+from gptmanager.kernels.experts.routing import Routing
+from gptmanager.kernels.gemm.packed_matrix import Matrix
+from gptmanager.memory.weights import Weights
+from gptmanager.models.rope import Rope
+from gptmanager.models.spec import Mlp, ModelSpec, QueryTemperature
+
+
+class Affine(NamedTuple):
+    weight: Matrix
+    bias: Tensor | None
+
+
+class Norm(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
+class HeadNorm(NamedTuple):
+    """A norm of some columns of the queries, keys and values, by stretches of `width`."""
+
+    columns: range
+    width: int
+    weight: Tensor
+
+
+class ExpertLayer(NamedTuple):
+    """The router of a layer, its experts, and the MLP that all tokens share."""
+
+    router: Affine
+    correction: Tensor | None
+    routing: Routing
+    experts: ExpertMatrices
+    shared: DenseLayer | None
+    shared_gate: Matrix | None
+
+
+class DenseLayer(NamedTuple):
+    """An MLP. `up_name` and `down_name`: of its matrices."""
+
+    mlp: Mlp
+    up: Affine
+    down: Affine
+    up_name: str = "up"
+    down_name: str = "down"
+
+
+class LayerTensors(NamedTuple):
+    """The tensors of a layer; `number`: of the layer among those of this rank.
+
+    `q_norm` and `k_norm` are part of the rotation, `head_norms` come before it. A norm that the
+    layer does not have is None. `next_norm`: the norm that the next layer begins with, or the
+    network ends with.
+    """
+
+    number: int
+    attention_norm: Norm | None
+    qkv: Affine
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    head_norms: tuple[HeadNorm, ...]
+    rope: Rope | None
+    temperature: QueryTemperature | None
+    attention: AttentionShape
+    sinks: Tensor | None
+    cache_scales: Tensor | None
+    out: Affine
+    attention_out_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: DenseLayer | ExpertLayer
+    mlp_out_norm: Norm | None
+    next_norm: Norm | None
+
+
+def layer_tensors(
+    spec: ModelSpec, weights: Weights, index: int, device: torch.device | str
+) -> LayerTensors:
+    """Return the tensors of layer `index` of the network."""
+    prefix, own = f"layers.{index}", spec.layers[index].attention
+    is_last = index == len(spec.layers) - 1
+    following = "final_norm" if is_last else f"layers.{index + 1}.attention_norm"
+    q_norm = k_norm = None
+    if spec.norms.query_key in ("head", "rotated_head"):
+        q_norm = weights.tensor(f"{prefix}.q_norm.weight")
+        k_norm = weights.tensor(f"{prefix}.k_norm.weight")
+    cache_scales = None
+    if spec.kv_cache_dtype is torch.float8_e4m3fn:
+        cache_scales = weights.tensor(f"{prefix}.cache_scales").view(2, own.num_kv_heads)
+
+    def norm(module: str) -> Norm | None:
+        return find_norm(spec, weights, module, device)
+
+    return LayerTensors(
+        number=index - spec.first_layer,
+        attention_norm=norm(f"{prefix}.attention_norm"),
+        qkv=_affine(weights, f"{prefix}.qkv"),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        head_norms=_head_norms(spec, weights, index),
+        rope=own.rope,
+        temperature=own.temperature,
+        attention=spec.attention_shape(index),
+        sinks=weights.tensor(f"{prefix}.sinks") if own.sinks else None,
+        cache_scales=cache_scales,
+        out=_affine(weights, f"{prefix}.out"),
+        attention_out_norm=norm(f"{prefix}.attention_out_norm"),
+        mlp_norm=norm(f"{prefix}.mlp_norm"),
+        mlp=_mlp(spec, weights, index),
+        mlp_out_norm=norm(f"{prefix}.mlp_out_norm"),
+        next_norm=norm(following),
+    )
+
+
+def find_norm(
+    spec: ModelSpec, weights: Weights, module: str, device: torch.device | str
+) -> Norm | None:
+    """Return a norm of the network, None if it does not have it; weights that it lacks are 1."""
+    norms, name = spec.norms, module.rpartition(".")[2]
+    present = {
+        "attention_norm": norms.before_attention,
+        "attention_out_norm": norms.after_attention,
+        "mlp_norm": norms.before_mlp,
+        "mlp_out_norm": norms.after_mlp,
+    }
+    if not present.get(name, True):
+        return None
+    if norms.weight:
+        return Norm(weights.tensor(f"{module}.weight"), _bias(weights, module))
+    return Norm(torch.ones(spec.hidden_size, dtype=spec.dtype, device=device), None)
+
+
+def _affine(weights: Weights, module: str) -> Affine:
+    return Affine(weights[f"{module}.weight"], _bias(weights, module))
+
+
+def _bias(weights: Weights, module: str) -> Tensor | None:
+    name = f"{module}.bias"
+    return weights.tensor(name) if name in weights else None
+
+
+def _head_norms(spec: ModelSpec, weights: Weights, index: int) -> tuple[HeadNorm, ...]:
+    kind, own = spec.norms.query_key, spec.layers[index].attention
+    if kind not in ("own_head", "all_heads"):
+        return ()
+    norms, first = [], 0
+    for name, heads in (("q_norm", own.num_heads), ("k_norm", own.num_kv_heads)):
+        size = heads * own.head_dim
+        width = own.head_dim if kind == "own_head" else size
+        weight = weights.tensor(f"layers.{index}.{name}.weight")
+        norms.append(HeadNorm(range(first, first + size), width, weight))
+        first += size
+    return tuple(norms)
+
+
+def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLayer:
+    prefix, mlp = f"layers.{index}", spec.layers[index].mlp
+    experts = mlp.experts
+    if experts is None:
+        return DenseLayer(mlp, _affine(weights, f"{prefix}.up"), _affine(weights, f"{prefix}.down"))
+    up, down = (_affine(weights, f"{prefix}.{name}") for name in ("experts_up", "experts_down"))
+    shared = None
+    if experts.shared_width:
+        shared = DenseLayer(
+            mlp,
+            _affine(weights, f"{prefix}.shared_up"),
+            _affine(weights, f"{prefix}.shared_down"),
+            "shared_up",
+            "shared_down",
+        )
+    gate = weights[f"{prefix}.shared_gate.weight"] if experts.shared_gate else None
+    matrices = ExpertMatrices(
+        *(*up, *down, mlp.activation, mlp.gated),
+        first=experts.first,
+        count=experts.own_count,
+    )
+    return ExpertLayer(
+        _affine(weights, f"{prefix}.router"),
+        weights.tensor(f"{prefix}.correction") if experts.correction else None,
+        experts.routing,
+        matrices,
+        shared,
+        gate,
+    )

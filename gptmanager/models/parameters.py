@@ -1,0 +1,111 @@
+"""The parameters of the network that a `ModelSpec` describes: their names and shapes."""
+
+from __future__ import annotations
+
+from gptmanager.models.spec import Attention, Mlp, ModelSpec, Norms
+
+Shape = tuple[int, ...]
+
+# matrices that are looked up and not multiplied with
+_LOOKED_UP = ("positions.weight", "embedding.weight")
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Return every parameter of the network; those of layer i are `layers.{i}.<module>.<part>`."""
+    hidden, norms = spec.hidden_size, spec.norms
+    shapes: dict[str, Shape] = {"embedding.weight": (spec.vocab_size, hidden)}
+    if spec.position_offset is not None:
+        num_positions = spec.max_position_embeddings + spec.position_offset
+        shapes["positions.weight"] = (num_positions, hidden)
+    first = spec.first_layer
+    for index in range(first, first + spec.num_layers):
+        layer = spec.layers[index]
+        modules = {
+            **_norms(norms, hidden),
+            **_attention(spec, layer.attention),
+            **_mlp(spec, layer.mlp),
+        }
+        for name, shape in modules.items():
+            shapes[f"layers.{index}.{name}"] = shape
+    shapes |= _norm(norms, "final_norm", hidden)
+    if not spec.tied_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    if spec.head_bias:
+        shapes["lm_head.bias"] = (spec.vocab_size,)
+    return shapes
+
+
+def matmul_matrices(spec: ModelSpec) -> list[str]:
+    """Return the parameters that are weights of `Kernels.linear` and `Kernels.experts`."""
+    looked_up = _LOOKED_UP[:1] if spec.tied_embeddings else _LOOKED_UP
+    shapes = parameter_shapes(spec)
+    return [
+        name
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name not in looked_up and not name.endswith("_norm.weight")
+    ]
+
+
+def wide_parameters(spec: ModelSpec) -> list[str]:
+    """Return the parameters that choose experts: rounded, they would choose others."""
+    names = ("router.weight", "router.bias", "correction")
+    return [name for name in parameter_shapes(spec) if name.endswith(names)]
+
+
+def _affine(name: str, shape: tuple[int, int], biased: bool) -> dict[str, Shape]:
+    return {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if biased else {})
+
+
+def _norm(norms: Norms, name: str, width: int) -> dict[str, Shape]:
+    weight = {f"{name}.weight": (width,)} if norms.weight else {}
+    return weight | ({f"{name}.bias": (width,)} if norms.bias else {})
+
+
+def _norms(norms: Norms, hidden: int) -> dict[str, Shape]:
+    """Return the norms of a layer on and next to its residual."""
+    present = {
+        "attention_norm": norms.before_attention,
+        "attention_out_norm": norms.after_attention,
+        "mlp_norm": norms.before_mlp,
+        "mlp_out_norm": norms.after_mlp,
+    }
+    found: dict[str, Shape] = {}
+    for name, is_present in present.items():
+        if is_present:
+            found |= _norm(norms, name, hidden)
+    return found
+
+
+def _attention(spec: ModelSpec, own: Attention) -> dict[str, Shape]:
+    heads, kv_heads = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+    found = _affine("qkv", (heads + 2 * kv_heads, spec.hidden_size), spec.qkv_bias)
+    found |= _affine("out", (spec.hidden_size, heads), spec.out_bias)
+    kind = spec.norms.query_key
+    if kind in ("head", "rotated_head"):
+        found |= {"q_norm.weight": (own.head_dim,), "k_norm.weight": (own.head_dim,)}
+    elif kind != "none":
+        found |= {"q_norm.weight": (heads,), "k_norm.weight": (kv_heads,)}
+    if own.sinks:
+        found["sinks"] = (own.num_heads,)
+    return found | {"cache_scales": (2 * own.num_kv_heads,)}  # of keys, of values
+
+
+def _mlp(spec: ModelSpec, own: Mlp) -> dict[str, Shape]:
+    hidden, experts = spec.hidden_size, own.experts
+    up = 2 if own.gated else 1
+    if experts is None:
+        found = _affine("up", (up * own.width, hidden), spec.mlp_bias)
+        return found | _affine("down", (hidden, own.width), spec.mlp_bias)
+    count, shared = experts.count, experts.shared_width
+    found = _affine("router", (count, hidden), experts.router_bias)
+    each = experts.own_count
+    found |= _affine("experts_up", (each * up * own.width, hidden), experts.bias)
+    found |= _affine("experts_down", (each * hidden, own.width), experts.bias)
+    if experts.correction:
+        found["correction"] = (count,)
+    if shared:
+        found |= _affine("shared_up", (up * shared, hidden), spec.mlp_bias)
+        found |= _affine("shared_down", (hidden, shared), spec.mlp_bias)
+    if experts.shared_gate:
+        found["shared_gate.weight"] = (1, hidden)
+    return found

@@ -1,0 +1,97 @@
+"""Every family of the table against transformers: logits, tokens, defaults of configs."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import PagedDriver, default_config, expected_logits, is_greedy
+from family_configs import BASE, FAMILY_CONFIGS, VARIANTS
+from family_runs import (
+    LONG,
+    all_logits,
+    divergence,
+    exact_logits,
+    exact_model,
+    expected,
+    family_folder,
+    family_model,
+    tokens,
+)
+
+from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
+from gptmanager.models import load_model
+from gptmanager.models.families import FAMILIES
+from gptmanager.models.read_spec import read_spec
+from gptmanager.testing import RecordingCallbacks
+
+pytest.importorskip("transformers")
+ALL = [*FAMILY_CONFIGS, *VARIANTS]
+
+
+def test_every_family_of_the_table_has_a_line_here() -> None:
+    assert set(FAMILY_CONFIGS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_float64_logits_are_those_of_transformers(name: str) -> None:
+    for sequence, logits in all_logits(name, dtype="float64"):
+        exact = expected(name, sequence)
+        assert (logits - exact).abs().max() < 1e-5 * exact.std()
+        assert torch.equal(logits.argmax(-1), exact.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_compiled_logits_are_those_of_transformers(name: str) -> None:
+    for sequence, logits in all_logits(name, dtype="float32"):
+        exact = expected(name, sequence)
+        assert (logits - exact).abs().max() < 2e-4 * exact.std()
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    prompts = [LONG, tokens(3, 5), tokens(11, 6)]
+    requests = [InferenceRequest.from_tokens(i, own, 12) for i, own in enumerate(prompts)]
+    host = RecordingCallbacks(requests)
+    params = OptionalParams(
+        dtype="float32",
+        enable_chunked_context=True,
+        max_num_tokens=24,
+        kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=256),
+    )
+    given = family_folder(name), ModelType.INFLIGHT_FUSED_BATCHING
+    with GptManager(*given, optional_params=params, **host.keywords()) as manager:
+        manager.wait_idle()
+    for number, prompt in enumerate(prompts):
+        generated = host.output(number)[len(prompt) :]
+        assert len(generated) == 12
+        assert is_greedy(family_model(name), prompt, generated)
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_bfloat16_diverges_no_more_than_in_transformers(name: str) -> None:
+    narrow = deepcopy(family_model(name)).to(torch.bfloat16)
+    model = load_model(family_folder(name), dtype="bfloat16")
+    ours, theirs = [], []
+    for sequence in (tokens(60, seed) for seed in range(7, 13)):
+        exact = exact_logits(exact_model(name), sequence)
+        driver = PagedDriver(model, 1, dtype=torch.bfloat16)
+        ours.append(divergence(exact, driver.forward([(0, sequence)])))
+        theirs.append(divergence(exact, expected_logits(narrow, sequence)))
+    assert sum(ours) < 1.5 * sum(theirs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_absent_fields_have_the_defaults_of_transformers(name: str) -> None:
+    full: dict[str, Any] = default_config(name).to_dict()
+    if name == "glm4_moe":  # its default heads do not divide its default hidden size
+        full["num_attention_heads"] = 64
+    legacy = ("n_embd", "n_layer", "n_head", "n_inner", "ffn_dim")
+    sizes = [*BASE, *legacy]
+    needed = ("vocab", "hidden_size", "layers", "attention_heads", "intermediate", *legacy)
+    minimal = {
+        key: full[key] for key in sizes if key in full and any(word in key for word in needed)
+    }
+    assert read_spec({"model_type": name, **minimal}) == read_spec({**full, "dtype": "float32"})

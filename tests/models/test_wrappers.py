@@ -1,0 +1,121 @@
+"""Text models inside of multimodal checkpoints, and folders without a usable checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import PagedDriver, checkpoint
+from family_runs import LONG, family_model
+
+from gptmanager.errors import ConfigError
+from gptmanager.models import load_model
+from gptmanager.models.read_spec import read_spec
+
+CASES = [
+    ("mistral3", "mistral", {"model.": "language_model.model.", "lm_": "language_model.lm_"}),
+    ("gemma3", "gemma3_text", {"model.": "model.language_model."}),
+    ("qwen2_5_vl", "qwen2", {"model.": "model.language_model."}),
+    ("qwen3_vl", "qwen3", {"model.": "model.language_model."}),
+]
+MEDIA = {"vision_tower.patch.weight": torch.ones(2), "model.visual.merger.bias": torch.ones(2)}
+
+
+def renamed(name: str, prefixes: dict[str, str]) -> str:
+    for ours, theirs in prefixes.items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
+
+
+@pytest.mark.parametrize(("wrapper", "family", "prefixes"), CASES)
+def test_the_text_model_of_a_wrapper_is_served(
+    wrapper: str, family: str, prefixes: dict[str, str]
+) -> None:
+    config, state = checkpoint(family_model(family))
+    wrapped = {
+        "model_type": wrapper,
+        "text_config": {**config, "model_type": family},
+        "vision_config": {"hidden_size": 8},
+        "image_token_index": 5,
+        "projector_hidden_act": "gelu",
+    }
+    tensors = {renamed(name, prefixes): tensor for name, tensor in state.items()} | MEDIA
+    plain, own = (load_model(it, dtype="float32") for it in ((config, state), (wrapped, tensors)))
+    logits = [PagedDriver(model, 1).forward([(0, LONG)]) for model in (plain, own)]
+    assert torch.equal(*logits)
+    with pytest.raises(ConfigError, match="unknown: audio.weight"):
+        load_model((wrapped, {**tensors, "audio.weight": torch.ones(1)}))
+
+
+def test_a_flat_config_with_mrope_is_that_of_its_text_model() -> None:
+    config: dict[str, Any] = json.loads(family_model("qwen2").config.to_json_string())
+    rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    del config["rope_parameters"]
+    flat = {**config, **rope, "model_type": "qwen2_vl", "vision_config": {"depth": 2}}
+    spec = read_spec(flat)
+    assert spec.family == "qwen2"
+    assert spec.ropes[0].kind == "default" and spec.ropes[0].theta == 1e6
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({"adapter_config.json": "{}"}, "holds a PEFT adapter: pass its base model"),
+        ({"model_index.json": "{}"}, "a diffusion pipeline"),
+        ({"params.json": "{}"}, "pass the Hugging Face version"),
+        ({"config.json": '{"model_type": "bert"}'}, "this is an encoder, which does not generate"),
+        (
+            {"config.json": '{"model_type": "t5", "is_encoder_decoder": true}'},
+            "an encoder-decoder, and only decoders",
+        ),
+    ],
+)
+def test_other_folders_are_described(tmp_path: Path, files: dict[str, str], text: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=text):
+        read_spec(json.loads(files["config.json"])) if "config.json" in files else load_model(
+            tmp_path
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "text"),
+    [
+        ("llama", {"attention_sink_size": 4}, "attention_sink_size = 4: an unknown field"),
+        ("mistral", {"attention_bias": True}, "attention_bias = True: an unknown field"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: not supported"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be at most the 4"),
+        ("glm4_moe", {"n_group": 3}, "n_group = 3: must divide the 8 experts"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers = .1.: must be a list of 4"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm = True: an unknown field"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False: must be true"),
+    ],
+)
+def test_fields_that_would_change_the_computation_are_refused(
+    family: str, change: dict[str, Any], text: str
+) -> None:
+    config = json.loads(family_model(family).config.to_json_string())
+    with pytest.raises(ConfigError, match=text):
+        read_spec({**config, **change})
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        ("gpt_oss", "mlp.experts.gate_up_proj_bias"),
+        ("gpt_oss", "self_attn.sinks"),
+        ("glm4", "post_mlp_layernorm.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(family: str, part: str) -> None:
+    config, state = checkpoint(family_model(family))
+    state = {name: tensor for name, tensor in state.items() if not name.endswith(f"1.{part}")}
+    with pytest.raises(ConfigError, match=f"missing: model.layers.1.{part}"):
+        load_model((config, state))

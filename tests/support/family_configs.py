@@ -1,0 +1,124 @@
+"""A small config of every family: a line a family, by the names of `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+BASE: Mapping[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 160,
+    "tie_word_embeddings": False,
+    **_SPECIAL,
+}
+_HEADS = {**BASE, "head_dim": 16}
+_NEOX = {key: value for key, value in BASE.items() if key != "num_key_value_heads"}
+_EVERY_SECOND = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+}
+_TOP2 = {**BASE, "num_experts_per_tok": 2}
+_MOE = {**_TOP2, "moe_intermediate_size": 48}
+_FOUR, _LOCAL = {"num_experts": 4}, {"num_local_experts": 4}
+_ROUTED = {
+    **_MOE,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_HALF = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}
+
+FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
+    "llama": {**BASE, "attention_bias": True, "mlp_bias": True},
+    "mistral": {**_HEADS, "sliding_window": 8},
+    "ministral": {**_HEADS, "sliding_window": 8},
+    "ministral3": {
+        **_HEADS,
+        "rope_parameters": {
+            **_ROPE,
+            "llama_4_scaling_beta": 0.3,
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "qwen2": {**BASE, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    "qwen3": {**_HEADS, "attention_bias": True},
+    "gpt2": {
+        "vocab_size": 96,
+        "n_embd": 64,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 160,
+        **_SPECIAL,
+    },
+    "gemma": {**_HEADS, "tie_word_embeddings": True},
+    "gemma2": {
+        **_HEADS,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {**_HEADS, **_EVERY_SECOND, "query_pre_attn_scalar": 24},
+    "phi": {**BASE, **_HALF},
+    "phi3": {**BASE, "sliding_window": 8},
+    "olmo": {**BASE, "attention_bias": True},
+    "olmo2": {**BASE},
+    "olmo3": {**BASE, "sliding_window": 8},
+    "granite": {**BASE, **_GRANITE, "attention_bias": True},
+    "cohere": {**BASE, "use_qk_norm": True, "tie_word_embeddings": True},
+    "cohere2": {**BASE, **_EVERY_SECOND, "logit_scale": 0.3},
+    "glm": {**_HEADS, **_HALF},
+    "glm4": {**_HEADS, **_HALF},
+    "smollm3": {**BASE, "no_rope_layer_interval": 2},
+    "exaone4": {**BASE, "sliding_window": 8, "sliding_window_pattern": 2},
+    "seed_oss": {**_HEADS, "attention_out_bias": True},
+    "stablelm": {**BASE, **_HALF, "use_qkv_bias": True},
+    "starcoder2": {**BASE, "sliding_window": 8},
+    "nemotron": {**_HEADS, **_HALF, "attention_bias": True},
+    "helium": {**_HEADS},
+    "ernie4_5": {**_HEADS, "use_bias": True},
+    "arcee": {**_HEADS, "mlp_bias": True},
+    "hunyuan_v1_dense": {**_HEADS},
+    "cwm": {**_HEADS, "sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2},
+    "jais2": {**_HEADS},
+    "gpt_neox": {**_NEOX, **_HALF},
+    "opt": {**_NEOX, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "mixtral": {**_TOP2, **_LOCAL, "sliding_window": 8},
+    "qwen2_moe": {**_MOE, **_FOUR, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": {**_MOE, **_FOUR, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "olmoe": {**_TOP2, **_FOUR},
+    "flex_olmo": {**_TOP2, **_FOUR, "norm_topk_prob": True},
+    "gpt_oss": {**_TOP2, **_LOCAL, **_EVERY_SECOND, "head_dim": 16, "rope_parameters": _ROPE},
+    "granitemoe": {**_TOP2, **_LOCAL, **_GRANITE},
+    "granitemoeshared": {**_TOP2, **_LOCAL, **_GRANITE, "shared_intermediate_size": 32},
+    "glm4_moe": {**_ROUTED, **_HALF, "use_qk_norm": True, "first_k_dense_replace": 1},
+    "solar_open": {**_ROUTED, "head_dim": 16},
+    "dots1": {**_ROUTED, "first_k_dense_replace": 1},
+    "minimax_m2": {**_TOP2, **_LOCAL, "head_dim": 16},
+    "ernie4_5_moe": {
+        **BASE,
+        "moe_intermediate_size": 48,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+    },
+}
+# other properties of the same families
+VARIANTS: Mapping[str, dict[str, Any]] = {
+    "stablelm parallel": {**BASE, "use_parallel_residual": True},
+    "gpt_neox sequential": {**_NEOX, "use_parallel_residual": False},
+    "smollm3 tied": {**BASE, "tie_word_embeddings": True},
+}
