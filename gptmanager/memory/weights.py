@@ -1,9 +1,8 @@
 """`Weights`: a model's parameters, in storage that is owned here and filled by tensor name.
 
 Decides how a tensor reaches its storage: whole, or as rows of a fused parameter, transposed or
-not, converted to the storage's dtype while it is copied. The storage never moves: a reference
-to a parameter sees the values that are loaded later. Knows nothing of models: each `Place` says
-which parameter a tensor belongs to.
+not, converted to the storage's dtype on the way. The storage never moves: a reference to a
+parameter sees what is loaded later. Each `Place` says which parameter a tensor belongs to.
 """
 
 from __future__ import annotations
@@ -84,9 +83,9 @@ class _Part(NamedTuple):
 class Weights:
     """Parameters by our names, filled from tensors by the checkpoint's names.
 
-    `places` has the destination of each tensor; its name may have `prefix` or not, and may begin
-    with a key of `prefixes` in place of the value. Tensors with a name that matches `ignored` are
-    skipped; any other tensor without a place is an error.
+    `places` has the destination of each tensor; its name may have `prefix` or not, or a key of
+    `prefixes` in place of the value. Tensors with names that match `ignored` are skipped; any
+    other tensor without a place is an error.
     Those in `wide` are kept in float32 at least, and never in 8 bits.
     `cuts`: the kept part of each parameter; a parameter that it lacks is dropped; None: keep all.
     Names and shapes are still those of whole tensors.
@@ -180,7 +179,7 @@ class Weights:
 
     def _allocate(self, scales: Collection[str]) -> None:
         shapes = {name: _kept_shape(cut) for name, cut in self._cuts.items()}
-        wide = {*scales, *(() if self._dtype is torch.float64 else self._wide)}
+        wide = {*scales} if self._dtype is torch.float64 else {*scales, *self._wide}
         dtypes = {n: torch.float32 if n in wide else self._dtype for n in shapes}
         sizes = {n: dtypes[n].itemsize for n in shapes}
         sizes |= dict.fromkeys(self._quantized & shapes.keys(), 1)
@@ -230,8 +229,8 @@ class Weights:
     def _runs(self, place: Place) -> Sequence[Run]:
         if place.runs:
             return place.runs
-        first, num_rows = place.first_row, place.num_rows
-        num_rows = num_rows or self._shapes[place.parameter][0] - first
+        first = place.first_row
+        num_rows = place.num_rows or self._shapes[place.parameter][0] - first
         size = num_rows // max(1, place.stacked)
         return [Run(range(at, at + size), first + at) for at in range(0, num_rows, size)]
 
@@ -282,10 +281,9 @@ class Weights:
         shape = (num_rows, *self._shapes[place.parameter][1:])
         if place.scale:
             return [shape, (1,), ()]
-        if not place.stacked:
-            return [shape[::-1] if place.transposed else shape]
-        each = (num_rows // place.stacked, *shape[1:])
-        return [(place.stacked, *(each[::-1] if place.transposed else each))]
+        stack = (place.stacked,) if place.stacked else ()
+        each = (num_rows // max(1, place.stacked), *shape[1:])
+        return [(*stack, *(each[::-1] if place.transposed else each))]
 
     def _copy_part(
         self, source: TensorSource, given: str, name: str, part: _Part, max_bytes: int
@@ -297,7 +295,7 @@ class Weights:
             yield num_bytes
             return
         if place.stacked or part.rows.step != 1:
-            self._copy_picked(source, given, place, part)
+            self._copy_picked(source, given, place, part, max_bytes)
             yield num_bytes
             return
         # the scale of a row that is quantized is that of the whole
@@ -325,25 +323,24 @@ class Weights:
                 )
             yield num_bytes * done // num_first
 
-    def _copy_picked(self, source: TensorSource, given: str, place: Place, part: _Part) -> None:
+    def _copy_picked(
+        self, source: TensorSource, given: str, place: Place, part: _Part, max_bytes: int
+    ) -> None:
         """Copy rows of one expert's matrix, or rows that do not follow each other."""
         rows, columns = part.rows, self._cuts[place.parameter].columns
-        stack, offset = [], 0
-        if place.stacked:
-            size = sum(len(own) for own, _ in self._runs(place)) // place.stacked
-            number = rows.start // size
-            stack, offset = [range(number, number + 1)], number * size
-        region = [range(rows.start - offset, rows[-1] + 1 - offset)]
-        if columns is not None:
-            region.append(range(self._shapes[place.parameter][1]))
+        size = sum(len(own) for own, _ in self._runs(place)) // max(1, place.stacked)
+        number = rows.start // size
+        stack, offset = [range(number, number + 1)] if place.stacked else [], number * size
+        widths = self._shapes[place.parameter][1:]
+        region = [range(rows.start - offset, rows[-1] + 1 - offset), *map(range, widths)]
         region = region[::-1] if place.transposed else region
-        [(_, piece)] = source.pieces(given, sys.maxsize, [*stack, *region])
+        pieces = source.pieces(given, max_bytes, [*stack, *region])
+        piece = torch.cat([own.clone() for _, own in pieces])
         piece = piece[0] if stack else piece
         piece = (piece.t() if place.transposed else piece)[:: rows.step]
-        in_rows = place.parameter in self._quantized
-        if columns is not None and not in_rows:
-            piece = piece[:, columns.start : columns.stop]
-        self._copy(place, piece, part.row, 0, columns if in_rows else None)
+        if columns is not None and place.parameter not in self._quantized:
+            piece, columns = piece[:, columns.start : columns.stop], None
+        self._copy(place, piece, part.row, 0, columns)
 
     def _copy_scales(self, source: TensorSource, given: str, name: str, part: _Part) -> None:
         [(_, piece)] = source.pieces(given, sys.maxsize)

@@ -93,7 +93,7 @@ class PlanningModel(Model, Protocol):
 
 @runtime_checkable
 class CapturableModel(Model, Protocol):
-    """A model with generation steps that may be captured on the CPU, and replayed for other rows."""
+    """A model with generation steps that may be captured on the CPU, and run for other rows."""
 
     def new_step_capture(self) -> StepCapture | None:
         """None where steps are not recorded."""
@@ -213,8 +213,7 @@ def _check_weights_dtype(
         )
     if not isinstance(kernels, CpuKernels):
         raise ConfigError(
-            f"{given} is refused with kernels = {type(kernels).__name__}: they have no such "
-            "matmuls"
+            f"{given} is refused with kernels = {type(kernels).__name__}: they have no such matmuls"
         )
 
 
