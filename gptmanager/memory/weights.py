@@ -200,8 +200,7 @@ class Weights:
     def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
         packed = None
         if name in self._matrices:
-            num_rows, num_columns = shape
-            packed = self._new_matrix(num_rows, num_columns, dtype, name in self._quantized)
+            packed = self._new_matrix(shape[0], shape[1], dtype, name in self._quantized)
         if packed is not None:
             return packed
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -295,8 +294,7 @@ class Weights:
             yield num_bytes
             return
         if place.stacked or part.rows.step != 1:
-            self._copy_picked(source, given, place, part, max_bytes)
-            yield num_bytes
+            yield self._copy_picked(source, given, place, part, max_bytes)
             return
         # the scale of a row that is quantized is that of the whole
         in_rows = place.parameter in self._quantized
@@ -325,8 +323,8 @@ class Weights:
 
     def _copy_picked(
         self, source: TensorSource, given: str, place: Place, part: _Part, max_bytes: int
-    ) -> None:
-        """Copy rows of one expert's matrix, or rows that do not follow each other."""
+    ) -> int:
+        """Copy rows of one expert's matrix, or rows that do not follow each other; their bytes."""
         rows, columns = part.rows, self._cuts[place.parameter].columns
         size = sum(len(own) for own, _ in self._runs(place)) // max(1, place.stacked)
         number = rows.start // size
@@ -341,6 +339,7 @@ class Weights:
         if columns is not None and place.parameter not in self._quantized:
             piece, columns = piece[:, columns.start : columns.stop], None
         self._copy(place, piece, part.row, 0, columns)
+        return piece.numel() * self._storage[place.parameter].dtype.itemsize
 
     def _copy_scales(self, source: TensorSource, given: str, name: str, part: _Part) -> None:
         [(_, piece)] = source.pieces(given, sys.maxsize)
