@@ -23,8 +23,8 @@ from gptmanager.memory.tensor_sources import TensorSource
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, open_tensors, read_config, read_part
 from gptmanager.models.families import place_tensors
 from gptmanager.models.int8_tensors import FIELD, SCALE, quantization_config, quantize_rows
+from gptmanager.models.parameters import matmul_matrices, wide_parameters
 from gptmanager.models.read_spec import read_spec
-from gptmanager.models.spec import product_matrices
 
 _PIECE_BYTES = 16 << 20
 _TEXT_FILES = ("*.jinja", "additional_chat_templates/*.jinja", "tokenizer*", "*_config.json")
@@ -74,11 +74,12 @@ def convert_checkpoint(
 
 def _quantized(spec: Any, tensors: TensorSource) -> set[str]:
     """The names, as given, of matrices that are written as int8."""
-    products, places = {*product_matrices(spec)}, place_tensors(spec)
+    narrowed = {*matmul_matrices(spec)} - {*wide_parameters(spec)}
+    places = place_tensors(spec)
     found = set()
     for name in tensors.describe():
         place = places.get(name)
-        if place is None or place.parameter not in products:
+        if place is None or place.parameter not in narrowed or place.stacked:
             continue
         if place.transposed:
             raise ConfigError(

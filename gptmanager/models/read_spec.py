@@ -16,11 +16,11 @@ import torch
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.memory.checkpoint_files import check_depth
-from gptmanager.models.families.config_fields import refuse_unread
 from gptmanager.models.families import FAMILIES, Family
+from gptmanager.models.families.config_fields import refuse_unread
+from gptmanager.models.families.layer_types import read_windows
 from gptmanager.models.families.wrappers import text_config
 from gptmanager.models.fields import Fields
-from gptmanager.models.families.layer_types import read_windows
 from gptmanager.models.other_folders import describe_other_type
 from gptmanager.models.rope import Rope, read_rope
 from gptmanager.models.spec import Attention, Layer, Mlp, ModelSpec, Norms
