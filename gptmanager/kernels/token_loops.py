@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -40,15 +40,9 @@ from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
 LOG2_E = np.float32(1.4426950408889634)
 MINUS_LOG2_E = -LOG2_E
-SILU, GELU_TANH, GELU_ERF, RELU, RELU2, CLAMPED_SWIGLU, SCALE = range(7)
-KINDS: Mapping[Activation, int] = {
-    "silu": SILU,
-    "gelu_tanh": GELU_TANH,
-    "gelu": GELU_ERF,
-    "relu": RELU,
-    "relu2": RELU2,
-    "clamped_swiglu": CLAMPED_SWIGLU,
-}
+KINDS: Mapping[Activation, int] = {name: kind for kind, name in enumerate(get_args(Activation))}
+SILU, GELU_ERF, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU = range(6)  # as `Activation` lists them
+SCALE = 6
 # 2 * sqrt(2 / pi), which makes the tanh of GELU a logistic function, and that times 0.044715.
 TANH_LINEAR, TANH_CUBIC = np.float32(1.5957691216057308), np.float32(0.07135481282565715)
 # Abramowitz and Stegun 7.1.26: erfc to 1.5e-7.

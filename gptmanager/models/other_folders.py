@@ -1,4 +1,4 @@
-"""What a folder without a usable checkpoint holds instead, and the nearest way to a usable one."""
+"""Descriptions of folders without a usable checkpoint, and the nearest way to a usable one."""
 
 from __future__ import annotations
 
