@@ -128,6 +128,21 @@ def test_an_output_ends_before_the_first_stop_string(text, stops, cuts, prompt_l
         assert num_kept == next(n for n, length in enumerate(until, 1) if length >= end)
 
 
+def test_the_longest_of_the_stop_strings_that_end_together_is_found():
+    for stops in itertools.permutations(["b", "ab", "xab"]):
+        assert StopStrings(stops).push("aab") == ("ab", 1, 3)
+
+
+def test_the_text_before_an_incomplete_character_is_released():
+    tokenizer, parts, tokens = split_text("ab€ab", [3, 4])
+    assert parts == ["ab€ab".encode()[:3], "ab€ab".encode()[3:4], "ab€ab".encode()[4:]]
+
+    text = StoppedText(tokenizer, [], ["b"])
+    assert (text.push(tokens[:1]), text.text, text.is_stopped) == (1, "a", True)
+    text = StoppedText(tokenizer, [], ["€a"])
+    assert [(text.push([token]), text.text) for token in tokens] == [(1, "ab")] * 3
+
+
 def test_a_stop_string_in_the_prompt_does_not_count():
     tokenizer, _, tokens = split_text("stop here", [2, 4, 6])
 
