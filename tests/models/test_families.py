@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from family_runs import (
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES
+from gptmanager.models.families.wrappers import TEXT_FAMILIES
 from gptmanager.models.read_spec import read_spec
 from gptmanager.testing import RecordingCallbacks
 
@@ -95,3 +98,11 @@ def test_absent_fields_have_the_defaults_of_transformers(name: str) -> None:
         key: full[key] for key in sizes if key in full and any(word in key for word in needed)
     }
     assert read_spec({"model_type": name, **minimal}) == read_spec({**full, "dtype": "float32"})
+
+
+def test_the_page_lists_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", page.split("### Does my model run?")[1], re.M)
+    expected = [(name, family.title) for name, family in FAMILIES.items()]
+    assert rows[: len(expected)] == expected
+    assert all(f"`{name}`" in page for name in TEXT_FAMILIES if not name.endswith("_text"))
