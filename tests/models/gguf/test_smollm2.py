@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from checkpoints import PagedDriver
 from gguf_tokenizers import TEXTS, expected_ids
 from smollm2 import smollm2_file
 
-from gptmanager import OptionalParams
+from gptmanager import OptionalParams, cli
 from gptmanager.callbacks import ChatTemplate, TokenDefaults, generate, load_tokenizer
 from gptmanager.models import load_model
 
@@ -54,6 +55,14 @@ def test_answers_are_those_of_transformers(file: Path) -> None:
     for answer, ids in zip(ANSWERS, found, strict=True):
         expected = answer["answer_ids"]
         assert ids == (expected[:-1] if expected[-1] == 2 else expected), answer["question"]
+
+
+def test_the_readme_begins_with_its_answer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    command, answer = readme.split("$ gptmanager ")[1].split("```")[0].split("\n")[:2]
+
+    assert cli.main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == answer + "\n"
 
 
 def perplexity(file: Path, **options: Any) -> float:
