@@ -1,8 +1,8 @@
 """`Generation`: the handle of a submitted request. A future, and a stream of new tokens.
 
-`GenerationPart` and `PartReader`: the same stream in pieces, with the tensors of each piece. The
-module waits for responses, in threads and in event loops. It does not know queues or the manager,
-except for the function that cancels a request.
+`GenerationPart`: a piece of the same stream, with its tensors. The module waits for responses, in
+threads and in event loops. It does not know queues or the manager, except for the function that
+cancels a request.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import copy
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -43,6 +44,16 @@ class GenerationPart(NamedTuple):
     tensors: dict[str, torch.Tensor]
     result: GenerationResult | None = None
     text: str = ""
+
+
+@dataclass(slots=True)
+class ReadPosition:
+    """How much of a generation a reader has got from `Generation.next_part`."""
+
+    num_tokens: int = 0
+    num_pieces: int = 0
+    num_tensors: dict[str, int] = field(default_factory=dict)
+    is_at_end: bool = False
 
 
 class Generation(concurrent.futures.Future[GenerationResult]):
@@ -172,19 +183,52 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         A request without `is_streaming` has one part. Each of several readers gets all parts.
         """
         self._refuse_to_wait_in_fork()
-        waiter = self._wakeups.waiter()
-        reader = PartReader(self)
+        waiter, position = self.waiter(), ReadPosition()
         try:
-            while not reader.is_at_end:
-                part = reader.take(waiter)
+            while not position.is_at_end:
+                part = self.next_part(position, waiter)
                 if part is not None:
                     yield part
-                if not reader.is_at_end:
+                if not position.is_at_end:
                     await waiter.wait()
         except asyncio.CancelledError:
             self._forget(waiter)
             self.cancel()
             raise
+
+    def waiter(self) -> AsyncWaiter:
+        """Return a waiter of the running event loop for `next_part`; generations of a queue may
+        share it.
+        """
+        return self._wakeups.waiter()
+
+    def next_part(
+        self, position: ReadPosition, waiter: AsyncWaiter | None = None
+    ) -> GenerationPart | None:
+        """Return the part after `position`, and move it there; None if there is nothing new.
+
+        Never waits, for a caller that waits for several generations at once: `waiter` is woken when
+        there is more. Raise the error of the request after the last part.
+        """
+        with self._lock:
+            done = self._has_ended
+            tokens = self._tokens[position.num_tokens :]
+            if not done and waiter is not None and waiter not in self._async_waiters:
+                self._async_waiters.append(waiter)
+            if not done and (not tokens or self._is_ending):
+                return None
+            position.num_tokens += len(tokens)
+            text = "".join(self._pieces[position.num_pieces :])
+            position.num_pieces = len(self._pieces)
+            tensors = self._responses.new_tensors(position.num_tensors)
+        if not done:
+            return GenerationPart(tokens, tensors, text=text)
+        if tokens and self.exception() is not None:  # the next call raises it
+            if waiter is not None:
+                waiter.wake()
+            return GenerationPart(tokens, tensors, text=text)
+        position.is_at_end = True
+        return GenerationPart(tokens, tensors, self.result(), text)
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
         self._refuse_to_wait_in_fork()
@@ -284,46 +328,6 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             for waiter in self._async_waiters:
                 waiter.wake()
             self._async_waiters.clear()
-
-
-class PartReader:
-    """Reads a generation without waiting, for a caller that waits for several of them at once."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        self._num_tokens = self._num_pieces = 0
-        self._num_tensors: dict[str, int] = {}
-        self.is_at_end = False
-
-    def waiter(self) -> AsyncWaiter:
-        """Return a waiter of the running event loop for `take`; readers of a queue may share it."""
-        return self._generation._wakeups.waiter()
-
-    def take(self, waiter: AsyncWaiter | None = None) -> GenerationPart | None:
-        """Return the part since the last call, or None if there is nothing new.
-
-        `waiter` is woken when there is more. Raise the error of the request after the last part.
-        """
-        generation = self._generation
-        with generation._lock:
-            done = generation._has_ended
-            tokens = generation._tokens[self._num_tokens :]
-            if not done and waiter is not None and waiter not in generation._async_waiters:
-                generation._async_waiters.append(waiter)
-            if not done and (not tokens or generation._is_ending):
-                return None
-            self._num_tokens += len(tokens)
-            text = "".join(generation._pieces[self._num_pieces :])
-            self._num_pieces = len(generation._pieces)
-            tensors = generation._responses.new_tensors(self._num_tensors)
-        if not done:
-            return GenerationPart(tokens, tensors, text=text)
-        if tokens and generation.exception() is not None:  # the next call raises it
-            if waiter is not None:
-                waiter.wake()
-            return GenerationPart(tokens, tensors, text=text)
-        self.is_at_end = True
-        return GenerationPart(tokens, tensors, generation.result(), text)
 
 
 def _has_one_output(request: InferenceRequest) -> bool:

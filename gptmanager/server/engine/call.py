@@ -14,7 +14,7 @@ from typing import Any
 
 from gptmanager import FinishReason
 from gptmanager.callbacks import Generation, GenerationPart, GenerationResult
-from gptmanager.callbacks.queue.generation import PartReader
+from gptmanager.callbacks.queue.generation import ReadPosition
 from gptmanager.errors import AdapterError
 from gptmanager.server.errors import ApiError, api_error
 
@@ -51,7 +51,7 @@ class _Running:
     """A request of a call. `send_again`: resubmit with the adapter's weights; None: no adapter."""
 
     generation: Generation
-    reader: PartReader
+    position: ReadPosition
     send_again: Callable[[], Generation] | None
     timer: asyncio.TimerHandle | None = None
     has_timed_out: bool = False
@@ -77,12 +77,12 @@ class Call:
         on_end: Callable[[Call], None],
     ) -> None:
         self._running = [
-            _Running(generation, PartReader(generation), again)
+            _Running(generation, ReadPosition(), again)
             for generation, again in zip(generations, send_again, strict=True)
         ]
         self._cancel = cancel  # for a finish reason, after some tokens: `ServerMetrics.cancel`
         self._on_end = on_end
-        self._waiter = self._running[0].reader.waiter()
+        self._waiter = self._running[0].generation.waiter()
         loop = asyncio.get_running_loop()
         for it, timeout_s in zip(self._running, timeouts_s, strict=True):
             if timeout_s is not None:
@@ -173,7 +173,7 @@ class Call:
 
     def _take(self, it: _Running) -> GenerationPart | ApiError | None:
         try:
-            return it.reader.take(self._waiter)
+            return it.generation.next_part(it.position, self._waiter)
         except AdapterError as error:
             if it.send_again is None or it.has_timed_out:
                 return api_error(error)
@@ -188,8 +188,8 @@ class Call:
             it.generation, it.send_again = send_again(), None
         except Exception as error:
             return api_error(error)
-        it.reader = PartReader(it.generation)
-        return it.reader.take(self._waiter)
+        it.position = ReadPosition()
+        return it.generation.next_part(it.position, self._waiter)
 
 
 def check_in_time(result: GenerationResult) -> None:
