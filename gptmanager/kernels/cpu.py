@@ -318,9 +318,8 @@ class CpuKernels(CpuMatmuls):
         plus_one: bool = False,
     ) -> Tensor:
         if pages.values.dtype not in DTYPES:
-            norms = q_norm, k_norm, eps
-            given = pages, rows, norm_last, plus_one
-            return super().rope_and_write(qkv, positions, cos_sin, *norms, *given)
+            given = positions, cos_sin, q_norm, k_norm, eps, pages, rows, norm_last, plus_one
+            return super().rope_and_write(qkv, *given)
         num_kv_heads, head_dim = pages.keys.shape[1:3]
         num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
         qkv, q_norm, k_norm = alike(qkv, q_norm, k_norm)

@@ -262,7 +262,7 @@ class Kernels:
         By an RMS norm, or a LayerNorm if `centered`; `weight` has an element for each column.
         """
         own = qkv[:, columns.start : columns.stop]
-        heads = widened(own).unflatten(1, (-1, head_dim))
+        heads = widened(own).reshape(len(own), -1, head_dim)
         if centered:
             heads = heads - self._each(lambda it: it.mean(-1, keepdim=True), heads)
         mean = self._each(lambda it: it.square().mean(-1, keepdim=True), heads)
@@ -289,7 +289,8 @@ class Kernels:
     def _activate_wide(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
         def activated(own: Tensor) -> Tensor:
             if gated:
-                return activate_gated(*own.chunk(2, dim=-1), activation)
+                gate, up = own.chunk(2, dim=-1)
+                return activate_gated(gate, up, activation)
             return activate(own, activation)
 
         return self._each(activated, widened(x)).to(x.dtype)

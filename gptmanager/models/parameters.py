@@ -53,12 +53,13 @@ def wide_parameters(spec: ModelSpec) -> list[str]:
 
 
 def _affine(name: str, shape: tuple[int, int], biased: bool) -> dict[str, Shape]:
-    return {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if biased else {})
+    found: dict[str, Shape] = {f"{name}.weight": shape}
+    return found | {f"{name}.bias": shape[:1]} if biased else found
 
 
 def _norm(norms: Norms, name: str, width: int) -> dict[str, Shape]:
-    weight = {f"{name}.weight": (width,)} if norms.weight else {}
-    return weight | ({f"{name}.bias": (width,)} if norms.bias else {})
+    parts = [part for part in ("weight", "bias") if getattr(norms, part)]
+    return {f"{name}.{part}": (width,) for part in parts}
 
 
 def _norms(norms: Norms, hidden: int) -> dict[str, Shape]:

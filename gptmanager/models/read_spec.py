@@ -104,8 +104,9 @@ def _read_layers(
 
     def rope(layer_type: str) -> Rope | None:
         if family.rotary and layer_type not in ropes:
-            given = {"layer_type": layer_type, "interleaved": interleaved}
-            ropes[layer_type] = read_rope(fields, head_dim, max_seq_len, **given)
+            ropes[layer_type] = read_rope(
+                fields, head_dim, max_seq_len, layer_type=layer_type, interleaved=interleaved
+            )
         return ropes.get(layer_type)
 
     mlp = _read_mlp(fields, family)

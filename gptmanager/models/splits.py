@@ -159,8 +159,9 @@ def rank_spec(spec: ModelSpec, layout: RankLayout) -> ModelSpec:
 
 
 def _rank_layer(layer: Layer, shares: Shares) -> Layer:
-    heads = {"num_heads": len(shares.heads), "num_kv_heads": len(shares.kv_heads)}
-    attention, experts = replace(layer.attention, **heads), layer.mlp.experts
+    heads, kv_heads = len(shares.heads), len(shares.kv_heads)
+    attention = replace(layer.attention, num_heads=heads, num_kv_heads=kv_heads)
+    experts = layer.mlp.experts
     if experts is None:
         return Layer(attention, replace(layer.mlp, width=len(shares.width)))
     experts = replace(experts, own=shares.experts, shared_width=len(shares.shared))

@@ -114,7 +114,7 @@ def _softmax(
 def _cap(t: Any, scores: int, rows: int, columns: int, stride: int) -> None:
     """Limit scores, which are exponents of 2, by the soft cap."""
     compact()
-    to_natural, cap = splat(np.float32(1 / LOG2_E)), np.float32(t.softcap)
+    to_natural, cap = splat(np.float32(1 / LOG2_E)), t.softcap
     for row in range(rows):
         for column in range(0, columns, LANES):
             capped = soft_capped(load(scores, row * stride + column) * to_natural, cap)

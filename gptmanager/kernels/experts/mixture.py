@@ -40,7 +40,7 @@ class ExpertMatrices(NamedTuple):
     activation: Activation
     gated: bool
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # not the method of tuples
 
 
 def mix_experts(

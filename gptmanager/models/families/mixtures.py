@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from gptmanager.models.families import readers
 from gptmanager.models.families.base import (
@@ -48,7 +49,7 @@ _GRANITE_BLOCK = {
     "stacked_up": "block_sparse_moe.input_linear.weight",
     "stacked_down": "block_sparse_moe.output_linear.weight",
 }
-_SIGMOID = {
+_SIGMOID: Mapping[str, Any] = {
     "score": "sigmoid",
     "correction": True,
     "num_shared": "n_shared_experts",

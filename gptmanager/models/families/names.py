@@ -72,7 +72,8 @@ def tensor_names(
     **modules: str | None,
 ) -> Tensors:
     """Return a family's table. `modules`: our word for a module of a layer -> theirs."""
-    found = {embedding: ("embedding", None), final_norm: ("final_norm", None)}
+    found: dict[str, tuple[str, str | None]] = {embedding: ("embedding", None)}
+    found[final_norm] = ("final_norm", None)
     if positions is not None:
         found[positions] = ("positions", None)
     for word, theirs in modules.items():

@@ -113,7 +113,8 @@ def experts_of(
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
         own = (width, per_token, shared, num_shared, renormalize, "n_group", "topk_group")
-        fields.note_read(*filter(lambda name: isinstance(name, str), own), "routed_scaling_factor")
+        names = [name for name in own if isinstance(name, str)]
+        fields.note_read(*names, "routed_scaling_factor")
         number = 0 if fields.get(count) is None else fields.count(count)
         if number == 0 or is_dense(fields, layer):
             return None
