@@ -278,7 +278,7 @@ def test_a_checkpoint_may_ask_for_it_and_pages_are_as_wide() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"weights_dtype": "int8"}, "weights_dtype = 'int8': its products are of at most 32 bits"),
+        ({"weights_dtype": "int8"}, "weights_dtype = 'int8': its matmuls are of at most 32 bits"),
         (
             {"device": "meta", "kernels": Kernels()},
             "device = 'meta': only the CPU supports it",

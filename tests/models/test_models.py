@@ -268,7 +268,7 @@ def test_the_network_computes_with_packed_matrices() -> None:
         ({"weights_dtype": 8}, "weights_dtype = 8 is neither 'int8' nor None"),
         (
             {"weights_dtype": "int8", "kernels": Kernels()},
-            "weights_dtype = 'int8' is refused with kernels = Kernels: they have no such products",
+            "weights_dtype = 'int8' is refused with kernels = Kernels: they have no such matmuls",
         ),
         (
             {"weights_dtype": "int8", "device": "meta", "kernels": Kernels()},
