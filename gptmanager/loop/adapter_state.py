@@ -31,7 +31,7 @@ class ReadState(NamedTuple):
 
 
 class MoveState(NamedTuple):
-    """`adapter`: its number among those of the cache."""
+    """The state of a copy to the device. `adapter`: the index of its adapter in the cache."""
 
     job: int
     adapter: int

@@ -99,8 +99,9 @@ class RequestExtras:
         return context[None, :end]
 
     def take_prompt(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`[1, n]` and, of the `count` best, twice `[1, n, count]`: of all tokens after the first
-        one, or of those that were computed; returned once.
+        """Return the log probabilities `[1, n]` of the prompt, and those of the `count` best tokens
+        and their ids, `[1, n, count]` each. They cover all tokens after the first one, as far as
+        computed, and are returned once.
         """
         found, end = self._prompt, self._prompt_end
         self._prompt, self._prompt_end, self.prompt_is_sent = None, 0, True

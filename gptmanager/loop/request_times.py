@@ -23,10 +23,10 @@ _read = attrgetter(*TimesState._fields)
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Seconds of the clock of `Intake.now`.
+    """The times of a request, in seconds of the clock of `Intake.now`.
 
-    `deadline`: of the whole; `queue_deadline`: of its first computation; None: it has none. Of the
-    others None: it has not happened.
+    `deadline`: of the whole request; `queue_deadline`: of its first computation; None: no deadline.
+    The other times are None until the event has happened.
     """
 
     arrival: float

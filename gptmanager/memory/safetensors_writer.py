@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -55,10 +54,5 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
