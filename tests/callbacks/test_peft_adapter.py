@@ -207,7 +207,7 @@ def test_tensors_of_something_else_are_refused_by_name(tmp_path, name, text):
         ("B", torch.ones(6, 7), "has shape [8, 4] and lora_B [6, 7]"),
         ("A", torch.ones(8), "is float32 [8]: it must be a matrix"),
         ("B", torch.ones(0, 8), "is float32 [0, 8]: it must be a matrix"),
-        ("B", torch.ones(6, 8, dtype=torch.int8), "is I8 [6, 8]: it must be a matrix of one"),
+        ("B", torch.ones(6, 8, dtype=torch.int8), "is int8 [6, 8]: it must be a matrix of one"),
     ],
 )
 def test_tensors_of_other_shapes_and_dtypes_are_refused(tmp_path, part, tensor, text):

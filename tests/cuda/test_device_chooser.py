@@ -171,7 +171,7 @@ def test_recordings_choose_where_nobody_wants_more(device, watched, monkeypatch)
 
         monkeypatch.setattr(DeviceChooser, name, run)
 
-    spy("_bring", "recorded")
+    spy("_download", "recorded")
     spy("_enqueue", "launched")
     check(device, watched, mixed, max_batch_size=2)
     turns = [one for one, other in zip(ways, ways[1:], strict=False) if one != other]

@@ -212,6 +212,7 @@ def test_it_comes_back(browser):
             page.serve(port=urlsplit(url).port)
             browser.wait_for("document.querySelector('#state').textContent === 'Running'")
             assert browser.evaluate("[...rows.values()].map(row => row.id)") == ["8"]
+            browser.wait_for("view.shown.length > 0")
             tokens = browser.evaluate("view.shown[0].tokens")
             browser.wait_for(f"view.shown[0].tokens > {tokens}")
             manager.shutdown(drain=False)

