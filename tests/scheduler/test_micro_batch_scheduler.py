@@ -331,7 +331,10 @@ def test_shift_charges_the_end_of_a_context_less() -> None:
         ({"max_num_tokens": 0}, "max_num_tokens = 0 "),
         ({"max_context_length": -1}, "max_context_length = -1 "),
         ({"context_chunking_policy": FCFS, "chunk_unit": 0}, "chunk_unit = 0 "),
-        ({"context_chunking_policy": 0}, "context_chunking_policy must be a ContextChunkingPolicy, got 0"),
+        (
+            {"context_chunking_policy": 0},
+            "context_chunking_policy must be a ContextChunkingPolicy, got 0",
+        ),
         ({"max_batch_size": 2.0}, "max_batch_size = 2.0 must be an integer of at least 1"),
         ({"max_num_tokens": 2.5}, "max_num_tokens = 2.5 must be an integer of at least 1"),
         ({"max_context_length": True}, "max_context_length = True must be an integer of"),
