@@ -1,7 +1,7 @@
 """`LiveFeed`: watches a manager while there are viewers, and makes server-sent events.
 
 Five times a second, a separate thread makes one small event for all viewers from the changes that
-the loop has reported. Without viewers there is no thread, and the loop reports nothing.
+the loop has reported. Without viewers it runs no thread, and the loop reports nothing.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def _wait_text(explanation: Explanation) -> str:
 
 
 def _percentiles(values: Iterable[float]) -> list[float | None]:
-    """Return the 50th and the 99th percentile; None if there are no values."""
+    """Return the 50th and the 99th percentile, or None for an empty list."""
     known = sorted(value for value in values if value == value)
     if not known:
         return [None, None]

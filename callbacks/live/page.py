@@ -86,8 +86,8 @@ class LivePage:
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Serve the page on separate threads until `close`; return its address.
 
-        `port` 0: any free port. There is no password: with a `host` that is not a loopback address,
-        other machines can open the page. On a loopback address the server accepts only names of
+        `port` 0: any free port. The page has no password: other machines can open it unless `host`
+        is a loopback address. On a loopback address the server accepts only names of
         this machine in the Host header, which prevents DNS rebinding. Raise OSError if the port is
         in use, ValueError if the page is served already.
         """

@@ -346,7 +346,7 @@ def _checkpoint_digests(source: Any) -> dict[str, str]:
         own = read_part(source, "config.json")
         if own is None:  # if it is missing on every rank, loading reports it
             file = Path(source, "config.json").absolute()
-            return {"digest of config.json": f"none, there is no file {file}"}
+            return {"digest of config.json": f"none: the file {file} does not exist"}
         config = repr(own).encode()
         opened = open_tensors(source)
         headers = opened.describe()

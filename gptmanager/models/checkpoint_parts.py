@@ -47,7 +47,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     config = read_part(path, "config.json")
     if config is not None:
         return without_quantization(config)
-    why = "there is no config.json in it" if os.path.isdir(path) else "it does not exist"
+    why = "it has no config.json" if os.path.isdir(path) else "it does not exist"
     if os.path.lexists(path) and not os.path.isdir(path):
         why = "it is not a folder"
     why = describe_other(Path(path)) or why

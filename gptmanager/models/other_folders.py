@@ -14,7 +14,7 @@ _ENCODERS = frozenset(
 
 
 def describe_other(path: Path) -> str:
-    """Return what is at `path`, where there is no config.json; "" if nothing is recognized."""
+    """Describe a `path` without config.json; return "" for an unknown kind."""
     try:
         names = sorted(entry.name for entry in os.scandir(path))
     except OSError:

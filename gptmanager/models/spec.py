@@ -132,7 +132,7 @@ class ModelSpec:
     `parallel`: attention and MLP of a layer read the same residual, and both add to it.
     `embedding_scale` multiplies embeddings, `residual_scale` what a layer adds to the residual, and
     `logit_scale` the logits, which `logit_softcap` then limits (0: no limit).
-    `position_offset`: row of the learned position 0; None: there are no learned positions.
+    `position_offset`: row of the learned position 0, or None without learned positions.
     `sink`: the number of first positions that are always seen. `kv_cache_dtype` float8_e4m3fn:
     pages hold keys and values divided by the scales of their layer and head; None: as they are.
     """

@@ -65,7 +65,7 @@ class GroupCollectives:
     """Collectives on process groups of torch.
 
     `stage_group`: the ranks of the stage, by part. `from_previous` and `to_next`: two ranks each,
-    the sender first; None if there is no such stage.
+    the sender first; None at the ends of the pipeline.
 
     `wait` is called with each `Work`. It returns when the work is done, or is enqueued on the
     current CUDA stream, and raises the error that ends the step. `replicates`: `gather` returns its

@@ -143,7 +143,7 @@ class Links:
     def receive(self, *, from_rank: int = 0, may_be_woken: bool = False) -> Frame | None:
         """Return the next message. RankError names the rank to blame if none arrives in time.
 
-        With `may_be_woken` there is no time limit, and the result is None after a call of `wake`.
+        With `may_be_woken` it waits without a time limit, and returns None after a call of `wake`.
         """
         self.check()
         self._begin(f"a message of rank {from_rank}", bounded=not may_be_woken)
@@ -155,7 +155,7 @@ class Links:
             self._end()
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, by rank. For the start: there is no time limit."""
+        """Return the payloads of all ranks, by rank, without a time limit: ranks start slowly."""
         kind = Message.EXCHANGE
         if self.rank:
             self.send(kind, payload)

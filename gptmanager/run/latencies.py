@@ -50,7 +50,7 @@ def latencies(
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Return percentiles in milliseconds; empty if there are no values. NaN values are skipped."""
+    """Return percentiles in milliseconds; an empty result for no values. NaN values are skipped."""
     values = [value * 1e3 for value in seconds if not np.isnan(value)]
     if not values:
         return {}

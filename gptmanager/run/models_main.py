@@ -25,6 +25,6 @@ def main(options: argparse.Namespace) -> int:
         for model in found
     ]
     head = ("name", "size", "from", "path")
-    piece = table(head, rows, left=(0, 2, 3)) if rows else "there are no models on this machine"
+    piece = table(head, rows, left=(0, 2, 3)) if rows else "found no models on this machine"
     print_report({"models": listed}, [piece], as_json=options.json)
     return 0

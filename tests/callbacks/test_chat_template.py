@@ -43,7 +43,7 @@ def says(text, role="user"):
 @pytest.mark.parametrize("more", [{}, {"tools": [{"name": "look"}]}])
 @pytest.mark.parametrize("generates", [True, False])
 def test_the_tokens_are_those_of_transformers(template, folder, more, generates):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template(
         says("Hi é"), tokenize=False, add_generation_prompt=generates, **more

@@ -133,7 +133,7 @@ def test_a_record_that_cannot_be_written_is_counted_and_logged_once(tmp_path, ca
     assert sink.num_dropped == 2
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_raises_nothing():
     with JsonLinesSink("/dev/full") as sink:
         sink(RECORD)

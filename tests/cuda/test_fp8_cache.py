@@ -40,7 +40,9 @@ def scaled_checkpoint():
     return config, tensors
 
 
-DynamicCache = pytest.importorskip("transformers").DynamicCache
+DynamicCache = pytest.importorskip(
+    "transformers", reason="transformers is not installed"
+).DynamicCache
 
 
 class RoundingCache(DynamicCache):

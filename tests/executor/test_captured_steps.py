@@ -24,7 +24,8 @@ from gptmanager.models import load_model
 from gptmanager.models.model import capturable
 
 needs_packing = pytest.mark.skipif(
-    not packing_pays(), reason="products are torch's on this processor, and are not recorded"
+    not packing_pays(),
+    reason="torch computes the matmuls on this processor, and steps are not captured",
 )
 PROMPTS = 3, 11, 6
 

@@ -82,7 +82,7 @@ def test_adapters_are_as_merged_weights(
 def by_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether A in bfloat16 is multiplied in pairs, on whatever processor."""
     if request.param and not has_pairs():
-        pytest.skip("the processor has no dot products of bfloat16 pairs")
+        pytest.skip("this processor has no dot products of bfloat16 pairs")
     monkeypatch.setattr(adapter_plan, "has_fast_pairs", lambda: request.param)
     return request.param
 

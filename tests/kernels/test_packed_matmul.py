@@ -33,7 +33,7 @@ ROWS = (1, 2, 3, 5, 6, 7, 15, 16, 17, 31, 32, 33, 95, 96, 97, 130, 191, 192, 193
 PAIRS = pytest.param(
     "pairs",
     marks=pytest.mark.skipif(
-        not pairs.has_pairs(), reason="this processor multiplies no bfloat16 pairs"
+        not pairs.has_pairs(), reason="this processor has no dot products of bfloat16 pairs"
     ),
 )
 UNIT = pytest.param(
@@ -43,7 +43,7 @@ UNIT = pytest.param(
 BYTES = pytest.param(
     "bytes",
     marks=pytest.mark.skipif(
-        not int8_tiles.has_int8_dots(), reason="this processor adds no products of 8 bits by fours"
+        not int8_tiles.has_int8_dots(), reason="this processor has no int8 dot products"
     ),
 )
 
@@ -150,7 +150,9 @@ def held_by(matrix: PackedMatrix) -> Tensor:
     return whole[:rows, :depth].double() * matrix.scales[:rows, None].double()
 
 
-@pytest.mark.skipif(not int16_tiles.has_int16_dots(), reason="lanes multiply few rows: no AVX-512")
+@pytest.mark.skipif(
+    not int16_tiles.has_int16_dots(), reason="this processor has no int16 dot products (AVX-512)"
+)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("depth", [32, 256, 257, 544, 1500])
 def test_few_rows_with_a_quantized_matrix_are_rounded_to_16_bits(
@@ -186,7 +188,7 @@ def test_the_largest_whole_numbers_add_up(products: CpuKernels, num_rows: int) -
 
 
 @pytest.mark.skipif(
-    not int8_tiles.has_int8_dots(), reason="this processor adds no products of 8 bits"
+    not int8_tiles.has_int8_dots(), reason="this processor has no int8 dot products"
 )
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("depth", [32, 64, 65, 97, 256, 300, 1500])
@@ -208,7 +210,7 @@ def test_many_rows_with_a_quantized_matrix_are_rounded_to_8_bits(
 
 
 @pytest.mark.skipif(
-    not int8_tiles.has_int8_dots(), reason="this processor adds no products of 8 bits"
+    not int8_tiles.has_int8_dots(), reason="this processor has no int8 dot products"
 )
 @pytest.mark.parametrize("factor", [1, 30, 1000])
 @pytest.mark.parametrize("num_rows", [5, 33])

@@ -24,7 +24,7 @@ def unprivileged() -> list[str]:
     command = [setpriv, "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]
     command += [f"--inh-caps={CAPABILITIES}", f"--ambient-caps={CAPABILITIES}"]
     if subprocess.run([*command, sys.executable, "-c", ""], capture_output=True).returncode:
-        pytest.skip("no process may change its user here")
+        pytest.skip("processes may not change their user on this machine")
     return command
 
 
@@ -34,7 +34,7 @@ def harden() -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.skipif(sys.platform != "linux", reason="limits as Linux has them")
+@pytest.mark.skipif(sys.platform != "linux", reason="sets Linux's resource limits")
 def test_a_hardened_server_starts_and_answers(tmp_path):
     serve = ["-m", "gptmanager", "serve", "--model", ROOT / "examples/tiny_llama", "--port", "0"]
     serve += ["--dtype", "float64"]  # nothing is kept, and of the kernels it needs only one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from soak import soak
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="guided decoding needs llguidance, an extra")
 
 
 @pytest.mark.timeout(300)

@@ -91,7 +91,7 @@ def test_a_gguf_file_becomes_a_folder_of_hugging_face(tmp_path: Path) -> None:
 
     target = convert_checkpoint(source, tmp_path / "copy")
 
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     own = transformers.AutoModelForCausalLM.from_pretrained(target)
     tokens = torch.tensor(random_tokens(20))
     assert torch.allclose(own(tokens).logits, model(tokens).logits, atol=1e-4)

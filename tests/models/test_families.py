@@ -30,7 +30,7 @@ from gptmanager.models.families.wrappers import TEXT_FAMILIES
 from gptmanager.models.read_spec import read_spec
 from gptmanager.testing import RecordingCallbacks
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed")
 ALL = [*FAMILY_CONFIGS, *VARIANTS]
 
 

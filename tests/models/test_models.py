@@ -253,7 +253,7 @@ def test_weights_in_8_bits_are_those_rounded_by_row(name: str) -> None:
     assert torch.equal(PagedDriver(held, 3).forward(rows), logits)
 
 
-@pytest.mark.skipif(not packing_pays(), reason="weights are packed where there is AVX2")
+@pytest.mark.skipif(not packing_pays(), reason="weights are packed only on processors with AVX2")
 def test_the_network_computes_with_packed_matrices() -> None:
     weights = load_model(checkpoint(reference("llama"))).weights
     assert isinstance(weights["layers.0.qkv.weight"], PackedMatrix)

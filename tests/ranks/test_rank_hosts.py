@@ -424,7 +424,7 @@ def test_a_folder_that_one_rank_lacks_is_named(monkeypatch, tmp_path):
     by_rank = {1: {"model_path": tmp_path / "lost"}}
     first, second = map(str, start_all(monkeypatch, 2, new_hosts(), by_rank=by_rank))
     assert first == second
-    assert f"none, there is no file {tmp_path / 'lost' / 'config.json'}" in first
+    assert f"none: the file {tmp_path / 'lost' / 'config.json'} does not exist" in first
 
 
 def test_another_version_is_a_difference(monkeypatch):

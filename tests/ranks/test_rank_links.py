@@ -171,7 +171,7 @@ def test_rank_0_is_found_under_any_name_of_its_machine(host):
         if host == "::1":
             socket.create_server((host, 0), family=socket.AF_INET6).close()
     except OSError:
-        pytest.skip(f"this machine is not called {host}")
+        pytest.skip(f"this machine has no address {host}")
     with linked(2, host=host) as links:
         assert at_once(lambda it: it.exchange(b"a"), links) == [[b"a", b"a"]] * 2
 

@@ -311,7 +311,7 @@ def test_a_last_line_that_is_cut_off_is_left_out(tmp_path, caplog):
     assert replay(cut).divergence is None
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_ends_the_recording_not_the_loop(caplog):
     host = ScheduledHost([[], [request(1, 3, 4)]])
     serve(host, Path("/dev/full"))

@@ -243,7 +243,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_config_and_tensors_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     """Of architectures whose networks are tested elsewhere: a model of both has the logits."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     model = random_model(OTHERS[architecture])
     path = save_gguf(tmp_path / "a.gguf", architecture, model)
     config, source = dict(read_config(path)), open_tensors(path)
