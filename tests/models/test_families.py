@@ -77,17 +77,16 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
 def test_bfloat16_diverges_no_more_than_in_transformers(name: str) -> None:
     narrow = deepcopy(family_model(name)).to(torch.bfloat16)
     model = load_model(family_folder(name), dtype="bfloat16")
-    ours, theirs = [], []
-    for sequence in (tokens(60, seed) for seed in range(7, 13)):
+    # Rounding sends a few tokens to other experts, there and here. Which ones is chance, so a mean
+    # needs many tokens.
+    has_experts = any("expert" in key for key in narrow.config.to_dict())
+    ours, theirs = 0.0, 0.0
+    for sequence in (tokens(60, seed) for seed in range(100, 148 if has_experts else 106)):
         exact = exact_logits(exact_model(name), sequence)
         driver = PagedDriver(model, 1, dtype=torch.bfloat16)
-        ours.append(divergence(exact, driver.forward([(0, sequence)])))
-        theirs.append(divergence(exact, expected_logits(narrow, sequence)))
-    # Rounding sends some tokens to other experts, in both. Which ones is chance, and would decide
-    # the mean.
-    has_experts = any("expert" in key for key in narrow.config.to_dict())
-    average = torch.median if has_experts else torch.mean
-    assert average(torch.cat(ours)) < 1.5 * average(torch.cat(theirs))
+        ours += divergence(exact, driver.forward([(0, sequence)]))
+        theirs += divergence(exact, expected_logits(narrow, sequence))
+    assert ours < 1.5 * theirs
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -121,7 +121,7 @@ def expected(name: str, sequence: Sequence[int]) -> Tensor:
     return exact_logits(exact_model(name), sequence)
 
 
-def divergence(exact: Tensor, logits: Tensor) -> Tensor:
-    """Return the KL divergence from the exact distribution at each position."""
+def divergence(exact: Tensor, logits: Tensor) -> float:
+    """Return the mean KL divergence of a model's distributions from the exact ones."""
     p, q = exact.double().log_softmax(-1), logits.double().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
+    return (p.exp() * (p - q)).sum(-1).mean().item()
