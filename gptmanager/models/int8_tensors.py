@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices are int8 with a scale for each row, as `convert` writes them.
+"""Checkpoints with int8 matrices and a scale for each row, as `convert` writes them.
 
 The names are those of compressed-tensors (format int-quantized, weights only): the int8 matrix has
 its own name, and its float32 scales `[rows, 1]` are `<module>.weight_scale`.

@@ -25,7 +25,7 @@ BANNED = {
     r"\b(told|untold)\b": "reported, unreported",
     r"\b(whom|whose)\b|\bwho\b": "which, the request that, the client that",
     r"\bturned\b(?! (off|on|into)\b)": "rotated, transposed",
-    r"(?<![`\"'])\bturns?\b(?! (off|on|into|\w+ into|\w+ off|\w+ on)\b)": "iteration; in order",
+    r"(?<![`\"'<])\bturns?\b(?! (off|on|into|\w+ into|\w+ off|\w+ on)\b)": "iteration; in order",
     r"(?<!dot )(?<!outer )(?<!inner )\bproducts?\b(?! of (two|its|the sizes|numbers))": (
         "matmul, gemm, gemv"
     ),

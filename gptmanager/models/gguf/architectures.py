@@ -1,7 +1,7 @@
 """Architectures of GGUF files, as a table: the family of each, its keys, and its tensors' names.
 
-`config` and `tensors` read files by it. What a family computes is not known here: that is decided
-by the `config.json` that a file's metadata comes to.
+`config` and `tensors` use the table to read files. It does not describe what a family computes:
+the metadata of a file is translated to a `config.json`, which decides that.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ _GPT2: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """How files of one `general.architecture` say what a checkpoint's `model_type` says.
+    """Maps one `general.architecture` to a checkpoint's `model_type` and names.
 
-    `fields`: config field -> key. `constants`: fields that files do not hold. `layer`: what is
-    before the names of a layer's modules, `modules` those names, `outside` those of modules outside
-    of layers. `permuted`: rows of queries and keys are stored as neighboring pairs. `plus_one`:
+    `fields`: config field -> key. `constants`: fields that files do not have. `layer`: the prefix
+    of a layer's modules. `modules`: their names. `outside`: names of modules outside of layers.
+    `permuted`: rows of queries and keys are stored as neighboring pairs. `plus_one`:
     norms are stored with 1 added. `transposed`: a checkpoint has a layer's matrices as [in, out].
-    `biases`: config field -> the tensor whose presence it reports. `scaled_by_size`: the number of
-    layers of the one model whose scores are scaled by hidden size / heads, not by the head's size.
+    `biases`: config field -> tensor; the field is true if the file has the tensor.
+    `scaled_by_size`: a model with this number of layers scales attention scores by
+    hidden size / heads instead of the head size.
     """
 
     model_type: str

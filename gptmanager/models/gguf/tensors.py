@@ -29,7 +29,7 @@ _FLOAT_BYTES = 4
 
 
 class _Named(NamedTuple):
-    """`head_dim`: of heads whose rows are neighboring pairs; None: rows are in order."""
+    """`head_dim`: size of heads with rows stored as neighboring pairs; None: rows are in order."""
 
     stored: StoredTensor
     transposed: bool
@@ -168,7 +168,7 @@ class GgufTensors:
         return mapped.view(stored.num_rows, stored.row_bytes)
 
     def _forget_pages(self) -> None:
-        """Pages that were read stay resident as long as the mapping does, if nobody says this."""
+        """Release the pages that were read, which would stay resident as long as the mapping."""
         assert self._mapping is not None
         self._mapping.madvise(mmap.MADV_DONTNEED)
 

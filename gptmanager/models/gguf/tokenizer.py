@@ -79,7 +79,7 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, 
 
 
 def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """BPE over whole texts whose merges are ordered by the scores of what they make."""
+    """Return BPE over whole texts; merges are ordered by the score of the merged token."""
     scores = metadata.numbers(f"{_GGML}scores", len(vocabulary.texts))
     by_text = _by_text(vocabulary)
     model = BPE(

@@ -12,7 +12,7 @@ from gptmanager.models.gguf.metadata import Metadata
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _GGML = "tokenizer.ggml."
 _IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
-# llama.cpp: a token of this text ends a text, whatever its type is
+# As in llama.cpp: a token with one of these texts ends an output, whatever its type
 _ENDS = frozenset(
     """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>
