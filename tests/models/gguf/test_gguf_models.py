@@ -95,12 +95,13 @@ def test_scaled_ropes_are_honored(kind: str, keys: dict[str, Any], tmp_path: Pat
 
 @pytest.mark.parametrize("number", BLOCK_TYPES, ids=lambda number: BLOCK_TYPES[number].name)
 def test_blocks_unpack_as_llama_cpp_unpacks_them(number: int) -> None:
-    gguf = pytest.importorskip("gguf", reason="PyPI's gguf is not installed")
+    # not `gguf` alone: that is also the folder of these tests
+    quants = pytest.importorskip("gguf.quants", reason="PyPI's gguf is not installed")
     block = BLOCK_TYPES[number]
     raw = random_blocks(torch.Generator().manual_seed(number), 50, 3 * block.num_bytes)
     given = raw.view(block.dtype) if block.dtype in ("float16",) or number == 0 else raw
     with np.errstate(all="ignore"):  # of scales that are not finite
-        expected = gguf.quants.dequantize(given, gguf.GGMLQuantizationType(number))
+        expected = quants.dequantize(given, quants.GGMLQuantizationType(number))
 
     ours = block.unpack(torch.from_numpy(raw).view(-1, block.num_bytes)).float()
 
