@@ -69,7 +69,10 @@ def microseconds(batch_size: int) -> float:
 
 def main(batch_sizes: list[int]) -> None:
     backend.EmulatedStream = FreeStream
-    sampling.sample = lambda launcher, tokens, inputs, *rest: (tokens.zero_(), inputs.zero_())
+    sampling.sample = lambda launcher, tokens, inputs, *rest, **named: (
+        tokens.zero_(),
+        inputs.zero_(),
+    )
     for batch_size in batch_sizes:
         print(f"{batch_size:5} requests: {microseconds(batch_size):7.0f} us an iteration")
 
