@@ -115,7 +115,7 @@ static pthread_t launching;
 static volatile sig_atomic_t interrupted;
 static stack_t stack_before;
 static char signal_stack[64 << 10];
-static const Site* touching;  // of the emulated instruction that is accessing memory
+static const Site* touching;  // location of the instruction that is accessing memory
 
 static char* interrupted_address(void* context) {
     auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
@@ -129,7 +129,7 @@ static char* interrupted_address(void* context) {
 static Site site_of(void* context) {
     if (touching) return *touching;
     char* address = interrupted_address(context);
-    // In a function of another library, the line of the last operation is the best that is known.
+    // A fault in another library is reported at the thread's last emulated operation.
     return in_library(address) ? here(address + 1) : current->site;
 }
 
@@ -156,7 +156,7 @@ void fail_outside(char* address, Site site) {
 
 static void on_fault(int signal, siginfo_t* info, void* context) {
     if (!current || !pthread_equal(launching, pthread_self())) {  // not in the kernel
-        release_faults();  // the access is repeated, and the previous handler is called
+        release_faults();  // the access runs again, now with the previous handler
         return;
     }
     Site site = site_of(context);
@@ -169,7 +169,7 @@ void stop_if_interrupted() {
     if (interrupted) fail(current->site, "interrupted");
 }
 
-// Ctrl-C, or the time limit of a test. A kernel that never ends would keep Python from handling it.
+// Handles Ctrl-C and the time limit of a test. Python's own handlers run only after the kernel.
 static void on_interrupt(int signal, siginfo_t* info, void* context) {
     if (!pthread_equal(launching, pthread_self())) {
         pthread_kill(launching, signal);
@@ -186,7 +186,7 @@ static void on_interrupt(int signal, siginfo_t* info, void* context) {
     else python.sa_handler(signal);
     interrupted = 1;
     char* address = interrupted_address(context);
-    // A function of another library is not interrupted: it may hold a lock.
+    // Another library is not interrupted: it may hold a lock.
     if (current && in_library(address)) fail(here(address + 1), "interrupted");
 }
 
@@ -211,7 +211,7 @@ void release_faults() {
 void touch(const void* address, size_t size, Site site) {
     auto* bytes = static_cast<const volatile char*>(address);
     touching = &site;
-    std::atomic_signal_fence(std::memory_order_seq_cst);  // a fault's handler reads it
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // the fault handler reads `touching`: store it first
     (void)bytes[0];
     (void)bytes[size - 1];
     std::atomic_signal_fence(std::memory_order_seq_cst);

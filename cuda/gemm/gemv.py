@@ -41,9 +41,10 @@ def multiply(
 ) -> None:
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`; float32, float16 or bfloat16.
 
-    Sums are float32, and rounded once. A row of `out` is bitwise independent of the other rows and
-    of their number. Optimized for up to 16 rows (`FEW_ROWS`): each 16 more read the weight again.
-    Rows of `x` are a multiple of 16 bytes. ValueError for other tensors.
+    Accumulates in float32 and rounds once. Batch-invariant: a row of `out` is bitwise the same
+    whatever the other rows and their number are. The weight is read once per tile of 16 rows
+    (`FEW_ROWS`), in float32 of 8. The row size of `x` must be a multiple of 16 bytes. Raises
+    ValueError for other tensors.
     """
     _multiply(launcher, out, x, weight, bias, silu=False)
 
@@ -81,7 +82,7 @@ def _multiply(
     if out.numel() == 0:
         return
     row_tiles = -(-num_rows // (FEW_ROWS if dtype.itemsize == 2 else FEW_ROWS // 2))
-    # Four tiles share each read of x, if that still leaves work for all multiprocessors.
+    # Four tiles share each read of x, if most multiprocessors still have work.
     tiles = 4 if silu or (dtype.itemsize == 2 and _fill(width // 32, launcher)) else 2
     items = -(-width // (16 if silu else 8 * tiles)) * row_tiles
     name = f"gemv<{NAMES[dtype]}, {tiles}, {str(silu).lower()}>"

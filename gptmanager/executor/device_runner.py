@@ -1,6 +1,6 @@
-"""`DeviceRunner`: packed rows enqueued on a device, as a captured step where one fits.
+"""`DeviceRunner`: launches packed rows on a device, by a captured step if one is large enough.
 
-Decides which arrays of a batch are copied to the device, and which are there already.
+Decides which arrays of a batch are copied to the device, and which the device has already.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class DeviceRunner(Runner):
         self._uploads = uploads
         self._downloads = downloads
         self._has_beams = has_beams
-        self._chooser = None if has_beams else chooser  # with beams more lines have a choice
+        self._chooser = (
+            None if has_beams else chooser
+        )  # beams also choose for lines outside of the batch
         self._planning = model if isinstance(model, PlanningModel) else None
         self._graphs = GenerationGraphs(stream, uploads, graph_sizes)
         self._adapter_graphs = GenerationGraphs(stream, uploads, graph_sizes)
@@ -82,7 +84,7 @@ class DeviceRunner(Runner):
         self._device_scorer: DevicePromptScorer | None = None  # created on first use
         if graph_sizes and self._plan(_idle_rows(1), fixed=True):
             with torch.inference_mode():
-                # the emulator runs the capture again later: a strong reference would be a cycle
+                # the emulator keeps this callback: a strong reference would be a cycle
                 own = weakref.proxy(self)
                 self._graphs.record(
                     lambda size: own._fixed_arrays(_idle_rows(size)),
@@ -130,7 +132,7 @@ class DeviceRunner(Runner):
         )
 
     def run_largest(self, num_tokens: int, num_sampled: int) -> None:
-        """Run contexts of `num_tokens` tokens in total; they read and write block 0 only."""
+        """Run prompts of `num_tokens` tokens in total. They access block 0 only."""
         longest = self.tables.tokens.shape[1]
         counts = np.full(-(-num_tokens // longest), longest, dtype=np.int64)
         counts[-1] = num_tokens - counts[:-1].sum()
@@ -147,7 +149,7 @@ class DeviceRunner(Runner):
             num_context_rows=len(counts),
         )
         with self.stream, torch.inference_mode():
-            self._launch(rows).float()  # as it is for requests that change logits
+            self._launch(rows).float()  # the float32 copy of requests that change logits
 
     def run_captured(self, num_rows: int) -> None:
         """Run the step that is captured for `num_rows` rows; it reads and writes no block."""
@@ -164,7 +166,7 @@ class DeviceRunner(Runner):
         else:
             logits, tensors = self._adapter_graphs.run(size, (slots, *arrays))
             tensors = tensors[1:]
-        if self._has_beams:  # the choice covers more lines than these, or others
+        if self._has_beams:  # beams choose for other lines than those of the batch
             return Computed(logits[:num_rows])
         _, positions, cells, _, lines = (tensor[:num_rows] for tensor in tensors[:5])
         inputs = ChoiceInputs(lines, positions, cells)
@@ -175,12 +177,12 @@ class DeviceRunner(Runner):
     def _step(self, tensors: Sequence[Tensor], adapter_slots: Tensor | None = None) -> Tensor:
         """Run the part of a step that is captured: one without context rows.
 
-        All captures share their logits and tokens. The first capture, which has the most rows,
-        allocates them in its trial run.
+        All captured steps share one logits buffer and one token buffer. The first capture, which
+        has the most rows, allocates them in its trial run.
 
         The capture contains the sampling that most steps need. Other sampling is launched
-        separately, because its kernels, their copy of the logits and the downloads depend on the
-        requests of a step. The captured sampling is then passed lines of -1 and does nothing.
+        separately: its kernels, its copy of the logits and its downloads depend on the requests of
+        a step. The lines of the captured sampling are then -1, and it does nothing.
         """
         chosen, positions, cells, *others = tensors
         adapters = None
@@ -199,13 +201,15 @@ class DeviceRunner(Runner):
         return logits
 
     def _fixed_arrays(self, rows: PackedRows, chooses: bool = False) -> tuple[Array, ...]:
-        """Return the lines that the captured step chooses for, the positions and cells of the
-        choices, and the arrays of the batch. One copy uploads them all.
+        """Return the inputs of a captured step: lines to choose for, positions and cells of the
+        chosen tokens, and the arrays of the batch. One copy uploads them all.
         """
         positions = rows.positions + 1
         cells = self.tables.cells(rows.token_lines, positions)
         chosen = rows.token_lines.astype(np.int32)
-        chosen[rows.row_starts[-1] if chooses else 0 :] = -1  # the rest is padding
+        chosen[
+            rows.row_starts[-1] if chooses else 0 :
+        ] = -1  # padding, or all rows without a captured choice
         arrays = super()._arrays(rows)
         return (chosen, positions, cells, *arrays, *self._plan(rows, fixed=True))
 
@@ -213,9 +217,10 @@ class DeviceRunner(Runner):
         return (*super()._arrays(rows), *self._plan(rows))
 
     def _inputs(self, rows: PackedRows) -> Array:
-        """Return the cells of the tokens, because the CPU may not know the tokens yet."""
+        """Return the indices of the tokens' cells: the CPU may not know the tokens yet."""
         cells = self.tables.cells(rows.token_lines, rows.positions)
-        # padding reads the unused last cell: a sequence's own first token may be virtual
+        # padding reads the spare last cell: another cell may hold a virtual token, which has no
+        # row in the embedding
         cells[rows.row_starts[-1] :] = self.tables.tokens.size
         return cells
 

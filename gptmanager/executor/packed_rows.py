@@ -11,10 +11,11 @@ import numpy as np
 
 
 class PackedRows(NamedTuple):
-    """A batch as CPU arrays: R sequences with T tokens in total.
+    """A batch as CPU arrays: R sequences with T tokens in total, S of which get logits.
 
     `row_starts` `[R + 1]` and `kv_lengths` `[R]` are int32, the others int64: `lines` `[R]`,
-    `positions` and `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]`, as in `Batch`.
+    `positions` and `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]`, as in `Batch`. A
+    line is a row of the executor's tables.
     """
 
     lines: np.ndarray
@@ -35,7 +36,7 @@ def offsets(counts: np.ndarray) -> np.ndarray:
 
 
 def padded(rows: PackedRows, num_rows: int) -> PackedRows:
-    """Pad to `num_rows` rows. The added rows have no tokens, and their logits are meaningless."""
+    """Pad to `num_rows` rows. The added rows have no tokens; ignore their logits."""
     missing = num_rows - len(rows.lines)
 
     def pad(array: np.ndarray, value: int = 0) -> np.ndarray:
@@ -57,7 +58,7 @@ def padded(rows: PackedRows, num_rows: int) -> PackedRows:
 def halves(rows: PackedRows) -> tuple[tuple[PackedRows, np.ndarray], ...]:
     """Split into two batches to run in sequence, each with the indices of its samples.
 
-    A single row is split by its tokens; () for a row with a single token.
+    A batch of one row is split between its tokens. Returns () for a single token.
     """
     num_rows, num_tokens = len(rows.lines), int(rows.row_starts[-1])
     if num_rows > 1:

@@ -1,7 +1,7 @@
 """`PrefixTree`: finds blocks by their content.
 
-Decides which blocks hold a given prefix of a sequence. Knows nothing of block holders, nor of when
-a block is handed out; before a block is written to, its content must be removed by `forget`.
+Decides which blocks hold a given prefix of a sequence. It does not track the holders and the
+allocation of blocks; before a block is written to, `forget` must remove its content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOT_CACHED = -1  # as a priority: below all others
 class Node:
     """One block: its tokens, which follow those of its parents. Only a leaf may be partial."""
 
-    block: int  # NO_BLOCK: a root
+    block: int  # NO_BLOCK for a root
     tokens: Tokens
     parent: Node | None
     root_key: Hashable = None  # set for a root
@@ -39,7 +39,7 @@ class Match(NamedTuple):
     """The cached part of a prefix: full `blocks`, then `num_partial` tokens of one more block.
 
     `partial` is the block that holds those tokens, NO_BLOCK if `num_partial` is 0. `end`: the node
-    of the last full block, the root without full blocks, None without a root.
+    of the last full block; the root if there is none; None if there is no root.
     """
 
     blocks: list[int]
@@ -52,11 +52,12 @@ class PrefixTree:
     """Blocks of `tokens_per_block` tokens, each a child of the block with the tokens before it.
 
     Each `root_key` has a root of its own, and blocks under different roots are never shared.
-    `version` changes with each change, `num_moves` with each move of a cached block. Blocks from
-    `num_primary` on cannot be read before they are moved. Blocks from `end_findable` on, and all
-    blocks after them, are not found. `num_prioritized`: number of blocks with another priority than
-    the default; `priority_era` changes each time that it rises from 0. While it is not 0,
-    `take_touched` returns the blocks that may be evicted earlier than before.
+    `version` changes with each change, `num_moves` with each move of a cached block. Blocks with
+    ids from `num_primary` on are in host memory, and cannot be read before they are moved. Lookups
+    skip blocks with ids from `end_findable` on, and all their descendants. `num_prioritized`:
+    number of blocks with a priority other than the default; `priority_era` changes whenever this
+    number rises from 0. While it is above 0, `take_touched` returns the blocks that may now be
+    evicted earlier.
     """
 
     __slots__ = (
@@ -90,7 +91,7 @@ class PrefixTree:
         return node is None or not node.children
 
     def ends_primary(self, block: int) -> bool:
-        """Return whether no primary block directly follows this one; also True if not cached."""
+        """Return whether the block has no primary child; True if it is not cached."""
         node = self._nodes.get(block)
         if node is None or not node.children:
             return True
@@ -156,7 +157,7 @@ class PrefixTree:
         """Find the cached part of `tokens[:end]`.
 
         `may_be_partial` decides which blocks may be the partial one; None: no block may.
-        `whole_only`: a partial block must match with its whole content.
+        `whole_only`: a partial block matches only with all its tokens.
         """
         blocks, node = self.full_blocks(root_key, tokens, end)
         if may_be_partial is not None and node is not None and node.ordered:
@@ -180,10 +181,10 @@ class PrefixTree:
     ) -> list[int]:
         """Store that `blocks` hold `tokens[:end]`; return cached blocks that were replaced.
 
-        Content that is cached already stays where it is, unless it is in a block that is not
-        primary: then the block in `blocks` replaces that one. A partial block is not stored if
-        another block begins with its content, except with `whole_only`, because it is then found
-        only as a whole. All blocks get `priority`; None: they keep theirs, new ones the default.
+        Cached content keeps its block, unless this block is in host memory: then the block in
+        `blocks` replaces it. A partial block is not stored if another block begins with the same
+        tokens, because a lookup finds that one; with `whole_only` a lookup would not, and the
+        block is stored. All blocks get `priority`; None: they keep theirs, new ones the default.
         """
         size = self.tokens_per_block
         replaced: list[int] = []
@@ -301,10 +302,10 @@ class PrefixTree:
             below.extend(node.children.values())
         if found != self._nodes:
             lost = sorted(found.keys() ^ self._nodes.keys())
-            return f"blocks {lost} are cached and cannot be found, or the other way"
+            return f"blocks {lost} are in the index or in the tree, but not both"
         prioritized = sum(node.priority != DEFAULT_PRIORITY for node in found.values())
         if prioritized != self.num_prioritized:
-            return f"{self.num_prioritized} cached blocks count as prioritized, {prioritized} are"
+            return f"num_prioritized = {self.num_prioritized}, but {prioritized} blocks have one"
         return None
 
 
@@ -319,7 +320,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _is_covered(node: Node, key: Tokens) -> bool:
-    """Return whether a child begins with `key`; it would be the next one in the order."""
+    """Return whether a child begins with `key`. In sorted order it would be the next one."""
     index = bisect_left(node.ordered, key)
     return index < len(node.ordered) and node.ordered[index][: len(key)] == key
 
@@ -335,7 +336,7 @@ def _by_whole(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
 def _by_common_prefix(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
     """Yield the children that share a prefix with `wanted`, with its length, the longest first.
 
-    In sorted order the shared length only decreases on either side of `wanted`'s own index.
+    In sorted order, the shared length never increases with the distance from `wanted`'s index.
     """
     ordered = node.ordered
     right = bisect_left(ordered, wanted)

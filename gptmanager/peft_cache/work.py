@@ -1,7 +1,7 @@
-"""The work on adapters that runs in parallel with a token loop, and its results.
+"""Adapter jobs that run in parallel with the token loop, and their results.
 
-Reading, writing and copying take long, so other threads do them while steps run. Jobs are plain
-values: the pages of an adapter are decided before they are created.
+Reading, writing and copying adapters is slow, so other threads do it while steps run. Jobs are
+plain values. The pages of an adapter are allocated before its job is created.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ReadAdapter(NamedTuple):
 
 
 class WriteAdapter(NamedTuple):
-    """Write the numbers that the job `source` has read to host pages, and drop them."""
+    """Write the weights that job `source` has read to host pages, and release its copy."""
 
     job: int
     source: int
@@ -35,7 +35,7 @@ class WriteAdapter(NamedTuple):
 
 
 class DropAdapter(NamedTuple):
-    """Drop the numbers that the job `source` reads or has read: they are no longer needed."""
+    """Release the weights of job `source`, even if it is still reading them."""
 
     source: int
 
@@ -61,7 +61,7 @@ AdapterWork = ReadAdapter | WriteAdapter | DropAdapter | CopyAdapter | FreeHostP
 
 
 class AdapterDone(NamedTuple):
-    """The result of a job. `digest`: that of the numbers read. `error`: None if it succeeded."""
+    """The result of a job. `digest`: that of the weights read. `error`: None after a success."""
 
     job: int
     digest: str = ""

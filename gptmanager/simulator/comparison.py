@@ -23,7 +23,7 @@ from gptmanager.simulator.load import VOCAB_SIZE
 from gptmanager.testing import ScriptedSpec
 
 _DEFAULT_KV_TOKENS = 1 << 18
-# the manager's parameter that an option of a `Machine` sets, where the names differ
+# field of `Machine` -> field of `OptionalParams`, if the names differ
 _PARAMS = {"kv_cache_tokens": "max_tokens", "chunked_context": "enable_chunked_context"}
 _OF_CACHE = ("max_tokens", "tokens_per_block")
 
@@ -57,9 +57,9 @@ def variant(
     machine: Machine = Machine(),  # noqa: B008 - frozen
     create_scheduler: Callable[..., Any] | None = None,
 ) -> Blueprint:
-    """Return the same manager with another policy and other options, set up as a manager would be.
+    """Return the blueprint with another policy and options, and the sizes that they lead to.
 
-    Raises RecordingError for sizes that no recording may have, because the options multiply those
+    Raises RecordingError if the sizes exceed the limits of recordings: options can multiply those
     of a file.
     """
     scheduler = dataclasses.replace(
@@ -82,7 +82,7 @@ def variant(
         *(params, scheduler, blueprint.vocab_size, sizes.max_seq_len, machine, model_type),
         blueprint.max_beam_width,
     )
-    # a block has the recorded model's bytes, so the host tier keeps its size in tokens
+    # bytes per token do not change, so the host tier holds the same number of tokens
     host_tokens = sizes.num_host_blocks * sizes.tokens_per_block
     num_host_blocks = host_tokens // resized.sizes.tokens_per_block
     return _checked(

@@ -13,8 +13,8 @@ from gptmanager.bench.load import Request, Source
 from gptmanager.config import OptionalParams
 from gptmanager.errors import ConfigError, GptManagerError
 
-_BLOCK = 256  # tokens in a block of transformers' KV cache, its default
-_BATCH_TOKENS = 512  # in an iteration of transformers; the dense mask grows with it
+_BLOCK = 256  # tokens per KV cache block: transformers' default
+_BATCH_TOKENS = 512  # most tokens per iteration; the dense mask grows with them
 
 
 class TooSlow(GptManagerError):
@@ -40,7 +40,7 @@ class TransformersPeer:
             dtype = getattr(torch, params.dtype or "float32")
             with torch.device(device):
                 self._model = auto.from_config(config, dtype=dtype)
-            is_tied = source[0]["tie_word_embeddings"]  # then the state dict has no output matrix
+            is_tied = source[0]["tie_word_embeddings"]  # tied: the state dict has no output matrix
             self._model.load_state_dict(source[1], strict=not is_tied)
         else:
             try:

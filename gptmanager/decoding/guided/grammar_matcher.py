@@ -17,10 +17,10 @@ _FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}  # used up in
 
 
 class GrammarSource(NamedTuple):
-    """The source of a grammar. `schemas`: the rules of a Lark grammar that are JSON schemas.
+    """The source of a grammar. `schemas`: (rule, JSON schema) pairs of a Lark grammar.
 
-    `lenient`: the rules in which keywords that cannot be enforced are left out; "" is the rule of a
-    grammar that is a single JSON schema.
+    `lenient`: names of the rules that leave out keywords which cannot be enforced; "" if the whole
+    grammar is one JSON schema.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class GrammarSource(NamedTuple):
 
 
 def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
-    """Return a matcher at its start, which is only copied, never advanced.
+    """Return a matcher in its initial state. Callers copy it and never advance it.
 
     `text`: the result of `read_source`. Raises ValueError for an invalid grammar, or one that
     permits no text.
@@ -57,7 +57,7 @@ def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def _first_fault(matcher: Any, end_ids: list[int]) -> str:
-    """Return the fault of the first two steps, or ""; the first step is the slow one."""
+    """Run the first two steps and return their error, or "". The first step takes the longest."""
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
     fault = fault_of(matcher)
     for end_id in end_ids:
@@ -67,7 +67,9 @@ def _first_fault(matcher: Any, end_ids: list[int]) -> str:
     lowest = mask & -mask
     matcher.consume_token(lowest.bit_length() - 1)
     fault = fault_of(matcher)
-    return "" if fault == NO_TEXT and mask != lowest else fault  # another token may continue
+    return (
+        "" if fault == NO_TEXT and mask != lowest else fault
+    )  # with another first token it may continue
 
 
 def fault_of(matcher: Any) -> str:
@@ -89,9 +91,9 @@ def text_of(schema: Any) -> str:
 def read_source(
     llguidance: Any, source: GrammarSource, *, expands: bool = True
 ) -> tuple[str, list[str]]:
-    """Return the text of a grammar with schemas that the parser can enforce, and what is left out.
+    """Return a grammar's text, reduced to what the parser can enforce, and the dropped keywords.
 
-    Each left-out keyword is a rule and a pointer, such as "x#/items/uniqueItems". ValueError for an
+    Each dropped keyword is a rule and a JSON pointer, such as "x#/items/uniqueItems". ValueError for an
     invalid schema, or one that cannot be enforced.
     """
     make = llguidance.LLMatcher
@@ -122,10 +124,12 @@ def new_tokenizer(llguidance: Any, text: str, end_ids: list[int]) -> Any:
 
 
 def answerer(tokenizer: str, end_ids: list[int]) -> Callable[[list[Any]], tuple[str, list[str]]]:
-    """Return the function that compiles grammars on trial, in the child process."""
+    """Return the request handler of the child process, which compiles grammars on trial."""
     llguidance = importlib.import_module("llguidance")
     made = new_tokenizer(llguidance, tokenizer, end_ids)
-    new_matcher(llguidance, made, "regex", "a")  # starts the threads before memory is limited
+    new_matcher(
+        llguidance, made, "regex", "a"
+    )  # llguidance starts its threads here, before the memory limit
 
     def answer(question: list[Any]) -> tuple[str, list[str]]:
         source = GrammarSource(*question)

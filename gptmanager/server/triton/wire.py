@@ -1,7 +1,7 @@
 """Check the bytes of a gRPC message before protobuf parses them into objects.
 
 An empty tensor has two bytes in a message and a hundred in memory, so the number of fields is
-limited. Numbers and strings need at most eight times their bytes.
+limited. Numbers and strings grow at most eightfold, so a limit on their bytes is enough.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-MAX_FIELDS = 4096  # fields of a call and its tensors together
+MAX_FIELDS = 4096  # fields of a request, including those of its tensors
 MAX_SMALL = 1 << 16  # bytes of a field other than tensor data: a name, a shape, a parameter
 MAX_CONTENTS = 4 << 20  # bytes of typed contents; raw contents are not converted
 _TENSORS = (5, 6)  # inputs and outputs of a ModelInferRequest
 _RAW = 7
-_CONTENTS = 5  # field of an input
+_CONTENTS = 5  # the field `contents` of an InferInputTensor
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
@@ -85,7 +85,7 @@ def _fields(message: bytes, at: int, end: int) -> Iterator[_Field]:
 
 
 def _varint(message: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return the number of up to ten bytes at `at`, and the position behind it."""
+    """Decode the varint at `at`, of up to ten bytes; return its value and the next position."""
     found = 0
     for index in range(min(10, end - at)):
         byte = message[at + index]
