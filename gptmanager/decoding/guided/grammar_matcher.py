@@ -91,10 +91,10 @@ def text_of(schema: Any) -> str:
 def read_source(
     llguidance: Any, source: GrammarSource, *, expands: bool = True
 ) -> tuple[str, list[str]]:
-    """Return a grammar's text, reduced to what the parser can enforce, and the dropped keywords.
+    """Return the text that the parser can enforce, and the dropped keywords.
 
-    Each dropped keyword is a rule and a JSON pointer, such as "x#/items/uniqueItems". ValueError for an
-    invalid schema, or one that cannot be enforced.
+    Each dropped keyword is a rule and a JSON pointer, such as "x#/items/uniqueItems". Raises
+    ValueError for an invalid schema, or one that cannot be enforced.
     """
     make = llguidance.LLMatcher
     unenforced: list[str] = []
