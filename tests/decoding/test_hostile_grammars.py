@@ -23,6 +23,7 @@ from guided_requests import MODEL, asked
 
 from gptmanager import InferenceRequest
 from gptmanager.callbacks import load_guided_decoding
+from gptmanager.decoding.guided import grammar_trial
 from gptmanager.decoding.guided.grammar_masks import GuidedSession, _Progress
 from gptmanager.decoding.guided.grammar_matcher import GrammarSource
 from gptmanager.decoding.guided.grammar_trial import GrammarTrials
@@ -211,6 +212,24 @@ def test_one_that_takes_too_much_memory_ends_alone(tokenizer, monkeypatch):
     processes[-1].wait()
     trials.run(GrammarSource("regex", "b+"))  # another process takes over
     assert len(processes) == 3
+
+
+def test_processes_of_a_burst_end_once_they_are_idle(tokenizer, monkeypatch):
+    """The one used last stays: a new one costs a start."""
+    processes = []
+    monkeypatch.setattr(subprocess, "Popen", recording_popen(processes))
+    trials = GrammarTrials(tokenizer.to_str(), [0], timeout_s=60.0)
+
+    def run_another():
+        if len(processes) == 1:
+            trials.run(GrammarSource("regex", "b"))
+        return True
+
+    trials.run(GrammarSource("regex", "a"), is_wanted=run_another)
+    assert [process.poll() for process in processes] == [None, None]  # another burst may come
+    monkeypatch.setattr(grammar_trial, "_IDLE_S", 0.0)
+    trials.run(GrammarSource("regex", "c"))
+    assert len(processes) == 2 and sorted(p.poll() is None for p in processes) == [False, True]
 
 
 @pytest.mark.parametrize("fault", [OSError(24, "Too many open files"), MemoryError()])

@@ -6,6 +6,8 @@ manager. Knows nothing of requests, nor of grammars.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -15,12 +17,14 @@ from gptmanager.decoding.guided.grammar_matcher import GrammarSource
 from gptmanager.lifecycle.child_process import ChildProcess
 
 MAX_BYTES = 1 << 30  # memory for one grammar
+_IDLE_S = 10.0  # after which a process that nothing has used is ended
 
 
 class GrammarTrials:
     """Child processes for trials, one for each concurrent thread. `tokenizer`: its JSON text.
 
-    A grammar may take `timeout_s` seconds and, on Linux, `max_bytes` of memory.
+    A grammar may take `timeout_s` seconds and, on Linux, `max_bytes` of memory. A process that is
+    idle for ten seconds while others are in use is ended, so a burst leaves no processes behind.
     """
 
     def __init__(
@@ -33,7 +37,9 @@ class GrammarTrials:
         self._given = {"tokenizer": tokenizer, "end_ids": list(end_ids)}
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
-        self._idle: deque[ChildProcess] = deque()
+        self._lock = threading.Lock()
+        # (when it became idle, process): the one that is idle for longest is first
+        self._idle: deque[tuple[float, ChildProcess]] = deque()
 
     def run(
         self, source: GrammarSource, is_wanted: Callable[[], bool] = lambda: True
@@ -43,12 +49,24 @@ class GrammarTrials:
         Raises RefusedError for an invalid grammar, NoAnswerError for one that exceeds time or
         memory or is not wanted any more, and NotStartedError if no process can be started.
         """
-        try:
-            child = self._idle.pop()
-        except IndexError:
+        with self._lock:
+            child = self._idle.pop()[1] if self._idle else None
+        if child is None:
             child = ChildProcess(GrammarSource.__module__, self._given, self._max_bytes)
         try:
             text, unenforced = child.ask(orjson.dumps(list(source)), self._timeout_s, is_wanted)
         finally:
-            self._idle.append(child)
+            surplus = self._give_back(child)
+        for idle in surplus:
+            idle.stop()
         return text, unenforced
+
+    def _give_back(self, child: ChildProcess) -> list[ChildProcess]:
+        """Return the processes that nothing has used for long; `child` is the last one used."""
+        now = time.monotonic()
+        with self._lock:
+            self._idle.append((now, child))
+            surplus = []
+            while self._idle[0][0] < now - _IDLE_S:
+                surplus.append(self._idle.popleft()[1])
+        return surplus
