@@ -84,12 +84,19 @@ def test_what_a_client_asked_for_ends_with_it(server, ends, path):
 
 
 def test_the_first_of_several_requests_ends_with_its_connection_too(server, ends, caplog):
+    def with_two_requests():
+        return [it for it in server.server.server_state.connections if it.pipeline]
+
+    async def lose_the_connection():
+        (connection,) = with_two_requests()
+        connection.transport.abort()  # behind a request that waits, the server reads nothing
+
     ends.clear()
     with connect(server, "/test/whole") as client:
         wait_for(lambda: server.engine.counts.running)
-        # In one piece: behind a request that waits, the server reads no further one.
-        waiting = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        client.sendall(waiting + b"this is no HTTP\r\n\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_for(with_two_requests)
+        server.run(lose_the_connection())
         assert client.recv(100) == b""
     server.wait_idle()
     wait_for(lambda: ends)

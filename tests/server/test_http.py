@@ -234,7 +234,35 @@ def test_a_body_that_nobody_read_ends_its_connection(server):
 def test_a_client_may_ask_for_so_much_before_it_reads(server):
     with connect(server) as connection, connection.makefile("rb") as answers:
         connection.sendall(HEALTH * 1000)
-        assert b'{"status":"ready"}' not in answers.read().replace(b'{"status":"ready"}', b"", 65)
+        found = answers.read()
+    assert found.count(b'{"status":"ready"}') == 65  # one is being answered, and 64 wait
+    assert found.count(b"HTTP/1.1 400") == 1 and b"more than 64 requests wait" in found
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"\xcd\x9d\xf2\r\n\r\n",  # where the next request begins
+        CHUNKED + b"f\r\n" + BODY + b"zz\r\n",  # within the body of a request that waits
+        HEALTH[:-2] + b"X: " + b"a" * (1 << 17),
+    ],
+)
+def test_complete_requests_before_wrong_bytes_are_answered(server, wrong):
+    """A streamed answer that is being sent then is not cut off."""
+    body = b'{"prompt": "hi", "max_tokens": 40, "ignore_eos": true, "stream": true}'
+    stream = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b"
+    with connect(server) as connection, connection.makefile("rb") as answers:
+        connection.sendall(stream % (len(body), body))
+        assert answers.readline().startswith(b"HTTP/1.1 200")  # it is being sent
+        connection.sendall(HEALTH + wrong + HEALTH * 3)
+        found = answers.read()
+    assert found.count(b"data: [DONE]") == 1 and found.count(b'{"status":"ready"}') == 1
+    assert (
+        found.index(b"data: [DONE]")
+        < found.index(b'{"status":"ready"}')
+        < found.index(b"HTTP/1.1 4")
+    )
+    assert found.count(b"HTTP/1.1 4") == 1 and found.endswith(b"}")
 
 
 def test_who_takes_nothing_of_a_long_stream_is_cut_off():

@@ -50,7 +50,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._unreported_bytes = 0  # bytes received since the parser's last callback
         self._is_in_head = True
         self._is_whole = True  # every request that has begun has arrived completely
+        self._arriving: Any = None  # the last of `_unanswered`, while its body arrives
         self._drops_input = False  # further input is dropped
+        self._refusal: ApiError | None = None  # to be written after the answers in `_unanswered`
         self._deadline: asyncio.TimerHandle | None = None
         self._write_timeout: asyncio.TimerHandle | None = None
 
@@ -113,6 +115,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.scope[PEER] = self._host  # type: ignore[literal-required]
         self._is_in_head, self._is_whole = True, False
         self._part_bytes = self._unreported_bytes = 0
+        self._arriving = None
         if self.cycle is None or self.cycle.response_complete:
             self._set_read_deadline()
 
@@ -135,7 +138,7 @@ class HttpProtocol(HttpToolsProtocol):
                 "before you send more",
             )
         super().on_headers_complete()
-        cycle = self.cycle
+        cycle = self._arriving = self.cycle
         self._unanswered.append(cycle)
         self.scope[IS_WHOLE] = lambda: not cycle.more_body  # type: ignore[literal-required]
         cycle.transport = _ResponseTransport(self.transport, self._end)  # type: ignore[assignment]
@@ -150,6 +153,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._is_in_head = self._is_whole = True
+        self._arriving = None
         self._unreported_bytes = 0
         self._set_idle_deadline()
 
@@ -157,6 +161,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._unanswered.popleft()
         super().on_response_complete()
         self._unset_keepalive_if_required()  # `_deadline` replaces the base class's timer
+        if self._refusal is not None:
+            if not self._unanswered and not self.transport.is_closing():
+                self._write_refusal(self._refusal)
+            return
         if self._is_whole:
             self._set_idle_deadline()
         else:
@@ -199,17 +207,28 @@ class HttpProtocol(HttpToolsProtocol):
     # Close ------------------------------------------------------------------------------------
 
     def _refuse(self, error: ApiError) -> None:
+        """Answer the bytes that arrive now with an error, and close the connection.
+
+        Complete requests that came before are answered first.
+        """
         self._limits.log_refusal(self._host, error.message)
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            is_read_now = not self._is_in_head and not self._is_whole and not self.pipeline
-            if (
-                cycle.response_started or not is_read_now
-            ):  # the error would be inside another answer
-                self.transport.close()
-                return
-            cycle.disconnected = True
-            cycle.message_event.set()
+        refused = self._arriving
+        if refused is not None and refused.response_started:
+            self.transport.close()  # the error would be inside its answer
+            return
+        if refused is not None:
+            self._unanswered.pop()
+            refused.disconnected = True
+            refused.message_event.set()
+            if self._unanswered:
+                self.pipeline.popleft()  # it is the last one there
+        if self._unanswered:
+            self._drops_input = True
+            self._refusal = error
+        else:
+            self._write_refusal(error)
+
+    def _write_refusal(self, error: ApiError) -> None:
         self._write(error)
         self._is_whole = False
         self._end()
