@@ -1,1 +1,1 @@
-"""The four callbacks of a host, called safely."""
+"""Calls the four callbacks of a host, and handles their errors."""

@@ -1,4 +1,4 @@
-"""`AdapterLoader`: reads, writes and copies adapters for a loop, on threads of its own.
+"""`AdapterLoader`: reads, writes and copies adapters for a loop, on its own threads.
 
 Makes no decisions. Its work must not delay the steps of the loop: see `BackgroundJobs`.
 """
@@ -31,19 +31,21 @@ from gptmanager.peft_cache.work import (
 )
 
 _NICE = 10
-_LOOK_UP_S = 0.05  # how often a wait checks whether the manager has ended
+_LOOK_UP_S = 0.05  # interval at which a wait checks that the manager runs
 
 
 def _step_back() -> None:
     """Limit the calling thread to one core, with low priority."""
     torch.set_num_threads(1)
-    with suppress(OSError, AttributeError):  # where threads have no priorities
+    with suppress(OSError, AttributeError):  # on systems without thread priorities
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class AdapterLoader:
-    """`wake` ends the pause of an idle loop. Filled by any thread for the next intake: `done`, jobs
-    that have ended, and `forgotten`, ids of tasks.
+    """Does adapter work for a loop. `wake` ends the pause of an idle loop.
+
+    Any thread appends to these lists for the next intake: `done`, the jobs that have ended, and
+    `forgotten`, the ids of tasks.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -56,10 +58,10 @@ class AdapterLoader:
         self._config = PeftCacheManagerConfig()
         self._putting: ThreadPoolExecutor | None = None  # started with the first adapter
         self._ensuring: ThreadPoolExecutor | None = None
-        self._streams: deque[Any] = deque()  # streams that no thread copies on
+        self._streams: deque[Any] = deque()  # streams that no thread uses now
         self._streams_left = threading.Semaphore(0)
-        self._read: dict[int, list[Tensor] | None] = {}  # weights, by job; None: not read yet
-        self._lock = threading.Lock()  # of `_read`
+        self._read: dict[int, list[Tensor] | None] = {}  # weights by job, None until read
+        self._lock = threading.Lock()  # guards `_read`
 
     def attach(
         self,
@@ -69,20 +71,24 @@ class AdapterLoader:
         *,
         loop_helps: bool = False,
     ) -> None:
-        """Called once, before the loop iterates. `mark()` returns an event that is set when all
-        steps begun have run; None: they have. `loop_helps`: the loop's thread may do pieces of
-        jobs between steps.
+        """Connect to the loop; called once, before it iterates.
+
+        `mark()` returns an event that is set when all launched steps have run, or None if they
+        have. `loop_helps`: the loop's thread may do pieces of jobs between steps.
         """
         self._pool, self._config, self._mark = pool, config, mark
-        is_cpu = pool is not None and pool.pages.device.type == "cpu"  # which copies at once
+        # where copies are synchronous
+        is_cpu = pool is not None and pool.pages.device.type == "cpu"
         self.jobs.loop_helps = loop_helps and is_cpu
 
     def forget(self, task_id: int) -> None:
-        """Report in the next intake that this task's adapter was replaced. From any thread."""
+        """Report in the next intake that this task's adapter was replaced. Any thread may call
+        this.
+        """
         self.forgotten.append(task_id)
 
     def release(self) -> None:
-        """Drop work that has not begun and end the rest soon: the loop iterates no more."""
+        """Drop work that has not started and end the rest soon. The loop no longer iterates."""
         self.jobs.is_released = True
         self._wake, self._mark = lambda: None, lambda: None
         for threads in (self._putting, self._ensuring):
@@ -93,13 +99,13 @@ class AdapterLoader:
             self._read.clear()
 
     def begin(self, work: AdapterWork) -> None:
-        """Begin a piece of work; see `Host.load`."""
+        """Start a piece of work; see `Host.load`."""
         pool = self._pool
         if pool is None:
             return
         try:
             self._begin(work, pool)
-        except Exception as error:  # no thread could be started, for example
+        except Exception as error:  # for example if no thread can be started
             if not isinstance(work, (DropAdapter, FreeHostPages)):
                 self.done.append(AdapterDone(work.job, "", _request_error(work, error)))
 
@@ -146,26 +152,28 @@ class AdapterLoader:
             self._wake()
 
     def _read_adapter(self, work: ReadAdapter, pool: AdapterPool) -> str:
-        pool.warm_up()  # kernels of adapters, which are compiled once on a machine
+        pool.warm_up()  # compiles the LoRA kernels, once per machine
         tensors = work.tensors
         adapter = self.jobs.finish(tensors.read_in_pieces(), by_loop=tensors.is_plain)
         weights = pool.kept(adapter)
         with self._lock:
-            if work.job in self._read:  # else it was dropped meanwhile
+            if work.job in self._read:  # otherwise the job was dropped
                 self._read[work.job] = weights
         return adapter.digest
 
     def _write_adapter(self, work: WriteAdapter, pool: AdapterPool) -> str:
         with self._lock:
             weights = self._read.pop(work.source)
-        assert weights is not None  # the loop has its digest
+        assert weights is not None  # the read ended: the loop has its digest
         self.jobs.finish(pool.put_in_pieces(work.host_pages, work.rows, work.packing, weights))
         return ""
 
     def _copy_adapter(
         self, work: CopyAdapter, pool: AdapterPool, begun: threading.Event | None
     ) -> str:
-        """`begun` is set after steps that may still read the pages for the adapters before."""
+        """Copy an adapter to the device. `begun`: set once no launched step reads the pages any
+        more.
+        """
         while begun is not None and not begun.wait(_LOOK_UP_S):
             self.jobs.check()
         self._streams_left.acquire()
@@ -175,7 +183,7 @@ class AdapterLoader:
                 self.jobs.finish(pool.copy_in_pieces(work.copies))
                 pool.place(work.slot, work.rows, work.packing, work.device_pages)
             if stream is not None:
-                stream.synchronize()  # then every later step finds it
+                stream.synchronize()  # later steps must see the copied pages
         finally:
             self._streams.append(stream)
             self._streams_left.release()
@@ -183,7 +191,7 @@ class AdapterLoader:
 
 
 def _request_error(work: AdapterWork, error: BaseException) -> BaseException:
-    """Return the error that the request of an adapter gets when work on it failed."""
+    """Return the error for a request after work on its adapter has failed."""
     if not isinstance(work, ReadAdapter) or isinstance(error, RequestError):
         return error
     return AdapterError(f"lora_task_id {work.task_id} could not be read: {response_text(error)}")

@@ -1,9 +1,9 @@
 """`BackgroundJobs`: long work in pieces, done in parallel with the steps of a loop or between them.
 
-Decides which thread does the next piece, and when. With a spare core, a thread of its own does the
+Decides which thread does the next piece, and when. With a spare core, a separate thread does the
 work without delaying steps. If steps use all cores, a thread that wakes up takes a core from a
-step, and each operation of the step waits for it. Then the loop's thread does the work, a little
-after each step.
+step, and each operation of the step waits for that core. In this case the loop's thread does the
+work, a little after each step.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from gptmanager.environment.cores import num_cores
 from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_ns
 from gptmanager.request.pieces import Pieces, Result
 
-_LOOK_UP_S = 0.05  # how often a thread that is not woken checks its job
-_SOON_S = 0.001  # the same, until the first step has shown whether cores are short
-# The loop is busy until _BUSY_STEPS times the last step's time has passed, within these limits.
+_LOOK_UP_S = 0.05  # interval at which a waiting thread checks its job
+_SOON_S = 0.001  # the same, until the first step shows whether steps use all cores
+# The loop counts as busy until _BUSY_STEPS times the last step's time has passed, within limits.
 _BUSY_STEPS, _LEAST_BUSY_S, _MOST_BUSY_S = 4, 0.05, 1.0
-# While it is busy, a thread works for _PIECE_NS at a time and rests _RESTS times as long.
+# While the loop is busy, a thread works for _PIECE_NS and then rests _RESTS times as long.
 _PIECE_NS, _RESTS, _LONGEST_REST_S = 200_000, 5, 0.01
-# The share of an iteration's time that the loop's thread works after it, and the maximum.
+# The loop's thread works for this share of an iteration's time after it, up to the maximum.
 _SHARE, _LONGEST_WORK_S = 0.03, 0.05
-# No work after a step slower than the median of the last _USUAL_STEPS: the tokens that take longest
-# must not wait for it as well.
+# No work follows a step slower than _SLOW times the median of the last _USUAL_STEPS steps: the work
+# would delay the slowest tokens even more.
 _SLOW, _USUAL_STEPS = 1.05, 31
-_LONGEST_WAIT_NS = 10_000_000  # of a piece, for a disk perhaps: then a thread does the next one
+_LONGEST_WAIT_NS = 10_000_000  # if a piece waits longer, e.g. for a disk, a thread does the next
 
 
 class Job(Generic[Result]):
-    """A job in pieces; any thread may do a piece, the loop's thread only with `by_loop`.
+    """A job that is done in pieces. Any thread may do a piece, the loop's thread only with
+    `by_loop`.
 
-    `woken` is set when the job has ended and when the loop has no step to run.
+    `woken` is set when the job has ended, and when the loop has no step to run.
     """
 
     def __init__(self, pieces: Pieces[Result], *, by_loop: bool) -> None:
@@ -51,7 +52,9 @@ class Job(Generic[Result]):
         self._lock = threading.Lock()
 
     def advance(self, *, waits: bool) -> bool:
-        """Do one piece. False: there is none, or another thread is doing one and not `waits`."""
+        """Do one piece. Returns False if the job has ended, or another thread is busy and not
+        `waits`.
+        """
         if not self._lock.acquire(blocking=waits):
             return False
         try:
@@ -73,7 +76,7 @@ class Job(Generic[Result]):
         self.woken.set()
 
     def advance_for(self, seconds: float) -> float:
-        """Do pieces for about `seconds`; return the time taken."""
+        """Do pieces for about `seconds`. Returns the time used."""
         began = now = perf_counter_ns()
         is_left = True
         while is_left and self.by_loop and now - began < 1e9 * seconds:
@@ -85,10 +88,11 @@ class Job(Generic[Result]):
 
 
 class BackgroundJobs:
-    """`loop_helps`: whether the loop's thread may take pieces. `pending`: jobs that have begun.
+    """The jobs of one loop and the rules for sharing the cores with its steps.
 
-    `last_step`: when the last step ended, on the monotonic clock; -inf before the first step and
-    once the loop has had no step to run. The time until the next step is not counted as a step.
+    `loop_helps`: whether the loop's thread may do pieces. `pending`: jobs that have started and not
+    ended. `last_step`: when the last step ended, on the monotonic clock; -inf before the first step
+    and after the loop had no step to run, so that idle time does not count as a step.
     """
 
     def __init__(self) -> None:
@@ -98,7 +102,7 @@ class BackgroundJobs:
         self.last_step = -math.inf
         self._busy_s = _LEAST_BUSY_S
         self._is_crowded: bool | None = None  # None: not known yet
-        self._credit_s = 0.0  # of the loop's thread
+        self._credit_s = 0.0  # seconds that the loop's thread may work
         self._steps_s: deque[float] = deque(maxlen=_USUAL_STEPS)
 
     @property
@@ -107,15 +111,16 @@ class BackgroundJobs:
         return monotonic() - self.last_step < self._busy_s
 
     def finish(self, pieces: Pieces[Result], *, by_loop: bool = True) -> Result:
-        """Do a whole job on the calling thread, except for the pieces that the loop does.
+        """Do a whole job on the calling thread, except for the pieces that the loop's thread does.
 
-        `by_loop`: the loop may do pieces, since none of them waits. RuntimeError after `release`.
+        `by_loop`: the loop's thread may do pieces, because none of them blocks. Raises RuntimeError
+        after `release`.
         """
         job, since_ns = Job(pieces, by_loop=by_loop), thread_time_ns()
         self.pending.append(job)
         try:
             while True:
-                job.woken.clear()  # before the conditions that may set it are read
+                job.woken.clear()  # cleared before reading the conditions that set it
                 if job.ended.is_set():
                     break
                 self.check()
@@ -131,7 +136,9 @@ class BackgroundJobs:
         return cast("Result", job.result)
 
     def _is_left_to_loop(self, job: Job[Any]) -> bool:
-        """Whether the loop does the job; also until the first step has shown if cores are short."""
+        """Whether the loop's thread does the job; True until it is known whether steps use all
+        cores.
+        """
         may_be = self.loop_helps and self._is_crowded is not False
         return may_be and job.by_loop and self.is_busy
 
@@ -141,9 +148,9 @@ class BackgroundJobs:
             raise RuntimeError("the manager has ended")
 
     def rest(self, since_ns: int) -> int:
-        """Rest after a piece: while steps run, a thread works only a part of the time.
+        """Sleep after a piece if steps are running, so that a thread works only part of the time.
 
-        `since_ns`: the thread's CPU time after its last rest; returns the value for the next call.
+        `since_ns`: the thread's CPU time after its last rest. Returns the value for the next call.
         """
         worked_ns = thread_time_ns() - since_ns
         if worked_ns < _PIECE_NS:
@@ -153,13 +160,13 @@ class BackgroundJobs:
         return thread_time_ns()
 
     def rest_loop(self) -> None:
-        """Note that the loop had no step to run: the threads need not leave their jobs to it."""
+        """Note that the loop had no step to run: from now on threads do the jobs themselves."""
         self.last_step = -math.inf
         for job in tuple(self.pending):
             job.woken.set()
 
     def end_step(self) -> None:
-        """Note that a step has ended, and maybe do pieces. On the loop's thread."""
+        """Note that a step has ended, and do pieces if this is due. Called on the loop's thread."""
         now = monotonic()
         step_s = now - self.last_step
         if step_s < math.inf:
@@ -173,7 +180,9 @@ class BackgroundJobs:
         self.last_step = now
 
     def _work_after_step(self, step_s: float) -> None:
-        """Do pieces for a share of the step's time; excess of the last piece shortens the next."""
+        """Do pieces for a share of the step's time. If one takes longer, the next share
+        is shorter.
+        """
         self._steps_s.append(step_s)
         if step_s > _SLOW * statistics.median(self._steps_s):
             return

@@ -1,6 +1,6 @@
-"""`Broadcast`: marks a callback: rank 0's manager sends its answers to the other ranks.
+"""`Broadcast`: marks a callback. Rank 0's manager sends its answers to the other ranks.
 
-It is only a mark: `ranked_host` decides what is sent, and when.
+The class only marks the callback: `ranked_host` decides what is sent, and when.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Broadcast:
-    """`callback`: rank 0's callback; None on the other ranks, which get the answers of rank 0."""
+    """Wraps rank 0's callback; on the other ranks, which receive rank 0's answers, it is None."""
 
     def __init__(self, callback: Callable[..., Any] | None = None) -> None:
         self.callback = callback

@@ -1,7 +1,7 @@
 """`CallbackHost`: the four callbacks of a host application, as the `Host` of a loop.
 
-Every error of a callback becomes a value here: a log line, a count, or a failure in the next
-intake. Only a Get that fails too often ends the loop.
+Every error of a callback becomes a log line, a count, or a failure in the next intake. Only a Get
+callback that fails too often ends the loop.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from gptmanager.step import Failure, Intake
 _T = TypeVar("_T")
 
 _READY = frozenset({list, tuple, set, frozenset})  # types that most callbacks return
-_POLL_S = 0.002  # how often to check whether a SendResponse has returned
-_STALL_S = 0.01  # no active request was scheduled: how soon to ask again
+_POLL_S = 0.002  # interval of checking whether SendResponse has returned
+_STALL_S = 0.01  # pause after an iteration that scheduled no active request
 
 
 class Fetched(NamedTuple):
-    """The result of the last fetch. `is_empty`: the host has no requests for now."""
+    """The result of the last fetch. `is_empty`: the host has no requests at the moment."""
 
     num_requests: int
     is_empty: bool
@@ -56,10 +56,11 @@ class Fetched(NamedTuple):
 
 
 class CallbackHost:
-    """Calls the host's callbacks on the loop thread, outside any lock.
+    """Calls the host's callbacks on the loop thread. No lock is held during a call.
 
-    `max_get_failures`: calls of Get in a row that may fail, with growing pauses between. One more
-    sets `get_failures.fatal`. `wake` ends the pause of an idle loop, from any thread.
+    `max_get_failures`: how many calls of Get in a row may fail; the pauses between them grow. One
+    more failure sets `get_failures.fatal`. `wake` ends the pause of an idle loop; any thread may
+    call it.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class CallbackHost:
         self.adapter_loader = AdapterLoader(wake)
         self.load = self.adapter_loader.begin
         self.get_failures = GetFailures(max_get_failures)
-        self.is_accepting = True  # False: Get is not called any more
+        self.is_accepting = True  # False: Get is no longer called
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
         self._get = required(get_inference_requests, "get_inference_requests_cb", may_yield=True)
         self._send: Any = required(send_response, "send_response_cb")
@@ -89,12 +90,12 @@ class CallbackHost:
         self.receiver = Receiver(self.lifecycle)
         self.failures: list[Failure] = []  # for the next intake
         self._stops: set[int] = set()
-        self._clears: deque[None] = deque()  # any thread's
+        self._clears: deque[None] = deque()  # any thread may append
         self._weights_version: Callable[[], int] = int
         self._last_weights_version = 0
 
     def attach(self, assembly: Assembly) -> None:
-        """Connect to the parts of a loop; called once, before the loop iterates."""
+        """Connect to the parts of a loop. Called once, before the loop iterates."""
         executor = assembly.executor
         is_lock_step = assembly.blueprint.model_type is ModelType.V1
         self.statistics.attach(executor.memory, is_lock_step, executor.take_gil_wait_us)
@@ -106,11 +107,11 @@ class CallbackHost:
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether GetInferenceRequests is a `Broadcast`."""
+        """Whether the GetInferenceRequests callback is a `Broadcast`."""
         return isinstance(self._get, Broadcast)
 
     def mute(self) -> None:
-        """Stop calling SendResponse and ReturnBatchManagerStats: another rank answers the host."""
+        """Stop calling SendResponse and ReturnBatchManagerStats: rank 0 answers the host."""
         self._send = self._return_stats = None
 
     def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
@@ -124,33 +125,33 @@ class CallbackHost:
         return Turn.DRAIN if is_active or self.holds_requests else Turn.END
 
     def pause_s(self, idle_poll_s: float | None, *, is_active: bool) -> float | None:
-        """Return how long a loop without work sleeps unless it is woken; None: until it is."""
+        """Return how many seconds an idle loop sleeps unless it is woken; None for no limit."""
         if is_active:
             return _STALL_S
         return self.get_failures.pause_s if self.last_fetch.failed else idle_poll_s
 
     def stop(self, error: BaseException) -> None:
-        """Stop calling Get: the loop has failed with `error`."""
+        """Stop calling Get, because the loop has failed with `error`."""
         self.is_accepting = False
 
     def release(self) -> None:
-        """Drop the loop and its executor: the loop iterates no more."""
+        """Drop the loop and its executor. The loop no longer iterates."""
         self.preparation.release()
         self.adapter_loader.release()
         self.statistics.release()
         self._weights_version = int
 
     def peek(self, room: int | None) -> bool:
-        """Call Get outside an iteration, for an idle manager; return whether it gave a request.
+        """Call Get outside an iteration, for an idle manager. Returns whether there are requests.
 
-        If so the caller must call `fetch`, which passes the requests to the loop.
+        If so, the caller must call `fetch`, which passes them to the loop.
         """
         self.ask(room)
         return self.holds_requests
 
     @property
     def holds_requests(self) -> bool:
-        """Whether requests that Get has returned are waiting for the next fetch."""
+        """Whether requests that Get has returned wait for the next fetch."""
         return bool(self.receiver.received or self.receiver.returned)
 
     # Final responses that the loop does not send ---------------------------------------------
@@ -158,7 +159,7 @@ class CallbackHost:
     def answer_lost(self, known: Iterable[int], error: BaseException) -> None:
         """Send an error response to each request that Get has returned and the loop does not know.
 
-        `known`: the ids that the loop will answer.
+        `known`: the ids of the requests that the loop will answer.
         """
         waiting = [request.request_id for request in self.receiver.received]
         for request_id in self.receiver.owed.beyond(itertools.chain(known, waiting)):
@@ -173,10 +174,11 @@ class CallbackHost:
             self.answer_lost((), error)
 
     def answer_abandoned(self, error: BaseException, timeout: float | None = None) -> bool:
-        """Answer all requests like `answer_all`, on another thread, after the loop was abandoned.
+        """Answer all requests as `answer_all` does, but on another thread, after the loop was
+        abandoned.
 
-        With a `timeout`, SendResponse is the only code of the host that is called. False: a call
-        of it that is under way does not return within `timeout` seconds.
+        With a `timeout`, SendResponse is the only host code that is called. Returns False if a
+        SendResponse call that is in progress does not return within `timeout` seconds.
         """
         waited_s = 0.0
         while self.timers.send.started_ns:
@@ -188,7 +190,8 @@ class CallbackHost:
         owed = self.receiver.owed
         for request_id in owed.beyond(()):
             if owed.settle(request_id) and self._send is not None:
-                with self._guarded(CallbackTimer("SendResponse")):  # `timers.send` is the loop's
+                # the loop's thread may use `timers.send`
+                with self._guarded(CallbackTimer("SendResponse")):
                     answer = self._send(request_id, [], True, response_text(error))
                     check_answer("SendResponse", answer)
         return True
@@ -196,11 +199,13 @@ class CallbackHost:
     # Stale cached blocks ---------------------------------------------------------------------
 
     def clear_cached(self) -> None:
-        """Clear cached blocks with the next intake. From any thread."""
+        """Clear cached blocks with the next intake. Any thread may call this."""
         self._clears.append(None)
 
     def follow_weights(self, version: Callable[[], int]) -> None:
-        """Clear cached blocks whenever `version()` has changed: the weights were replaced."""
+        """Clear cached blocks whenever the value of `version()` has changed: new weights were
+        loaded.
+        """
         self._weights_version, self._last_weights_version = version, int(version())
 
     def _take_clears(self) -> bool:
@@ -219,7 +224,7 @@ class CallbackHost:
         return self.take_intake()
 
     def begin_fetch(self, room: int | None, num_active: int) -> bool:
-        """Receive what Get has returned already; return whether it is to be called now."""
+        """Receive what Get has already returned. Returns whether Get should be called now."""
         failures = self.get_failures
         if self.receiver.returned:
             self._receive()
@@ -227,12 +232,12 @@ class CallbackHost:
         if self.receiver.received:
             return False
         self.last_fetch = Fetched(0, is_empty=not self.is_accepting, failed=False)
-        # an idle manager keeps the pause itself, and is woken from it
+        # an idle manager sleeps through the pause itself and can be woken
         rests = num_active and failures.in_a_row and failures.rests
         return self.is_accepting and room != 0 and not rests
 
     def take_intake(self) -> Intake:
-        """Return the next intake, of everything that has arrived."""
+        """Return the next intake: everything that has arrived since the last one."""
         receiver, preparation = self.receiver, self.preparation
         if receiver.received or preparation.prepared:
             preparation.collect(receiver.received)
@@ -246,13 +251,15 @@ class CallbackHost:
             adapters=_taken(self.adapter_loader.done),
             forgotten_adapters=_taken(self.adapter_loader.forgotten),
         )
-        # only now: an error before must lose nothing
+        # cleared last, so that an error above loses nothing
         receiver.received, self._stops, self.failures = [], set(), []
         preparation.ready, preparation.failures = [], []
         return intake
 
     def take_answers(self) -> tuple[tuple[InferenceRequest, ...], frozenset[int]]:
-        """Return the requests and the stop signals of this host, which no intake has had."""
+        """Remove and return the requests and stop signals of this host that no intake has
+        contained.
+        """
         answers = tuple(self.receiver.received), frozenset(self._stops)
         self.receiver.received, self._stops = [], set()
         return answers
@@ -265,12 +272,13 @@ class CallbackHost:
                 self.receiver.owed.settle(request_id)
             return
         timer = self.timers.send
-        timer.start()  # first: then the thread that abandons the loop waits, or this raises
+        # started first: a thread that abandons the loop then waits for this call, or `start` raises
+        timer.start()
         try:
             if self.lifecycle.is_abandoned:
                 raise LoopAbandoned
             if is_final and not self.receiver.owed.settle(request_id):
-                return  # its final response was sent before
+                return  # its final response has already been sent
             try:
                 answer = self._send(request_id, tensors, is_final, error)
                 if answer is not None:
@@ -331,7 +339,7 @@ class CallbackHost:
             answer = self._get(-1 if room is None else room)
             if type(answer) not in _READY:
                 check_answer("GetInferenceRequests", answer, may_yield=True)
-            try:  # nothing of ours between the answer and the queue may fail
+            try:  # no code that may fail between the answer and the queue
                 items = iter(answer)
             except TypeError:
                 raise not_iterable(answer) from None
@@ -349,7 +357,9 @@ class CallbackHost:
         )
 
     def _receive(self) -> CallbackError | None:
-        """Read the items that Get has returned; return an error if some are not requests."""
+        """Read the items that Get has returned. Returns an error if some of them are
+        not requests.
+        """
         foreign = self.receiver.receive(self._refuse)
         if foreign is not None:
             self.timers.get.errors += 1
@@ -361,7 +371,7 @@ class CallbackHost:
 
     @contextmanager
     def _guarded(self, timer: CallbackTimer) -> Iterator[list[BaseException]]:
-        """Log what is raised inside the `with` block, and append it to the list."""
+        """Catch and log what the `with` block raises, and append it to the yielded list."""
         raised: list[BaseException] = []
         timer.start()
         try:
@@ -375,12 +385,14 @@ class CallbackHost:
 
 
 def _taken(queue: deque[_T]) -> tuple[_T, ...]:
-    """Take all items out of a queue that other threads fill."""
+    """Remove and return all items of a queue that other threads fill."""
     return tuple(queue.popleft() for _ in range(len(queue)))
 
 
 def _collect_ids(stops: Any, into: set[int]) -> None:
-    """Add every id that PollStopSignal returned; raise CallbackError for other values."""
+    """Add every id that PollStopSignal returned. Raises CallbackError for values that
+    are not ids.
+    """
     foreign = []
     try:
         for stop in stops:

@@ -1,7 +1,7 @@
-"""Requests as bytes and back, data only: a head as JSON, then the raw bytes of tensors.
+"""Converts requests to bytes and back. Bytes: a head as JSON, then the raw data of the tensors.
 
-Values that admission refuses are written to the head as in a recording; admission refuses them on
-the other ranks as well. Of a logits post-processor only the name is sent.
+The head also holds values that admission will refuse, in the form that recordings use, so that the
+other ranks refuse them too. A logits post-processor is sent as its name only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gptmanager.recorder.requests import (
 from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.read_tensors import is_too_large
 
-ALIGNMENT = 8  # bytes: where an array begins
-_MOST_VIEW_BYTES = 1 << 28  # of weights with overlapping elements
-_SHARED_BYTES = 1 << 16  # arrays of a longer message are copied
+ALIGNMENT = 8  # arrays start at multiples of this many bytes
+_MOST_VIEW_BYTES = 1 << 28  # limit for weights with overlapping elements
+_SHARED_BYTES = 1 << 16  # arrays of longer messages are copied, not views
 _PADDING = [bytes(-size % ALIGNMENT) for size in range(ALIGNMENT)]
 _NUMPY = {np.dtype(char): np.dtype(char).str for char in "?bBhHiIlLqQefd"}
-_NUMBERS = "biuf"  # kinds of dtypes
+_NUMBERS = "biuf"  # NumPy dtype kinds
 _READ_NUMPY = {name: dtype for dtype, name in _NUMPY.items()}
 _TORCH = {
     str(dtype): dtype
@@ -39,14 +39,16 @@ _TORCH = {
         *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
     )
 }
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 _keywords = operator.attrgetter(*KEYWORDS)
 _DEFAULTS = _keywords(InferenceRequest(0))
 
 
 class PackedRequests:
-    """`entries`: the head, one list per request: its id; name, dtype and shape of each tensor; its
-    other fields. `arrays`: bytes, one array after another.
+    """Requests packed as `entries` and `arrays`.
+
+    `entries`: the head, a list per request: its id; name, dtype and shape of each tensor; its other
+    fields. `arrays`: the bytes of the arrays, one after another.
     """
 
     def __init__(self, requests: Iterable[InferenceRequest], with_processors: bool = True) -> None:
@@ -80,7 +82,9 @@ class PackedRequests:
 
 
 def read_requests(entries: Iterable[Any], arrays: memoryview) -> list[InferenceRequest]:
-    """Read requests from the two parts of `PackedRequests`; malformed ones raise any error."""
+    """Read requests from the two parts of `PackedRequests`. Malformed data may raise
+    any exception.
+    """
     is_short = len(arrays) <= _SHARED_BYTES
     memory = bytearray(arrays) if is_short else arrays
     requests, end = [], 0
@@ -89,7 +93,8 @@ def read_requests(entries: Iterable[Any], arrays: memoryview) -> list[InferenceR
         for name, dtype, shape in zip(found[::3], found[1::3], found[2::3], strict=True):
             own = _TORCH.get(dtype)
             read = _numpy_dtype(dtype) if own is None else f"i{own.itemsize}"
-            array: np.ndarray = np.ndarray(shape, read, memory, end)  # raises if too short
+            # raises if `memory` is too short
+            array: np.ndarray = np.ndarray(shape, read, memory, end)
             if array.shape != tuple(shape):
                 raise ValueError(f"tensor {name}: invalid shape")
             end += array.nbytes + -array.nbytes % ALIGNMENT
@@ -98,7 +103,7 @@ def read_requests(entries: Iterable[Any], arrays: memoryview) -> list[InferenceR
             tensors[name] = array if own is None else torch.from_numpy(array).view(own)
         requests.append(_request(request_id, tensors, *rest))
     if end != len(arrays):
-        raise ValueError(f"{len(arrays)} bytes of tensors, their shapes need {end}")
+        raise ValueError(f"got {len(arrays)} bytes of tensors, but their shapes need {end}")
     return requests
 
 
@@ -118,7 +123,7 @@ def _request(
 
 
 def _dense(name: str, value: Any) -> tuple[str, list[int], np.ndarray] | None:
-    """Return dtype, shape and numbers of a value; None: it cannot be sent as an array."""
+    """Return dtype, shape and data of a value; None if it cannot be sent as an array."""
     try:
         if isinstance(value, torch.Tensor):
             dtype = str(value.dtype)
@@ -128,10 +133,11 @@ def _dense(name: str, value: Any) -> tuple[str, list[int], np.ndarray] | None:
             bits = value.detach().cpu().contiguous().view(_BITS[value.itemsize])
             return dtype, list(value.shape), bits.numpy()
         if isinstance(value, (list, tuple)) and name == "lora_weights":
-            value = np.asarray(value)  # as admission does
+            value = np.asarray(value)  # same conversion as in admission
         if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
             if not _claims_too_much(name, value):
-                shape = list(value.shape)  # `ascontiguousarray` makes 0 dimensions 1
+                # read before `ascontiguousarray`, which makes 0 dimensions 1
+                shape = list(value.shape)
                 return value.dtype.str, shape, np.ascontiguousarray(value)
     except BaseException:  # noqa: B036 - a host's object; admission reports its error
         return None
@@ -139,7 +145,7 @@ def _dense(name: str, value: Any) -> tuple[str, list[int], np.ndarray] | None:
 
 
 def _claims_too_much(name: str, value: Any) -> bool:
-    """Whether admission refuses a value by its size alone, so that it must not be copied."""
+    """Whether admission refuses a value because of its size. Such a value must not be copied."""
     if name == "lora_weights":
         strides = value.stride() if isinstance(value, torch.Tensor) else value.strides
         return 0 in strides and value.nbytes > _MOST_VIEW_BYTES
@@ -151,5 +157,5 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
     if known is None:
         known = np.dtype(name)
         if known.kind not in _NUMBERS:
-            raise ValueError(f"dtype {name}")
+            raise ValueError(f"unknown dtype {name}")
     return known

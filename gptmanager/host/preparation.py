@@ -1,7 +1,7 @@
 """`Preparation`: prepares logits post-processors before their requests start.
 
-Decides when a request need not wait for its processor any more. A processor's `prepare`, and the
-future that it returns, are code of the host: an error in them ends only that request.
+Decides when a request need not wait for its processor any more. A processor's `prepare` and the
+future that it returns are code of the host, so an error in them ends only that request.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import Failure
 
-_MOST_KEPT = 64  # processors kept before ended ones are searched
+_MOST_KEPT = 64  # above this number, entries of ended requests are removed
 
 
 class Preparation:
-    """`wake` ends the pause of an idle loop, from any thread.
+    """Prepares the processors of waiting requests. `wake` ends the pause of an idle loop; any
+    thread may call it.
 
-        `prepared`: results that `collect` has not read yet. For the next intake: `ready`, requests
-    with a ready processor, and `failures`, of processors that cannot be prepared.
+    `prepared`: results that `collect` has not read yet. For the next intake: `ready`, the requests
+    with a ready processor, and `failures`, for processors that cannot be prepared.
     """
 
     def __init__(self, wake: Callable[[], None], timer: CallbackTimer) -> None:
         self._wake = wake
-        self._preparing: dict[int, RequestProcessor] = {}  # including those that have ended
+        self._preparing: dict[int, RequestProcessor] = {}  # may include ended requests
         self._most_kept = _MOST_KEPT
-        self.prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
+        # any thread may append
+        self.prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()
         self.ready: list[int] = []
         self.failures: list[Failure] = []
-        self.device = "cpu"  # on which logits post-processors run
+        self.device = "cpu"  # the device on which post-processors run
         self._timer = timer
 
     def begin(self, request_id: int, processor: RequestProcessor) -> None:
@@ -47,19 +49,19 @@ class Preparation:
         self._preparing[request_id] = processor
         try:
             future = self._called(processor.post_processor.prepare)
-            # a done future calls back at once
+            # a future that is already done calls back immediately
             future.add_done_callback(_OnReady(self._wake_with, request_id, processor))
         except BaseException as raised:  # noqa: B036 - the loop outlives any callback
             del self._preparing[request_id]
             self._fail_to_prepare(request_id, processor, raised)
 
     def _forget_ended(self) -> None:
-        """Drop requests that ended while they waited: some processors are never ready."""
+        """Drop entries of ended requests, because some processors never become ready."""
         waiting = {i: p for i, p in self._preparing.items() if p.post_processor is not None}
         self._preparing, self._most_kept = waiting, max(_MOST_KEPT, 2 * len(waiting))
 
     def release(self) -> None:
-        """Let go of the loop: no request waits any more."""
+        """Release the loop: no request waits for a processor any more."""
         self._wake = lambda: None
 
     def _wake_with(self, request_id: int, processor: RequestProcessor, done: Future[Any]) -> None:
@@ -68,13 +70,15 @@ class Preparation:
             self._wake()
 
     def collect(self, received: Sequence[InferenceRequest]) -> None:
-        """Update `ready` and `failures`, also for requests just received."""
+        """Update `ready` and `failures`. `received`: new requests; their processors may be ready
+        already.
+        """
         if received:
             self.ready += self._ready_on_arrival(received)
         while self.prepared:
             request_id, processor, done = self.prepared.popleft()
             if self._preparing.get(request_id) is not processor:
-                continue  # it ended, and another request has its id
+                continue  # its request ended, and a new one has the same id
             del self._preparing[request_id]
             error = _error_of(done)
             if error is None:
@@ -86,7 +90,7 @@ class Preparation:
         ready = [r.request_id for r in requests if self._is_ready(r.logits_post_processor)]
         if not ready:
             return ready
-        # with a repeated id the entry could apply to another request
+        # a repeated id is left out: the entry could apply to another request
         counts = Counter(request.request_id for request in requests)
         return [i for i in ready if counts[i] == 1 and i not in self._preparing]
 
@@ -103,7 +107,9 @@ class Preparation:
         logger.error(text, name, request_id, exc_info=error)
 
     def _is_ready(self, processor: Any) -> bool:
-        """Whether a processor needs no preparation; errors here occur again in `prepare`."""
+        """Whether a processor needs no preparation. Errors count as False: they occur again in
+        `prepare`.
+        """
         try:
             prepare = getattr(processor, "prepare", None)
             if not callable(prepare):
@@ -124,7 +130,7 @@ class Preparation:
 
 
 def _error_of(done: Future[Any]) -> BaseException | None:
-    """Return the error of a future that is done; None: it has succeeded."""
+    """Return the error of a future that is done; None if it succeeded."""
     try:
         return CancelledError() if done.cancelled() else done.exception()
     except BaseException as error:  # noqa: B036 - a host's future
@@ -132,7 +138,9 @@ def _error_of(done: Future[Any]) -> BaseException | None:
 
 
 class _OnReady:
-    """Reports a processor as ready, once. A future keeps its callbacks: this drops the call."""
+    """Reports a processor as ready, once. Drops its arguments then, because futures
+    keep callbacks.
+    """
 
     def __init__(self, report: Callable[..., None], *arguments: Any) -> None:
         self._call = [functools.partial(report, *arguments)]

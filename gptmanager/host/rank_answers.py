@@ -1,6 +1,6 @@
 """The answers of one rank's host, as data that two ranks can compare.
 
-Differences are found by texts and checksums, so that no tensor is sent, and described in words.
+Ranks compare texts and checksums instead of whole tensors. Differences are described in words.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from gptmanager.host.packed_requests import ALIGNMENT, PackedRequests
 from gptmanager.request.inference_request import InferenceRequest
 
-_MOST_SHOWN = 8  # values of a tensor, ids of requests
-_LONGEST = 80  # characters of another value
+_MOST_SHOWN = 8  # tensor values or request ids quoted in an error
+_LONGEST = 80  # characters quoted of any other value
 
 
 class Answers(NamedTuple):
-    """`requests`: from GetInferenceRequests, each its id and its fields: a text and a checksum.
-    `stops`: from PollStopSignal.
+    """`requests`: answers of GetInferenceRequests: the id of each request and, per field, a text
+    and a checksum. `stops`: answers of PollStopSignal.
     """
 
     requests: list[tuple[int, dict[str, tuple[str, int]]]]
@@ -33,7 +33,7 @@ def answers_of(requests: Iterable[InferenceRequest], stops: Iterable[int]) -> An
 
 
 def answers_difference(first: Answers, other: Any) -> str:
-    """Return in words how `other`, answers as JSON values, differs from those of rank 0."""
+    """Describe how `other`, the answers of a rank as JSON values, differs from rank 0's `first`."""
     requests, stops = other
     if [*stops] != first.stops:
         return f"PollStopSignal returned {_shown(stops)}, not {_shown(first.stops)}"
@@ -47,12 +47,12 @@ def answers_difference(first: Answers, other: Any) -> str:
             if (here and tuple(here)) != there:
                 here_text, there_text = (it[0] if it else "nothing" for it in (here, there))
                 if here_text == there_text:
-                    there_text = "the same at its beginning, but other values later"
+                    there_text = "the same first values, but different later ones"
                 return (
                     f"GetInferenceRequests returned request {request_id} with {name} = "
                     f"{here_text}, not {there_text}"
                 )
-    return "its host answered the same"
+    return "its host gave the same answers"
 
 
 def _fields(request: InferenceRequest) -> dict[str, tuple[str, int]]:
@@ -73,7 +73,9 @@ def _fields(request: InferenceRequest) -> dict[str, tuple[str, int]]:
 
 
 def _values(data: bytes, dtype: str) -> str:
-    """Quote values. NumPy reads only its own dtypes: torch's may not be registered with it."""
+    """Quote the values of a tensor. Only NumPy's own dtypes: NumPy may not know torch's other
+    dtypes.
+    """
     if not data:
         return "[]"
     name = dtype.removeprefix("torch.")

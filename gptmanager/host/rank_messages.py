@@ -1,6 +1,6 @@
-"""An intake of rank 0 as a message to the other ranks, and back: data only.
+"""Converts an intake of rank 0 to a message for the other ranks, and back. Messages are only data.
 
-Most intakes have only their time, or time and requests; other fields are JSON as in a recording.
+Most intakes have only a time, or a time and requests. Other fields are JSON, as in a recording.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.step import Failure, Intake, Schedule
 
 _LENGTH = struct.Struct("<I")
-# bytes of JSON, the time, the digests and `is_empty`, whether caches are stale
+# length of the JSON, time, the two digests, `is_empty`, whether cached blocks are stale
 _HEAD = struct.Struct("<IdII??2x")
 
 
 class IntakeMessage(NamedTuple):
-    """The message of rank 0 to the others at the start of an iteration.
+    """The message that rank 0 sends to the others at the start of an iteration.
 
-    `requests`, `stops`: digests, if each rank's own host provides them; then the intake has none.
-    `is_empty`: Get returned nothing.
+    `requests`, `stops`: digests, used if each rank's own host provides them; the intake then
+    contains none. `is_empty`: Get returned nothing.
     """
 
     intake: Intake
@@ -40,9 +40,9 @@ class IntakeMessage(NamedTuple):
 
 
 def pack(message: IntakeMessage) -> bytes:
-    """Pack a message: numbers, JSON (the first number is its length), arrays.
+    """Pack a message: a head of numbers, which includes the length of the JSON; JSON; arrays.
 
-    There is JSON if the intake has requests or fields other than its time.
+    The JSON is empty if the intake has no requests and no fields other than its time.
     """
     intake = message.intake
     is_bare = intake == Intake(intake.now, intake.requests, clears_cache=intake.clears_cache)
@@ -56,7 +56,7 @@ def pack(message: IntakeMessage) -> bytes:
 
 
 class Unpacker:
-    """Makes an `IntakeMessage` from bytes; RankError if they cannot be read."""
+    """Creates an `IntakeMessage` from bytes. Raises RankError if they are malformed."""
 
     def __init__(self) -> None:
         self._decoder = Decoder(field_names(Intake))
@@ -77,7 +77,9 @@ class Unpacker:
             raise RankError(f"a message of rank 0 cannot be read: {text}") from error
 
     def _others(self, plain: Any) -> Intake:
-        """Read the fields of an intake other than requests; errors from their texts."""
+        """Read the fields of an intake other than requests. Errors are restored from
+        their texts.
+        """
         intake: Intake = self._decoder.decode(Intake, plain)
         failures = tuple(Failure(it.request_id, _error(it.error)) for it in intake.failures)
         done = tuple(
@@ -88,14 +90,14 @@ class Unpacker:
 
 
 def pack_requests(requests: Iterable[InferenceRequest]) -> bytes:
-    """Pack requests alone, for hosts that send them by their own means."""
+    """Pack requests alone, for hosts that send requests between ranks themselves."""
     packed = PackedRequests(requests)
     head = _aligned(_LENGTH.size, to_json(packed.entries))
     return b"".join((_LENGTH.pack(len(head)), head, *packed.arrays))
 
 
 def unpack_requests(data: bytes) -> list[InferenceRequest]:
-    """Read the bytes of `pack_requests`; RankError if they cannot be read."""
+    """Read the bytes of `pack_requests`. Raises RankError if they are malformed."""
     try:
         (size,) = _LENGTH.unpack_from(data)
         start = _LENGTH.size + size
@@ -106,13 +108,13 @@ def unpack_requests(data: bytes) -> list[InferenceRequest]:
 
 
 def requests_digest(requests: Iterable[InferenceRequest]) -> int:
-    """Return a digest, equal on every rank for equal requests."""
+    """Return a digest that is equal on all ranks if the requests are equal."""
     packed = PackedRequests(requests, with_processors=False)
     return zlib.crc32(b"".join((to_json(packed.entries), *packed.arrays))) if packed.entries else 0
 
 
 def _aligned(start: int, head: bytes) -> bytes:
-    """Pad `head` so that what follows it is aligned for an array."""
+    """Pad `head` so that the array after it is aligned."""
     return head + b" " * (-(start + len(head)) % ALIGNMENT)
 
 
@@ -121,7 +123,9 @@ def stops_digest(stops: Iterable[int]) -> int:
 
 
 def schedule_digest(schedule: Schedule) -> int:
-    """Return a digest of a decision: of integers alone, which hash alike in every process."""
+    """Return a digest of a decision. It hashes only integers: their hashes are equal in all
+    processes.
+    """
     starts = tuple(
         (it.slot, len(it.tokens), it.beam_width, it.adapter_slot) for it in schedule.starts
     )
@@ -142,7 +146,7 @@ def schedule_digest(schedule: Schedule) -> int:
 
 
 def _error(error: BaseException) -> BaseException:
-    """Return an error with the class and text that a response shows on rank 0."""
+    """Return an error with the class name and text that rank 0's response contains."""
     name, _, text = str(error).partition(": ")
     known = getattr(errors, name, None)
     if isinstance(known, type) and issubclass(known, GptManagerError):

@@ -1,7 +1,7 @@
-"""`LeadingHost` and `FollowingHost`: the callbacks of a host if its model has several ranks.
+"""`LeadingHost` and `FollowingHost`: the host of a loop with a model on several ranks.
 
 Rank 0 leads: it sends its intake to all ranks, one message per iteration. The others follow: they
-iterate when rank 0 does, with its intake, and report when they decide differently.
+iterate when rank 0 does, with the same intake, and report an error if they decide differently.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import Intake, Schedule
 
-_KEPT = 4  # schedules of rank 0: the other ranks are at most this far behind
-_CLOSE_S = 0.5  # how long to wait for a forward that hangs
+_KEPT = 4  # schedules of rank 0; the other ranks lag by at most this many
+_CLOSE_S = 0.5  # how long to wait for a forward pass that hangs
 _DIGEST = struct.Struct("<q")
 _LAST_MESSAGES = {Turn.END: Message.END, Turn.ABORT: Message.ABORT}
-_POLL_S = 0.002  # how often to check for work of this rank's own threads
+_POLL_S = 0.002  # interval of checking this rank's own threads for results
 
 
 class LeadingHost:
-    """The host of rank 0: sends the intakes of the callbacks `host` to all other ranks."""
+    """The host of rank 0: sends the intakes of `host`, its callbacks, to all other ranks."""
 
     def __init__(self, host: CallbackHost, assembly: Assembly, ranks: Ranks) -> None:
         self._host, self._ranks, self._links = host, ranks, ranks.links
         self._executor = _rank_executor(assembly, self._decide)
         self._schedules: deque[Schedule] = deque(maxlen=_KEPT)
         self._num_iterations = 0
-        self._answers: deque[tuple[int, Answers]] = deque(maxlen=_KEPT)  # of iterations with any
+        # only of iterations that have answers
+        self._answers: deque[tuple[int, Answers]] = deque(maxlen=_KEPT)
         self.respond, self.prepare, self.load = host.respond, host.prepare, host.load
         self.fail, self.poll, self.report = host.fail, host.poll, host.report
         self.pause_s = host.pause_s
@@ -82,7 +83,7 @@ class LeadingHost:
             host.ask(room)
         intake = host.take_intake()
         message = IntakeMessage(intake, 0, 0, host.last_fetch.is_empty)
-        if not host.is_broadcast:  # each rank's own host answers: only digests are compared
+        if not host.is_broadcast:  # each rank calls its own host: compare digests
             own = requests_digest(intake.requests), stops_digest(intake.stops)
             bare = _with_answers(intake, (), frozenset())
             self._num_iterations += 1
@@ -111,15 +112,15 @@ class LeadingHost:
     def _difference(self, rank: int, data: Any) -> str:
         """Describe how the decision or the answers of `rank` differ from those of this rank.
 
-        Safe from any thread.
+        Any thread may call this.
         """
-        if "turn" in data:
-            answers = dict([*self._answers]).get(data["turn"], Answers([], []))
+        if "answers" in data:
+            answers = dict([*self._answers]).get(data["iteration"], Answers([], []))
             return answers_difference(answers, data["answers"])
-        kept = list(self._schedules)  # the loop's thread may append meanwhile
+        kept = list(self._schedules)  # copied: the loop's thread may append
         own = next((it for it in kept if it.iteration == data["iteration"]), None)
         if own is None:
-            return "rank 0 had no step"
+            return "rank 0 did not run a step in this iteration"
         found = difference(orjson.loads(to_json(own)), data, "schedule")
         if found is None:
             return "it has the same schedule"
@@ -128,9 +129,9 @@ class LeadingHost:
 
 
 class FollowingHost:
-    """The host of every other rank: iterates when rank 0 does, with the intakes of rank 0.
+    """The host of every rank except 0: iterates when rank 0 does, with the intakes of rank 0.
 
-    `host`: the callbacks of this rank. `bells`: functions to be called when the loop is to wake.
+    `host`: the callbacks of this rank. `bells`: functions to call in order to wake the loop.
     `timer`: times iterations; it is stopped while this rank waits for rank 0.
     """
 
@@ -152,10 +153,10 @@ class FollowingHost:
         self._end: Turn | None = None
         self._is_woken = self._is_rung = False
         self._own_ready: set[int] = set()
-        self._own_failures: dict[int, str] = {}  # why post-processors failed, by request
+        self._own_failures: dict[int, str] = {}  # error texts of failed post-processors, by request
         self._own_jobs: dict[int, AdapterDone] = {}
         self._num_iterations = 0
-        # whether this rank's own host has post-processors to call
+        # post-processors run only on the last pipeline stage
         has_logits = ranks.collectives.layout.is_last_stage
         self._calls_processors = has_logits and config.replicate_logits_post_processors
         if not config.respond_on_all_ranks:
@@ -166,14 +167,14 @@ class FollowingHost:
         bells.append(self._ring)
 
     def _ring(self) -> None:
-        self._is_rung = True  # a wait that cannot be interrupted does not see the bell
+        self._is_rung = True  # checked by waits that a bell cannot interrupt
         self._links.wake()
 
     def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
-        """Wait for rank 0 to iterate (then `peek` is true) or to end; with no active request, also
-        for a bell.
+        """Wait until rank 0 iterates (`peek` is then true) or ends. Without active requests, a bell
+        ends the wait as well.
 
-        A rank ends when rank 0 does. If it is shut down before, the other ranks fail.
+        A rank ends when rank 0 does. If it is shut down earlier, the other ranks fail.
         """
         if aborts:
             raise RankError(f"rank {self._links.rank} was shut down")
@@ -185,7 +186,7 @@ class FollowingHost:
             if is_active or not self._is_rung:
                 frame = self._links.receive(may_be_woken=not is_active)
             if frame is None:
-                # the thread that rang waits for an iteration that begins after it
+                # the ringing thread waits for an iteration that begins after the bell
                 self._is_rung, self._is_woken = False, True
                 break
             self._handle(frame, is_active)
@@ -195,7 +196,7 @@ class FollowingHost:
         return self._end or Turn.ITERATE
 
     def _handle(self, frame: Frame, is_active: bool) -> None:
-        """Handle a message of rank 0 that arrived between two iterations."""
+        """Handle a message from rank 0 that arrived between two iterations."""
         if frame.kind == Message.ASK:
             self._check_alone()
             self._host.ask(orjson.loads(frame.payload))
@@ -206,10 +207,10 @@ class FollowingHost:
         elif frame.kind == Message.END:
             self._check_alone()
             if is_active:
-                self._links.give_up("rank 0 has answered all requests, this rank has not")
+                self._links.give_up("rank 0 has answered all requests, but this rank has not")
             self._end = Turn.END
         elif frame.kind == Message.DECISION:
-            self._links.give_up("rank 0 has a step where this rank has none")
+            self._links.give_up("rank 0 runs a step, but this rank does not")
         else:
             self._links.give_up(f"rank 0 sent message {frame.kind} between two iterations")
 
@@ -221,7 +222,7 @@ class FollowingHost:
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
         message, self._message = self._message, None
-        assert message is not None  # `await_turn` has waited for it
+        assert message is not None  # set by `await_turn`
         host, intake = self._host, message.intake
         if host.is_broadcast:
             for request in intake.requests:
@@ -229,12 +230,12 @@ class FollowingHost:
         else:
             intake = self._with_own_answers(message)
         self._await_own(intake)
-        host.failures.clear()  # what fails on all ranks is in the intake of rank 0
+        host.failures.clear()  # rank 0's intake contains the failures of all ranks
         host.last_fetch = Fetched(len(intake.requests), is_empty=message.is_empty, failed=False)
         return intake
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        self._own_failures.pop(request_id, None)  # of an earlier request with the same id
+        self._own_failures.pop(request_id, None)  # may be left from an earlier request with this id
         if self._calls_processors:
             self._host.prepare(request_id, processor)
 
@@ -259,7 +260,9 @@ class FollowingHost:
             self._links.report_difference(text, to_json(schedule))
 
     def _check_alone(self) -> None:
-        """Fail if Get has returned requests here: rank 0 does not iterate, so it got none."""
+        """Fail if Get has returned requests here: rank 0 does not iterate, so its Get returned
+        none.
+        """
         if self._host.receiver.received:
             self._tell_answers(self._host.receiver.received, (), 0)
 
@@ -271,18 +274,22 @@ class FollowingHost:
         return _with_answers(message.intake, requests, stops)
 
     def _tell_answers(
-        self, requests: Iterable[InferenceRequest], stops: Iterable[int], turn: int
+        self, requests: Iterable[InferenceRequest], stops: Iterable[int], iteration: int
     ) -> NoReturn:
-        """Fail: the answers differ from those on rank 0 in iteration `turn`; 0: rank 0 got none."""
-        plain = {"turn": turn, "answers": answers_of(requests, stops)}
+        """Fail because the answers differ from rank 0's in `iteration`; 0: rank 0 got no
+        requests.
+        """
+        plain = {"iteration": iteration, "answers": answers_of(requests, stops)}
         self._links.report_difference("differs from rank 0", to_json(plain))
 
     def _await_own(self, intake: Intake) -> None:
-        """Wait until the adapters and processors that are ready on rank 0 are ready here."""
+        """Wait until the adapters and processors that are ready on rank 0 are ready on
+        this rank.
+        """
         jobs = {done.job for done in intake.adapters if done.error is None}
         ready = set(intake.ready) if self._calls_processors else set()
         for request in intake.requests:
-            if request.request_id in ready:  # on rank 0, ready on arrival
+            if request.request_id in ready:  # on rank 0 it was ready on arrival
                 processor = RequestProcessor(request.logits_post_processor)
                 self.prepare(request.request_id, processor)
         preparation, deadline = self._host.preparation, monotonic() + self._links.timeout_s
@@ -302,8 +309,8 @@ class FollowingHost:
             self._links.check()
             if monotonic() > deadline:
                 self._links.give_up(
-                    f"what rank 0 has had ready for {self._links.timeout_s:g} s this rank has not: "
-                    f"jobs of adapters {sorted(jobs - self._own_jobs.keys())}, post-processors of "
+                    f"not ready {self._links.timeout_s:g} s after rank 0 was ready: adapter "
+                    f"jobs {sorted(jobs - self._own_jobs.keys())}, post-processors of "
                     f"requests {sorted(ready - self._own_ready)}"
                 )
             Latch().wait(_POLL_S)
@@ -338,7 +345,7 @@ def _with_answers(
 
 
 def alike(get: Any, send: Any, poll: Any, stats: Any) -> dict[str, bool]:
-    """Return what all ranks must have alike of the four callbacks, by name."""
+    """Return, by name, the properties of the four callbacks that must be equal on all ranks."""
     found = {"callbacks.broadcast is used": isinstance(get, Broadcast)}
     return (
         found
@@ -350,8 +357,8 @@ def alike(get: Any, send: Any, poll: Any, stats: Any) -> dict[str, bool]:
 def loop_host(
     host: CallbackHost, assembly: Assembly, bells: list[Callable[[], None]], timer: CallbackTimer
 ) -> LoopHost:
-    """Return the host of the loop on `assembly`: the callbacks, or a rank's. See `FollowingHost`
-    for `bells` and `timer`.
+    """Return the host of the loop on `assembly`: the callbacks, or the host of a rank. See
+    `FollowingHost` for `bells` and `timer`.
     """
     ranks = assembly.ranks
     if ranks is None:

@@ -1,7 +1,8 @@
 """`Receiver`: the requests that Get has returned, until the next intake.
 
-Attributes of a host's objects, which may run any code, are read here once: after that a request is
-a plain `InferenceRequest`. Each request is owed a final response from the moment its id is known.
+The attributes of a host's objects may run any code, so they are read only here, once. Afterwards a
+request is a plain `InferenceRequest`. A request is owed a final response from the moment that its
+id is known.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 
 
 class OwedFinals:
-    """The ids of requests that are owed a final response. Safe from any thread.
+    """The ids of requests that are owed a final response. Any thread may call the methods.
 
-    An id counts as often as Get returned it: each request gets a final response of its own.
+    An id counts once for each time that Get returned it: each request gets its own final response.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,9 @@ class OwedFinals:
             self._counts[request_id] = self._counts.get(request_id, 0) + 1
 
     def settle(self, request_id: int) -> bool:
-        """Note that a final response is about to be sent; False: none is owed, do not send it."""
+        """Note that a final response is about to be sent. False if none is owed: then do not send
+        it.
+        """
         with self._lock:
             count = self._counts.get(request_id, 0)
             if count > 1:
@@ -45,7 +48,7 @@ class OwedFinals:
             return count > 0
 
     def beyond(self, known: Iterable[int]) -> list[int]:
-        """Return the ids owed a response and not in `known`, each as often as it is owed."""
+        """Return the owed ids that are not in `known`, each as often as it is owed."""
         with self._lock:
             due = Counter(self._counts)
         due.subtract(Counter(known))
@@ -53,17 +56,19 @@ class OwedFinals:
 
 
 class Receiver:
-    """`returned`: items of Get, not read yet. `received`: requests for the next intake."""
+    """Reads what Get returned. `returned`: items not read yet. `received`: requests for the next
+    intake.
+    """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self.returned: deque[Any] = deque()
         self.received: list[InferenceRequest] = []
         self.owed = OwedFinals()
         self._lifecycle = lifecycle
-        self._lock = threading.Lock()  # held while an item becomes a request that is owed
+        self._lock = threading.Lock()  # held while an item becomes an owed request
 
     def receive(self, refuse: Callable[[int, InvalidRequestError], None]) -> CallbackError | None:
-        """Look at what Get has returned; the error if they were not all requests.
+        """Read what Get has returned. Returns an error if some items were not requests.
 
         `refuse` answers a request that cannot be read.
         """
@@ -77,7 +82,7 @@ class Receiver:
                 num_foreign, first = num_foreign + 1, first or str(error)
                 continue
             with self._lock:
-                self._lifecycle.check()  # or it is answered already
+                self._lifecycle.check()  # an abandoned loop's requests are already answered
                 self.owed.owe(request_id)
                 self.returned.popleft()
             try:
@@ -90,9 +95,10 @@ class Receiver:
         return CallbackError(f"GetInferenceRequests returned {first}{more}")
 
     def owe_returned(self, *, only_plain: bool) -> None:
-        """Owe a final response for each returned item, which will not be received any more.
+        """Note that each returned item is owed a final response, because it will not be received.
 
-        `only_plain`: items of a host's subclass are not read and remain. Safe from any thread.
+        `only_plain`: items of a host's subclass are not read; they stay in `returned`. Any thread
+        may call this.
         """
         with self._lock:
             for item in [self.returned.popleft() for _ in range(len(self.returned))]:
@@ -130,7 +136,7 @@ def _read_id(item: Any) -> int:
 
 
 def _read_request(item: InferenceRequest, request_id: int) -> InferenceRequest:
-    """Return a plain copy of a request, of any class.
+    """Return a plain `InferenceRequest` with the fields of `item`, which may be of a subclass.
 
     Raises InvalidRequestError if a field cannot be read.
     """

@@ -1,6 +1,6 @@
 """`GetFailures`: how long to pause after a failure of Get, and when to give up.
 
-A queue that fails for some seconds does not end a manager. This module calls no callback.
+A request queue that fails for some seconds must not end a manager. This module calls no callback.
 """
 
 from __future__ import annotations
@@ -12,34 +12,36 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 
 class GetFailures:
-    """`in_a_row`: failures without a success between; more than `most` set `fatal`."""
+    """Counts failures of Get. `in_a_row`: failures since the last success; more than `most` set
+    `fatal`.
+    """
 
     def __init__(self, most: int) -> None:
         self.in_a_row = 0
         self._most = most
         self._rests_until = 0.0
-        self.fatal: CallbackError | None = None  # its cause is the last failure
+        self.fatal: CallbackError | None = None  # set at the end; its cause is the last failure
 
     def add(self, error: BaseException) -> None:
-        """A call has failed with `error`."""
+        """Record that a call has failed with `error`."""
         if self.rests:
-            return  # an early call, after a notify: no new information
+            return  # a call during the pause, after a notify, is not counted
         self.in_a_row += 1
         self._rests_until = monotonic() + self.pause_s
         if self.in_a_row > self._most:
             self.fatal = CallbackError(
                 f"GetInferenceRequests failed {self.in_a_row} times in a row, max_get_failures = "
-                f"{self._most}; at last: {response_text(error)}"
+                f"{self._most}; last error: {response_text(error)}"
             )
             self.fatal.__cause__ = error
 
     @property
     def pause_s(self) -> float:
-        """0.01 s after the first failure, then twice as long each time, up to 1 s."""
+        """Seconds to pause: 0.01 after the first failure, then doubled each time, up to 1."""
         doublings = min(max(self.in_a_row - 1, 0), 10)
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**doublings)
 
     @property
     def rests(self) -> bool:
-        """Whether the pause after the last failure is not over."""
+        """Whether the pause after the last failure is still running."""
         return self.in_a_row > 0 and monotonic() < self._rests_until

@@ -1,4 +1,4 @@
-"""The checks of callbacks, and `HostTimers`: how long each call into code of the host takes."""
+"""Checks of callbacks, and `HostTimers`: how long each call into the host's code takes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gptmanager.lifecycle.watchdog import CallbackTimer
 
 
 class HostTimers:
-    """The timers of all calls into a host's code.
+    """The timers of all calls into the host's code.
 
-    `all`: in the order of the statistics; the loop's scheduler is last.
+    `all`: in the order of the statistics, with the loop's scheduler last.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class HostTimers:
 
 
 def required(callback: Any, name: str, *, may_yield: bool = False) -> Any:
-    """Return a mandatory callback, checked."""
+    """Return a mandatory callback after checking it."""
     if callback is None:
         raise ConfigError(f"{name} is mandatory")
     return ordinary(name, callback, may_yield=may_yield)
 
 
 def optional(callback: Any, name: str, *, may_yield: bool = False) -> Any:
-    """Return a callback, checked, or None."""
+    """Return an optional callback after checking it, or None."""
     return None if callback is None else ordinary(name, callback, may_yield=may_yield)

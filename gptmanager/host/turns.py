@@ -1,4 +1,4 @@
-"""`LoopHost`: a host as the worker of a manager sees it, and the next action of its loop."""
+"""`LoopHost`: a host as a manager's worker sees it. `Turn`: the next action of its loop."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ class Turn(Enum):
 
 
 class LoopHost(Host, Protocol):
-    """The host of a loop: the callbacks themselves, or the callbacks of one rank of several."""
+    """The host of a loop: the callbacks themselves, or those of one of several ranks."""
 
     def await_turn(self, *, ends: bool, aborts: bool, is_active: bool) -> Turn:
-        """Return what the loop does next; on ranks other than 0, wait for rank 0 first.
+        """Return what the loop does next. Ranks other than 0 wait for rank 0 first.
 
-        `ends`, `aborts`: what this manager was asked to do. `is_active`: the loop has requests.
-        Raises RankError when a rank has failed.
+        `ends`, `aborts`: whether this manager was asked to end or abort. `is_active`: the loop has
+        requests. Raises RankError when a rank has failed.
         """
 
     def pause_s(self, idle_poll_s: float | None, *, is_active: bool) -> float | None:
-        """Return how long a loop without work sleeps before it calls `await_turn` again."""
+        """Return how many seconds an idle loop sleeps before it calls `await_turn` again."""
 
     def peek(self, room: int | None) -> bool:
         """Return whether an idle loop has something to fetch."""
 
     def stop(self, error: BaseException) -> None:
-        """Accept no more requests: the loop has failed with `error`. Other ranks fail as well."""
+        """Accept no more requests, because the loop has failed with `error`. Other ranks fail as
+        well.
+        """
 
     def release(self) -> None:
         """Drop the loop, its executor and the connections to other ranks."""

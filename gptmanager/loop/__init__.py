@@ -1,4 +1,4 @@
-"""`iterate()`, and what it iterates over."""
+"""The token loop: one `iterate()` call runs one iteration. Also the state of active requests."""
 
 from gptmanager.loop.token_loop import TokenLoop
 

@@ -13,20 +13,21 @@ from gptmanager.request.output_options import OutputConfig, OutputOptions
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams
 
-# bits: what a request in PREPARING waits for
+# bits of `awaited`: the events that a request in PREPARING waits for
 FOR_PROCESSOR, FOR_ADAPTER = 1, 2
 
 
 class ActiveRequest(LlmRequest):
     """A request as schedulers see it, with the values that its responses need.
 
-    `num_sent`: tokens of its history that have been sent; it survives pauses. `stop_state`: the
-    state of `end_rule` after its text. `cached_tokens`: tokens of the prompt that its first start
-    found in the KV cache. `search` holds the beams if there are several; `tokens` then only counts
-    the generated tokens. `is_serial`: its next step depends on the values of its last tokens.
-    `adapter_digest`: the digest of its adapter's content, "" until it is known. `adapter_slot`: the
-    adapter's slot in the tables of the kernels; -1: it is not on the device. `adapter_tensors`: its
-    weights until they are read.
+    `num_sent`: the number of history tokens that have been sent; pauses do not change it.
+    `stop_state`: the state of `end_rule` after the tokens so far. `cached_tokens`: the prompt
+    tokens that the first start found in the KV cache. `search`: the beam search, if the request has
+    several beams; the length of `tokens` then is only the number of generated tokens. `is_serial`:
+    the next step depends on the values of the last tokens. `adapter_digest`: the digest of the
+    adapter's content, "" until it is known. `adapter_slot`: the adapter's index in the tables of
+    the kernels, -1 while the adapter is not on the device. `adapter_tensors`: the adapter's
+    weights, None once they have been read.
     """
 
     __slots__ = (
@@ -79,7 +80,7 @@ class ActiveRequest(LlmRequest):
             priority=priority,
             lora_task_id=None if lora is None else lora.task_id,
             arrival_time=times.arrival,
-            # the same ids have other cached blocks with another prompt table
+            # with another prompt table, the same token ids have different KV values
             cache_salt=(cache_salt, prompt_table.digest) if prompt_table else cache_salt,
             retention_priority=retention_priority,
             state=LlmRequestState.PREPARING if awaited else LlmRequestState.CONTEXT_INIT,
@@ -113,18 +114,22 @@ class ActiveRequest(LlmRequest):
             self.move_to(LlmRequestState.PREPARING)
 
     def clear_wait(self, what: int) -> None:
-        """Stop waiting for `what`."""
+        """End the wait for `what`. The request may start when it waits for nothing else."""
         self.awaited &= ~what
         if not self.awaited and self.state is LlmRequestState.PREPARING:
             self.move_to(LlmRequestState.CONTEXT_INIT)
 
     @property
     def adapter_key(self) -> str | None:
-        """The adapter as the KV cache sees it: its content, since an id may be reused."""
+        """Identity of the adapter in the KV cache: the digest of its content, because ids may be
+        reused.
+        """
         return self.adapter_digest or None
 
     def propose_drafts(self) -> None:
-        """Draft the next tokens; the last permitted token needs no draft after it."""
+        """Draft the next tokens. No draft is made after the last token that the request may
+        generate.
+        """
         drafts = self.drafts
         if drafts.drafter is not None:
             limit = self.max_new_tokens - self.num_generated - 1
@@ -132,20 +137,21 @@ class ActiveRequest(LlmRequest):
             self.num_draft_tokens = len(drafts.tokens)
 
     def take_drafts(self) -> tuple[int, ...]:
-        """Take the drafts to run now, limited to the number that the scheduler permits."""
+        """Remove and return the drafts to run now, at most as many as the scheduler permits."""
         taken = self.drafts.tokens[: self.num_draft_tokens]
         self.drafts.tokens, self.num_draft_tokens = (), 0
         return taken
 
     def settle_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Note that `num_accepted` of `num_drafts` drafts were right."""
+        """Record that `num_accepted` of the `num_drafts` drafts of a step were accepted."""
         self.launch_drafts(num_accepted)
         if self.drafts.drafter is not None:
             self.drafts.drafter.learn_result(num_drafts, num_accepted)
 
     def pause(self, max_input_len: int) -> None:
         super().pause(max_input_len)
-        if len(self.tokens) > self.orig_prompt_len:  # a host's drafts follow its prompt
+        # drafts from the host only fit after the prompt
+        if len(self.tokens) > self.orig_prompt_len:
             self.drafts.tokens = ()
         self.num_draft_tokens = len(self.drafts.tokens)
         if self.search is not None:
@@ -158,12 +164,14 @@ class ActiveRequest(LlmRequest):
 
     @property
     def length_limit(self) -> int:
-        """Number of prompt and new tokens at which the request ends."""
+        """Total number of prompt and generated tokens at which the request must end."""
         return self.orig_prompt_len + self.end_rule.max_new_tokens
 
     @property
     def streamable_end(self) -> int:
-        """History position up to which tokens may be sent; those that may still be cut are held."""
+        """History position up to which tokens may be sent. Later tokens may still be cut by a stop
+        word.
+        """
         if self.search is not None:
             return self.orig_prompt_len + self.search.stable_length()
         if self.end_rule.stop_words is None:
@@ -172,11 +180,15 @@ class ActiveRequest(LlmRequest):
 
     @property
     def wanted_from_start(self) -> OutputConfig:
-        """The outputs that a start must compute; outputs of the prompt only if not known yet."""
+        """The outputs that the next start must compute. Outputs for the prompt are omitted once
+        computed.
+        """
         config = self.output.config
         return config if self.times.first_token is None else config.without_prompt
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the prompt may be read from the cache: no output needs all of it computed."""
+        """Whether prompt blocks may be read from the KV cache. False if an output needs them
+        computed.
+        """
         return not self.wanted_from_start.asks_of_prompt

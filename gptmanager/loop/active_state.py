@@ -1,4 +1,4 @@
-"""The state of an active request as data, and its restoration."""
+"""The state of an active request as data, and functions that take it and restore it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gptmanager.request.sampling_params import SamplingParams
 
 
 class ProgressState(NamedTuple):
-    """Attributes of an `ActiveRequest` that steps change, by their names."""
+    """The attributes of an `ActiveRequest` that steps change, by attribute name."""
 
     state: LlmRequestState
     slot: int
@@ -48,7 +48,7 @@ class ProgressState(NamedTuple):
 
 
 class RequestState(NamedTuple):
-    """An `ActiveRequest`, by the names of its attributes."""
+    """The state of an `ActiveRequest`, by attribute name."""
 
     request_id: int
     tokens: tuple[int, ...]
@@ -73,7 +73,7 @@ _read_progress = attrgetter(*ProgressState._fields)
 
 
 def request_state(request: ActiveRequest) -> RequestState:
-    """Return a request's state as data, between two iterations; without its rows of numbers."""
+    """Return a request's state as data, without its arrays. Call it between two iterations."""
     search, salt, table = request.search, request.cache_salt, request.prompt_table
     if table is not None and isinstance(salt, tuple):
         salt = salt[0]
@@ -100,7 +100,7 @@ def request_state(request: ActiveRequest) -> RequestState:
 
 
 def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
-    """Restore a request; RequestError or ValueError for a state that `limits` do not permit."""
+    """Restore a request. Raises RequestError or ValueError if `limits` do not permit the state."""
     _check(state, limits)
     drafter = None
     if state.drafts.drafter is not None and limits.lookup is not None:
@@ -124,7 +124,9 @@ def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
 
 
 def _check(state: RequestState, limits: Limits) -> None:
-    """Check the values that later steps rely on or that size memory."""
+    """Check the values that later steps rely on, and those that determine how much
+    memory is used.
+    """
     length, width = len(state.tokens), 1 if state.beams is None else state.beams.width
     longest, progress, ends = limits.max_seq_len, state.progress, state.end_rule
     ordered = (
@@ -144,6 +146,8 @@ def _check(state: RequestState, limits: Limits) -> None:
     )
     for chain in ordered:
         if any(low > high for low, high in zip(chain, chain[1:], strict=False)):
-            raise InvalidRequestError(f"request {state.request_id}: {chain} does not rise")
+            raise InvalidRequestError(f"request {state.request_id}: {chain} must increase")
     if (state.search is None) != (state.beams is None):
-        raise InvalidRequestError(f"request {state.request_id}: a search belongs to several beams")
+        raise InvalidRequestError(
+            f"request {state.request_id}: a beam search needs beam_width > 1, and the reverse"
+        )

@@ -1,4 +1,6 @@
-"""The state of `Adapters` as data, its restoration, and a copy for trial decisions."""
+"""The state of `Adapters` as data, its restoration, and a copy for decisions that
+change nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from gptmanager.peft_cache.state import (
 
 
 class ReadState(NamedTuple):
-    """See `Read`."""
+    """The state of a `Read`."""
 
     job: int
     task_id: int
@@ -31,14 +33,14 @@ class ReadState(NamedTuple):
 
 
 class MoveState(NamedTuple):
-    """The state of a copy to the device. `adapter`: the index of its adapter in the cache."""
+    """The state of a copy to the device. `adapter`: index of the adapter in the cache."""
 
     job: int
     adapter: int
 
 
 class AdaptersState(NamedTuple):
-    """See `Adapters`."""
+    """The state of `Adapters`."""
 
     cache: PeftCacheState
     reads: tuple[ReadState, ...]
@@ -67,14 +69,14 @@ def adapters_state(adapters: Adapters) -> AdaptersState:
 def restore_adapters(
     adapters: Adapters, state: AdaptersState, requests: Mapping[int, ActiveRequest]
 ) -> None:
-    """Restore `state` into empty `adapters`; LedgerError if it contradicts itself or `requests`."""
+    """Restore `state` into empty `adapters`. Raises LedgerError if it is inconsistent."""
     restore_peft_cache(adapters.cache, state.cache)
     cached = adapters.cache.adapters
     for it in state.reads:
         adapters.reads[it.job] = Read(*it[1:-1], wanted_by=[*it.wanted_by])
     for move in state.moves:
         if not 0 <= move.adapter < len(cached):
-            raise LedgerError(f"job {move.job} moves an adapter that is not cached")
+            raise LedgerError(f"job {move.job} copies an adapter that is not in the cache")
         adapters.moves[move.job] = cached[move.adapter]
     adapters.requests = {i: r for i, r in requests.items() if r.lora_task_id is not None}
     adapters.waiting = {i for i, r in adapters.requests.items() if r.awaited & FOR_ADAPTER}
@@ -87,7 +89,9 @@ def restore_adapters(
 
 
 def copied_adapters(adapters: Adapters, requests: Mapping[int, ActiveRequest]) -> Adapters:
-    """Return a copy that loads nothing. `requests`: copies of requests that it has instead."""
+    """Return a copy that loads nothing, and that refers to `requests`, copies of the active
+    requests.
+    """
     cache, copies = copied_peft_cache(adapters.cache)
     found = Adapters(cache, lambda work: None, adapters._patience)
     found.waiting = {*adapters.waiting}

@@ -1,7 +1,7 @@
 """`Adapters`: the LoRA adapters of the active requests, from their arrival to the device.
 
-Decides which requests wait for an adapter, and which adapters get the pages of the device. Slow
-work is done elsewhere, as `AdapterWork`. Pages are counted in `peft_cache`.
+Decides which requests wait for an adapter, and which adapters get device pages. Reading, writing
+and copying run elsewhere, as `AdapterWork`. `peft_cache` counts the pages.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ def no_adapters() -> Adapters:
 
 @dataclass(slots=True)
 class Read:
-    """An adapter that a request passed, until it is cached. `digest` "": it is being read.
+    """An adapter that was sent with a request and is not cached yet. `digest` is "" while it is
+    read.
 
-    `wanted_by`: the request that passed it, if it is still active, and later ones that gave only
-    the id. `is_forgotten`: no further request may use it.
+    `wanted_by`: the request that sent the adapter, if it is still active, and later requests that
+    name only its id. `is_forgotten`: the host has replaced the adapter, and no new request may use
+    it.
     """
 
     task_id: int
@@ -50,13 +52,14 @@ class Read:
 
 
 class Adapters:
-    """The requests that have an adapter, and those that wait for one.
+    """The requests that have an adapter, and the requests that wait for one.
 
-    `load` starts work on an adapter; `take_in` takes its results.
+    `load` starts work on an adapter; `take_in` applies the results.
 
-    Started requests get pages of the device first, then the others in the order of the active
-    requests. A request is passed over if too few pages are free for its adapter. Later requests
-    may overtake the first one that was passed over `patience` times; after that they wait as well.
+    Started requests get device pages first, then the others in the order of the active requests. A
+    request is passed over if its adapter needs more pages than are free, and later requests may
+    then overtake it. After `patience` overtakes of the first request that was passed over, later
+    requests wait too.
 
     `waiting`: requests that must not start yet. They are in PREPARING.
     """
@@ -67,30 +70,34 @@ class Adapters:
         self.cache = cache
         self.waiting: set[int] = set()
         self.requests: dict[int, ActiveRequest] = {}
-        self.reads: dict[int, Read] = {}  # by job, in the order of their arrival
-        self.moves: dict[int, CachedAdapter] = {}  # to the host or to the device, by job
-        self.counts = cache.counts()  # when `count` was called
+        self.reads: dict[int, Read] = {}  # by job, in order of arrival
+        self.moves: dict[int, CachedAdapter] = {}  # copies to the host or the device, by job
+        self.counts = cache.counts()  # at the last call of `count`
         self.unknown: list[int] = []  # requests with ids of unknown adapters
-        self.num_jobs = 0  # ever
-        self.has_changed = False  # since pages were last assigned
-        self._forgotten: deque[int] = deque()  # noted, not taken in yet, like `_done`
+        self.num_jobs = 0  # started so far
+        self.has_changed = False  # since the last assignment of pages
+        self._forgotten: deque[int] = deque()  # noted but not applied yet, as in `_done`
         self._done: deque[AdapterDone] = deque()
-        self._failures: list[Failure] = []  # found, not returned yet
+        self._failures: list[Failure] = []  # not returned yet
         self.passed_over = -1  # the first request for which too few pages are free
-        self.num_overtaken = 0  # how often
+        self.num_overtaken = 0  # how often a later request has overtaken it
         self._load = load
         self._patience = patience
 
     # Input ---------------------------------------------------------------------------------
 
     def note(self, forgotten: Iterable[int], done: Iterable[AdapterDone]) -> None:
-        """Note the ids of forgotten tasks, and the work that has ended, of an intake."""
+        """Note the results of an intake: ids of forgotten tasks, and adapter work that
+        has ended.
+        """
         self._forgotten.extend(forgotten)
         self._done.extend(done)
         self.has_changed = True
 
     def take_in(self) -> list[Failure]:
-        """Take in what was noted, before requests are added; return the requests that must end."""
+        """Apply what was noted, before new requests are added. Return the requests that
+        must end.
+        """
         while self._forgotten:
             task_id = self._forgotten.popleft()
             self.cache.forget(task_id)
@@ -101,7 +108,7 @@ class Adapters:
         return self._take_failures()
 
     def add(self, request: ActiveRequest) -> None:
-        """Add an admitted request; it may have no adapter."""
+        """Add an admitted request. A request without an adapter is accepted too."""
         task_id, tensors = request.lora_task_id, request.adapter_tensors
         if task_id is None:
             return
@@ -111,7 +118,8 @@ class Adapters:
         self.has_changed = True
         if tensors is None:
             if not self._follow(request_id, task_id):
-                self.unknown.append(request_id)  # the next request may pass its weights
+                # another request of this intake may send the weights
+                self.unknown.append(request_id)
             return
         request.adapter_tensors = None
         rows = tuple(AdapterRow(*row) for row in tensors.row_sizes())
@@ -120,7 +128,7 @@ class Adapters:
         self._load(ReadAdapter(job, task_id, tensors))
 
     def settle(self, active: Iterable[ActiveRequest]) -> list[Failure]:
-        """Assign pages after requests were added; return the requests that must end."""
+        """Assign pages after requests were added. Return the requests that must end."""
         while self.unknown:
             self._follow_or_fail(self.unknown.pop(0))
         for job in self._next_reads():
@@ -139,20 +147,20 @@ class Adapters:
         return failures
 
     def count(self) -> None:
-        """Update `counts` for the statistics: this takes a while."""
+        """Update `counts` for the statistics. This is slow, so it is done only for a report."""
         self.counts = self.cache.counts()
 
     # Changes of requests -------------------------------------------------------------------
 
     def pause(self, request: LlmRequest) -> None:
-        """Pause a running request: it needs its adapter again before it continues."""
+        """Pause a running request. It needs its adapter on the device again before it continues."""
         active = self.requests.get(request.request_id)
         if active is not None:
             self._take_pages(active)
             self.has_changed = True
 
     def release(self, request_id: int) -> None:
-        """Remove a request that has ended; it may have no adapter."""
+        """Remove a request that has ended. A request without an adapter is accepted too."""
         if self.requests.pop(request_id, None) is None:
             return
         self.has_changed = True
@@ -171,7 +179,7 @@ class Adapters:
         return self.num_jobs
 
     def _follow(self, request_id: int, task_id: int) -> bool:
-        """Give the request an adapter that another one passed; False: there is none."""
+        """Let the request use an adapter that another request has sent. False if there is none."""
         if task_id in self.cache:
             self.cache.use(request_id, task_id)
             self._attach(request_id)
@@ -186,7 +194,7 @@ class Adapters:
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is None or request.lora_task_id is None:
-                continue  # it has ended meanwhile
+                continue  # the request has ended
             if not self._follow(request_id, request.lora_task_id):
                 try:
                     self.cache.use(request_id, request.lora_task_id)
@@ -197,7 +205,7 @@ class Adapters:
         self.requests[request_id].adapter_digest = self.cache.adapter_of(request_id).digest
 
     def _drop(self, job: int) -> Read:
-        """Drop a job: its result is not needed."""
+        """Drop a job: its result is no longer needed."""
         self._load(DropAdapter(job))
         return self.reads.pop(job)
 
@@ -219,7 +227,7 @@ class Adapters:
         if not read.is_forgotten:
             self._follow_or_fail(*read.wanted_by)
             return
-        # a later adapter with this id is not the one that they asked for
+        # a later adapter with this id may differ from the one that these requests named
         text = f"lora_task_id {read.task_id} was forgotten, and had not been cached: "
         gone = AdapterError(text + response_text(error))
         self._failures += [Failure(request_id, gone) for request_id in read.wanted_by]
@@ -237,7 +245,7 @@ class Adapters:
             self.cache.copied(adapter)
 
     def _next_reads(self) -> Iterator[int]:
-        """Yield the jobs that have been read; those of one task in the order of arrival."""
+        """Yield the finished read jobs. Jobs of one task are yielded in order of arrival."""
         unread: set[int] = set()
         for job, read in list(self.reads.items()):
             if read.task_id not in unread and read.digest:
@@ -246,7 +254,7 @@ class Adapters:
                 unread.add(read.task_id)
 
     def _put(self, job: int) -> None:
-        """Write an adapter to host pages, if enough are free."""
+        """Write an adapter to host pages if enough pages are free."""
         read = self.reads[job]
         first, *others = read.wanted_by
         try:
@@ -309,7 +317,7 @@ class Adapters:
         return request_id == self.passed_over and self.num_overtaken >= self._patience
 
     def _take_pages(self, request: ActiveRequest) -> None:
-        """Take the device pages of a request that has not started, and let it wait."""
+        """Take the device pages from a request that has not started, and make it wait."""
         request_id = request.request_id
         self.cache.pause(request_id)
         self.waiting.add(request_id)
@@ -317,14 +325,14 @@ class Adapters:
         request.wait_for(FOR_ADAPTER)
 
     def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
-        """Get the adapter onto the device; return whether that was begun now."""
+        """Bring the adapter to the device. Return whether this call has started the copy."""
         request_id = request.request_id
         is_new = request_id not in adapter.running
         copies = self.cache.ensure(request_id)
         if copies is None:
-            return False  # a copy for another request must end first
+            return False  # another copy of this adapter must end first
         pages = self.cache.device_pages(adapter)
-        assert pages is not None  # `ensure` has assigned them
+        assert pages is not None  # assigned by `ensure`
         if copies:
             job = self._next_job()
             self.moves[job] = adapter
@@ -339,7 +347,9 @@ class Adapters:
     # Questions -----------------------------------------------------------------------------
 
     def require_known(self, request: ActiveRequest) -> None:
-        """Raise AdapterError for a new request that passes only an id, of an unknown adapter."""
+        """Raise AdapterError for a new request that names the id of an unknown adapter without
+        weights.
+        """
         task_id = request.lora_task_id
         if task_id is None or request.adapter_tensors is not None:
             return
@@ -347,31 +357,34 @@ class Adapters:
             self.cache.determine_num_pages(task_id)
 
     def why_waiting(self, request: ActiveRequest) -> str:
-        """Return why a request of `waiting` waits; the text continues "request 7 waits"."""
+        """Return why a request in `waiting` waits, as the rest of a sentence such as "request 7
+        waits".
+        """
         name, cache = f"its adapter {request.lora_task_id}", self.cache
         adapter = cache.find(request.request_id)
         if adapter is None:
             wanted = [r for r in self.reads.values() if request.request_id in r.wanted_by]
             if wanted and wanted[0].digest:
-                return f"for host pages of {name}: all are used by adapters that are needed"
+                return f"for host pages of {name}: all are in use"
             return f"until {name} is read"
         if adapter.is_loading or adapter.is_copying:
             return f"until {name} is {'on the host' if adapter.is_loading else 'on the device'}"
         counts = cache.counts()
         return (
             f"for {adapter.num_pages} adapter pages of {name}: {counts.device_free_pages} of "
-            f"{counts.device_total_pages} are free, and the others belong to requests that run or "
-            "are ahead of it"
+            f"{counts.device_total_pages} are free, and the others are reserved for running "
+            "requests "
+            "and requests ahead of it"
         )
 
     def lacks_pages(self, request_id: int) -> bool:
-        """Whether a request waits for device pages while its adapter is on the host."""
+        """Whether a request waits only for device pages: its adapter is already on the host."""
         adapter = self.cache.find(request_id)
         is_there = adapter is not None and not (adapter.is_loading or adapter.is_copying)
         return request_id in self.waiting and is_there
 
     def problem(self) -> str | None:
-        """Check all counts; return the first contradiction, None: there is none."""
+        """Check all counts. Return the first inconsistency, or None."""
         for request_id, request in self.requests.items():
             adapter, where = self.cache.find(request_id), f"request {request_id}"
             waits = request_id in self.waiting

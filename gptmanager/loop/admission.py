@@ -1,7 +1,7 @@
-"""Admission: from what a host sent to a request that the loop can run, or to a RequestError.
+"""Admission: check a request of the host and make an `ActiveRequest`, or raise RequestError.
 
-Decides validity only, against limits that are fixed when the manager starts; knows nothing of
-what else is running.
+Checks a request only against limits that are fixed when the manager starts, not against the other
+active requests.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from gptmanager.request.sampling_params import SamplingParams
 _LATER = ("position_ids",)
 _LORA_TENSORS = ("lora_task_id", "lora_weights", "lora_config")
 
-_TINY, _HUGE = 1e-30, 1e30  # of a penalty or a temperature
-_MOST_LOG_PROBS = 128  # of one position
+_TINY, _HUGE = 1e-30, 1e30  # range of penalties and temperatures
+_MOST_LOG_PROBS = 128  # per position
 _SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature")
 
 
 def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveRequest:
-    """Check a whole request; raises RequestError for the first thing that is wrong with it."""
+    """Check a request as a whole. Raises RequestError for the first invalid value."""
     tensors = _tensors_of(request)
     prompt_table, num_virtual = _read_prompt_table(tensors, limits)
     prompt = read_token_ids("input_ids", tensors["input_ids"], limits.vocab_size + num_virtual)
@@ -63,7 +63,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         check_pool(len(prompt), max_new_tokens, beams.width, limits)
         if drafts:
             raise InvalidRequestError(
-                f"draft_input_ids is refused with beam_width = {beams.width}: it follows one text"
+                f"draft_input_ids must not be given with beam_width = {beams.width} (must be 1)"
             )
     drafter = None
     if limits.lookup is not None and beams is None:
@@ -96,7 +96,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
 
 
 def _tensors_of(request: InferenceRequest) -> dict[str, Any]:
-    """Its tensors by their names; all that must be there are, and no other than there may be."""
+    """Return the request's tensors by name. Raises for missing, unknown and unsupported tensors."""
     tensors = {TENSOR_ALIASES.get(name, name): value for name, value in request.tensors.items()}
     for name, value in tensors.items():
         if name not in TENSORS:
@@ -136,7 +136,7 @@ def _read_drafts(
 
 
 def read_draft_logits(value: Any, drafts: Sequence[int], vocab_size: int) -> HostRows:
-    """The logits that `drafts` were drawn from."""
+    """Read the logits from which `drafts` were sampled."""
     rows = read_rows("draft_logits", value, vocab_size, bans=True)
     if rows.count != len(drafts):
         raise InvalidRequestError(
@@ -147,13 +147,13 @@ def read_draft_logits(value: Any, drafts: Sequence[int], vocab_size: int) -> Hos
         if numbers is not None and numbers[index, token] == -math.inf:
             raise InvalidRequestError(
                 f"draft_logits[{index}, {token}] = -inf, but draft_input_ids[{index}] = {token}: "
-                "a token that could not have been drawn"
+                "this token cannot have been sampled"
             )
     return rows
 
 
 def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> SamplingParams:
-    """Raises InvalidRequestError for the first thing that is wrong."""
+    """Read the sampling parameters. Raises InvalidRequestError for the first invalid one."""
     end_ids = read_end_ids(tensors.get("end_id", -1), limits.vocab_size - 1)
     try:
         return _read_sampling_params(request_id, tensors, limits, end_ids)
@@ -164,7 +164,9 @@ def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> 
 def _read_sampling_params(
     request_id: int, tensors: dict[str, Any], limits: Limits, end_ids: tuple[int, ...]
 ) -> SamplingParams:
-    """A temperature or a penalty is refused where float32 cannot hold it."""
+    """Read the numbers. Temperatures and penalties that overflow or underflow float32
+    are invalid.
+    """
 
     def count(name: str) -> int:
         return read_int(name, tensors.get(name, 0), 0, INT32[1])
@@ -248,7 +250,7 @@ def _read_output_options(
 def _read_beams(
     tensors: dict[str, Any], sampling: SamplingParams, limits: Limits
 ) -> BeamParams | None:
-    """None: one beam and one text, whatever else is said of beams."""
+    """Read the beam search parameters; None for `beam_width` 1 with a single result."""
     width = read_int("beam_width", tensors.get("beam_width", 1), 1, limits.max_beam_width)
     count = read_int("num_return_sequences", tensors.get("num_return_sequences", 1), 1, INT32[1])
     len_penalty = read_float("len_penalty", tensors.get("len_penalty", 1.0), -math.inf)
@@ -282,7 +284,9 @@ def _read_beams(
 def _read_end_rule(
     tensors: dict[str, Any], limits: Limits, max_new_tokens: int, end_ids: tuple[int, ...]
 ) -> EndRule:
-    """Words with an end id in them cannot end a text: it has ended before, or by that."""
+    """Build the end rule. Stop words that contain an end id are left out: the end id
+    matches first.
+    """
     words, ends = [], frozenset(end_ids)
     if "stop_words_list" in tensors:
         words = read_word_list("stop_words_list", tensors["stop_words_list"], limits.vocab_size)
@@ -292,7 +296,9 @@ def _read_end_rule(
 
 
 def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRows | None, int]:
-    """The request's own embeddings, and how many token ids they add to the vocabulary."""
+    """Read the request's own embeddings, and the number of token ids that they add to the
+    vocabulary.
+    """
     if "prompt_embedding_table" not in tensors:
         if "prompt_vocab_size" in tensors:
             raise InvalidRequestError(
@@ -311,7 +317,7 @@ def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRow
 
 
 def _read_adapter(tensors: dict[str, Any], limits: Limits) -> LoraInputs | None:
-    """Return a request's adapter. Its numbers are not read yet."""
+    """Return a request's adapter. Its weights are not read yet."""
     given = [name for name in _LORA_TENSORS if name in tensors]
     if limits.adapters is not None:
         return read_lora(tensors, limits.adapters)
@@ -326,11 +332,11 @@ def _read_adapter(tensors: dict[str, Any], limits: Limits) -> LoraInputs | None:
 def _salt(value: Any) -> str | int | None:
     if value is None:
         return None
-    if isinstance(value, str):  # a subclass may hash and compare as it likes, in anybody's lookup
+    if isinstance(value, str):  # a subclass could run its own code in every lookup
         return str.__str__(value)
     if isinstance(value, int):
         return int.__index__(value)
-    raise InvalidRequestError(f"cache_salt = {value!r} is neither a str nor an int")
+    raise InvalidRequestError(f"cache_salt = {value!r} must be a str or an int")
 
 
 def _optional_int(name: str, value: Any, low: int, high: int) -> int | None:
@@ -338,7 +344,7 @@ def _optional_int(name: str, value: Any, low: int, high: int) -> int | None:
 
 
 def _time_limit(name: str, value: Any, now: float) -> float | None:
-    """Return the time `value` seconds after `now`; None for None and infinity: no limit."""
+    """Return the time `value` seconds after `now`. None or infinity: no limit, returns None."""
     if value is None or (isinstance(value, (float, np.floating)) and value == math.inf):
         return None
     return now + read_float(name, value, 0.0)

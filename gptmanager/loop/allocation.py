@@ -1,7 +1,7 @@
-"""Allocation: from a scheduler's decision to a frozen `Schedule`, memory and slots included.
+"""Allocation: makes a scheduler's decision a frozen `Schedule`, with memory and slots.
 
-The one place that calls the KV cache manager for running requests. Decides nothing: it checks
-that a decision is possible, carries it out on the accounting, and writes it down.
+This is the only module that calls the KV cache manager for running requests. It makes no decisions:
+it checks that memory suffices, allocates, and records the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
 
 class AllocatorState(NamedTuple):
-    """See `Allocator`; `paused`: since the last schedule."""
+    """The state of an `Allocator`. `paused`: requests paused since the last schedule."""
 
     kv_cache: KvCacheState
     free_slots: tuple[int, ...]
@@ -34,7 +34,7 @@ class AllocatorState(NamedTuple):
 class Allocator:
     """Slots and blocks of started sequences.
 
-    `num_slots`: sequences that may be started at the same time.
+    `num_slots`: the number of sequences that may be started at the same time.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class Allocator:
         self.num_slots = num_slots
         self.window = window
         self._free_slots = self._all_slots()
-        self._num_starts = 0  # ever
+        self._num_starts = 0  # of sequences so far
         self.num_schedules = 0
-        self._paused: list[int] = []  # since the last schedule
+        self._paused: list[int] = []  # ids of requests paused since the last schedule
 
     def allocate(
         self, output: SchedulerOutput, now: float, max_input_len: int, micro_batch_id: int = 0
     ) -> Schedule | None:
-        """Carry out a checked decision; None if no request runs.
+        """Allocate memory for a checked decision. Returns None if no request runs.
 
-        Raises SchedulerError when too little memory is free; the text continues the scheduler's
-        name.
+        Raises SchedulerError if too little memory is free. Its text starts with a verb, because
+        `blamed` puts the scheduler's name before it.
         """
         for request in output.paused_requests:
             self.release(request)
@@ -94,7 +94,7 @@ class Allocator:
         )
 
     def restore(self, state: AllocatorState, requests: Mapping[int, ActiveRequest]) -> None:
-        """Restore `state` into an empty allocator; LedgerError if it contradicts itself."""
+        """Restore `state` into an empty allocator. Raises LedgerError if it is inconsistent."""
         started = {id_: request for id_, request in requests.items() if request.slot >= 0}
         restore_kv_cache(self.kv_cache, state.kv_cache, started)
         self._free_slots = list(state.free_slots)
@@ -105,13 +105,15 @@ class Allocator:
         self._paused = list(state.paused)
 
     def settle_drafts(self, request: ActiveRequest, num_drafts: int, num_accepted: int) -> None:
-        """Free the positions of wrong drafts."""
+        """Free the positions of rejected drafts."""
         request.settle_drafts(num_drafts, num_accepted)
         if num_accepted < num_drafts:
             self.kv_cache.rewind(request.request_id, num_drafts - num_accepted)
 
     def release(self, request: LlmRequest) -> None:
-        """Free what a request holds. Later steps that reuse it run after those that read it."""
+        """Free what a request holds. Steps run in order, so a later step may reuse the memory at
+        once.
+        """
         if request.slot >= 0:
             self.kv_cache.remove(request.request_id)
             self._free_slots.append(request.slot)
@@ -120,7 +122,7 @@ class Allocator:
         self.kv_cache.forget_waiting(request.request_id)
 
     def reset(self) -> None:
-        """Start over: all slots and blocks are free, and nothing is cached."""
+        """Reset: all slots and blocks are free, and nothing is cached."""
         self.kv_cache.reset()
         self._free_slots = self._all_slots()
         self._paused = []
@@ -148,7 +150,7 @@ class Allocator:
                 row = self._launch_drafts(cast(ActiveRequest, request), row, parts)
             rows.append(row)
             if request.state is not _CONTEXT_INIT:
-                # requests of the next launch may read the blocks that this one writes
+                # later launches may read the blocks that this launch writes
                 self.kv_cache.store_context(request)
         return rows
 
@@ -170,7 +172,7 @@ class Allocator:
             request.times.first_scheduled = now
             request.cached_tokens = self.kv_cache.num_cached_tokens(request.request_id)
         parts.starts.append(_sequence_start(request))
-        first_beam = self.kv_cache.block_ids(request.request_id)[0]  # which runs the context
+        first_beam = self.kv_cache.block_ids(request.request_id)[0]  # beam 0 runs the context phase
         parts.appends.append(BlockAppend(request.slot, 0, tuple(first_beam)))
         self._close_ring(request, len(first_beam), parts)
 
@@ -200,7 +202,7 @@ class Allocator:
     def _append(
         self, request: LlmRequest, position: int, new_blocks: tuple[int, ...], parts: _Parts
     ) -> None:
-        """Record the blocks that the beams of a request take from `position` on."""
+        """Record the new blocks of a request's beams; they start at the block of `position`."""
         first = position // self.kv_cache.tokens_per_block
         if request.beam_width == 1:
             parts.appends.append(BlockAppend(request.slot, first, new_blocks))
@@ -212,7 +214,7 @@ class Allocator:
             )
 
     def _launch_drafts(self, request: ActiveRequest, row: Row, parts: _Parts) -> Row:
-        """Return the row with drafts after its tokens; their blocks are allocated as well."""
+        """Return the row extended by the request's drafts, and allocate blocks for them."""
         tokens = request.take_drafts()
         first = row.position + row.num_tokens
         for position in range(first, first + len(tokens)):
@@ -227,7 +229,9 @@ class Allocator:
         return row._replace(num_tokens=num_tokens, num_drafts=len(tokens))
 
     def _close_ring(self, request: LlmRequest, num_blocks: int, parts: _Parts) -> None:
-        """Close the ring of blocks with the last one: later positions overwrite the oldest."""
+        """Make the block table a ring once the window is full: later positions overwrite the
+        oldest.
+        """
         tokens_per_block = self.kv_cache.tokens_per_block
         total = -(-(request.prompt_len + request.max_new_tokens) // tokens_per_block)
         if self.window is not None and num_blocks == self.window.num_blocks < total:
@@ -236,7 +240,7 @@ class Allocator:
             parts.appends.append(BlockAppend(request.slot, num_blocks, again))
 
     def _fork(self, request: ActiveRequest, position: int, parts: _Parts) -> None:
-        """Reorder the beams as the search has decided."""
+        """Reorder the beams as the beam search has decided."""
         search = request.search
         if search is None:
             raise TypeError(f"request {request.request_id} has beams but no search")
@@ -250,7 +254,7 @@ class Allocator:
 
 
 class _Parts:
-    """The parts of a schedule besides its rows, while they are gathered."""
+    """The parts of a schedule other than its rows, while they are collected."""
 
     __slots__ = ("appends", "copies", "drafts", "forks", "starts")
 
@@ -301,5 +305,5 @@ def _launch_context(request: LlmRequest) -> Row:
 
 def _no_memory(request: LlmRequest, error: GptManagerError) -> SchedulerError:
     return SchedulerError(
-        f"scheduled request {request.request_id}, for which memory does not suffice: {error}"
+        f"scheduled request {request.request_id}, but memory does not suffice: {error}"
     )

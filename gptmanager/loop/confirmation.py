@@ -1,6 +1,7 @@
 """`Confirmation`: applies the result of a step to the requests that ran in it.
 
-Confirms tokens and finds ends. It ends no request: finished and failed requests are returned.
+Confirms tokens and detects finished requests. It ends no request: the caller gets the finished and
+failed requests.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from gptmanager.loop.request_table import RequestTable
 from gptmanager.statistics import DraftCounts
 from gptmanager.step import NOT_FINITE, BeamCandidates, Failure, Row, Schedule, StepResult
 
-Finished = tuple[ActiveRequest, FinishReason, int]  # request, reason, end of its output
+# request, reason, end of its output as a history position
+Finished = tuple[ActiveRequest, FinishReason, int]
 
 
 class Confirmation:
-    """The results of a loop's steps, applied to its requests.
+    """Applies the results of steps to the requests of a loop.
 
-    `failing`: requests that failed in a result; they end with the next intake. `drafts`,
+    `failing`: requests that failed in a result; they end in the next intake. `drafts`,
     `num_logits_errors`: counts since the start.
     """
 
@@ -37,9 +39,9 @@ class Confirmation:
     def apply(
         self, schedule: Schedule, result: StepResult
     ) -> tuple[list[ActiveRequest], list[Finished]]:
-        """Confirm tokens and find ends; return the requests to stream and those that finished.
+        """Confirm tokens and detect ends. Return the requests to stream, and those that finished.
 
-        A row is dropped, by its epoch, if its request has ended or restarted since the launch.
+        A row is ignored if its request has ended or restarted since the launch: its epoch differs.
         """
         streaming: list[ActiveRequest] = []
         finished: list[Finished] = []
@@ -70,7 +72,7 @@ class Confirmation:
             elif (token := tokens[0]) < 0:
                 fault = token
             else:
-                # as in `_confirm_several`, without a call for each row
+                # same as `_confirm_several`, inlined to save a call per row
                 request.tokens.append(token)
                 length = len(request.tokens) - request.orig_prompt_len
                 request.stop_state, end = request.end_rule.find(request.stop_state, token, length)
@@ -80,13 +82,15 @@ class Confirmation:
                 reason, length = end
                 finished.append((request, reason, request.orig_prompt_len + length))
             elif request.output.is_streaming and (not fault or candidates is None):
-                streaming.append(request)  # tokens before a fault are right
+                streaming.append(request)  # tokens before the fault are valid
         return streaming, finished
 
     def _confirm_several(
         self, request: ActiveRequest, row: Row, tokens: Sequence[int]
     ) -> tuple[int, End | None]:
-        """Confirm the right drafts and the token after them; return a fault or an end, if any."""
+        """Confirm the accepted drafts and the token after them. Return a fault or an
+        end, if any.
+        """
         if row.num_drafts:
             self._allocator.settle_drafts(request, row.num_drafts, len(tokens) - 1)
             self.drafts = self.drafts.plus(row.num_drafts, len(tokens) - 1)
@@ -102,7 +106,9 @@ class Confirmation:
         return 0, None
 
     def _hand_on(self, failures: Collection[Failure], schedule: Schedule) -> None:
-        """Pass a step's failures on to the next intake, for requests that are still the same."""
+        """Pass a step's failures on to the next intake, except those of ended or restarted
+        requests.
+        """
         rows = (*schedule.context_rows, *schedule.generation_rows)
         epochs = {row.request_id: row.epoch for row in rows}
         for failure in failures:
@@ -111,8 +117,8 @@ class Confirmation:
                 self._fail(failure)
 
     def _end_by_fault(self, request: ActiveRequest, fault: int, schedule: Schedule) -> None:
-        """End a request, with the next intake, for which a row of `schedule` yielded no token."""
-        if fault == NOT_FINITE:  # its cached blocks may be wrong as well
+        """End a request in the next intake, because its row in `schedule` yielded no token."""
+        if fault == NOT_FINITE:  # its cached blocks may be invalid too
             self._allocator.kv_cache.withdraw(request.request_id)
         self._fail(Failure(request.request_id, _fault_error(request, fault, schedule.iteration)))
 
@@ -125,7 +131,7 @@ class Confirmation:
 def _advance_beams(
     request: ActiveRequest, token: int, candidates: BeamCandidates
 ) -> tuple[int, End | None]:
-    """Add one token to every beam; `tokens` of such a request only counts them."""
+    """Append one token to every beam. With several beams, `tokens` only counts the tokens."""
     if request.search is None:
         raise TypeError(f"request {request.request_id} has rows of beams but no search")
     request.confirm_token(token)
@@ -137,7 +143,7 @@ def _advance_beams(
 
 
 def _fault_error(request: ActiveRequest, fault: int, iteration: int) -> LogitsError:
-    """Return the error of a request with the fault NO_TOKEN or NOT_FINITE as next token."""
+    """Return the error of a request if its next token is `fault`, NO_TOKEN or NOT_FINITE."""
     number = request.num_output + (request.search is None)
     where = f"generated token {number} (iteration {iteration})"
     inputs = ", ".join(_changes(request)) or "none"
@@ -145,7 +151,7 @@ def _fault_error(request: ActiveRequest, fault: int, iteration: int) -> LogitsEr
         text = f"the logits of {where} hold NaN or +inf"
     else:
         text = f"no token is possible as {where}: every logit is -inf"
-    return LogitsError(f"{text}; inputs of the request that change them: {inputs}")
+    return LogitsError(f"{text}; inputs of the request that change logits: {inputs}")
 
 
 def _changes(request: ActiveRequest) -> list[str]:

@@ -1,6 +1,6 @@
-"""Decides which requests run next: asks the scheduler and checks its answer.
+"""Decides which requests run next: calls the scheduler and checks its answer.
 
-Memory is not checked here: `allocation` assigns it.
+Memory is not checked here, but in `allocation`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def decide(
     max_batch_size: int,
     max_num_tokens: int,
 ) -> SchedulerOutput:
-    """Return the checked answer of `scheduler`. `timer` times the call; `by_id`: the requests that
-    it may return.
+    """Return the checked answer of `scheduler`. `timer` times the call. `by_id`: the requests that
+    the scheduler may return.
 
-    Raises SchedulerError. A MemoryError passes unchanged: the scheduler is not its cause.
+    Raises SchedulerError. A MemoryError is passed on unchanged: it is not the scheduler's fault.
     """
     timer.start()
     try:
@@ -58,7 +58,7 @@ def decide(
 
 
 def blamed(scheduler: RequestScheduler, what: object) -> SchedulerError:
-    """Return an error that names the scheduler's class, followed by `what`: verb and object."""
+    """Return an error that starts with the scheduler's class name. `what`: the rest, verb first."""
     return SchedulerError(f"{type(scheduler).__name__} {what}")
 
 
@@ -70,7 +70,7 @@ def check_output(
     max_batch_size: int,
     max_num_tokens: int,
 ) -> None:
-    """Raise SchedulerError if a request is returned that must not be."""
+    """Raise SchedulerError if the answer contains a request that must not run or be paused."""
     context, generation, paused = output
     chosen = [*context, *generation, *paused]
     find = by_id.get
@@ -91,7 +91,7 @@ def check_output(
         if request.state is not _CONTEXT_INIT or size == 0:
             raise SchedulerError(f"returned {request!r} as a context request")
         remaining = request.context_remaining_length
-        if not request.context_current_position:  # the beginning may be cached
+        if not request.context_current_position:  # the first blocks may be in the cache
             remaining -= request.estimated_reusable_tokens
         num_tokens += remaining if size is None or size > remaining else size
         if request.is_last_context_chunk:
@@ -106,10 +106,10 @@ def check_output(
     if num_requests > max_batch_size:
         raise SchedulerError(
             f"returned {num_requests} requests, max_batch_size = {max_batch_size}; "
-            f"request {chosen[max_batch_size].request_id} is the first one too many"
+            f"request {chosen[max_batch_size].request_id} is the first beyond the limit"
         )
     if num_tokens > max_num_tokens:
         raise SchedulerError(
             f"returned {num_tokens} tokens, max_num_tokens = {max_num_tokens}; "
-            f"request {chosen[0].request_id} comes first"
+            f"request {chosen[0].request_id} is the first of them"
         )

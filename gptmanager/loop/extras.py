@@ -1,7 +1,8 @@
-"""`HeldExtras`: log probabilities and logits that requests asked for, until they are sent.
+"""`HeldExtras`: the log probabilities and logits that requests ask for, until they are sent.
 
-Kept next to the requests, which hold no tensors, and survives their pauses. Decides what has been
-sent; knows nothing of when a request ends. Indices count generated tokens, pauses or not.
+They are kept outside the requests, which hold no tensors, and survive pauses. The module tracks
+what has been sent, but not when a request ends. Indices count generated tokens from the start of
+the output; pauses do not change them.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from gptmanager.step import Extras, PromptLogProbs, Row
 
 
 class LogProbsByRank(NamedTuple):
-    """The best tokens of n positions: float32 and int32 `[n, k]`."""
+    """The best k tokens at n positions: log probabilities, float32 `[n, k]`, and ids, int32 `[n,
+    k]`.
+    """
 
     log_probs: Tensor
     ids: Tensor
 
 
 class _PromptScores(NamedTuple):
-    """Scores of all tokens of a prompt except the first: `[n]`, `[n, k]` and `[n, k]`."""
+    """Scores of the prompt tokens after the first: log probabilities `[n]`, top ones and ids `[n,
+    k]`.
+    """
 
     log_probs: Tensor
     top_log_probs: Tensor
@@ -35,7 +40,7 @@ class _PromptScores(NamedTuple):
 
 
 class RequestExtras:
-    """One request's. What is taken for sending is no longer held."""
+    """The extras of one request. The `take_` methods remove what they return."""
 
     __slots__ = (
         *("_context", "_context_end", "_generation", "_log_probs", "_vocab_size"),
@@ -45,16 +50,18 @@ class RequestExtras:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._context: Tensor | None = None  # [prompt, vocab]
-        self._context_end = 0  # positions of it that are computed
+        self._context_end = 0  # number of computed positions
         self._generation: dict[int, Tensor] = {}  # by index, [beam, vocab]
         self._log_probs: list[float] = []
         self._top: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by index, each [beam, k]
         self._prompt: _PromptScores | None = None
-        self._prompt_end = 0  # tokens of it that are scored
+        self._prompt_end = 0  # number of scored tokens
         self.prompt_is_sent = False
 
     def add_context(self, prompt_len: int, position: int, logits: Tensor) -> None:
-        """Logits `[n, vocab]` of the prompt from `position` on; a restart repeats them."""
+        """Store logits `[n, vocab]` of the prompt from `position` on. A restart stores
+        them again.
+        """
         if self._context is None:
             self._context = torch.empty(prompt_len, self._vocab_size)
         end = position + len(logits)
@@ -62,7 +69,7 @@ class RequestExtras:
         self._context_end = end
 
     def add_prompt(self, prompt_len: int, found: PromptLogProbs) -> None:
-        """Log probabilities of a part of the prompt; a restart repeats them."""
+        """Store log probabilities of a part of the prompt. A restart stores them again."""
         if self._prompt is None:
             shape = prompt_len - 1, found.top_ids.shape[1]
             self._prompt = _PromptScores(
@@ -74,15 +81,17 @@ class RequestExtras:
             whole[own] = part
 
     def add_top(self, index: int, each: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Log probabilities and ids `[beam, k]`, of each token from `index` on."""
+        """Store top log probabilities and ids, `[beam, k]` each, of the tokens from `index` on."""
         self._top.update(enumerate(each, index))
 
     def add_generation(self, index: int, logits: Sequence[Tensor]) -> None:
-        """Those `[beam, vocab]` from which each token from `index` on is chosen."""
+        """Store the logits, `[beam, vocab]` each, of the generated tokens from `index` on."""
         self._generation.update(enumerate(logits, index))
 
     def beam_generation(self, nodes: Sequence[BeamNode]) -> Tensor:
-        """`[n, vocab]`: what each node's token was chosen from; a replay has none of it."""
+        """Return the logits `[n, vocab]` from which the tokens of `nodes` were chosen. A replay has
+        none.
+        """
         known = self._generation
         rows = [known[n.length - 1][n.beam] for n in nodes if n.length - 1 in known]
         return torch.stack(rows) if rows else torch.empty(0, self._vocab_size)
@@ -91,7 +100,7 @@ class RequestExtras:
         self._log_probs[index:] = log_probs
 
     def take_context(self) -> Tensor:
-        """`[1, n, vocab]`: of the whole prompt, or of its computed part; returned once."""
+        """Remove and return the logits `[1, n, vocab]` of the prompt, or of its computed part."""
         context, end = self._context, self._context_end
         self._context, self._context_end = None, 0
         if context is None:
@@ -99,9 +108,11 @@ class RequestExtras:
         return context[None, :end]
 
     def take_prompt(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the log probabilities `[1, n]` of the prompt, and those of the `count` best tokens
-        and their ids, `[1, n, count]` each. They cover all tokens after the first one, as far as
-        computed, and are returned once.
+        """Return the prompt's log probabilities `[1, n]`, and the log probabilities and ids of the
+        best `count` tokens, `[1, n, count]` each. They cover the computed tokens after the first
+        one.
+
+        They are removed: a second call returns empty tensors.
         """
         found, end = self._prompt, self._prompt_end
         self._prompt, self._prompt_end, self.prompt_is_sent = None, 0, True
@@ -119,7 +130,7 @@ class RequestExtras:
         return _stacked([self._top.pop(i) for i in range(start, end) if i in self._top], count)
 
     def beam_top(self, nodes: Sequence[BeamNode], count: int) -> LogProbsByRank:
-        """Return the top log probabilities at each node's token; a replay has none."""
+        """Return the top log probabilities at the token of each node. A replay has none."""
         known = self._top
         found = [
             tuple(array[node.beam, None] for array in known[node.length - 1])
@@ -129,7 +140,9 @@ class RequestExtras:
         return _stacked(found, count)
 
     def take_generation(self, start: int, end: int) -> Tensor:
-        """`[1, 1, n, vocab]` of the generated tokens `start <= index < end`."""
+        """Remove and return the logits `[1, 1, n, vocab]` of generated tokens `start <= index <
+        end`.
+        """
         found = [self._generation.pop(index, None) for index in range(start, end)]
         rows = [row for row in found if row is not None]
         if not rows:
@@ -137,16 +150,18 @@ class RequestExtras:
         return torch.cat(rows)[None, None]
 
     def log_probs(self, start: int, end: int) -> Tensor:
-        """`[1, 1, n]` of the generated tokens `start <= index < end`."""
+        """Return the log probabilities `[1, 1, n]` of the generated tokens `start <=
+        index < end`.
+        """
         return torch.tensor([[self._log_probs[start:end]]], dtype=torch.float32)
 
     def cum_log_probs(self, end: int) -> Tensor:
-        """`[1, 1]`: the sum over all generated tokens before `end`."""
+        """Return the sum `[1, 1]` of the log probabilities of all generated tokens before `end`."""
         return torch.tensor([[math.fsum(self._log_probs[:end])]], dtype=torch.float32)
 
 
 class HeldExtras(dict[int, RequestExtras]):
-    """Those of all requests that ask for any, by their ids."""
+    """The `RequestExtras` of each request that asks for extras, by request id."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -156,10 +171,10 @@ class HeldExtras(dict[int, RequestExtras]):
         return found
 
     def take(self, by_id: Mapping[int, ActiveRequest], rows: Sequence[Row], extras: Extras) -> None:
-        """Keep what a step gave; to be called before the step's tokens are confirmed.
+        """Keep the extras of a step. Call this before the step's tokens are confirmed.
 
-        What belongs to a request that has ended or restarted since the launch is dropped, as its
-        tokens are.
+        Extras of a request that has ended or restarted since the launch are dropped, like its
+        tokens.
         """
         for request_id, epoch, position, logits in extras.context_logits:
             if (request := _find(by_id, request_id, epoch)) is not None:
@@ -170,7 +185,7 @@ class HeldExtras(dict[int, RequestExtras]):
         requests = [_find(by_id, row.request_id, row.epoch) for row in rows]
         for index, log_probs, ids in extras.top_log_probs:
             if (request := requests[index]) is not None:
-                if request.search is None:  # one text, n tokens
+                if request.search is None:  # one sequence, n tokens
                     each = list(zip(log_probs[:, None], ids[:, None], strict=True))
                 else:
                     each = [(log_probs, ids)]
@@ -192,7 +207,7 @@ def _find(by_id: Mapping[int, ActiveRequest], request_id: int, epoch: int) -> Ac
 
 
 def _stacked(found: Sequence[tuple[np.ndarray, ...]], count: int) -> LogProbsByRank:
-    """Those of n tokens, each `[1, count]`, as one."""
+    """Concatenate the values of n tokens, `[1, count]` each."""
     if not found:
         return LogProbsByRank(torch.empty(0, count), torch.empty(0, count, dtype=torch.int32))
     log_probs, ids = (torch.from_numpy(np.concatenate(own)) for own in zip(*found, strict=True))

@@ -1,4 +1,6 @@
-"""`Limits`: what one request may be, fixed when the manager starts, and whether its lengths fit."""
+"""`Limits`: the limits of a request, fixed when the manager starts, and the check of
+its lengths.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from gptmanager.request.adapter import AdapterLimits
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one request, and how many may wait. Lengths in tokens.
+    """The limits of one request, and of the number of waiting requests. Lengths are in tokens.
 
-    `pool_limited`: the KV cache bounds `max_seq_len`. `max_run_len` bounds prompt +
-    new tokens - 1 where a request may have to run its whole history as one context again (an
-    evicting policy without chunks). `max_num_requests`: how many may run at once; `max_waiting`:
-    how many more may wait, None: any number. `hidden_size` 0: the model takes no embeddings
-    of prompts. `adapters` None: it takes none of those.
+    `pool_limited`: `max_seq_len` is bounded by the KV cache. `max_run_len`: the limit of prompt +
+    new tokens - 1 if a request may have to run its whole history as one context again (a policy
+    that evicts, without chunked context). `max_num_requests`: the number of requests that may run
+    at once. `max_waiting`: how many more may wait, None for any number. `hidden_size` 0: the model
+    does not accept prompt embeddings. `adapters` None: it does not accept adapters.
     """
 
     vocab_size: int
@@ -43,7 +45,7 @@ class Limits:
 
 
 def fit_length(request_id: int, prompt_len: int, max_new_tokens: int, limits: Limits) -> int:
-    """The number of new tokens that fit behind the prompt."""
+    """Return the number of new tokens that fit after the prompt."""
     if prompt_len == 0:
         raise InvalidRequestError("input_ids is empty, expected at least 1 token")
     if prompt_len > limits.max_input_len:
@@ -81,7 +83,7 @@ def fit_length(request_id: int, prompt_len: int, max_new_tokens: int, limits: Li
 
 
 def check_pool(prompt_len: int, max_new_tokens: int, beam_width: int, limits: Limits) -> None:
-    """Beams share the full blocks of the prompt; the rest each has for itself."""
+    """Check that the cache holds all beams. Beams share only the full blocks of the prompt."""
     size = limits.tokens_per_block
     shared = prompt_len // size
     needed = shared + (-(-(prompt_len + max_new_tokens) // size) - shared) * beam_width

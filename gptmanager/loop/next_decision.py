@@ -1,7 +1,7 @@
-"""`NextDecision`: what the loop's next iteration would decide if nothing came before it.
+"""`NextDecision`: what the next iteration of a loop would decide if nothing else happened before.
 
-Tries that iteration on copies: adapters get their pages as they would, drafts are proposed, and the
-scheduler is asked. Changes nothing.
+Runs the decision on copies: assigns adapter pages, proposes drafts and asks the scheduler. The loop
+itself does not change.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
 
 class NextDecision:
-    """The decision over the active requests of `loop`, and over a `newcomer` behind its equals.
+    """The decision over the active requests of `loop`, and optionally over a `newcomer`, which
+    comes after the active requests of the same priority.
 
-    `adapters`: as they are once the iteration has given out their pages. `active`: the requests as
-    the scheduler will see them, in its order; a request that changes until then is a
-    copy. One that the iteration ends with an error is missing.
+    `adapters`: their state after the iteration has assigned pages. `active`: the requests in the
+    scheduler's order. A request that the iteration would change is a copy, and a request that it
+    would end with an error is missing.
     """
 
     def __init__(self, loop: TokenLoop, newcomer: ActiveRequest | None = None) -> None:
@@ -40,7 +41,7 @@ class NextDecision:
         self._by_id = {request.request_id: request for request in self.active}
 
     def _take_in(self, newcomer: ActiveRequest | None) -> None:
-        """Take in at most the newcomer, as `RequestTable.take_in` would."""
+        """Apply an intake of only the newcomer, or of nothing, as `RequestTable.take_in` would."""
         table = self._loop.table
         stand_ins = {i: copy.copy(request) for i, request in table.adapters.requests.items()}
         self.active = [stand_ins.get(r.request_id, r) for r in self.active]
@@ -55,12 +56,12 @@ class NextDecision:
         self.active = [r for r in self.active if r.request_id not in failed]
 
     def find(self, request_id: int) -> ActiveRequest | None:
-        """The request as the scheduler will see it; None: the iteration ends it."""
+        """Return the request as the scheduler will see it; None if the iteration ends it."""
         return self._by_id.get(request_id)
 
     @functools.cached_property
     def waits(self) -> Mapping[int, Wait] | None:
-        """Return why the scheduler would leave requests out; None if it does not report it."""
+        """Why the scheduler would leave requests out; None if it does not report reasons."""
         loop, in_flight = self._loop, self._loop.in_flight()
         ready = [request for request in self.active if request.state is not _PREPARING]
         if loop.table.num_serial:
@@ -71,7 +72,7 @@ class NextDecision:
 def _with_drafts(
     requests: Iterable[ActiveRequest], in_flight: frozenset[int]
 ) -> Iterable[ActiveRequest]:
-    """The requests with the drafts that the loop would have them propose."""
+    """Yield the requests with the drafts that the loop would make them propose."""
     for request in requests:
         drafter = request.drafts.drafter
         if (

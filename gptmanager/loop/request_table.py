@@ -1,7 +1,7 @@
 """`RequestTable`: the active requests, from their admission to their end.
 
-Admits the requests of an intake and ends requests by stops, time limits and failures. Which of them
-run is decided by `TokenLoop`, which has a request table.
+Admits the requests of an intake, and ends requests because of stop signals, time limits and
+failures. `TokenLoop`, which owns a request table, decides which requests run.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 
 class RequestTableState(NamedTuple):
-    """`active`: in order; `timed` and `preparing`: ids of some of them; `arriving`: requests not
-    admitted yet.
+    """State of a `RequestTable`. `active` is in order. `timed`, `preparing`: ids of active
+    requests. `arriving`: requests that are not admitted yet.
     """
 
     active: tuple[RequestState, ...]
@@ -53,10 +53,10 @@ class RequestTableState(NamedTuple):
 class RequestTable:
     """The requests between their admission and their final response.
 
-    `active`: by priority, then arrival; `by_id`: the same. `preparing`: those that wait for their
-    logits post-processor; `adapters` has those that wait for an adapter. `num_serial`: the number
-    of requests with a next step that depends on the last result. `final` makes the tensors of
-    final responses; `extras` are kept for them.
+    `active` is sorted by priority, then arrival; `by_id` holds the same requests. `preparing`: the
+    requests that wait for their logits post-processor; `adapters` knows those that wait for an
+    adapter. `num_serial`: the number of requests with a next step that depends on the last result.
+    `final` creates the tensors of final responses from `extras`.
     """
 
     def __init__(
@@ -79,16 +79,19 @@ class RequestTable:
         self._final = final
         self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
-        self._intake: Intake | None = None  # being taken in
-        self._stopping: deque[int] = deque()  # its stops that are not applied yet
-        self._ending: ActiveRequest | None = None  # has had no final response yet
+        self._intake: Intake | None = None  # that is being applied
+        self._stopping: deque[int] = deque()  # stop signals of `_intake` not applied yet
+        # a request being freed, before its final response
+        self._ending: ActiveRequest | None = None
 
     # Intake --------------------------------------------------------------------------------
 
     def take_in(self, intake: Intake) -> None:
-        """End requests by failures, stops and time limits; then admit the new ones.
+        """End requests because of failures, stop signals and time limits; then admit the new
+        requests.
 
-        An id is free for a new request only if its final response had been sent when Get ran.
+        A new request may reuse an id only if that id's final response was sent before Get was
+        called.
         """
         self._arriving.extend(intake.requests)
         self._intake = intake
@@ -111,7 +114,7 @@ class RequestTable:
             self._end_failed(self.adapters.take_in())
         most = self.most_active() if self._arriving else math.inf
         while self._arriving:
-            # removed only now: a request lost to an error here is still known as unanswered
+            # removed only here: if an error occurs before, the request still counts as unanswered
             newcomer = self._arriving.popleft()
             self._admit(newcomer, intake, taken, most)
             taken.add(newcomer.request_id)
@@ -147,7 +150,9 @@ class RequestTable:
         return bool(self.preparing or self.adapters.waiting)
 
     def most_active(self) -> float:
-        """Return how many requests may be active: a full batch, and those that may wait."""
+        """Return how many requests may be active: one full batch plus the requests that
+        may wait.
+        """
         if self.limits.max_waiting is None:
             return math.inf
         started = sum(request.times.first_scheduled is not None for request in self.active)
@@ -201,7 +206,7 @@ class RequestTable:
         logger.warning("Cannot process new request: request %d: %s", request_id, error)
 
     def stream(self, requests: Iterable[ActiveRequest]) -> None:
-        """Send the part of their output that is new and may be sent."""
+        """Send each request's new output, up to the position that may be streamed."""
         send = self.host.respond
         one_token = []
         for request in requests:
@@ -214,14 +219,14 @@ class RequestTable:
             for request, tensors in zip(one_token, stream_one_token(one_token), strict=True):
                 send(request.request_id, tensors, False, "")
 
-    # Ends: memory of a request is freed before its final response is sent -------------------
+    # Ends: the memory of a request is freed before its final response is sent ---------------
 
     def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
         """Send the final response: output up to history position `end`."""
         try:
             tensors = self._final(request, reason, end, self.extras)
         except Exception as error:
-            cause = StepError(f"the final response cannot be made: {response_text(error)}")
+            cause = StepError(f"the final response cannot be created: {response_text(error)}")
             self.fail_request(request, cause)
             return
         self._drop(request)
@@ -233,22 +238,23 @@ class RequestTable:
         self._respond_final(request, [], response_text(error))
 
     def abort(self, error: BaseException) -> None:
-        """End all requests with an error response: the loop will not iterate again."""
+        """End all requests with an error response. The loop cannot iterate afterwards."""
         text = response_text(error)
         while self._arriving:
             self.host.respond(self._arriving.popleft().request_id, [], True, text)
         for request in self.active[:]:
             try:
                 self._drop(request)
-            except Exception:  # a broken ledger must not prevent the final response
+            except Exception:  # broken accounting must not prevent the response
                 logger.exception("request %d could not be freed", request.request_id)
                 self._forget(request)
             self._respond_final(request, [], text)
 
     def recover(self, error: BaseException) -> None:
-        """End every request that has started; what has not stays, and is as it was before.
+        """End every request that has started. Requests that have not started stay as they are.
 
-        The accounts of memory begin anew: an iteration that raised may have left them anyhow.
+        The memory accounting is reset, because an iteration that raised may have left it
+        inconsistent.
         """
         text = response_text(error)
         ended = [r for r in self.active if r.has_started or r is self._ending]
@@ -271,7 +277,7 @@ class RequestTable:
 
     @property
     def holds_requests(self) -> bool:
-        """Whether requests have had no final response, admitted or not."""
+        """Whether any request, admitted or not, has had no final response."""
         return bool(self.active or self._arriving)
 
     @property
@@ -288,7 +294,7 @@ class RequestTable:
         self._ending = None
 
     def _drop(self, request: ActiveRequest) -> None:
-        # known as `_ending`: if freeing its memory fails, it must still be answered
+        # set first: if freeing memory fails, the request still gets a final response
         self._ending = request
         self._allocator.release(request)
         self.num_serial -= request.is_serial
@@ -310,7 +316,9 @@ class RequestTable:
     # As data -------------------------------------------------------------------------------
 
     def state(self) -> RequestTableState:
-        """Return the state between two iterations; after a failed one, requests may be arriving."""
+        """Return the state between two iterations. After a failed iteration, requests may be
+        arriving.
+        """
         return RequestTableState(
             tuple(map(request_state, self.active)),
             tuple(self._arriving),
@@ -321,7 +329,7 @@ class RequestTable:
         )
 
     def restore(self, state: RequestTableState) -> None:
-        """Restore `state` into an empty table; raises an error if it contradicts itself."""
+        """Restore `state` into an empty table. Raises an error if the state is inconsistent."""
         self.active = [restored_request(request, self.limits) for request in state.active]
         self.by_id = {request.request_id: request for request in self.active}
         if len(self.by_id) != len(self.active):

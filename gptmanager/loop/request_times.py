@@ -1,4 +1,4 @@
-"""`RequestTimes`: when what happened to a request, and until when it may."""
+"""`RequestTimes`: when the events of a request happened, and its deadlines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class TimesState(NamedTuple):
-    """See `RequestTimes`."""
+    """The state of a `RequestTimes`."""
 
     arrival: float
     deadline: float | None
@@ -25,8 +25,8 @@ _read = attrgetter(*TimesState._fields)
 class RequestTimes:
     """The times of a request, in seconds of the clock of `Intake.now`.
 
-    `deadline`: of the whole request; `queue_deadline`: of its first computation; None: no deadline.
-    The other times are None until the event has happened.
+    `deadline`: when the request must be finished. `queue_deadline`: when its first computation must
+    have started. None: no deadline. The other times are None until their event has happened.
     """
 
     arrival: float

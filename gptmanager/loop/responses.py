@@ -1,8 +1,9 @@
 """The tensors of responses, in the order of the contract's table.
 
-Knows what a request has generated and sent; never decides when it ends. With several beams they
-hold a row for each beam, the best one first. During the search only the tokens that all beams share
-may be sent, since later steps cannot change them; the beams differ in the final response.
+Knows what a request has generated and sent, and never decides when it ends. With several beams the
+tensors hold a row per beam, the best beam first. During the search only the tokens that all beams
+share are sent, because later steps cannot change them. The final response has the rest of each
+beam.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.extras import HeldExtras, RequestExtras
 from gptmanager.request.inference_request import NamedTensor
 
-# the tensors of the final response to a request: why it ends, where its output does, its extras
+# creates the tensors of a final response from the request, its finish reason, the end of its output
+# and its extras
 MakeFinal = Callable[[ActiveRequest, FinishReason, int, HeldExtras], list[NamedTensor]]
 
-# the fields of `request_metrics`; times in seconds since Get returned the request, NaN: never
+# the fields of `request_metrics`; times in seconds since Get returned the request, NaN if never
 REQUEST_METRICS = (
     "queue_s",  # until its first computation
     "first_token_s",
@@ -32,17 +34,17 @@ REQUEST_METRICS = (
     "pauses",
     "cached_tokens",  # prompt tokens taken from the KV cache instead of computed
     "prompt_tokens",
-    "generated_tokens",  # end_id and stop words included
+    "generated_tokens",  # including end_id and stop words
 )
 
-_NEVER = float("-inf")  # the log probability of a beam that there is not
-# tensors in addition to the tokens, in the order of the table
+_NEVER = float("-inf")  # the log probability of a missing beam
+# tensors other than the tokens, in the order of the table
 _EXTRAS = (
     *("context_logits", "generation_logits", "output_log_probs", "cum_log_probs"),
     *("top_log_probs", "top_log_prob_ids"),
     *("prompt_log_probs", "prompt_top_log_probs", "prompt_top_log_prob_ids"),
 )
-# sent whenever logits were not asked for: the contract's dummies, shared by all responses
+# placeholders that the contract requires without logits; all responses share them
 _NO_LOGITS = (
     NamedTensor("context_logits", torch.zeros(1, 1, 1, dtype=torch.float32)),
     NamedTensor("generation_logits", torch.zeros(1, 1, 1, 1, dtype=torch.float32)),
@@ -50,9 +52,10 @@ _NO_LOGITS = (
 
 
 def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor]]:
-    """One response for each request: its last token, which is the only one not sent yet.
+    """Return one response per request: its last token, the only one that is not sent yet.
 
-    One tensor a step, unbound into views: a tensor per value would cost 2.6 us each.
+    The tensors are views of one tensor per step: a separate tensor per value would cost 2.6 us
+    each.
     """
     rows = len(requests)
     values = np.empty((3, rows), dtype=np.int32)
@@ -78,7 +81,7 @@ def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor
 
 
 def stream_tokens(request: ActiveRequest, end: int, held: HeldExtras) -> list[NamedTensor]:
-    """The tokens of `request` that have not been sent, up to history position `end`."""
+    """Return the unsent tokens of `request`, up to history position `end`."""
     beams = None if request.search is None else stable_beams(request, request.search, end)
     start, request.num_sent = request.num_sent, end
     tensors = _tokens(request, start, end, beams)
@@ -92,7 +95,7 @@ def stream_tokens(request: ActiveRequest, end: int, held: HeldExtras) -> list[Na
 def final_tensors(
     request: ActiveRequest, reason: FinishReason, output_end: int, held: HeldExtras
 ) -> list[NamedTensor]:
-    """The final response; output is the history up to position `output_end`."""
+    """Return the final response. The output ends at history position `output_end`."""
     start = request.num_sent if request.output.is_streaming else request.orig_prompt_len
     output_end = max(output_end, start)
     beams = None if request.search is None else final_beams(request, request.search, reason)
@@ -115,9 +118,9 @@ def final_tensors(
 def _extras(
     request: ActiveRequest, found: RequestExtras, start: int, end: int, beams: Beams | None
 ) -> list[NamedTensor]:
-    """Return the outputs besides tokens, of the history positions `start` to `end`.
+    """Return the outputs other than tokens, for the history positions `start` to `end`.
 
-    Beams that are shorter than the longest end in zeros.
+    Beams shorter than the longest one are padded with zeros.
     """
     config = request.output.config
     start, end = start - request.orig_prompt_len, end - request.orig_prompt_len
@@ -149,7 +152,7 @@ def _extras(
 def _top(
     found: RequestExtras, count: int, start: int, end: int, beams: Beams | None
 ) -> list[NamedTensor]:
-    """The best tokens at the output positions `start` to `end`, `[1, beam, n, count]`."""
+    """Return the best tokens at the output positions `start` to `end`, `[1, beam, n, count]`."""
     if beams is None:
         log_probs, ids = (part[None, None] for part in found.take_top(start, end, count))
     else:
@@ -159,9 +162,10 @@ def _top(
 
 
 def _tokens(request: ActiveRequest, start: int, end: int, beams: Beams | None) -> list[NamedTensor]:
-    """Tokens, a row for each beam, and lengths; and their first position if the request streams.
+    """Return tokens and lengths, one row per beam, and for streaming the position of the first
+    token.
 
-    The tokens of a request that does not stream follow its prompt.
+    Without streaming, the tokens start with the prompt.
     """
     rows = [request.tokens[start:end]] if beams is None else beams.tokens
     is_streaming, prompt_len = request.output.is_streaming, request.orig_prompt_len
@@ -202,7 +206,7 @@ def _metrics(request: ActiveRequest) -> Tensor:
 class Beams(NamedTuple):
     """The beams of a response.
 
-    `cum_log_probs` are the sums over all output so far, and over nothing that was cut off.
+    `cum_log_probs`: sums over all output so far, without tokens that were cut off.
     """
 
     nodes: list[list[BeamNode]]
@@ -215,7 +219,9 @@ class Beams(NamedTuple):
 
 
 def stable_beams(request: ActiveRequest, search: BeamSearch, end: int) -> Beams:
-    """Return what is final up to history position `end`, because it is the same in each beam."""
+    """Return the output up to history position `end`, which is equal in all beams and
+    thus final.
+    """
     start = request.num_sent - request.orig_prompt_len
     path = search.stable_path()[: end - request.orig_prompt_len]
     total, nodes = _sum(path), path[start:]
@@ -223,9 +229,11 @@ def stable_beams(request: ActiveRequest, search: BeamSearch, end: int) -> Beams:
 
 
 def final_beams(request: ActiveRequest, search: BeamSearch, reason: FinishReason) -> Beams:
-    """Return what has not been sent of all beams; `reason` ends a search that is not over."""
+    """Return the unsent output of all beams. `reason`: the finish reason, if the search is not
+    over.
+    """
     found = search.hypotheses(None if search.is_over else reason)
-    missing = search.num_results - len(found)  # a small vocabulary has no more
+    missing = search.num_results - len(found)  # a small vocabulary permits fewer
     start = request.num_sent - request.orig_prompt_len if request.output.is_streaming else 0
     paths = [beam.node.path()[: beam.end] for beam in found]
     return Beams(
@@ -244,7 +252,7 @@ def _log_probs(nodes: Sequence[BeamNode]) -> Tensor:
 
 
 def _padded(beams: list[list[BeamNode]], values: Callable[[Sequence[BeamNode]], Tensor]) -> Tensor:
-    """`[1, beam, n, ...]`."""
+    """Return the values of all beams, padded, `[1, beam, n, ...]`."""
     return torch.nn.utils.rnn.pad_sequence([values(nodes) for nodes in beams], batch_first=True)[
         None
     ]

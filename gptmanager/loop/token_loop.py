@@ -1,8 +1,8 @@
 """`TokenLoop`: the token generation loop, one `iterate()` at a time.
 
-Decides which requests run, and applies the results. Owns no thread, clock, file or model: it talks
-to a `Host` and an `Executor`, so that a manager, a replay, a simulation and the tests drive the
-same object.
+Decides which requests run, and applies the results. It has no thread, clock, file or model: it
+calls a `Host` and an `Executor`, so a manager, a replay, a simulation and the tests all use the
+same class.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
 class LoopState(NamedTuple):
-    """A token loop between two iterations: with it a recording may begin in the middle.
+    """The state of a token loop between two iterations. A recording may start from it.
 
-    A field that is missing here is missing in every black box. `pending`: the schedules with
-    results that are not applied yet, oldest first. `failing`: ids of active requests that failed in
-    a result. `drafts`, `num_logits_errors`: since the start.
+    Black boxes store only these fields. `pending`: the schedules with results that are not applied
+    yet, oldest first. `failing`: ids of active requests that failed in a result. `drafts`,
+    `num_logits_errors`: counts since the start.
     """
 
     request_table: RequestTableState
@@ -47,12 +47,13 @@ class LoopState(NamedTuple):
 
 
 class TokenLoop:
-    """In-flight batching of requests over one executor and one KV cache.
+    """In-flight batching of requests on one executor and one KV cache.
 
-    `max_active` None: unbounded. `run_ahead` 1: a request is scheduled again before its last
-    token is known. `num_micro_batches`: how many micro batches of different requests are in flight,
-    if there are enough requests: one is launched before the result of the oldest. `adapters` None:
-    no request has one. `final` makes the tensors of final responses.
+    `max_active`: None for no limit. `run_ahead` 1: a request is scheduled again before its last
+    token is known. `num_micro_batches`: the number of micro batches of different requests in
+    flight, if there are enough requests; the next one is launched before the result of the oldest
+    is read. `adapters`: None if no request has an adapter. `final` creates the tensors of final
+    responses.
     """
 
     def __init__(
@@ -89,20 +90,20 @@ class TokenLoop:
 
     @property
     def max_pending(self) -> int:
-        """How many steps may be pending when the next one is launched."""
+        """How many steps may be pending when the next step is launched."""
         return max(self.run_ahead, self.num_micro_batches - 1)
 
     @property
     def active(self) -> list[ActiveRequest]:
-        """The requests that have had no final response yet, by priority, then arrival."""
+        """The requests without a final response, sorted by priority, then arrival."""
         return self.table.active
 
     @property
     def holds_requests(self) -> bool:
-        """Requests that have had no final response, admitted or not."""
+        """Whether any request, admitted or not, has had no final response."""
         return self.table.holds_requests
 
-    # The loop, in the words and the order of docs/loop.md ----------------------------------
+    # The loop: names and order are those of docs/loop.md -----------------------------------
 
     def iterate(self) -> bool:
         """Run one iteration; return False if there was nothing to do."""
@@ -145,19 +146,19 @@ class TokenLoop:
         self.table.take_in(intake)
 
     def finish_awaited(self) -> None:
-        """Wait for pending results before a step with beams or drafts, which depends on them."""
+        """Apply pending results before a step with beams or drafts, because it depends on them."""
         if self.table.num_serial and self.num_micro_batches == 1:
-            self.finish_pending()  # with run-ahead at most one is pending
+            self.finish_pending()  # run-ahead has at most one pending step
 
     @timed_phase
     def schedule(self) -> SchedulerOutput | None:
-        """Return the checked decision of the scheduler; None: no request is active."""
+        """Return the checked decision of the scheduler; None if no request is active."""
         table, in_flight = self.table, self.in_flight()
         if table.num_serial:
             for request in table.active:
                 if request.state is _IN_PROGRESS and request.request_id not in in_flight:
                     request.propose_drafts()
-        # a copy: a scheduler may change its list
+        # copied because a scheduler may change the list
         active: list[LlmRequest] = list(table.active)
         if table.must_wait:
             active = [request for request in active if request.state is not _PREPARING]
@@ -174,10 +175,10 @@ class TokenLoop:
         )
 
     def in_flight(self) -> frozenset[int]:
-        """Return the active requests that hold memory but must not run now."""
-        if not self.pending:  # a failed token is launched but is never confirmed
+        """Return the active requests that hold memory but cannot be scheduled now."""
+        if not self.pending:  # or a failed token, never confirmed, would look in flight
             return frozenset(self.confirmation.failing)
-        if self.num_micro_batches == 1:  # launched requests may be launched again, unless they end
+        if self.num_micro_batches == 1:  # run-ahead: only requests about to end are excluded
             return frozenset(r.request_id for r in self.table.active if r.state is _TO_COMPLETE)
         find = self.table.by_id.get
         return frozenset(
@@ -188,7 +189,7 @@ class TokenLoop:
         )
 
     def finish_recalled(self, decision: SchedulerOutput | None) -> None:
-        """Finish the micro batches of requests that are to pause while they are in flight."""
+        """Finish the micro batches that contain requests which `decision` pauses."""
         if decision is None or self.num_micro_batches == 1 or not decision.paused_requests:
             return
         recalled = {request.request_id for request in decision.paused_requests}
@@ -199,7 +200,9 @@ class TokenLoop:
     def allocate(
         self, decision: SchedulerOutput | None, now: float, pending: tuple[Any, ...]
     ) -> Schedule | None:
-        """Assign memory; None: no request runs. `pending`: the steps in flight at the decision."""
+        """Allocate memory; None if no request runs. `pending`: the steps in flight at
+        the decision.
+        """
         if decision is None:
             return None
         micro_batch_id = 0
@@ -207,7 +210,7 @@ class TokenLoop:
             if pending:
                 newest: Schedule = pending[-1].schedule
                 micro_batch_id = (newest.micro_batch_id + 1) % self.num_micro_batches
-            # not requests that ended when their micro batch returned
+            # without requests that have ended in the results applied meanwhile
             paused = [r for r in decision.paused_requests if r.request_id in self.table.by_id]
             decision = decision._replace(paused_requests=paused)
         try:
@@ -228,7 +231,7 @@ class TokenLoop:
         self.executor.sample(step)
 
     def finish_pending(self) -> None:
-        """Finish the oldest pending step, if there is one."""
+        """Finish the oldest pending step, if any."""
         if self.pending:
             oldest, *others = self.pending
             self.pending = tuple(others)
@@ -243,12 +246,14 @@ class TokenLoop:
 
     @timed_phase
     def apply(self, step: Any, result: StepResult) -> tuple[list[ActiveRequest], list[Finished]]:
-        """Confirm tokens and find ends; return the requests to stream and those that finished."""
+        """Confirm tokens and detect ends. Return the requests to stream, and those that
+        finished.
+        """
         return self.confirmation.apply(step.schedule, result)
 
     @timed_phase
     def respond(self, streaming: list[ActiveRequest], finished: list[Finished]) -> None:
-        """Send new tokens, then final responses."""
+        """Send new tokens, then the final responses."""
         if streaming:
             self.table.stream(streaming)
         for request, reason, output_end in finished:
@@ -286,17 +291,21 @@ class TokenLoop:
     # As data -------------------------------------------------------------------------------
 
     def state(self) -> LoopState:
-        """Return the state between two iterations. Lists are shared; copy them to keep it."""
+        """Return the state between two iterations. Its lists are shared with the loop: copy to keep
+        them.
+        """
         pending = tuple(step.schedule for step in self.pending)
         confirmed = self.confirmation
         failing, errors = tuple(confirmed.failing), confirmed.num_logits_errors
         return LoopState(self.table.state(), pending, failing, confirmed.drafts, errors)
 
     def restore(self, state: LoopState, pending: Iterable[Any]) -> None:
-        """Restore `state` into a new loop; `pending`: the steps of its pending schedules."""
+        """Restore `state` into a new loop. `pending`: the steps that belong to its pending
+        schedules.
+        """
         self.pending = tuple(pending)
         if len(self.pending) > self.max_pending:
-            text = f"{len(self.pending)} steps are pending, {self.max_pending} may be"
+            text = f"{len(self.pending)} steps are pending, the limit is {self.max_pending}"
             raise LedgerError(text)
         self.table.restore(state.request_table)
         self.confirmation.failing = set(state.failing)
@@ -306,26 +315,28 @@ class TokenLoop:
     # Failure and end -----------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> None:
-        """End all requests with an error response: the loop will not iterate again."""
+        """End all requests with an error response. The loop cannot iterate afterwards."""
         self.pending = ()
         self.table.abort(error)
 
     def recover(self, error: BaseException) -> None:
         """Recover after an iteration that raised: end every request that holds memory.
 
-        All memory is free then, and nothing is cached. The other requests continue.
+        Afterwards all memory is free and nothing is cached. The other requests continue.
         """
         self.pending = ()
         self.confirmation.failing.clear()
         self.table.recover(error)
 
     def release(self) -> None:
-        """Drop the executor with its weights and pages: the loop will not iterate again."""
+        """Drop the executor with its weights and pages. The loop cannot iterate afterwards."""
         self.pending = ()
         del self.executor
 
 
 def _num_recomputed(schedule: Schedule, by_id: Mapping[int, ActiveRequest]) -> int:
-    """Return the number of context tokens of requests that had been paused."""
+    """Return the number of context tokens that are recomputed because their requests
+    were paused.
+    """
     rows = schedule.context_rows
     return sum(row.num_tokens for row in rows if by_id[row.request_id].pause_count)

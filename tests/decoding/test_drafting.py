@@ -255,7 +255,7 @@ def test_what_cannot_be_guessed_is_named(source):
         ).responses
         return response.error
 
-    assert "draft_input_ids is refused with beam_width = 2" in refusal(
+    assert "draft_input_ids must not be given with beam_width = 2" in refusal(
         beam_width=2, draft_input_ids=[1]
     )
     assert "Undefined tensor: draft_input_ids, but draft_logits" in refusal(
@@ -265,7 +265,9 @@ def test_what_cannot_be_guessed_is_named(source):
     assert text in refusal(draft_input_ids=[1], draft_logits=torch.zeros(2, 96))
     logits = torch.zeros(2, 96)
     logits[1, 7] = -torch.inf
-    text = "draft_logits[1, 7] = -inf, but draft_input_ids[1] = 7: a token that could not have been"
+    text = (
+        "draft_logits[1, 7] = -inf, but draft_input_ids[1] = 7: this token cannot have been sampled"
+    )
     assert text in refusal(draft_input_ids=[7, 7], draft_logits=logits)
     assert not refusal(draft_input_ids=[7, 8], draft_logits=logits)
     for odd in (torch.nan, torch.inf):

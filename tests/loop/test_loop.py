@@ -494,7 +494,7 @@ def test_a_final_response_that_cannot_be_built_becomes_an_error_of_its_request(m
     monkeypatch.setattr(driver.loop.table, "_final", fails)
     driver.run()
     assert driver.final(1).error == (
-        "StepError: the final response cannot be made: MemoryError: no room for the response"
+        "StepError: the final response cannot be created: MemoryError: no room for the response"
     )
     assert driver.output(2) == [1] + expected_output([1], 9)
     driver.check_empty()

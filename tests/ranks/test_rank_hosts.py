@@ -538,8 +538,8 @@ def test_starts_and_ends_leave_nothing_open(monkeypatch):
             "lora_weights",
             np.zeros((2, 9), np.float32),
             np.eye(2, 9, 8, dtype=np.float32),
-            "[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ...] (<f4 [2, 9]), not the same at its "
-            "beginning, but other values later",
+            "[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, ...] (<f4 [2, 9]), not the same first "
+            "values, but different later ones",
         ),
         (
             "stop_words_list",
@@ -560,4 +560,4 @@ def test_a_difference_names_request_field_and_both_values(name, here, there, tex
     told = answers_difference(answers(here), plain)
     assert told.startswith("GetInferenceRequests returned request 7 with ") and text in told
     same = answers_difference(answers(there), plain)
-    assert same == "its host answered the same"
+    assert same == "its host gave the same answers"

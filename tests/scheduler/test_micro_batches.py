@@ -267,7 +267,7 @@ def test_a_loop_goes_on_from_its_state_with_all_that_was_pending():
         second.loop.iterate()
     assert launched == first.executor.schedules[before:] and len(launched) > 20
     small = Watched(num_stages=2)
-    with pytest.raises(LedgerError, match="3 steps are pending, 1 may be"):
+    with pytest.raises(LedgerError, match="3 steps are pending, the limit is 1"):
         small.loop.restore(state, map(_Step, state.pending))
 
 
