@@ -174,8 +174,7 @@ class CallbackHost:
             self.answer_lost((), error)
 
     def answer_abandoned(self, error: BaseException, timeout: float | None = None) -> bool:
-        """Answer all requests as `answer_all` does, but on another thread, after the loop was
-        abandoned.
+        """Answer all requests like `answer_all`, on another thread, after the loop was abandoned.
 
         With a `timeout`, SendResponse is the only host code that is called. Returns False if a
         SendResponse call that is in progress does not return within `timeout` seconds.
@@ -203,9 +202,7 @@ class CallbackHost:
         self._clears.append(None)
 
     def follow_weights(self, version: Callable[[], int]) -> None:
-        """Clear cached blocks whenever the value of `version()` has changed: new weights were
-        loaded.
-        """
+        """Clear cached blocks whenever `version()` has changed, because new weights were loaded."""
         self._weights_version, self._last_weights_version = version, int(version())
 
     def _take_clears(self) -> bool:
@@ -257,9 +254,7 @@ class CallbackHost:
         return intake
 
     def take_answers(self) -> tuple[tuple[InferenceRequest, ...], frozenset[int]]:
-        """Remove and return the requests and stop signals of this host that no intake has
-        contained.
-        """
+        """Remove and return the requests and stop signals of this host that are in no intake yet."""
         answers = tuple(self.receiver.received), frozenset(self._stops)
         self.receiver.received, self._stops = [], set()
         return answers
@@ -357,9 +352,7 @@ class CallbackHost:
         )
 
     def _receive(self) -> CallbackError | None:
-        """Read the items that Get has returned. Returns an error if some of them are
-        not requests.
-        """
+        """Read the items that Get has returned. Returns an error if some are not requests."""
         foreign = self.receiver.receive(self._refuse)
         if foreign is not None:
             self.timers.get.errors += 1
@@ -390,9 +383,7 @@ def _taken(queue: deque[_T]) -> tuple[_T, ...]:
 
 
 def _collect_ids(stops: Any, into: set[int]) -> None:
-    """Add every id that PollStopSignal returned. Raises CallbackError for values that
-    are not ids.
-    """
+    """Add the ids that PollStopSignal returned. Raises CallbackError for other values."""
     foreign = []
     try:
         for stop in stops:

@@ -1,7 +1,7 @@
 """`Adapters`: the LoRA adapters of the active requests, from their arrival to the device.
 
-Decides which requests wait for an adapter, and which adapters get device pages. Reading, writing
-and copying run elsewhere, as `AdapterWork`. `peft_cache` counts the pages.
+Decides which requests wait for an adapter, and which adapters get device pages. The work on
+adapters runs elsewhere, as `AdapterWork`. `peft_cache` counts the pages.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ def no_adapters() -> Adapters:
 
 @dataclass(slots=True)
 class Read:
-    """An adapter that was sent with a request and is not cached yet. `digest` is "" while it is
-    read.
+    """An adapter that was sent with a request and is not cached. `digest` is "" while it is read.
 
-    `wanted_by`: the request that sent the adapter, if it is still active, and later requests that
-    name only its id. `is_forgotten`: the host has replaced the adapter, and no new request may use
-    it.
+    `wanted_by`: the request that sent the adapter, if still active, and later requests that name
+    only its id. `is_forgotten`: the host has replaced the adapter; no new request may use it.
     """
 
     task_id: int
@@ -58,8 +56,7 @@ class Adapters:
 
     Started requests get device pages first, then the others in the order of the active requests. A
     request is passed over if its adapter needs more pages than are free, and later requests may
-    then overtake it. After `patience` overtakes of the first request that was passed over, later
-    requests wait too.
+    overtake it. After `patience` overtakes of the first such request, later requests wait too.
 
     `waiting`: requests that must not start yet. They are in PREPARING.
     """
@@ -87,17 +84,13 @@ class Adapters:
     # Input ---------------------------------------------------------------------------------
 
     def note(self, forgotten: Iterable[int], done: Iterable[AdapterDone]) -> None:
-        """Note the results of an intake: ids of forgotten tasks, and adapter work that
-        has ended.
-        """
+        """Note an intake's results: ids of forgotten tasks, and ended adapter work."""
         self._forgotten.extend(forgotten)
         self._done.extend(done)
         self.has_changed = True
 
     def take_in(self) -> list[Failure]:
-        """Apply what was noted, before new requests are added. Return the requests that
-        must end.
-        """
+        """Apply what was noted, before requests are added. Return requests that must end."""
         while self._forgotten:
             task_id = self._forgotten.popleft()
             self.cache.forget(task_id)
@@ -118,8 +111,7 @@ class Adapters:
         self.has_changed = True
         if tensors is None:
             if not self._follow(request_id, task_id):
-                # another request of this intake may send the weights
-                self.unknown.append(request_id)
+                self.unknown.append(request_id)  # another new request may send the weights
             return
         request.adapter_tensors = None
         rows = tuple(AdapterRow(*row) for row in tensors.row_sizes())
@@ -373,8 +365,7 @@ class Adapters:
         return (
             f"for {adapter.num_pages} adapter pages of {name}: {counts.device_free_pages} of "
             f"{counts.device_total_pages} are free, and the others are reserved for running "
-            "requests "
-            "and requests ahead of it"
+            "requests and requests ahead of it"
         )
 
     def lacks_pages(self, request_id: int) -> bool:
