@@ -254,7 +254,7 @@ class CallbackHost:
         return intake
 
     def take_answers(self) -> tuple[tuple[InferenceRequest, ...], frozenset[int]]:
-        """Remove and return the requests and stop signals of this host that are in no intake yet."""
+        """Remove and return this host's requests and stop signals that are in no intake yet."""
         answers = tuple(self.receiver.received), frozenset(self._stops)
         self.receiver.received, self._stops = [], set()
         return answers
