@@ -207,7 +207,6 @@ models/                       decoder networks, and the table of families
     spec                      ModelSpec: all sizes and features of a network
     parameters                names and shapes of a network's parameters
     splits                    which part of each parameter a rank holds
-    lora_modules              the modules of a layer that LoRA adapters may change
     families/                 the table of model families
         names                 tensor names of each family
         family                Family: the properties that set a model_type apart
@@ -222,9 +221,11 @@ models/                       decoder networks, and the table of families
         config_fields         fields of a config that do not matter, or that are refused
         layer_types           which layers have a sliding window
         places                the place of each checkpoint tensor in our parameters
+    lora_modules              the modules of a layer that LoRA adapters may change
     read_spec                 makes a ModelSpec from a config.json
     conversion                writes a checkpoint as a folder of safetensors
     layer_tensors             the tensors of a layer, looked up once
+    split_norms               norms over all heads, where ranks have some each
     checkpoint_model          CheckpointModel: the forward pass of a decoder
     model                     the Model protocol, and load_model
 decoding/                     from logits to tokens, and the end of an output

@@ -17,36 +17,51 @@ from gptmanager.errors import ConfigError, quoted_path
 from gptmanager.memory.tensor_sources import FLOATS, SafetensorsFolder, TensorInfo, tensor_name
 from gptmanager.models.checkpoint_parts import read_config
 from gptmanager.models.families import FAMILIES
+from gptmanager.models.families.wrappers import without_wrapper
 from gptmanager.models.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
+from gptmanager.models.spec import ModelSpec
 from gptmanager.request.adapter import LORA_MODULE_IDS
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PIECE_BYTES = 64 << 20
 _PREFIX = "base_model.model."  # which PEFT adds to the names of modules
-_IDS: Mapping[tuple[str, str | None], int] = {
-    ours: LORA_MODULE_IDS[name]
-    for ours, name in {
+# a parameter, and the part of it that a module fills -> its ids: two have half of the rows each
+_IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
+    ours: tuple(LORA_MODULE_IDS[name] for name in names.split())
+    for ours, names in {
         ("qkv", None): "attn_qkv",
+        ("qkv", "by_head"): "attn_qkv",
+        ("qkv", "by_group"): "attn_qkv",
         ("qkv", "q"): "attn_q",
         ("qkv", "k"): "attn_k",
         ("qkv", "v"): "attn_v",
         ("out", None): "attn_dense",
-        ("up", None): "mlp_h_to_4h",
-        ("up", "gate"): "mlp_h_to_4h",
-        ("up", "up"): "mlp_gate",
+        **{
+            (up, part): names
+            for up in ("up", "shared_up")
+            for part, names in (
+                (None, "mlp_h_to_4h"),
+                ("gate", "mlp_h_to_4h"),
+                ("up", "mlp_gate"),
+                ("gate_up", "mlp_h_to_4h mlp_gate"),
+            )
+        },
         ("down", None): "mlp_4h_to_h",
+        ("shared_down", None): "mlp_4h_to_h",
     }.items()
 }
 
 
-def _module_ids() -> dict[str, int]:
-    """Return a module's name in any family -> its id.
+def _module_ids(family: str | None) -> dict[str, tuple[int, ...]]:
+    """Return a module's name in that family, or in any, -> its ids.
 
     Names have {} in place of the layer, and are listed with and without the family's prefix.
     """
     found = {}
-    for family in FAMILIES.values():
+    # a name with several meanings has the one in Llama, which is first in the table
+    families = reversed(FAMILIES.values()) if family is None else [FAMILIES[family]]
+    for family in families:
         for theirs, ours in family.tensors.items():
             if ours in _IDS:
                 found[theirs] = found[theirs.removeprefix(family.prefix)] = _IDS[ours]
@@ -54,12 +69,16 @@ def _module_ids() -> dict[str, int]:
 
 
 class _Pair(NamedTuple):
-    """The tensors A and B of a module: their names in the file, and their shapes."""
+    """The tensors A and B of a module: their names in the file, and their shapes.
+
+    `first_column`: of the `num_columns` rows of B that are used.
+    """
 
     module: str
     rank: int
     input_width: int
     num_columns: int
+    first_column: int = 0
 
     def name(self, part: str) -> str:
         return f"{_PREFIX}{self.module}.lora_{part}.weight"
@@ -79,7 +98,8 @@ def load_peft_adapter(
     padded with zeros. Rows are sorted by layer and module id. All modules of the library's model
     families are supported, by their names in transformers. `model` is optional: the manager refuses
     a request with rows that are too short for its model. But a row of a wider model looks like a
-    row with padding, so pass the checkpoint's folder as `model` to have all widths compared.
+    row with padding, so pass the checkpoint's folder as `model` to have all widths compared. Of a
+    family without gates (Nemotron, Arcee, Jais 2) `mlp.up_proj` is only understood with `model`.
 
     Raise ConfigError, which quotes the entry, for everything except plain LoRA (DoRA, biases,
     embeddings, saved modules, other methods), for other modules, and for files that are broken or
@@ -92,9 +112,11 @@ def load_peft_adapter(
     config = PeftConfig(path / _CONFIG)
     source = SafetensorsFolder(path, _TENSORS)
     where = quoted_path(path / _TENSORS)
-    pairs = _find_pairs(where, source.describe(), config)
-    if model is not None:
-        _check_widths(where, pairs, Path(model))
+    spec = None if model is None else read_spec(read_config(model))
+    known = _module_ids(None if spec is None else spec.family)
+    pairs = _find_pairs(where, source.describe(), config, known)
+    if model is not None and spec is not None:
+        _check_widths(where, pairs, spec, quoted_path(Path(model)))
     rows = sorted(pairs)
     width = max(pair.num_elements for pair in pairs.values())
     try:
@@ -102,6 +124,7 @@ def load_peft_adapter(
         for row, key in enumerate(rows):
             pair = pairs[key]
             a, b = (_read(source, pair.name(part)) for part in "AB")
+            b = b[pair.first_column : pair.first_column + pair.num_columns]
             weights[row, : a.size] = a.reshape(-1)
             # scaled in float64, so that each value is rounded once
             with np.errstate(over="ignore"):  # the manager refuses a request with infinities
@@ -116,17 +139,22 @@ def load_peft_adapter(
 
 
 def _find_pairs(
-    where: str, tensors: Mapping[str, TensorInfo], config: PeftConfig
+    where: str,
+    tensors: Mapping[str, TensorInfo],
+    config: PeftConfig,
+    known: Mapping[str, tuple[int, ...]],
 ) -> dict[tuple[int, int], _Pair]:
     """Return (layer, module id) -> its tensors, with checked names, shapes and dtypes."""
-    known = _module_ids()
     modules: dict[tuple[int, int], str] = {}
+    keys: dict[str, list[tuple[int, int]]] = {}
     for name, info in tensors.items():
-        module, key = _read_name(where, name, known)
-        if modules.setdefault(key, module) != module:
-            raise ConfigError(
-                f"{where}: {module} and {modules[key]} are the same module of layer {key[0]}"
-            )
+        module, layer, ids = _read_name(where, name, known)
+        keys[module] = [(layer, module_id) for module_id in ids]
+        for key in keys[module]:
+            if modules.setdefault(key, module) != module:
+                raise ConfigError(
+                    f"{where}: {module} and {modules[key]} are the same module of layer {layer}"
+                )
         if info.dtype not in FLOATS.values() or len(info.shape) != 2 or 0 in info.shape:
             raise ConfigError(
                 f"{where}: {name} is {info.dtype} {list(info.shape)}: it must be a matrix of one "
@@ -134,19 +162,28 @@ def _find_pairs(
             )
     if not modules:
         raise ConfigError(f"{where} has no tensors")
-    return {key: _pair(where, tensors, module, config) for key, module in modules.items()}
+    pairs: dict[tuple[int, int], _Pair] = {}
+    for module, own in keys.items():
+        pair = _pair(where, tensors, module, config)
+        size = pair.num_columns // len(own)
+        for number, key in enumerate(own):
+            pairs[key] = pair._replace(num_columns=size, first_column=number * size)
+    return pairs
 
 
-def _check_widths(where: str, pairs: Mapping[tuple[int, int], _Pair], model: Path) -> None:
+def _check_widths(
+    where: str, pairs: Mapping[tuple[int, int], _Pair], spec: ModelSpec, model: str
+) -> None:
     """Raise ConfigError for an adapter of a model with other widths."""
-    modules = lora_modules(read_spec(read_config(model)))
-    for (_, module_id), pair in pairs.items():
-        module = modules.get(module_id)  # None: the manager refuses the request
+    modules = lora_modules(spec)
+    for (layer, module_id), pair in pairs.items():
+        known = modules.get(module_id)  # None: the manager refuses the request
+        module = None if known is None else known.of(layer)
         own = pair.input_width, pair.num_columns
         if module is not None and own != (module.input_width, module.num_columns):
             raise ConfigError(
                 f"{where} is for another model: its {pair.module} has {own[0]} inputs and "
-                f"{own[1]} outputs, in {quoted_path(model)} it has {module.input_width} and "
+                f"{own[1]} outputs, in {model} it has {module.input_width} and "
                 f"{module.num_columns}"
             )
 
@@ -166,8 +203,10 @@ def _pair(where: str, tensors: Mapping[str, TensorInfo], module: str, config: Pe
     return pair._replace(input_width=input_width, num_columns=num_columns)
 
 
-def _read_name(where: str, name: str, known: Mapping[str, int]) -> tuple[str, tuple[int, int]]:
-    """Return the name of a tensor's module in the base model, and its layer and module id."""
+def _read_name(
+    where: str, name: str, known: Mapping[str, tuple[int, ...]]
+) -> tuple[str, int, tuple[int, ...]]:
+    """Return the name of a tensor's module in the base model, and its layer and module ids."""
     found = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_[AB]\.weight", name)
     if found is None:
         raise ConfigError(
@@ -177,9 +216,15 @@ def _read_name(where: str, name: str, known: Mapping[str, int]) -> tuple[str, tu
     module = found[1]
     layer = re.search(r"\.(0|[1-9]\d{0,4})\.", module)
     if layer is not None:
-        module_id = known.get(f"{module[: layer.start()]}.{{}}.{module[layer.end() :]}")
-        if module_id is not None:
-            return module, (int(layer[1]), module_id)
+        in_base = f"{module[: layer.start()]}.{{}}.{module[layer.end() :]}"
+        ids = known.get(in_base, known.get(without_wrapper(in_base)))
+        if ids is not None:
+            return module, int(layer[1]), ids
+    if re.search(r"\.experts\b", module):
+        raise ConfigError(
+            f"{where}: {tensor_name(module)} is not supported: an adapter may change attention, "
+            "dense MLPs and shared experts, not the experts that a router chooses"
+        )
     ends = sorted({name.partition("{}.")[2] for name in known})
     raise ConfigError(
         f"{where}: {tensor_name(module)} is not supported: a module must be one of {ends} of a "

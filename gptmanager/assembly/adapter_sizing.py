@@ -23,7 +23,8 @@ class AdapterSizes(NamedTuple):
     """The sizes of the adapter cache, and of the adapters that it can hold.
 
     `modules`: by id, in ascending order. `dtype`: the name of the pages' dtype. `widths`: if ranks
-    share modules, the width of this rank's part of each, by id.
+    share modules, the width of this rank's part of each, by id; `layer_widths`: where it differs,
+    by layer and id.
     """
 
     cache: CacheSizes
@@ -32,6 +33,7 @@ class AdapterSizes(NamedTuple):
     dtype: str
     pages_per_host_block: int = _DEFAULT.max_pages_per_block_host
     widths: tuple[tuple[int, int], ...] = ()
+    layer_widths: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -43,7 +45,8 @@ class AdapterSizes(NamedTuple):
         """The limits of a request's adapter."""
         modules, highest = dict(self.modules), self.cache.max_adapter_size
         widths = dict(self.widths)
-        return AdapterLimits(modules, self.num_layers, self.torch_dtype, highest, widths)
+        others = {(layer, module_id): width for layer, module_id, width in self.layer_widths}
+        return AdapterLimits(modules, self.num_layers, self.torch_dtype, highest, widths, others)
 
     @property
     def device_bytes(self) -> int:
@@ -64,13 +67,16 @@ def adapter_sizes(
         return None
     dtype: torch.dtype = model.spec.dtype
     widths = {module_id: module.width for module_id, module in modules.items()}
-    num_layers, kept = model.spec.num_layers, {}
+    num_layers, kept, others = model.spec.num_layers, {}, []
     first_layers: tuple[int, ...] = ()
     share: AdapterShare | None = getattr(model, "adapter_share", None)
     if share is not None:
-        kept = {module_id: cut.width for module_id, cut in share.cuts.items()}
+        for (layer, module_id), cut in sorted(share.cuts.items()):
+            if kept.setdefault(module_id, cut.width) != cut.width:
+                others.append((layer, module_id, cut.width))
         num_layers, first_layers = share.num_layers, share.first_layers
-    own = widths | kept, num_layers, dtype.itemsize, int(free_bytes), first_layers
+    widest = {it: max(kept[it], *(w for _, own, w in others if own == it), 0) for it in kept}
+    own = widths | widest, num_layers, dtype.itemsize, int(free_bytes), first_layers
     sizes = cache_sizes(config, *own)
     sizes = sizes._replace(
         num_host_pages=min(sizes.num_host_pages, MAX_PAGES),
@@ -101,4 +107,5 @@ def adapter_sizes(
         str(dtype).removeprefix("torch."),
         config.max_pages_per_block_host,
         tuple(sorted(kept.items())),
+        tuple(others),
     )

@@ -78,7 +78,9 @@ class AdapterPool:
         if share is None:
             return [row.values for row in rows]
         return [
-            share.cuts[row.module_id].of(row) if row.layer in share.layers else row.values[:0]
+            share.cuts[row.layer, row.module_id].of(row)
+            if row.layer in share.layers
+            else row.values[:0]
             for row in rows
         ]
 
@@ -215,10 +217,11 @@ def _copy(target: Tensor, source: Tensor) -> Pieces[None]:
 
 
 def _layout(modules: Mapping[int, LoraModule]) -> Layout:
-    layout: Layout = {"qkv": (), "out": (), "up": (), "down": ()}
-    for number, it in enumerate(modules.values()):
-        module = AdapterModule(number, it.first_column, it.num_columns, it.input_width)
-        layout[it.matrix] += (module,)
+    layout: Layout = {}
+    for number, module in enumerate(modules.values()):
+        for it in (module, *module.variants):
+            own = AdapterModule(number, it.first_column, it.num_columns, it.input_width)
+            layout[it.matrix] = (*layout.get(it.matrix, ()), own)
     return layout
 
 

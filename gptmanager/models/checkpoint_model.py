@@ -32,6 +32,7 @@ from gptmanager.models.layer_tensors import (
 from gptmanager.models.lora_modules import adapter_share, lora_modules
 from gptmanager.models.rope import Rope, rope_table
 from gptmanager.models.spec import ModelSpec, QueryTemperature
+from gptmanager.models.split_norms import norm_over_ranks
 from gptmanager.models.splits import rank_spec, vocabulary_shares
 from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout
@@ -267,11 +268,9 @@ class CheckpointModel:
     ) -> Tensor:
         """`[T, C]` normalized -> `[T, H * D]`: the mixed values, before the output projection."""
         norms = self.spec.norms
-        qkv = self._project(hidden, layer.qkv, layer, "qkv", adapters)
-        for columns, width, weight in layer.head_norms:
-            centered = norms.query_key_kind == "layer"
-            kind = {"centered": centered, "plus_one": norms.plus_one}
-            self._kernels.norm_heads(qkv, columns, width, weight, norms.eps, **kind)
+        qkv = self._project(hidden, layer.qkv, layer, layer.qkv_name, adapters)
+        if layer.head_norms:
+            self._norm_heads(layer, qkv)
         queries = self._kernels.rope_and_write(
             qkv,
             positions,
@@ -288,6 +287,17 @@ class CheckpointModel:
             queries = _warmed(queries, positions, layer.temperature)
         return self._kernels.attention(queries, pages, rows, layer.attention, layer.sinks)
 
+    def _norm_heads(self, layer: LayerTensors, qkv: Tensor) -> None:
+        norms = self.spec.norms
+        if self._collectives is not None and norms.query_key == "all_heads":
+            whole = self.whole_spec.layers[self.spec.first_layer + layer.number].attention
+            given = qkv, layer.head_norms, norms.eps, norms.plus_one, whole
+            norm_over_ranks(*given, self._collectives)
+            return
+        kind = {"centered": norms.query_key_kind == "layer", "plus_one": norms.plus_one}
+        for columns, width, weight in layer.head_norms:
+            self._kernels.norm_heads(qkv, columns, width, weight, norms.eps, **kind)
+
     def _feed_forward(
         self,
         layer: LayerTensors,
@@ -300,7 +310,7 @@ class CheckpointModel:
 
         `hidden`: what attention has read.
         """
-        out = self._project(attended, layer.out, layer, "out", adapters)
+        out = self._project(attended, layer.out, layer, layer.out_name, adapters)
         if self.spec.parallel:
             if layer.mlp_norm is not None:
                 hidden = self._norm(residual, layer.mlp_norm)

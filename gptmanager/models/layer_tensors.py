@@ -12,6 +12,7 @@ from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix
 from gptmanager.memory.weights import Weights
+from gptmanager.models.parameters import matrix_names
 from gptmanager.models.rope import Rope
 from gptmanager.models.spec import Mlp, ModelSpec, QueryTemperature
 
@@ -46,19 +47,19 @@ class ExpertLayer(NamedTuple):
 
 
 class DenseLayer(NamedTuple):
-    """An MLP. `up_name` and `down_name`: of its matrices."""
+    """An MLP. `up_name` and `down_name`: see `matrix_names`."""
 
     mlp: Mlp
     up: Affine
     down: Affine
-    up_name: str = "up"
-    down_name: str = "down"
+    up_name: str
+    down_name: str
 
 
 class LayerTensors(NamedTuple):
     """The tensors of a layer; `number`: of the layer among those of this rank.
 
-    `q_norm` and `k_norm` are part of the rotation, `head_norms` come before it. A norm that the
+    `qkv_name` and `out_name`: see `matrix_names`. `q_norm` and `k_norm` are part of the rotation, `head_norms` come before it. A norm that the
     layer does not have is None. `next_norm`: the norm that the next layer begins with, or the
     network ends with.
     """
@@ -66,6 +67,7 @@ class LayerTensors(NamedTuple):
     number: int
     attention_norm: Norm | None
     qkv: Affine
+    qkv_name: str
     q_norm: Tensor | None
     k_norm: Tensor | None
     head_norms: tuple[HeadNorm, ...]
@@ -75,6 +77,7 @@ class LayerTensors(NamedTuple):
     sinks: Tensor | None
     cache_scales: Tensor | None
     out: Affine
+    out_name: str
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp: DenseLayer | ExpertLayer
@@ -89,6 +92,7 @@ def layer_tensors(
     prefix, own = f"layers.{index}", spec.layers[index].attention
     is_last = index == len(spec.layers) - 1
     following = "final_norm" if is_last else f"layers.{index + 1}.attention_norm"
+    names = matrix_names(spec, index)
     q_norm = k_norm = None
     if spec.norms.query_key in ("head", "rotated_head"):
         q_norm = weights.tensor(f"{prefix}.q_norm.weight")
@@ -104,6 +108,7 @@ def layer_tensors(
         number=index - spec.first_layer,
         attention_norm=norm(f"{prefix}.attention_norm"),
         qkv=_affine(weights, f"{prefix}.qkv"),
+        qkv_name=names["qkv"],
         q_norm=q_norm,
         k_norm=k_norm,
         head_norms=_head_norms(spec, weights, index),
@@ -113,6 +118,7 @@ def layer_tensors(
         sinks=weights.tensor(f"{prefix}.sinks") if own.sinks else None,
         cache_scales=cache_scales,
         out=_affine(weights, f"{prefix}.out"),
+        out_name=names["out"],
         attention_out_norm=norm(f"{prefix}.attention_out_norm"),
         mlp_norm=norm(f"{prefix}.mlp_norm"),
         mlp=_mlp(spec, weights, index),
@@ -163,20 +169,17 @@ def _head_norms(spec: ModelSpec, weights: Weights, index: int) -> tuple[HeadNorm
 
 
 def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLayer:
-    prefix, mlp = f"layers.{index}", spec.layers[index].mlp
+    prefix, mlp, names = f"layers.{index}", spec.layers[index].mlp, matrix_names(spec, index)
     experts = mlp.experts
+
+    def dense(up: str, down: str) -> DenseLayer:
+        own = (_affine(weights, f"{prefix}.{name}") for name in (up, down))
+        return DenseLayer(mlp, *own, names[up], names[down])
+
     if experts is None:
-        return DenseLayer(mlp, _affine(weights, f"{prefix}.up"), _affine(weights, f"{prefix}.down"))
+        return dense("up", "down")
     up, down = (_affine(weights, f"{prefix}.{name}") for name in ("experts_up", "experts_down"))
-    shared = None
-    if experts.shared_width:
-        shared = DenseLayer(
-            mlp,
-            _affine(weights, f"{prefix}.shared_up"),
-            _affine(weights, f"{prefix}.shared_down"),
-            "shared_up",
-            "shared_down",
-        )
+    shared = dense("shared_up", "shared_down") if experts.shared_width else None
     gate = weights[f"{prefix}.shared_gate.weight"] if experts.shared_gate else None
     matrices = ExpertMatrices(
         *(*up, *down, mlp.activation, mlp.gated),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gptmanager.models.spec import Attention, Mlp, ModelSpec, Norms
+from collections.abc import Mapping
+
+from gptmanager.models.spec import Attention, Layer, Mlp, ModelSpec, Norms
 
 Shape = tuple[int, ...]
 
@@ -50,6 +52,32 @@ def wide_parameters(spec: ModelSpec) -> list[str]:
     """Return the parameters that choose experts: rounded, they would choose others."""
     names = ("router.weight", "router.bias", "correction")
     return [name for name in parameter_shapes(spec) if name.endswith(names)]
+
+
+def matrix_names(spec: ModelSpec, index: int) -> Mapping[str, str]:
+    """Return our names of matrices in layer `index`'s matrices -> the names that adapters know them by.
+
+    A name means one shape in all layers: the second shape of `up` is `up/1`.
+    """
+    known: dict[str, list[tuple[int, ...]]] = {}
+    for layer in dict.fromkeys(spec.layers):
+        for matrix, shape in _adapted_shapes(layer).items():
+            same = known.setdefault(matrix, [])
+            if shape not in same:
+                same.append(shape)
+    numbers = {
+        it: known[it].index(shape) for it, shape in _adapted_shapes(spec.layers[index]).items()
+    }
+    return {it: f"{it}/{number}" if number else it for it, number in numbers.items()}
+
+
+def _adapted_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
+    own, experts = layer.attention, layer.mlp.experts
+    heads = own.num_heads, own.num_kv_heads, own.head_dim
+    found: dict[str, tuple[int, ...]] = {"qkv": heads, "out": heads}
+    if experts is None:
+        return found | dict.fromkeys(("up", "down"), (layer.mlp.width,))
+    return found | dict.fromkeys(("shared_up", "shared_down"), (experts.shared_width,))
 
 
 def _affine(name: str, shape: tuple[int, int], biased: bool) -> dict[str, Shape]:

@@ -45,6 +45,10 @@ SPLITS = {
     "lm_head": Split(rows=("tokens",)),
 }
 
+# where norms of queries and keys have weights for each head
+_NORMS = {"q_norm": Split(rows=("queries",)), "k_norm": Split(rows=("keys",))}
+_OF_ONE_HEAD = ("none", "head", "rotated_head")
+
 
 class Shares:
     """The ranges that each word in `SPLITS` means in a layer: the total, and a rank's part."""
@@ -122,10 +126,6 @@ def check(spec: ModelSpec, layout: RankLayout) -> None:
     given = f"ParallelConfig.tensor_parallel_size = {size}"
     for layer in dict.fromkeys(spec.layers):
         _check_layer(layer, size, given)
-    if size > 1 and spec.norms.query_key in ("own_head", "all_heads"):
-        raise ConfigError(
-            f"{given}: must be 1 for this family, in which norms of queries and keys span heads"
-        )
     if size > spec.vocab_size:
         raise ConfigError(f"{given} is more than the vocabulary's {spec.vocab_size} tokens")
     if stages > spec.num_layers:
@@ -179,10 +179,11 @@ def rank_cuts(spec: ModelSpec, layout: RankLayout) -> dict[str, Cut]:
     """Return the part that a rank keeps, by parameter. Raises what `check` raises."""
     by_layer = layer_shares(spec, layout)
     modules = _modules(spec, layout, by_layer[0].layers)
+    splits = SPLITS if spec.norms.query_key in _OF_ONE_HEAD else {**SPLITS, **_NORMS}
     cuts: dict[str, Cut] = {}
     for name, shape in parameter_shapes(spec).items():
         module, kind = name.removesuffix(".weight").removesuffix(".bias"), name.rpartition(".")[2]
-        split = SPLITS.get(module.rpartition(".")[2], Split())
+        split = splits.get(module.rpartition(".")[2], Split())
         if not any(module.startswith(own) for own in modules):
             continue
         if kind == "bias" and split.columns and layout.part:

@@ -106,8 +106,9 @@ def _check_adapters(sizes: AdapterSizes) -> None:
     _require("num_layers", sizes.num_layers, 1, 1 << 16)
     for module_id, module in sizes.modules:
         _require("module_id", module_id, 0, len(LORA_MODULE_NAMES) - 1)
-        _require("input_width", module.input_width, 1, _INT32)
-        _require("num_columns", module.num_columns, 1, _INT32)
+        for own in (module, *module.variants):
+            _require("input_width", own.input_width, 1, _INT32)
+            _require("num_columns", own.num_columns, 1, _INT32)
     if sizes.dtype not in _ADAPTER_DTYPES:
         raise RecordingError(f"adapters.dtype = {sizes.dtype!r} is none of {_ADAPTER_DTYPES}")
 

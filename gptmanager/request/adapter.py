@@ -35,22 +35,49 @@ LORA_MODULE_NAMES = (
 LORA_MODULE_IDS: Mapping[str, int] = {name: i for i, name in enumerate(LORA_MODULE_NAMES)}
 
 
+class LoraVariant(NamedTuple):
+    """A `LoraModule` in the layers in which it has another matrix or other sizes."""
+
+    matrix: str
+    first_column: int
+    num_columns: int
+    input_width: int
+    order: tuple[tuple[int, int, int], ...]
+    layers: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Number of elements of an adapter's row for each of its ranks."""
+        return self.input_width + self.num_columns
+
+
 class LoraModule(NamedTuple):
     """A part of a model's layer that adapters may change.
 
     Its input is that of the network's matrix `matrix`, with `input_width` elements. It adds to
-    `num_columns` of that matrix's outputs, from `first_column` on.
+    `num_columns` of that matrix's outputs, from `first_column` on. `order`: the rows of the
+    adapter's B that these columns are, as (start, stop, step) of ranges; empty: all, in their
+    order. `layers`: the layers with these sizes, empty: all. `variants`: the module in others.
     """
 
     matrix: str
     first_column: int
     num_columns: int
     input_width: int
+    order: tuple[tuple[int, int, int], ...] = ()
+    layers: tuple[int, ...] = ()
+    variants: tuple[LoraVariant, ...] = ()
 
     @property
     def width(self) -> int:
-        """Number of elements of an adapter's row for each of its ranks."""
-        return self.input_width + self.num_columns
+        """Number of elements of an adapter's row for each of its ranks, in the widest layer."""
+        return max(it.input_width + it.num_columns for it in (self, *self.variants))
+
+    def of(self, layer: int) -> LoraVariant | None:
+        """Return the module in a layer; None: the layer does not have it."""
+        if not self.layers or layer in self.layers:
+            return LoraVariant(*self[:6])
+        return next((it for it in self.variants if layer in it.layers), None)
 
 
 class LoraCut(NamedTuple):
@@ -76,24 +103,25 @@ class LoraCut(NamedTuple):
 class AdapterShare(NamedTuple):
     """The part of a model, and of its adapters, that one of several processes has.
 
-    `modules`: the modules as this process computes them; `cuts`: the parts of the whole modules;
-    both by id. `layers`: the layers of the whole model that it has; all stages except the first
-    begin at `first_layers`.
+    `modules`: the modules as this process computes them, by id; `cuts`: the parts of the whole
+    modules, by layer and id. `layers`: the layers of the whole model that it has; all stages except
+    the first begin at `first_layers`.
     """
 
     modules: Mapping[int, LoraModule]
-    cuts: Mapping[int, LoraCut]
+    cuts: Mapping[tuple[int, int], LoraCut]
     layers: range
     num_layers: int
     first_layers: tuple[int, ...] = ()
 
 
 class AdapterLimits(NamedTuple):
-    """The adapters that a model accepts: `modules` by id, the same in each layer.
+    """The adapters that a model accepts: its `modules`, by id.
 
     Their LoRA ranks are at most `max_adapter_size`.
 
-    `widths`: the kept width of each module that is not kept whole.
+    `widths`: the kept width of each module that is not kept whole, by id; `layer_widths`: where it
+    differs, by layer and id.
     """
 
     modules: Mapping[int, LoraModule]
@@ -101,6 +129,18 @@ class AdapterLimits(NamedTuple):
     dtype: torch.dtype
     max_adapter_size: int
     widths: Mapping[int, int] = MappingProxyType({})
+    layer_widths: Mapping[tuple[int, int], int] = MappingProxyType({})
+
+    def module(self, layer: int, module_id: int) -> LoraVariant:
+        """Return a module of a layer that has it."""
+        found = self.modules[module_id].of(layer)
+        assert found is not None
+        return found
+
+    def kept_width(self, layer: int, module_id: int) -> int:
+        """Return the kept width of a module of a layer that has it."""
+        own = self.layer_widths.get((layer, module_id), self.widths.get(module_id))
+        return self.module(layer, module_id).width if own is None else own
 
 
 class AdapterRow(NamedTuple):
@@ -154,15 +194,13 @@ class AdapterTensors:
     The constructor is fast. `read` takes as long as a copy does, and may run on any thread.
     """
 
-    __slots__ = ("_dtype", "_modules", "_rows", "_weights", "_widths")
+    __slots__ = ("_limits", "_rows", "_weights")
 
     def __init__(self, weights: Any, config: Any, limits: AdapterLimits) -> None:
         """Raise InvalidRequestError for invalid tensors, AdapterError if the model does not fit."""
         self._rows = _read_config(config, limits)
         self._weights = as_float_rows("lora_weights", weights)
-        self._dtype, self._modules = limits.dtype, limits.modules
-        whole = {module_id: module.width for module_id, module in limits.modules.items()}
-        self._widths = {**whole, **limits.widths}
+        self._limits = limits
         count, width = self._weights.shape
         if count != len(self._rows):
             raise InvalidRequestError(
@@ -170,7 +208,7 @@ class AdapterTensors:
                 "same number of rows"
             )
         for row, (module_id, layer, rank) in enumerate(self._rows):
-            module = limits.modules[module_id]
+            module = limits.module(layer, module_id)
             if width < rank * module.width:
                 raise AdapterError(
                     f"lora_weights[{row}] has {width} elements: {_module(module_id)} of layer "
@@ -184,7 +222,7 @@ class AdapterTensors:
         The number counts the elements that this process keeps.
         """
         return sorted(
-            (layer, module_id, rank, rank * self._widths[module_id])
+            (layer, module_id, rank, rank * self._limits.kept_width(layer, module_id))
             for module_id, layer, rank in self._rows
         )
 
@@ -207,10 +245,12 @@ class AdapterTensors:
         """
         rows = []
         for row, (module_id, layer, rank) in enumerate(self._rows):
-            module = self._modules[module_id]
+            module = self._limits.module(layer, module_id)
             values = yield from read_start(
-                "lora_weights", self._weights, row, rank * module.width, self._dtype
+                "lora_weights", self._weights, row, rank * module.width, self._limits.dtype
             )
+            if module.order:
+                values = _reordered(values, rank, module)
             rows.append(AdapterRow(layer, module_id, rank, module.input_width, values))
         rows.sort(key=lambda row: (row.layer, row.module_id))
         return Adapter(rows, (yield from _digest(rows)))
@@ -283,6 +323,11 @@ def _check_row(row: int, module_id: int, layer: int, rank: int, limits: AdapterL
             f"lora_config[{row}]: module_id = {_module(module_id)}: the model has only "
             f"{', '.join(map(_module, sorted(limits.modules)))}"
         )
+    if 0 <= layer < limits.num_layers and limits.modules[module_id].of(layer) is None:
+        raise AdapterError(
+            f"lora_config[{row}]: module_id = {_module(module_id)}: layer {layer} of the model "
+            "does not have it"
+        )
     if layer < 0 or rank < 1:
         field, value, least = ("layer_idx", layer, 0) if layer < 0 else ("adapter_size", rank, 1)
         raise InvalidRequestError(f"lora_config[{row}]: {field} = {value} is less than {least}")
@@ -299,6 +344,13 @@ def _check_row(row: int, module_id: int, layer: int, rank: int, limits: AdapterL
 
 def _module(module_id: int) -> str:
     return f"{module_id} ({LORA_MODULE_NAMES[module_id]})"
+
+
+def _reordered(values: Tensor, rank: int, module: LoraVariant) -> Tensor:
+    """Return A and B, with the rows of B in the order in which the model has its own rows."""
+    a, b = values.split([rank * module.input_width, rank * module.num_columns])
+    order = torch.cat([torch.arange(*run) for run in module.order])
+    return torch.cat((a, b.view(module.num_columns, rank)[order].flatten()))
 
 
 def _digest(rows: Sequence[AdapterRow]) -> Pieces[str]:

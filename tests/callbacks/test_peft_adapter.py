@@ -183,7 +183,10 @@ def test_what_is_no_plain_lora_is_refused_by_name(tmp_path, fields, text):
         ("model.embed_tokens.lora_embedding_A", "lora_embedding_A does not belong"),
         ("model.embed_tokens.weight", "embed_tokens.weight does not belong"),
         ("lm_head.lora_A.weight", "lm_head is not supported: a module must be one of"),
-        ("model.layers.0.mlp.experts.1.up_proj.lora_A.weight", "is not supported: a module must"),
+        (
+            "model.layers.0.mlp.experts.1.up_proj.lora_A.weight",
+            "not the experts that a router chooses",
+        ),
         ("vision.model.layers.0.mlp.up_proj.lora_A.weight", "is not supported: a module must"),
         ("transformer.h.0.attn.query_key_value.lora_A.weight", "query_key_value is not supported"),
         (
@@ -299,3 +302,11 @@ def test_random_patterns_match_as_those_of_python():
         own = NamePattern(pattern, Steps(100_000))
         for name in chance.sample(names, 20):
             assert own.matches(name) == bool(re.fullmatch(pattern, name)), (pattern, name)
+
+
+def test_modules_of_a_multimodal_checkpoint_are_those_of_its_text_model(tmp_path):
+    layer = "layers.0.self_attn.q_proj"
+    save_adapter(tmp_path, {f"model.language_model.{layer}": pair()})
+    wrapped, _ = load_peft_adapter(tmp_path)
+    save_adapter(tmp_path, {f"model.{layer}": pair()})
+    np.testing.assert_array_equal(wrapped, load_peft_adapter(tmp_path)[0])

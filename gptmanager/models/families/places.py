@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gptmanager.memory.weights import Place, Run
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.table import FAMILIES
 from gptmanager.models.parameters import Shape, parameter_shapes
+from gptmanager.models.rope import Rope
 from gptmanager.models.spec import Attention, Layer, ModelSpec
+
+Order = tuple[tuple[int, int, int], ...]
 
 _ROTATED = ("q", "k")
 
@@ -29,14 +32,42 @@ def place_tensors(spec: ModelSpec) -> dict[str, Place]:
             for kind in (".weight", ".bias", ""):
                 parameter = f"layers.{index}.{ours}{kind}"
                 if parameter in shapes:
-                    stacks = spec.norms.query_key == "own_head"
-                    given = parameter, shapes[parameter], stacks
-                    own = _in_layer(family, layer, theirs, part, *given)
+                    given = parameter, shapes[parameter]
+                    own = _in_layer(spec, layer, theirs, part, *given)
                     for name, place in own:
                         places[_tensor_name(name, index, kind, part)] = place
     if spec.tied_embeddings:
         places["lm_head.weight"] = Place("embedding.weight", twin=True)
     return places | _place_scales(spec, family)
+
+
+def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
+    """Return the order in which layer `index` has a checkpoint's rows of queries and keys.
+
+    By the names of LoRA's modules; a module whose rows are in their own order is left out.
+    """
+    own, family = spec.layers[index].attention, FAMILIES[spec.family]
+    parts = {part for ours, part in family.tensors.values() if ours == "qkv"}
+    if parts & {"by_head", "by_group"}:
+        return {"attn_qkv": _order(_fused_by_group(own, "by_head" in parts))}
+    rope = _pairs(spec)
+    if rope is None or "q" not in parts:
+        return {}
+    queries, keys = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+    orders = [
+        _order(_head_runs(own, rope, 0, heads)) for heads in (own.num_heads, own.num_kv_heads)
+    ]
+    moved = tuple((start + queries, stop + queries, step) for start, stop, step in orders[1])
+    values = (queries + keys, queries + 2 * keys, 1)
+    whole = (*orders[0], *moved, values)
+    return {"attn_qkv": whole, "attn_q": orders[0], "attn_k": orders[1]}
+
+
+def _order(runs: Sequence[Run]) -> Order:
+    return tuple(
+        (source.start, source.stop, source.step)
+        for source, _ in sorted(runs, key=lambda run: run.row)
+    )
 
 
 def _tensor_name(name: str, layer: int, kind: str, part: str | None) -> str:
@@ -49,19 +80,15 @@ def _tensor_name(name: str, layer: int, kind: str, part: str | None) -> str:
 
 
 def _in_layer(
-    family: Family,
+    spec: ModelSpec,
     layer: Layer,
     theirs: str,
     part: str | None,
     parameter: str,
     shape: Shape,
-    stacks_heads: bool,
 ) -> Iterator[tuple[str, Place]]:
-    """Yield the tensors of a module of a layer, with {} for the layer, and their places.
-
-    `stacks_heads`: norms of queries and keys are matrices, with a row for each head.
-    """
-    num_rows, experts = shape[0], layer.mlp.experts
+    """Yield the tensors of a module of a layer, with {} for the layer, and their places."""
+    num_rows, experts, family = shape[0], layer.mlp.experts, FAMILIES[spec.family]
     is_matrix = len(shape) == 2 and "norm" not in parameter
     transposed = family.transposed and is_matrix
     if experts is not None and ".experts_" in parameter:
@@ -74,12 +101,14 @@ def _in_layer(
         heads, kv_heads = own.num_heads, own.num_kv_heads
         first = {"q": 0, "k": heads, "v": heads + kv_heads}[part]
         count = heads if part == "q" else kv_heads
-        rotated = part in _ROTATED
-        yield theirs, _heads(parameter, own, first, count, rotated, transposed)
+        rope = _pairs(spec) if part in _ROTATED else None
+        yield theirs, _heads(parameter, own, first, count, rope, transposed)
     elif parameter.endswith(("q_norm.weight", "k_norm.weight")):
         count = num_rows // layer.attention.head_dim
-        place = _heads(parameter, layer.attention, 0, count, True, False)
-        yield theirs, replace(place, stacked=count) if stacks_heads else place
+        place = _heads(parameter, layer.attention, 0, count, _pairs(spec), False)
+        # a norm for each head is a matrix, with a row for each head
+        is_stacked = spec.norms.query_key == "own_head"
+        yield theirs, replace(place, stacked=count) if is_stacked else place
     elif part == "row":  # a matrix of one row
         yield theirs, Place(parameter, stacked=1)
     elif part in ("gate", "up"):
@@ -89,25 +118,38 @@ def _in_layer(
         yield theirs, Place(parameter, transposed=transposed)
 
 
-def _heads(
-    parameter: str, own: Attention, first: int, count: int, rotated: bool, transposed: bool
-) -> Place:
-    """Return the place of `count` heads that start with head `first`.
+def _pairs(spec: ModelSpec) -> Rope | None:
+    """Return a rope whose rotated pairs are neighbors in a checkpoint; None: they are not.
 
-    If rotated pairs are neighbors in a checkpoint, its rows are reordered: first elements of the
-    pairs, second elements, and those that are not rotated.
+    Its order of rows is that of all layers, also of those that do not rotate: there it changes
+    queries and keys alike, and so no score.
     """
-    dim, rope = own.head_dim, own.rope
-    if not rotated or rope is None or not rope.interleaved:
+    return next((rope for rope in spec.ropes if rope is not None and rope.interleaved), None)
+
+
+def _heads(
+    parameter: str, own: Attention, first: int, count: int, rope: Rope | None, transposed: bool
+) -> Place:
+    """Return the place of `count` heads from head `first` on, in the order of `rope` (`_pairs`)."""
+    if rope is None:
+        dim = own.head_dim
         return Place(parameter, first * dim, count * dim, transposed=transposed)
-    half, runs = rope.dim // 2, []
+    return Place(parameter, runs=_head_runs(own, rope, first, count), transposed=transposed)
+
+
+def _head_runs(own: Attention, rope: Rope, first: int, count: int) -> tuple[Run, ...]:
+    """Return the rows of heads whose rotated pairs are neighbors in a checkpoint.
+
+    They are reordered: first elements of the pairs, second ones, and those that are not rotated.
+    """
+    dim, half, runs = own.head_dim, rope.dim // 2, []
     for head in range(count):
         source, row = head * dim, (first + head) * dim
         end = source + rope.dim
         runs += [Run(range(source, end, 2), row), Run(range(source + 1, end, 2), row + half)]
         if rope.dim < dim:
             runs.append(Run(range(end, source + dim), row + rope.dim))
-    return Place(parameter, runs=tuple(runs), transposed=transposed)
+    return tuple(runs)
 
 
 def _fused_by_group(own: Attention, by_head: bool) -> tuple[Run, ...]:

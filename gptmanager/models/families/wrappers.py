@@ -41,6 +41,12 @@ _OF_WRAPPER = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_conf
 _MEDIA_FIELDS = re.compile(r"(vision|audio|image|video|vit|mm|boi|eoi)_.*")
 
 
+def without_wrapper(name: str) -> str:
+    """Return a tensor's name as it is without a wrapper around the model."""
+    theirs = next(filter(name.startswith, PREFIXES), "")
+    return PREFIXES.get(theirs, "") + name.removeprefix(theirs)
+
+
 def is_wrapper(config: Mapping[str, Any]) -> bool:
     """Return whether a config is that of a wrapper around a text model."""
     name = config.get("model_type")

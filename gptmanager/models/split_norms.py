@@ -1,0 +1,37 @@
+"""`norm_over_ranks`: the RMS norm of queries and keys over all heads, where ranks have some each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.attention.paged_formulas import widened
+from gptmanager.models.layer_tensors import HeadNorm
+from gptmanager.models.spec import Attention
+from gptmanager.ranks.collectives import Collectives
+
+
+def norm_over_ranks(
+    qkv: Tensor,
+    norms: Sequence[HeadNorm],
+    eps: float,
+    plus_one: bool,
+    whole: Attention,
+    collectives: Collectives,
+) -> None:
+    """Norm this rank's queries and keys of `qkv [T, N]`, in place, as parts of all heads.
+
+    `norms`: of the queries and of the keys. `whole`: the attention of all ranks together.
+    """
+    parts = [qkv[:, it.columns.start : it.columns.stop] for it in norms]
+    squares = torch.stack([widened(part).square().sum(-1) for part in parts], 1)
+    # where there are more ranks than KV heads, several have the same ones
+    squares[:, 1] /= max(1, collectives.layout.tensor_parallel_size // whole.num_kv_heads)
+    squares = collectives.all_reduce(squares)
+    for number, (part, norm) in enumerate(zip(parts, norms, strict=True)):
+        heads = (whole.num_heads, whole.num_kv_heads)[number]
+        mean = squares[:, number : number + 1] / (heads * whole.head_dim)
+        weight = widened(norm.weight) + plus_one
+        part.copy_(widened(part) * torch.rsqrt(mean + eps) * weight)

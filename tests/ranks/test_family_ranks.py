@@ -1,0 +1,44 @@
+"""Every family of the table with adapters and over ranks: the logits of merged weights on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from family_adapters import adapted_logits, plain_logits, save_family_adapter
+from family_configs import FAMILY_CONFIGS, VARIANTS
+from family_runs import family_folder
+from rank_threads import World
+
+from gptmanager.callbacks import load_peft_adapter
+from gptmanager.kernels import Kernels
+from gptmanager.models import load_model
+from gptmanager.models.checkpoint_parts import read_config
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+EXACT = {"dtype": "float64"}
+
+
+@pytest.mark.parametrize("name", [*FAMILY_CONFIGS, *VARIANTS])
+def test_adapters_on_ranks_are_merged_weights_on_one(name: str, tmp_path: Path) -> None:
+    folder = family_folder(name)
+    merged = save_family_adapter(name, tmp_path)
+    adapter = load_peft_adapter(tmp_path, model=folder)
+    plain = load_model(folder, kernels=Kernels(), **EXACT)
+    expected = [
+        plain_logits(plain),
+        plain_logits(load_model((read_config(folder), merged), kernels=Kernels(), **EXACT)),
+    ]
+    assert (expected[0] - expected[1]).abs().max() > 0.1 * expected[0].std()
+
+    def logits(model):
+        return [plain_logits(model), adapted_logits(model, *adapter)]
+
+    def on_a_rank(collectives):
+        return logits(load_model(folder, kernels=Kernels(), collectives=collectives, **EXACT))
+
+    for found in (logits(plain), World(2, 2).run(on_a_rank)[0]):
+        for own, right in zip(found, expected, strict=True):
+            # merged weights are rounded to float32
+            assert (own - right).abs().max() < 2e-5 * right.std()
