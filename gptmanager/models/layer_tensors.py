@@ -59,9 +59,9 @@ class DenseLayer(NamedTuple):
 class LayerTensors(NamedTuple):
     """The tensors of a layer; `number`: of the layer among those of this rank.
 
-    `qkv_name` and `out_name`: see `matrix_names`. `q_norm` and `k_norm` are part of the rotation, `head_norms` come before it. A norm that the
-    layer does not have is None. `next_norm`: the norm that the next layer begins with, or the
-    network ends with.
+    `qkv_name` and `out_name`: see `matrix_names`. `q_norm` and `k_norm` are part of the rotation,
+    `head_norms` come before it. A norm that the layer does not have is None. `next_norm`: the norm
+    that the next layer begins with, or the network ends with.
     """
 
     number: int

@@ -55,7 +55,7 @@ def wide_parameters(spec: ModelSpec) -> list[str]:
 
 
 def matrix_names(spec: ModelSpec, index: int) -> Mapping[str, str]:
-    """Return our names of matrices in layer `index`'s matrices -> the names that adapters know them by.
+    """Return our names of layer `index`'s matrices -> the names that adapters know them by.
 
     A name means one shape in all layers: the second shape of `up` is `up/1`.
     """

@@ -1,4 +1,4 @@
-"""`norm_over_ranks`: the RMS norm of queries and keys over all heads, where ranks have some each."""
+"""`norm_over_ranks`: the RMS norm of queries and keys over the heads of all ranks."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Every family of the table with adapters and over ranks: the logits of merged weights on one."""
+"""Every family of the table with adapters and over ranks: the logits of merged weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 from family_adapters import adapted_logits, plain_logits, save_family_adapter
 from family_configs import FAMILY_CONFIGS, VARIANTS
 from family_runs import family_folder

@@ -119,7 +119,7 @@ def _in_layer(
 
 
 def _pairs(spec: ModelSpec) -> Rope | None:
-    """Return a rope whose rotated pairs are neighbors in a checkpoint; None: they are not.
+    """Return a rope with rotated pairs that are neighbors in a checkpoint; None: there is none.
 
     Its order of rows is that of all layers, also of those that do not rotate: there it changes
     queries and keys alike, and so no score.
@@ -138,7 +138,7 @@ def _heads(
 
 
 def _head_runs(own: Attention, rope: Rope, first: int, count: int) -> tuple[Run, ...]:
-    """Return the rows of heads whose rotated pairs are neighbors in a checkpoint.
+    """Return the rows of heads with rotated pairs that are neighbors in a checkpoint.
 
     They are reordered: first elements of the pairs, second ones, and those that are not rotated.
     """
