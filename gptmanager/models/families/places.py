@@ -44,7 +44,7 @@ def place_tensors(spec: ModelSpec) -> dict[str, Place]:
 def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
     """Return the order in which layer `index` has a checkpoint's rows of queries and keys.
 
-    By the names of LoRA's modules; a module whose rows are in their own order is left out.
+    By the names of LoRA's modules; a module without a new order of rows is left out.
     """
     own, family = spec.layers[index].attention, FAMILIES[spec.family]
     parts = {part for ours, part in family.tensors.values() if ours == "qkv"}
