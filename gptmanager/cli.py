@@ -22,6 +22,7 @@ from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError, GptManagerError, RecordingError
 from gptmanager.picture.command import add_command as add_picture
 from gptmanager.replay.command import add_command as add_replay
+from gptmanager.run.chat.command import add_command as add_chat
 from gptmanager.run.command import add_command as add_run
 from gptmanager.run.convert_command import add_command as add_convert
 from gptmanager.run.models_command import add_command as add_models
@@ -37,6 +38,7 @@ Run GPT-style models behind four callbacks: in-flight batching over a paged KV c
 """
 _EXAMPLES = """\
 examples:
+  gptmanager chat --model smollm2
   gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl
   gptmanager bench --num-requests 16 --peer transformers
 
@@ -142,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gptmanager {__version__}")
     parser.set_defaults(command=None, parser=parser, json=False, threads=None, verbose=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    running = add_run, add_serve, add_models, add_convert
+    running = add_chat, add_run, add_serve, add_models, add_convert
     for add in (*running, add_bench, add_replay, add_simulate, add_picture):
         add(commands)
     return parser

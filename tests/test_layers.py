@@ -382,6 +382,7 @@ callbacks/                    ready-made callbacks, built on the public names on
         token_bytes           bytes of each token of a tokenizer (no torch)
         banned_texts          forbids texts, however they are tokenized
         guided_decoding       guided decoding for a checkpoint's tokenizer
+    longest_request           how many tokens a request may have in a running manager
     name_pattern              regular expressions with a limit of steps (no torch)
     adapters/                 LoRA adapters that PEFT saved
         peft_config           reads adapter_config.json
@@ -447,6 +448,18 @@ run/                          `gptmanager run`: a file of requests
     command                   arguments of `gptmanager run` (no torch)
     convert_main              runs `gptmanager convert`
     convert_command           arguments of `gptmanager convert` (no torch)
+    chat/                     `gptmanager chat`: a conversation with a model
+        conversation          messages of a chat, and the answers to choose from (no torch)
+        message_lines         a message from the lines that a person types (no torch)
+        chat_model            answers the messages of a chat with a manager
+        slash_commands        the commands of a chat, such as /clear (no torch)
+        interrupts            Ctrl-C stops an answer and not the program (no torch)
+        answers               texts of several answers while they are generated
+        terminal_view         a chat on a terminal
+        piped_view            a chat through pipes
+        session               asks and answers until the end
+        main                  runs `gptmanager chat` (no torch)
+        command               arguments of `gptmanager chat` (no torch)
     models_main               runs `gptmanager models` (no torch)
     models_command            arguments of `gptmanager models` (no torch)
 server/                       a manager behind HTTP and gRPC

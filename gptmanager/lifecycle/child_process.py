@@ -101,7 +101,12 @@ class ChildProcess:
         pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C on a terminal is for the command only
             )
         except (OSError, MemoryError) as error:
             raise NotStartedError(f"no process can be started: {error}") from None

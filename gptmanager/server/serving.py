@@ -15,12 +15,12 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import numpy as np
 import uvicorn
 import uvloop
 
-from gptmanager import GptManager, InferenceRequest, ManagerState
+from gptmanager import GptManager, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, broadcast
+from gptmanager.callbacks.longest_request import longest_request
 from gptmanager.errors import ConfigError
 from gptmanager.server.app import create_app
 from gptmanager.server.engine.engine import Engine
@@ -112,25 +112,6 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
         peft = params.peft_cache_manager_config
         has_adapters = peft.host_cache_size != 0 and peft.device_cache_percent != 0.0
         yield Engine(card, manager, queue, settings, metrics, has_adapters=has_adapters)
-
-
-def longest_request(manager: GptManager, at_most: int) -> int:
-    """Return the longest prompt with output that the manager accepts, in tokens: memory may have
-    made it lower its own limit.
-    """
-
-    def is_taken(length: int) -> bool:
-        request = InferenceRequest(0, {"input_ids": np.zeros(length - 1, dtype=np.int32)})
-        request.max_new_tokens = np.array([1], dtype=np.int32)
-        return manager.would_fit(request).accepted
-
-    low, high = 2, at_most
-    if is_taken(high):
-        return high
-    while low < high:  # the result is in low..high
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if is_taken(middle) else (low, middle - 1)
-    return low
 
 
 @contextlib.contextmanager

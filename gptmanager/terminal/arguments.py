@@ -58,6 +58,10 @@ def rate(text: str) -> float:
     return _number(text, "is not a number above 0", lambda value: 0 < value < math.inf)
 
 
+def number(text: str) -> float:
+    return _number(text, "is not a number of at least 0", lambda value: 0 <= value < math.inf)
+
+
 def _number(text: str, problem: str, is_valid: Callable[[float], bool]) -> float:
     try:
         value = float(text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+_KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+
 
 def printable(text: str) -> str:
     """Return a text on one line, without control characters."""
@@ -13,6 +15,17 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return a text without control characters other than line ends."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def printable_text(text: str) -> str:
+    """Return a text for a terminal, without control characters other than line ends and tabs.
+
+    Characters that join emoji and letters stay.
+    """
+    return "".join(
+        character if character in _KEPT or character.isprintable() else _replacement(character)
+        for character in text
+    )
 
 
 def _replacement(character: str) -> str:

@@ -118,6 +118,12 @@ def test_a_forked_host_has_a_process_of_its_own(child):
     assert child.ask(question("theirs"), 30) == "theirs" and child._process.pid == pid
 
 
+def test_the_process_does_not_get_the_signals_of_the_terminal(child):
+    """Ctrl-C goes to all processes of a group."""
+    child.ask(question("a"), 30)
+    assert os.getpgid(child._process.pid) != os.getpgid(0)
+
+
 def test_a_process_ends_with_its_owner():
     child = ChildProcess(MODULE, {}, 1 << 27)
     child.ask(question("a"), 30)

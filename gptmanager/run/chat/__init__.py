@@ -1,0 +1,1 @@
+"""`gptmanager chat`: a conversation with a model, on a terminal or through pipes."""

@@ -1,0 +1,138 @@
+"""`ChatModel`: answers the messages of a chat with a manager of its own.
+
+Decides the sampling and the length of an answer. Knows neither terminals nor commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gptmanager.callbacks import ChatTemplate, Generation, RequestQueue, broadcast, load_tokenizer
+from gptmanager.callbacks.longest_request import longest_request
+from gptmanager.callbacks.text.checkpoint import special_tokens_of
+from gptmanager.callbacks.text.stop_strings import checked_stops
+from gptmanager.callbacks.text.templates import read_chat_templates, read_template_file
+from gptmanager.config import ModelType, OptionalParams
+from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
+from gptmanager.manager.gpt_manager import GptManager
+from gptmanager.models.checkpoint_parts import read_config, read_part
+from gptmanager.models.read_spec import read_spec
+from gptmanager.terminal.options import ManagerOptions
+
+# for a checkpoint that says nothing about sampling: small models repeat themselves without it
+_DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "min_p": "runtime_min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+
+
+class ChatModel:
+    """A model with its chat template. `context_size`: the most tokens of prompt and answer."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        template: ChatTemplate,
+        context_size: int,
+        max_new_tokens: int,
+        request_options: Mapping[str, Any],
+    ) -> None:
+        self.context_size = context_size
+        self._queue = queue
+        self._template = template
+        self._max_new_tokens = max_new_tokens
+        self._request_options = request_options
+
+    @property
+    def samples(self) -> bool:
+        """Whether two answers to a question may differ."""
+        options = self._request_options
+        return bool(options["temperature"]) and options.get("runtime_top_k") != 1
+
+    def start(self, messages: Sequence[Mapping[str, str]], count: int) -> list[Generation]:
+        """Begin `count` answers to the last message, which are generated in one batch.
+
+        InvalidRequestError if the chat template refuses the messages, CapacityError if they leave
+        no room for an answer.
+        """
+        prompt = self._template.render(messages)
+        if not prompt:
+            raise InvalidRequestError("the chat template makes no tokens of these messages")
+        room = self.context_size - len(prompt)
+        if room < 1:
+            raise CapacityError(
+                f"the conversation has {len(prompt):,} tokens with this message, and the context "
+                f"holds {self.context_size:,}, with at least one for the answer: shorten the "
+                "message, or begin a new conversation with /clear"
+            )
+        length = min(room, self._max_new_tokens)
+        submit = partial(self._queue.submit, prompt, length, is_streaming=True)
+        return [submit(**self._request_options) for _ in range(count)]
+
+
+@contextmanager
+def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Iterator[ChatModel]:
+    """Load the model of the command's options. ConfigError for wrong options or a wrong file."""
+    path: Path = options.model
+    spec = read_spec(read_config(path), max_seq_len=given.params.max_seq_len)
+    request_options = {"stop": checked_stops(options.stop), **_sampling(options)}
+    params = _params(given)
+    with (
+        _chat_template(path, options.chat_template) as template,
+        RequestQueue.for_checkpoint(path, exclude_input_in_output=True) as queue,
+    ):
+        get: Any = queue.get_inference_requests
+        poll: Any = queue.poll_stop_signal
+        if params.parallel_config is not None:
+            get, poll = broadcast(get, poll)
+        given_model = path, given.model_type, 1, given.scheduler
+        with GptManager(*given_model, get, queue.send_response, poll, None, params) as manager:
+            queue.attach(manager)
+            size = longest_request(manager, spec.max_seq_len)
+            yield ChatModel(queue, template, size, options.max_new_tokens, request_options)
+
+
+def _params(given: ManagerOptions) -> OptionalParams:
+    """Reuse the blocks of the earlier messages, and take prompts as long as the context."""
+    is_v1 = given.model_type is ModelType.V1  # supports neither
+    cache = replace(given.params.kv_cache_config, enable_block_reuse=not is_v1)
+    return replace(
+        given.params,
+        kv_cache_config=cache,
+        enable_chunked_context=None if is_v1 else True,
+        exclude_input_in_output=True,
+    )
+
+
+def _chat_template(path: Path, file: Path | None) -> ChatTemplate:
+    templates = read_chat_templates(path) if file is None else read_template_file(file)
+    if not templates:
+        raise ConfigError(
+            f"{quoted_path(path)} has no chat template: pass one with --chat-template FILE, or "
+            "continue texts with `gptmanager run --prompt`"
+        )
+    special = special_tokens_of(read_part(path, "tokenizer_config.json") or {})
+    return ChatTemplate(templates, load_tokenizer(path), special)
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling tensors of every request: the options, or else the checkpoint's."""
+    generation = read_part(options.model, "generation_config.json") or {}
+    of_model = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+    given = {name: getattr(options, name) for name in _SAMPLING}
+    chosen = {
+        **({"temperature": 0.0} if generation.get("do_sample") is False else of_model or _DEFAULTS),
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    chosen.setdefault("temperature", 1.0)
+    return {ours: chosen[name] for name, ours in _SAMPLING.items() if name in chosen}

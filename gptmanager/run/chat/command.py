@@ -1,0 +1,63 @@
+"""The arguments of `gptmanager chat`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gptmanager.terminal.arguments import natural, number, positive
+from gptmanager.terminal.options import add_manager_options, add_model, add_parser
+
+_MOST_ANSWERS = 2  # at once, with /fork
+_HELP = """\
+Talk to a model, which needs a chat template.
+
+Enter sends a message. A line that ends with a backslash continues on the next one, and three
+quotation marks (\"\"\") begin and end a message of several lines. Ctrl-C stops an answer, Ctrl-D
+ends the chat, and /help lists the commands.
+
+If the standard input is not a terminal, each of its lines is a message, and the standard output has
+the answers only.
+"""
+_SAMPLING = """\
+The default is what the checkpoint's generation_config.json says about sampling. If it says nothing:
+temperature 0.6, top-p 0.9, repetition penalty 1.1.
+"""
+_EXAMPLES = """\
+examples:
+  gptmanager chat --model smollm2
+  gptmanager chat --model smollm2 --system "Answer in one sentence." --temperature 0
+  echo "What is the capital of France?" | gptmanager chat --model smollm2
+
+exit status: 0 ended, 1 a message was not answered, 2 the call was wrong, 130 interrupted
+"""
+
+
+def add_command(commands: Any) -> None:
+    parser = add_parser(
+        commands,
+        "chat",
+        "gptmanager.run.chat.main:main",
+        help="talk to a model",
+        usage="gptmanager chat --model PATH [options]",
+        description=_HELP,
+        epilog=_EXAMPLES,
+    )
+    add_model(parser, required=True)
+    add = parser.add_argument
+    add("--system", metavar="TEXT", help="the system prompt (default: the chat template's)")
+    text = "a file with the chat template (default: the checkpoint's)"
+    add("--chat-template", type=Path, metavar="FILE", help=text)
+    text = "tokens of an answer (default %(default)s)"
+    add("--max-new-tokens", type=positive, default=1024, metavar="N", help=text)
+    text = "a text that ends an answer; may be repeated"
+    add("--stop", action="append", default=[], metavar="TEXT", help=text)
+    add = parser.add_argument_group("sampling", _SAMPLING).add_argument
+    add("--temperature", type=number, metavar="X", help="0: always the likeliest token")
+    add("--top-k", type=natural, metavar="N", help="only the N likeliest tokens; 0: all")
+    add("--top-p", type=number, metavar="X", help="only the likeliest tokens of this probability")
+    text = "only tokens of this probability, relative to the likeliest"
+    add("--min-p", type=number, metavar="X", help=text)
+    add("--repetition-penalty", type=number, metavar="X", help="above 1: fewer repetitions")
+    add_manager_options(parser)
+    parser.set_defaults(max_batch_size=_MOST_ANSWERS)

@@ -1,0 +1,88 @@
+"""`Conversation`: the messages of a chat, and the answers to choose from.
+
+Knows neither tokens nor terminals.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from gptmanager.errors import ConfigError, quoted
+
+Message = dict[str, str]
+
+
+class Conversation:
+    """Questions, each with its answer, after an optional system prompt."""
+
+    def __init__(self, system: str | None = None) -> None:
+        self.system = system
+        self._messages: list[Message] = []
+        self._answers: list[str] = []  # to the last question; one of them is in the messages
+        self._written: set[Path] = set()
+
+    @property
+    def messages(self) -> list[Message]:
+        """Return all messages, the system prompt first."""
+        first = [] if self.system is None else [_message("system", self.system)]
+        return [*first, *self._messages]
+
+    @property
+    def last_question(self) -> str | None:
+        return self._messages[-2]["content"] if self._messages else None
+
+    def asking(self, question: str, *, again: bool = False) -> list[Message]:
+        """Return the messages that end with a question, which does not become part of the chat.
+
+        `again`: it replaces the last question.
+        """
+        messages = self.messages[:-2] if again else self.messages
+        return [*messages, _message("user", question)]
+
+    def add(self, question: str, answers: Sequence[str], *, again: bool = False) -> None:
+        """Add a question with its answers; the chat continues with the first one."""
+        if again:
+            del self._messages[-2:]
+        self._answers = [*answers]
+        self._messages += [_message("user", question), _message("assistant", answers[0])]
+
+    def pick(self, number: int) -> None:
+        """Continue with this answer to the last question, from 1. ConfigError if there is none."""
+        if not 1 <= number <= len(self._answers):
+            count = len(self._answers)
+            raise ConfigError(
+                f"there is no answer {number}: the last question has {count}"
+                if count
+                else "there is no answer to choose: ask a question first"
+            )
+        self._messages[-1] = _message("assistant", self._answers[number - 1])
+
+    def clear(self) -> None:
+        """Remove all messages but the system prompt."""
+        self._messages.clear()
+        self._answers.clear()
+
+    def save(self, path: Path) -> None:
+        """Write the messages as a line of JSON, for `gptmanager run --requests`.
+
+        Only a file that this conversation has written is replaced. ConfigError if it cannot be
+        written.
+        """
+        own = Path(os.path.abspath(path))
+        try:
+            with open(own, "wb" if own in self._written else "xb") as file:
+                self._written.add(own)
+                file.write(orjson.dumps({"messages": self.messages}) + b"\n")
+        except FileExistsError:
+            raise ConfigError(f"{quoted(str(path))} exists: choose another name") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{quoted(str(path))} cannot be written: {reason}") from None
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}

@@ -1,0 +1,27 @@
+"""`on_interrupt`: what Ctrl-C does while an answer is generated."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at the first Ctrl-C in the block. The second one is a KeyboardInterrupt.
+
+    No exception is raised at the first one, so nothing is torn in the middle.
+    """
+    before = signal.getsignal(signal.SIGINT)
+
+    def first(*_: Any) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop()
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

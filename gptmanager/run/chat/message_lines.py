@@ -1,0 +1,51 @@
+"""`read_message`: a message from the lines that a person types, or that a pipe contains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+_QUOTES = '"""'
+
+
+class Entry(NamedTuple):
+    """A message, or a command with its argument as one text. Only a first line is a command."""
+
+    text: str
+    is_command: bool = False
+
+
+def read_message(read_line: Callable[[bool], str]) -> Entry:
+    """Read lines until a message is complete.
+
+    `read_line` returns one line; its argument is whether the line continues a message. It raises
+    EOFError at the end, which ends an unfinished message. EOFError if there is no message.
+
+    A backslash at the end of a line continues the message on the next line. Three quotation marks
+    begin and end a message that may have any lines; it is never a command.
+    """
+    line = read_line(False)
+    if line.lstrip().startswith(_QUOTES):
+        return Entry(_quoted(line.lstrip().removeprefix(_QUOTES), read_line))
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        try:
+            lines.append(read_line(True))
+        except EOFError:
+            break
+    text = "\n".join(lines)
+    return Entry(text, line.startswith("/"))
+
+
+def _quoted(line: str, read_line: Callable[[bool], str]) -> str:
+    """Return a message. `line` is what follows the quotation marks in its first line."""
+    lines = []
+    while not line.rstrip().endswith(_QUOTES):
+        lines.append(line)
+        try:
+            line = read_line(True)
+        except EOFError:
+            return "\n".join(lines).strip("\n")
+    lines.append(line.rstrip().removesuffix(_QUOTES))
+    return "\n".join(lines).strip("\n")

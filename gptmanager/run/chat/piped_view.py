@@ -1,0 +1,65 @@
+"""`PipedView`: a chat through pipes. Each line is a message, and only answers are printed."""
+
+from __future__ import annotations
+
+import sys
+
+from gptmanager.errors import ConfigError
+from gptmanager.run.chat.answers import Answers
+from gptmanager.run.chat.message_lines import Entry, read_message
+from gptmanager.terminal.printable import printable_text
+from gptmanager.terminal.streams import print_message
+
+
+class PipedView:
+    """Reads the standard input, and prints errors and reports of commands on the standard error.
+
+    ConfigError without a standard input.
+    """
+
+    def __init__(self) -> None:
+        self.exit_status = 0
+        if sys.stdin is None:  # `<&-`
+            raise ConfigError("the standard input is closed: there are no messages to read")
+        self._lines = sys.stdin.buffer
+        self._is_safe = not sys.stdout.isatty()
+
+    def welcome(self) -> None:
+        if sys.stdin.isatty():
+            print_message("each line is a message; Ctrl-D ends them")
+
+    def read(self) -> Entry:
+        """Return the next message or command. EOFError at the end."""
+        return read_message(self._read_line)
+
+    def show(self, answers: Answers) -> None:
+        """Print the answers as they are generated; several of them one after another."""
+        text = ""
+        for new in answers:
+            if len(new) == 1:
+                self._print(new[0])
+            text = answers.texts[0]
+        if len(answers.texts) > 1:
+            text = "\n".join(answers.texts)
+            self._print(text)
+        print("" if text.endswith("\n") else "\n", end="", flush=True)
+
+    def note(self, text: str) -> None:
+        print_message(text)
+
+    def error(self, text: str) -> None:
+        self.exit_status = 1
+        print_message(text)
+
+    def report(self, text: str) -> None:
+        """Nothing: only answers are printed."""
+
+    def _read_line(self, continues: bool) -> str:
+        line = self._lines.readline()
+        if not line:
+            raise EOFError
+        return line.decode("utf-8", "replace").rstrip("\r\n")
+
+    def _print(self, text: str) -> None:
+        if text:
+            print(text if self._is_safe else printable_text(text), end="", flush=True)

@@ -1,0 +1,127 @@
+"""Asks for messages and answers them, until the person or the pipe ends.
+
+Decides what an answer adds to the conversation. How it is shown is decided by the view.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Protocol
+
+from gptmanager.callbacks import GenerationResult
+from gptmanager.config import FinishReason
+from gptmanager.errors import ConfigError, RequestError
+from gptmanager.run.chat.answers import Answers
+from gptmanager.run.chat.chat_model import ChatModel, open_chat_model
+from gptmanager.run.chat.conversation import Conversation
+from gptmanager.run.chat.message_lines import Entry
+from gptmanager.run.chat.piped_view import PipedView
+from gptmanager.run.chat.slash_commands import EndOfChat, run_command
+from gptmanager.run.chat.terminal_view import TerminalView
+from gptmanager.run.follow import follow, is_follower
+from gptmanager.terminal.options import manager_options
+from gptmanager.terminal.progress import NOTES, ProgressBars
+
+
+class View(Protocol):
+    """Where a chat takes place."""
+
+    exit_status: int
+
+    def welcome(self) -> None: ...
+    def read(self) -> Entry: ...
+    def show(self, answers: Answers) -> None: ...
+    def note(self, text: str) -> None: ...
+    def error(self, text: str) -> None: ...
+    def report(self, text: str) -> None: ...
+
+
+def converse(options: argparse.Namespace) -> int:
+    """Run `gptmanager chat`, and return the exit status."""
+    given = manager_options(options)
+    if is_follower(given.params):
+        follow(options.model, given.params, given.scheduler, given.model_type)
+        return 0
+    is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    view: View = TerminalView(options.region) if is_terminal else PipedView()
+    given.params.on_progress = ProgressBars(options.region, notes=NOTES).update
+    with open_chat_model(options, given) as model:
+        options.region.clear()
+        view.welcome()
+        Session(model, Conversation(options.system), view).run()
+    return view.exit_status
+
+
+class Session:
+    """One conversation with a model, from its first message to its end."""
+
+    def __init__(self, model: ChatModel, conversation: Conversation, view: View) -> None:
+        self._model = model
+        self._conversation = conversation
+        self._view = view
+
+    def run(self) -> None:
+        """Return at the end. A message or a command that is refused does not end the chat."""
+        while True:
+            try:
+                self._take(self._view.read())
+            except (EOFError, EndOfChat):
+                return
+            except (ConfigError, RequestError) as error:
+                self._view.error(str(error))
+
+    def _take(self, entry: Entry) -> None:
+        name, _, argument = entry.text.partition(" ")
+        if not entry.is_command:
+            if entry.text.strip():
+                self._ask(entry.text, 1)
+        elif name == "/fork":
+            self._fork(argument.strip())
+        else:
+            self._view.note(run_command(self._conversation, entry.text))
+
+    def _fork(self, question: str) -> None:
+        if not self._model.samples:
+            raise ConfigError(
+                "two answers would be the same without sampling: start with --temperature 0.7"
+            )
+        last = self._conversation.last_question
+        if not question and last is None:
+            raise ConfigError("/fork needs a message: there is no last one to answer again")
+        self._ask(question or last or "", 2, again=not question)
+
+    def _ask(self, question: str, count: int, *, again: bool = False) -> None:
+        messages = self._conversation.asking(question, again=again)
+        generations = self._model.start(messages, count)
+        self._view.show(Answers(generations))
+        results = [generation.result() for generation in generations]
+        answers = [result.texts[0] for result in results]
+        if not any(answers):
+            self._view.report("there is no answer: the message is not part of the conversation")
+            return
+        self._conversation.add(question, answers, again=again)
+        for number, result in enumerate(results, 1):
+            name = f"answer {number}: " if count > 1 else ""
+            self._view.report(name + self._report(result))
+        if count > 1:
+            self._view.report("answer 1 continues; /pick 2 chooses the other")
+
+    def _report(self, result: GenerationResult) -> str:
+        """Return a line about an answer: its tokens, its speed, the context, and why it ended."""
+        metrics = result.metrics
+        count = int(metrics["generated_tokens"])
+        used, size = int(metrics["prompt_tokens"]) + count, self._model.context_size
+        parts = [f"{count:,} {'token' if count == 1 else 'tokens'}"]
+        seconds = metrics["last_token_s"] - metrics["first_token_s"]
+        if seconds > 0:
+            parts.append(f"{(count - 1) / seconds:,.1f} tokens/s")
+        parts.append(f"context {used:,} of {size:,}")
+        reason = result.finish_reasons[0]
+        if reason is FinishReason.CANCELLED:
+            parts.append("stopped")
+        elif reason is FinishReason.LENGTH and used >= size:
+            parts.append("cut off, because the context is full: /clear begins a new conversation")
+        elif reason is FinishReason.LENGTH:
+            parts.append("cut off by --max-new-tokens")
+        return ", ".join(parts)

@@ -1,0 +1,132 @@
+"""`TerminalView`: a chat on a terminal. Answers appear as they are generated."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import termios
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from gptmanager.run.chat.answers import Answers
+from gptmanager.run.chat.interrupts import on_interrupt
+from gptmanager.run.chat.message_lines import Entry, read_message
+from gptmanager.terminal.live_region import LiveRegion, console
+from gptmanager.terminal.printable import printable_lines, printable_text
+
+with contextlib.suppress(ImportError):  # `input` then edits lines, and has the earlier ones
+    import readline  # noqa: F401
+
+_PATIENCE_S = 0.5  # before a line says that the message is being read
+_REFRESH_S = 0.1
+_GAP = 3  # columns between two answers
+
+
+class TerminalView:
+    """Reads with `input`. `region` is for what disappears again."""
+
+    exit_status = 0  # a person has seen the errors
+
+    def __init__(self, region: LiveRegion) -> None:
+        self._region = region
+        self._console = console(sys.stdout)
+        self._was_interrupted = False
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+
+    def welcome(self) -> None:
+        self._region.clear()
+        self.note("/help lists the commands, Ctrl-D ends the chat")
+
+    def read(self) -> Entry:
+        """Return the next message or command. EOFError at the end.
+
+        Ctrl-C discards what is typed, and a second one in a row ends the chat.
+        """
+        while True:
+            try:
+                entry = read_message(lambda continues: input("... " if continues else ">>> "))
+            except EOFError:
+                print()
+                raise
+            except KeyboardInterrupt as interrupt:
+                print()
+                if type(interrupt) is not KeyboardInterrupt:  # SIGTERM
+                    raise
+                if self._was_interrupted:
+                    raise EOFError from None
+                self._was_interrupted = True
+                self.note("Ctrl-C again, or Ctrl-D, ends the chat")
+                continue
+            self._was_interrupted = False
+            return entry
+
+    def show(self, answers: Answers) -> None:
+        """Show the answers as they are generated. Ctrl-C stops them, a second one the program."""
+        with _without_echo(), on_interrupt(answers.stop):
+            try:
+                self._follow(answers)
+            finally:
+                self._region.clear()
+        if len(answers.texts) == 1:
+            print("" if answers.texts[0].endswith("\n") else "\n", end="", flush=True)
+            return
+        for number, text in enumerate(answers.texts, 1):
+            self._dim(f"answer {number}")
+            print(printable_text(text.rstrip("\n")))
+
+    def note(self, text: str) -> None:
+        self._dim(text)
+
+    def error(self, text: str) -> None:
+        self._console.print(Text(printable_lines(text), "red"), soft_wrap=True)
+
+    def report(self, text: str) -> None:
+        self._dim(text)
+
+    def _follow(self, answers: Answers) -> None:
+        began = drawn = time.monotonic()
+        for new in answers:
+            now = time.monotonic()
+            if len(new) == 1 and new[0]:
+                self._region.clear()
+                print(printable_text(new[0]), end="", flush=True)
+            elif now >= drawn + _REFRESH_S and self._region.can_draw:
+                drawn = now
+                if any(answers.texts) and len(new) > 1:
+                    self._region.draw(_columns(answers.texts, *self._region.size()))
+                elif not any(answers.texts) and now >= began + _PATIENCE_S:
+                    self._region.draw(f"reading the message, {now - began:.0f} s")
+
+    def _dim(self, text: str) -> None:
+        self._console.print(Text(printable_lines(text), "dim"), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _without_echo() -> Iterator[None]:
+    """Hide what is typed while an answer appears; the next prompt shows it."""
+    before = termios.tcgetattr(sys.stdin)
+    hidden = before.copy()
+    hidden[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, hidden)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def _columns(texts: Sequence[str], width: int, height: int) -> Table:
+    """Return a drawing of the ends of several texts next to each other."""
+    size = max(8, (width - _GAP * (len(texts) - 1)) // len(texts))
+    table = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
+    ends = []
+    for text in texts:
+        table.add_column(width=size)
+        lines = Text(printable_text(text)).wrap(console(io.StringIO()), size)
+        ends.append(Text("\n").join(lines[-max(1, height - 3) :]))
+    table.add_row(*ends)
+    return table
