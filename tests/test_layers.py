@@ -437,6 +437,7 @@ picture/                      drawings of a schedule: SVG, zoomable page, Perfet
 run/                          `gptmanager run`: a file of requests
     text_encoder              tokenizes prompts, and finds those that are too long
     adapter_folders           loads the adapters that requests name
+    chat_prompts              messages of a chat in a line, as token ids
     line_fields               fields of a line of the requests file
     requests_file             reads the requests file
     results_file              writes the results file

@@ -55,12 +55,11 @@ class ChatTemplate:
         if importlib.util.find_spec("jinja2") is None:
             command = install_command("server")
             raise ConfigError(f"chat templates need jinja2, which is not installed: {command}")
-        tokenizer = load_tokenizer(path)
         templates = read_chat_templates(path)
         if pick(templates, has_tools=False) is None:
             raise ConfigError(f"{quoted_path(Path(path))} has no chat template: pass token ids")
         special = special_tokens_of(read_part(path, "tokenizer_config.json") or {})
-        return cls(templates, tokenizer, special)
+        return cls(templates, load_tokenizer(path), special)
 
     def render(
         self,

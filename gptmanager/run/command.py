@@ -12,7 +12,8 @@ _HELP = """\
 Serve a file of requests and show them live.
 
 A line of FILE is a JSON object:
-  "prompt"          a text (the folder then needs a tokenizer.json), or
+  "prompt"          a text (the folder then needs a tokenizer.json),
+  "messages"        a list of {"role": ..., "content": ...}, for the model's chat template, or
   "input_ids"       a list of token ids
   "max_new_tokens"  how long the answer may get (else --max-new-tokens)
   "lora"            the folder of an adapter that PEFT has saved

@@ -21,7 +21,9 @@ _ALIASES = {
     "min_p": "runtime_min_p",
     "streaming": "is_streaming",
 }
-_NAMES = frozenset((*TENSORS, *_KEYWORDS, "is_streaming", "request_id", "prompt", "stop", "lora"))
+_NAMES = frozenset(
+    (*TENSORS, *_KEYWORDS, "is_streaming", "request_id", "prompt", "messages", "stop", "lora")
+)
 # fields, whether a JSON value is one of theirs, and what it must be in words
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (

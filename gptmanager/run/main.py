@@ -18,6 +18,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.models.checkpoint_parts import read_config
 from gptmanager.models.read_spec import read_spec
+from gptmanager.run.chat_prompts import ChatPrompts
 from gptmanager.run.follow import follow, is_follower
 from gptmanager.run.live_view import LiveView
 from gptmanager.run.requests_file import read_file, read_requests
@@ -80,9 +81,10 @@ def serve_file(
     """
     tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
     spec = read_spec(read_config(options.model), max_seq_len=given.params.max_seq_len)
+    chats = ChatPrompts(options.model)
     lengths = {"max_new_tokens": options.max_new_tokens, "max_tokens": spec.max_seq_len}
     if options.prompt is None:
-        lines = read_file(options.requests, tokenizer, **lengths)
+        lines = read_file(options.requests, tokenizer, chats=chats, **lengths)
     else:
         line = orjson.dumps({"prompt": options.prompt})
         lines = list(read_requests([line], tokenizer, **lengths))
@@ -90,6 +92,7 @@ def serve_file(
         name = "the standard input" if options.requests == "-" else options.requests
         view.note(f"{name} holds no requests")
     with ExitStack() as stack:
+        stack.callback(chats.close)
         # files first: an impossible path is reported before anything slow
         file: Any = None
         if options.output is not None:

@@ -1,7 +1,7 @@
 """Requests as JSON lines: what `gptmanager run` reads.
 
-A line is an object with `prompt` (text) or `input_ids`, `max_new_tokens`, and any input of an
-`InferenceRequest` by its name; `streaming` (default true), `stop` (texts), `lora` (a folder) and
+A line is an object with `prompt` (text), `messages` (of a chat) or `input_ids`, `max_new_tokens`,
+and any input of an `InferenceRequest` by its name; `streaming` (default true), `stop` (texts), `lora` (a folder) and
 `top_k`, `top_p`, `min_p` besides. A line that cannot be read is a value here, not an end: the
 others run.
 """
@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from gptmanager.errors import ConfigError, InvalidRequestError, quoted, response_text
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.run.adapter_folders import AdapterFolders
+from gptmanager.run.chat_prompts import ChatPrompts
 from gptmanager.run.line_fields import read_fields
 from gptmanager.run.text_encoder import LONG_TEXT, TextEncoder
 
@@ -47,19 +48,20 @@ def read_requests(
     max_new_tokens: int,
     max_tokens: int | None = None,
     folder: str = "",
+    chats: ChatPrompts | None = None,
 ) -> Iterator[RequestLine]:
     """Yield every line that is not empty. Without a `request_id` it gets its number as its id.
 
     `max_new_tokens` is for lines that name none, `folder` where adapters are looked for. A long
     line can be built later, and in another thread. `max_tokens`: no request has more, so that a
-    longer text need not be encoded.
+    longer text need not be encoded. `chats` renders messages; None: they are refused.
     """
     first_use: dict[int | None, int] = {}
     encoder, adapters = TextEncoder(tokenizer, max_tokens), AdapterFolders(Path(folder))
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
-        line = _read_line(number, text, encoder, adapters, max_new_tokens)
+        line = _read_line(number, text, encoder, adapters, max_new_tokens, chats)
         if line.error is None and first_use.setdefault(line.request_id, number) != number:
             error = f"request_id = {line.request_id} is that of line {first_use[line.request_id]}"
             line = replace(line, request=None, build=None, error=_error(number, error))
@@ -107,7 +109,12 @@ def built_apart(lines: Sequence[RequestLine]) -> SimpleQueue[tuple[float, Reques
 
 
 def _read_line(
-    number: int, text: bytes, encoder: TextEncoder, adapters: AdapterFolders, max_new_tokens: int
+    number: int,
+    text: bytes,
+    encoder: TextEncoder,
+    adapters: AdapterFolders,
+    max_new_tokens: int,
+    chats: ChatPrompts | None,
 ) -> RequestLine:
     request_id: Any = number
     prompt = None
@@ -117,7 +124,7 @@ def _read_line(
         prompt = fields.pop("prompt", None)
         fields.setdefault("request_output_len", max_new_tokens)
         adapters.take(fields)
-        build = functools.partial(_build, number, request_id, prompt, fields, encoder)
+        build = functools.partial(_build, number, request_id, prompt, fields, encoder, chats)
         if len(text) < LONG_TEXT or type(request_id) is not int:
             return build()
     except InvalidRequestError as error:
@@ -126,10 +133,15 @@ def _read_line(
 
 
 def _build(
-    number: int, request_id: Any, prompt: Any, fields: dict[str, Any], encoder: TextEncoder
+    number: int,
+    request_id: Any,
+    prompt: Any,
+    fields: dict[str, Any],
+    encoder: TextEncoder,
+    chats: ChatPrompts | None,
 ) -> RequestLine:
     try:
-        input_ids = _input_ids(fields, prompt, encoder)
+        input_ids = _input_ids(fields, prompt, encoder, chats)
         fields["stop_words_list"] = _stop_words(fields, encoder)
         length = fields.pop("request_output_len")
         request = InferenceRequest.from_tokens(request_id, input_ids, length, **fields)
@@ -147,15 +159,24 @@ def _wrong(number: int, request_id: Any, prompt: Any, error: Exception) -> Reque
     )
 
 
-def _input_ids(fields: dict[str, Any], prompt: Any, encoder: TextEncoder) -> list[int]:
-    if prompt is not None and "input_ids" in fields:
-        raise InvalidRequestError("both prompt and input_ids are given")
+def _input_ids(
+    fields: dict[str, Any], prompt: Any, encoder: TextEncoder, chats: ChatPrompts | None
+) -> list[int]:
+    messages, ids = fields.pop("messages", None), fields.pop("input_ids", None)
+    given = {"prompt": prompt, "messages": messages, "input_ids": ids}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidRequestError(f"both {names[0]} and {names[1]} are given: pass one of them")
     if prompt is not None:
         return encoder.encode("prompt", prompt, special=True)
-    if "input_ids" not in fields:
-        raise InvalidRequestError("neither prompt nor input_ids is given")
-    ids: list[int] = fields.pop("input_ids")
-    return ids
+    if messages is not None:
+        if chats is None:
+            raise InvalidRequestError("messages need a model with a chat template")
+        return chats.render(messages)
+    if ids is None:
+        raise InvalidRequestError("neither prompt nor input_ids nor messages are given")
+    found: list[int] = ids
+    return found
 
 
 def _stop_words(fields: dict[str, Any], encoder: TextEncoder) -> list[list[int]] | None:

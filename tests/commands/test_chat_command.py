@@ -81,6 +81,14 @@ def test_messages_of_several_lines_and_commands(chat, tmp_path):
     assert messages[3]["content"] == "/no command\n2 + 3 ="
 
 
+def test_a_saved_chat_is_a_line_of_requests(chat, tmp_path, capsys):
+    file = tmp_path / "chat.json"
+    assert chat(f"/system 17 + 25 =\n/save {file}", *GREEDY)[0] == 0
+    arguments = ["run", "--model", str(TINY_LLAMA), "--requests", str(file), "--output", "-"]
+    assert cli.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == " 42"
+
+
 def test_a_fork_has_two_answers(chat, tmp_path):
     file = tmp_path / "chat.json"
     lines = ["/fork xyz", f"/save {file}", "/pick 2", f"/save {file}", "/fork", "17 + 25 ="]

@@ -6,21 +6,24 @@ import io
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from text_checkpoint import byte_tokenizer
+from text_checkpoint import byte_tokenizer, save_text_checkpoint
 
 from gptmanager import FinishReason
-from gptmanager.callbacks import GenerationResult
+from gptmanager.callbacks import GenerationResult, load_tokenizer
 from gptmanager.errors import CapacityError, ConfigError
+from gptmanager.run.chat_prompts import ChatPrompts
 from gptmanager.run.line_fields import _ALIASES, _NAMES
 from gptmanager.run.requests_file import read_file, read_requests
 from gptmanager.run.results_file import Results, new_file, result_line
 
 TOKENIZER = byte_tokenizer()
+TINY_LLAMA = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
 
 
 def ids(text):
@@ -120,6 +123,51 @@ def test_no_stop_words():
         assert "stop_words_list" not in tensors(line)
 
 
+USER = {"role": "user", "content": "17 + 25 ="}
+
+
+@pytest.fixture(scope="module")
+def chats():
+    found = ChatPrompts(TINY_LLAMA)
+    yield found
+    found.close()
+
+
+def read_chat(messages, chats):
+    lines = [json.dumps({"messages": messages}).encode()]
+    (line,) = read_requests(lines, TOKENIZER, max_new_tokens=5, chats=chats)
+    return line
+
+
+def test_messages_are_rendered_by_the_template_of_the_model(chats):
+    line = read_chat([{"role": "system", "content": "Add."}, USER], chats)
+    expected = load_tokenizer(TINY_LLAMA).encode("Add.\n17 + 25 =", add_special_tokens=False).ids
+    assert tensors(line)["input_ids"] == expected and line.prompt is None
+    called = {"role": "assistant", "tool_calls": [{"type": "function"}]}
+    assert "InvalidRequestError" not in str(read_chat([USER, called], chats).error)
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ("hello", "messages = 'hello' must be a list of messages"),
+        ([], "messages = [] must be a list of messages"),
+        ([USER, 7], "messages[1] = 7 must be an object"),
+        ([{"content": "a"}], "messages[0].role = None must be a text"),
+        ([USER, {**USER, "role": 1}], "messages[1].role = 1 must be a text"),
+        ([USER, {"role": "user"}], "messages[1].content = None must be a text"),
+        ([{**USER, "content": ["a"]}], "messages[0].content = ['a'] must be a text"),
+    ],
+)
+def test_wrong_messages_are_named(messages, error, chats):
+    assert str(read_chat(messages, chats).error) == f"line 1: {error}"
+
+
+def test_messages_for_a_model_without_a_template(tmp_path):
+    line = read_chat([USER], ChatPrompts(save_text_checkpoint(tmp_path / "text")))
+    assert re.fullmatch("line 1: messages: .*text has no chat template: .*", str(line.error))
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -129,6 +177,8 @@ def test_no_stop_words():
         (b"3", "not a JSON object"),
         ({}, "neither prompt nor input_ids"),
         ({"prompt": "a", "input_ids": [1]}, "both prompt and input_ids"),
+        ({"messages": [], "input_ids": [1]}, "both messages and input_ids"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages need a model with a chat"),
         ({"prompt": 7}, "prompt = 7 is not a text"),
         ({"prompt": "a", "max_tokens": 7}, "unknown field 'max_tokens'"),
         ({"prompt": "a", "logits_post_processor": 7}, "unknown field 'logits_post_processor'"),
@@ -216,7 +266,8 @@ TAKEN = {
 
 
 def test_every_field_of_a_line_has_a_kind():
-    assert {_ALIASES.get(name, name) for name in TAKEN} == _NAMES
+    own_tests = {"messages"}
+    assert {_ALIASES.get(name, name) for name in TAKEN} == _NAMES - own_tests
 
 
 @pytest.mark.parametrize("name", TAKEN)
