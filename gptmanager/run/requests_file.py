@@ -1,9 +1,9 @@
 """Requests as JSON lines: what `gptmanager run` reads.
 
 A line is an object with `prompt` (text), `messages` (of a chat) or `input_ids`, `max_new_tokens`,
-and any input of an `InferenceRequest` by its name; `streaming` (default true), `stop` (texts), `lora` (a folder) and
-`top_k`, `top_p`, `min_p` besides. A line that cannot be read is a value here, not an end: the
-others run.
+and any input of an `InferenceRequest` by its name; `streaming` (default true), `stop` (texts),
+`lora` (a folder) and `top_k`, `top_p`, `min_p` besides. A line that cannot be read is a value here,
+not an end: the others run.
 """
 
 from __future__ import annotations
