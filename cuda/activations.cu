@@ -1,10 +1,9 @@
-// silu_mul: out = gate / (1 + e^-gate) * up
-// gelu: out = x * Phi(x), by erf or (TANH) by tanh(sqrt(2 / pi) * (x + 0.044715 x^3))
-#include "numerics.cuh"
+// activate: out = activation(x). activate_gated: out = activation(gate) * up.
+#include "activation_kinds.cuh"
 
 // Grid: (tokens, parts of the width). A thread computes WIDTH elements.
-template <class T, int WIDTH>
-__global__ void silu_mul(
+template <class T, int WIDTH, Activation KIND>
+__global__ void activate_gated(
     T* out,            // [tokens, width]
     const T* gate_up,  // [tokens, 2 * width]: gate, then up
     int width) {
@@ -16,13 +15,13 @@ __global__ void silu_mul(
     load(gate, row);
     load(up, row + width);
 #pragma unroll
-    for (int i = 0; i < WIDTH; i++) gate[i] = gate[i] / (1.0f + __expf(-gate[i])) * up[i];
+    for (int i = 0; i < WIDTH; i++) gate[i] = gated<KIND>(gate[i], up[i]);
     store(out + size_t(blockIdx.x) * width + column, gate);
 }
 
 // Grid: (parts of `size`). A thread computes WIDTH elements.
-template <class T, int WIDTH, bool TANH>
-__global__ void gelu(
+template <class T, int WIDTH, Activation KIND>
+__global__ void activate(
     T* out,      // [size], may be x
     const T* x,  // [size]
     size_t size) {
@@ -32,15 +31,6 @@ __global__ void gelu(
     float values[WIDTH];
     load(values, x + start);
 #pragma unroll
-    for (int i = 0; i < WIDTH; i++) {
-        float v = values[i];
-        if constexpr (TANH) {
-            // (1 + tanh(u)) / 2 = 1 / (1 + e^-2u)
-            float u = 0.7978845608028654f * (v + 0.044715f * v * v * v);
-            values[i] = v / (1.0f + __expf(-2.0f * u));
-        } else {
-            values[i] = v * 0.5f * erfcf(v * -0.7071067811865476f);
-        }
-    }
+    for (int i = 0; i < WIDTH; i++) values[i] = activated<KIND>(values[i]);
     store(out + start, values);
 }

@@ -1,29 +1,39 @@
-"""Launchers of the activations: SiLU times up, and GELU."""
+"""Launchers of the activations: of each element, and of a gate times up."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors
+from gptmanager.kernels.activation_kinds import Activation
 
 _THREADS = 128
 _WIDTHS = [(name, width) for dtype, name in NAMES.items() for width in (16 // dtype.itemsize, 1)]
+_PLAIN: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+_GATED: tuple[Activation, ...] = (*_PLAIN, "clamped_swiglu")
 PROGRAM = Program(
     "activations.cu",
     (
-        *(f"silu_mul<{name}, {width}>" for name, width in _WIDTHS),
-        *(f"gelu<{name}, {width}, false>" for name, width in _WIDTHS),
-        *(f"gelu<{name}, {width}, true>" for name, width in _WIDTHS),
+        *(
+            f"activate_gated<{name}, {width}, {kind.upper()}>"
+            for kind in _GATED
+            for name, width in _WIDTHS
+        ),
+        *(
+            f"activate<{name}, {width}, {kind.upper()}>"
+            for kind in _PLAIN
+            for name, width in _WIDTHS
+        ),
     ),
     dependent=True,
 )
 
 
-def silu_mul(launcher: Launcher, out: Tensor, gate_up: Tensor) -> None:
-    """Compute `out = silu(gate) * up`.
+def activate_gated(
+    launcher: Launcher, out: Tensor, gate_up: Tensor, activation: Activation = "silu"
+) -> None:
+    """Compute `out = activation(gate) * up`; "clamped_swiglu" as in `activation_kinds`.
 
     `gate_up` `[T, 2F]`: gate, then up; `out` `[T, F]` in other memory; one dtype of float32,
     float16, bfloat16. ValueError for other tensors.
@@ -37,17 +47,15 @@ def silu_mul(launcher: Launcher, out: Tensor, gate_up: Tensor) -> None:
         return
     vector = _vector(out, width)
     blocks = -(-width // (vector * _THREADS))
-    name = f"silu_mul<{NAMES[out.dtype]}, {vector}>"
+    name = f"activate_gated<{NAMES[out.dtype]}, {vector}, {activation.upper()}>"
     arguments = (out, gate_up, np.int32(width))
     launcher.kernel(PROGRAM, name)((num_tokens, blocks), (_THREADS,), arguments)
 
 
-def gelu(
-    launcher: Launcher, out: Tensor, x: Tensor, approximate: Literal["none", "tanh"] = "none"
-) -> None:
-    """Compute `out = x * Phi(x)`, by erf or by tanh.
+def activate(launcher: Launcher, out: Tensor, x: Tensor, activation: Activation) -> None:
+    """Compute `out = activation(x)`; "clamped_swiglu" is only for gates.
 
-    Same shape; dtypes as in `silu_mul`; `out` may be `x`. ValueError for other tensors.
+    Same shape; dtypes as in `activate_gated`; `out` may be `x`. ValueError for other tensors.
     """
     shape = tuple(x.shape)
     check_tensors(x=(x, shape, x.dtype), out=(out, shape, x.dtype))
@@ -55,7 +63,7 @@ def gelu(
         return
     vector = _vector(x, x.numel())
     blocks = -(-x.numel() // (vector * _THREADS))
-    name = f"gelu<{NAMES[x.dtype]}, {vector}, {str(approximate == 'tanh').lower()}>"
+    name = f"activate<{NAMES[x.dtype]}, {vector}, {activation.upper()}>"
     launcher.kernel(PROGRAM, name)((blocks,), (_THREADS,), (out, x, np.uint64(x.numel())))
 
 

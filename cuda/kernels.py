@@ -23,19 +23,23 @@ from gptmanager.cuda.attention.generation_attention import (
     generation_attention,
 )
 from gptmanager.cuda.attention.generation_plan import WHOLE, max_num_items, plan_generation
-from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS, has_group
+from gptmanager.cuda.attention.paged_kernels import refusal
 from gptmanager.cuda.device.launch import Launcher
 from gptmanager.cuda.gemm import gemv, lora
 from gptmanager.cuda.gemm.matmul_choice import MatmulChoice, Seconds
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
+from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.reference import Ints, Kernels
+from gptmanager.lifecycle.log import logger
+
+_Kind = tuple[int, int, int, int | None]  # heads, KV heads, head dimension, window
 
 
 class _Work(NamedTuple):
-    """The work of both attention kernels in the layers with the same window."""
+    """The work of both attention kernels in the layers of the same kind."""
 
     context_items: Tensor
     generation: GenerationWork
@@ -47,7 +51,7 @@ class StepPlan(NamedTuple):
     cells: Tensor
     context: RowSpans | None
     generation: RowSpans | None
-    work: Mapping[int | None, _Work]  # by window
+    work: Mapping[_Kind, _Work]
 
 
 class CudaKernels(Kernels):
@@ -65,6 +69,7 @@ class CudaKernels(Kernels):
         self._launcher = launcher
         self._own_matmuls = OwnMatmuls(launcher)
         self._choice = MatmulChoice()
+        self._is_refusal_logged = False
 
     def measure_matmuls(self, weights: Iterable[Matrix], device: str, seconds: Seconds) -> None:
         """Time matmuls with these weights; arguments as in `MatmulChoice.measure`."""
@@ -79,12 +84,12 @@ class CudaKernels(Kernels):
         num_context_rows: int,
         fixed: bool = False,
     ) -> tuple[Ints, ...]:
-        """Return the plans of both attention kernels: four arrays for each window.
+        """Return the plans of both attention kernels: four arrays for each kind of layers.
 
         These are the items of context attention, then the items, block starts and partial starts of
         generation attention. Empty if the reference computes attention.
         """
-        if not _covers(shapes):
+        if not self._covers(shapes):
             return ()
         num_new = np.diff(row_starts)
         middle = num_context_rows
@@ -93,7 +98,8 @@ class CudaKernels(Kernels):
         alive = middle + int(np.count_nonzero(num_new[middle:]))  # the rest is padding
         stretch = None if self._launcher.features.split else WHOLE
         arrays: list[Ints] = []
-        for window, shape in _by_window(shapes).items():
+        for shape in _by_kind(shapes).values():
+            window = shape.window
             context = plan_context(num_new[:middle], kv_lengths[:middle], shape)
             size = shape.num_kv_heads, find_places(self._launcher, shape)
             sink, single = shape.sink, kv_lengths[middle:alive]
@@ -123,14 +129,18 @@ class CudaKernels(Kernels):
         contexts, items, blocks, starts = (plan[kind::4] for kind in range(4))
         # space for one partial result per item: their exact number is only known on the device
         most, num_single = max(len(own) for own in items), len(starts[0]) - 1
-        num_heads, num_kv_heads, head_dim = shapes[0][:3]
-        partial = torch.empty(most, num_heads, head_dim, device=device)
-        partial_log = torch.empty(most, num_heads, device=device)
-        arrived = torch.zeros(num_single, num_kv_heads, dtype=torch.int32, device=device)
+        memory = {
+            heads: (
+                torch.empty(most, heads[0], heads[2], device=device),
+                torch.empty(most, heads[0], device=device),
+                torch.zeros(num_single, heads[1], dtype=torch.int32, device=device),
+            )
+            for heads in {shape[:3] for shape in shapes}
+        }
         work = {
-            window: _Work(context, GenerationWork(own, block, start, partial, partial_log, arrived))
-            for window, context, own, block, start in zip(
-                _by_window(shapes), contexts, items, blocks, starts, strict=True
+            kind: _Work(context, GenerationWork(own, block, start, *memory[kind[:3]]))
+            for kind, context, own, block, start in zip(
+                _by_kind(shapes), contexts, items, blocks, starts, strict=True
             )
         }
         middle = num_rows - num_single
@@ -158,6 +168,18 @@ class CudaKernels(Kernels):
         self._own_matmuls.multiply(out, x, matrix, bias, silu=True)
         return out
 
+    def _covers(self, shapes: Sequence[AttentionShape]) -> bool:
+        """Return whether kernels compute such attention; log once if they do not."""
+        reason = next(filter(None, map(refusal, shapes)), None)
+        if reason is not None and not self._is_refusal_logged:
+            self._is_refusal_logged = True
+            logger.warning(
+                "no kernel computes this model's attention: %s. PyTorch computes it, step by step "
+                "and without CUDA graphs, which is slow",
+                reason,
+            )
+        return reason is None
+
     def _multiplies(self, x: Tensor, matrix: Tensor) -> bool:
         """Return whether to use our kernels; if deterministic, for any number of rows."""
         if not self._launcher.has_matmuls:
@@ -176,18 +198,15 @@ class CudaKernels(Kernels):
             super().add_adapters(result, x, adapters, layer, matrix)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
-        if plus_one:
-            return super().rms_norm(x, weight, eps, plus_one)
         out = torch.empty_like(x)
-        norms.rms_norm(self._launcher, out, x, weight, eps)
+        norms.rms_norm(self._launcher, out, x, weight, eps, plus_one=plus_one)
         return out
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False
     ) -> Tensor:
-        if plus_one:
-            return super().add_rms_norm(x, residual, weight, eps, plus_one)
-        norms.rms_norm(self._launcher, x, x, weight, eps, residual=residual)
+        kind = {"residual": residual, "plus_one": plus_one}
+        norms.rms_norm(self._launcher, x, x, weight, eps, **kind)
         return x
 
     def layer_norm(
@@ -198,10 +217,8 @@ class CudaKernels(Kernels):
         eps: float,
         plus_one: bool = False,
     ) -> Tensor:
-        if plus_one:
-            return super().layer_norm(x, weight, bias, eps, plus_one)
         out = torch.empty_like(x)
-        norms.layer_norm(self._launcher, out, x, weight, bias, eps)
+        norms.layer_norm(self._launcher, out, x, weight, bias, eps, plus_one=plus_one)
         return out
 
     def add_layer_norm(
@@ -213,19 +230,44 @@ class CudaKernels(Kernels):
         eps: float,
         plus_one: bool = False,
     ) -> Tensor:
-        if plus_one:
-            return super().add_layer_norm(x, residual, weight, bias, eps, plus_one)
-        norms.layer_norm(self._launcher, x, x, weight, bias, eps, residual=residual)
+        kind = {"residual": residual, "plus_one": plus_one}
+        norms.layer_norm(self._launcher, x, x, weight, bias, eps, **kind)
         return x
+
+    def norm_heads(
+        self,
+        qkv: Tensor,
+        columns: range,
+        head_dim: int,
+        weight: Tensor,
+        eps: float,
+        *,
+        centered: bool,
+        plus_one: bool,
+    ) -> None:
+        given = qkv, columns, head_dim, weight, eps
+        if plus_one:  # no family has such norms
+            super().norm_heads(*given, centered=centered, plus_one=True)
+        else:
+            norms.norm_heads(self._launcher, *given, centered=centered)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        activations.silu_mul(self._launcher, out, gate_up)
+        activations.activate_gated(self._launcher, out, gate_up)
         return out
 
     def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-        activations.gelu(self._launcher, x, x, approximate)
+        kind: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
+        activations.activate(self._launcher, x, x, kind)
         return x
+
+    def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
+        if not gated:
+            activations.activate(self._launcher, x, x, activation)
+            return x
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
+        activations.activate_gated(self._launcher, out, x, activation)
+        return out
 
     def rope_and_write(
         self,
@@ -240,7 +282,7 @@ class CudaKernels(Kernels):
         norm_last: bool = False,
         plus_one: bool = False,
     ) -> Tensor:
-        if rows.plan is None or norm_last or plus_one:
+        if rows.plan is None:
             given = positions, cos_sin, q_norm, k_norm, eps, pages, rows, norm_last, plus_one
             return super().rope_and_write(qkv, *given)
         num_kv_heads, head_dim = pages.keys.shape[1:3]
@@ -252,6 +294,8 @@ class CudaKernels(Kernels):
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
+            late=norm_last,
+            plus_one=plus_one,
         )
         return queries
 
@@ -266,30 +310,24 @@ class CudaKernels(Kernels):
         if rows.plan is None:
             return super().attention(q, pages, rows, shape, sinks)
         plan: StepPlan = rows.plan
-        launcher, out, work = self._launcher, torch.empty_like(q), plan.work[shape.window]
+        launcher, out, work = self._launcher, torch.empty_like(q), plan.work[_kind(shape)]
         if plan.context is not None:
-            context_attention(launcher, out, q, pages, plan.context, work.context_items, shape)
+            own = plan.context, work.context_items
+            context_attention(launcher, out, q, pages, *own, shape, sinks)
         if plan.generation is not None:
-            generation_attention(launcher, out, q, pages, plan.generation, work.generation, shape)
+            given = plan.generation, work.generation
+            generation_attention(launcher, out, q, pages, *given, shape, sinks)
         return out.flatten(1)
 
 
-def _covers(shapes: Sequence[AttentionShape]) -> bool:
-    """Return whether kernels compute these; all layers must have the same heads."""
-    return len({shape[:3] for shape in shapes}) == 1 and not any(
-        shape.head_dim not in HEAD_DIMS
-        or not has_group(shape)
-        or shape.softcap
-        or shape.sinks
-        or shape.late_norm
-        or shape.plus_one
-        for shape in shapes
-    )
+def _kind(shape: AttentionShape) -> _Kind:
+    """Return what the plan of a layer depends on."""
+    return (*shape[:3], shape.window)
 
 
-def _by_window(shapes: Sequence[AttentionShape]) -> dict[int | None, AttentionShape]:
-    """Return one shape for each window, in order of appearance: plans depend on nothing else."""
-    return {shape.window: shape for shape in shapes}
+def _by_kind(shapes: Sequence[AttentionShape]) -> dict[_Kind, AttentionShape]:
+    """Return one shape of each kind, in order of appearance."""
+    return {_kind(shape): shape for shape in shapes}
 
 
 def _part(rows: RowSpans, first: int, last: int) -> RowSpans:

@@ -1,12 +1,32 @@
 // With ADD: residual += x, out = normalize(residual) * weight (+ bias).
 // Without: out = normalize(x) * weight (+ bias).
 // RMSNorm: x / sqrt(mean(x^2) + eps). LayerNorm (CENTERED): (x - mean) / sqrt(variance + eps).
+// With PLUS_ONE weights are stored less 1; their sums are not rounded.
 #include "numerics.cuh"
+
+// Subtracts the mean of a row from its `values` if CENTERED, and returns the factor that makes the mean of
+// their squares 1. `sum`: of the thread's values, if CENTERED.
+template <bool CENTERED, int WIDTH, int COUNT>
+__device__ inline float standardize(float (&values)[COUNT][WIDTH], float sum, int width, float eps) {
+    __shared__ float sums[32], squares[32];
+    float mean = CENTERED ? block_sum(sum, sums) / width : 0.0f;
+    float square = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        if ((i * blockDim.x + threadIdx.x) * WIDTH >= width) continue;
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) {
+            values[i][j] -= mean;
+            square += values[i][j] * values[i][j];
+        }
+    }
+    return rsqrtf(block_sum(square, squares) / width + eps);
+}
 
 // One block per token. Each thread holds COUNT vectors of WIDTH elements in registers, so that each
 // element is read once. The residual sum is rounded to T before it is normalized, because the next
 // layer reads it rounded. The weight is prefetched while the previous kernel still runs.
-template <class T, int WIDTH, int COUNT, bool CENTERED, bool ADD>
+template <class T, int WIDTH, int COUNT, bool CENTERED, bool ADD, bool PLUS_ONE = false>
 __global__ void __launch_bounds__(1024, 1) norm(
     T* out,           // [tokens, width], may be x
     T* residual,      // [tokens, width], changed; null without ADD
@@ -14,7 +34,6 @@ __global__ void __launch_bounds__(1024, 1) norm(
     const T* weight,  // [width]
     const T* bias,    // [width] or null
     int width, float eps) {
-    __shared__ float sums[32], squares[32];
     size_t row = size_t(blockIdx.x) * width;
     float values[COUNT][WIDTH];
     constexpr bool EARLY = COUNT == 1;  // enough registers to load the weight with x
@@ -49,27 +68,53 @@ __global__ void __launch_bounds__(1024, 1) norm(
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) sum += CENTERED ? values[i][j] : 0.0f;
     }
-    float mean = CENTERED ? block_sum(sum, sums) / width : 0.0f;
-    float square = 0;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        if ((i * blockDim.x + threadIdx.x) * WIDTH >= width) continue;
-#pragma unroll
-        for (int j = 0; j < WIDTH; j++) {
-            values[i][j] -= mean;
-            square += values[i][j] * values[i][j];
-        }
-    }
-    float scale = rsqrtf(block_sum(square, squares) / width + eps);
+    float scale = standardize<CENTERED>(values, sum, width, eps);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         int column = (i * blockDim.x + threadIdx.x) * WIDTH;
         if (column >= width) continue;
         if constexpr (!EARLY) load_weight(i, column);
 #pragma unroll
-        for (int j = 0; j < WIDTH; j++)
-            values[i][j] = values[i][j] * scale * to_float(factors[i].values[j]) +
-                           to_float(offsets[i].values[j]);
+        for (int j = 0; j < WIDTH; j++) {
+            if constexpr (PLUS_ONE)
+                values[i][j] = values[i][j] * scale * (to_float(factors[i].values[j]) + 1) +
+                               to_float(offsets[i].values[j]);
+            else
+                values[i][j] = values[i][j] * scale * to_float(factors[i].values[j]) +
+                               to_float(offsets[i].values[j]);
+        }
         store(out + row + column, values[i]);
+    }
+}
+
+// Normalizes parts of the rows of x, in place: `width` columns each, from the first column on.
+// Grid: (tokens, parts).
+template <class T, int WIDTH, int COUNT, bool CENTERED>
+__global__ void __launch_bounds__(1024, 1) norm_heads(
+    T* x,             // [tokens, stride]
+    const T* weight,  // [parts * width]
+    int first, int width, int stride, float eps) {
+    T* row = x + size_t(blockIdx.x) * stride + first + blockIdx.y * width;
+    weight += blockIdx.y * width;
+    float values[COUNT][WIDTH], sum = 0;
+    ptx::wait_for_previous();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        int column = (i * blockDim.x + threadIdx.x) * WIDTH;
+        if (column >= width) continue;
+        load(values[i], row + column);
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) sum += CENTERED ? values[i][j] : 0.0f;
+    }
+    float scale = standardize<CENTERED>(values, sum, width, eps);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        int column = (i * blockDim.x + threadIdx.x) * WIDTH;
+        if (column >= width) continue;
+        float factors[WIDTH];
+        load(factors, weight + column);
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) values[i][j] *= scale * factors[j];
+        store(row + column, values[i]);
     }
 }

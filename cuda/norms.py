@@ -1,29 +1,39 @@
-"""Launchers of RMSNorm and LayerNorm, optionally fused with an addition to the residual."""
+"""Launchers of RMSNorm and LayerNorm: of rows, perhaps with an addition, and of heads."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 from torch import Tensor
 
-from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors
+from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
 
 _COUNTS = {True: (1, 2, 4), False: (1, 2, 8)}  # vectors per thread, for wide and narrow vectors
 _MAX_THREADS = 1024
 
 
-def _kernels() -> tuple[str, ...]:
-    flags = ("false", "true")
-    choices = itertools.product(NAMES.items(), (True, False), flags, flags)
-    return tuple(
-        f"norm<{name}, {16 // dtype.itemsize if wide else 1}, {count}, {centered}, {add}>"
-        for (dtype, name), wide, centered, add in choices
-        for count in _COUNTS[wide]
-    )
+_FLAGS = ("false", "true")
 
 
-PROGRAM = Program("norms.cu", _kernels(), dependent=True)
+def _kernels() -> Iterator[str]:
+    """Yield the norms of rows, those of heads, and those with weights that are stored less 1."""
+    kinds = [
+        [
+            f"{name}, {16 // dtype.itemsize if wide else 1}, {count}, {centered}"
+            for count in _COUNTS[wide]
+        ]
+        for (dtype, name), wide, centered in itertools.product(NAMES.items(), (True, False), _FLAGS)
+    ]
+    for own, add in itertools.product(kinds, _FLAGS):
+        yield from (f"norm<{kind}, {add}>" for kind in own)
+    yield from (f"norm_heads<{kind}>" for own in kinds for kind in own)
+    for own, add in itertools.product(kinds, _FLAGS):
+        yield from (f"norm<{kind}, {add}, true>" for kind in own)
+
+
+PROGRAM = Program("norms.cu", tuple(_kernels()), dependent=True)
 
 
 def rms_norm(
@@ -34,15 +44,17 @@ def rms_norm(
     eps: float,
     *,
     residual: Tensor | None = None,
+    plus_one: bool = False,
 ) -> None:
     """Compute `out = y / sqrt(mean(y^2) + eps) * weight` over the last dimension.
 
     y is x; with a residual, y is their rounded sum, which is also written to the residual. `out`,
     `x`, `residual` `[T, C]`; `weight` `[C]`; one dtype of float32, float16, bfloat16. `out` may be
     `x`. ValueError for other tensors, and for rows of more than 64 KiB, or of more than 8192
-    elements if a row is not a multiple of 16 bytes.
+    elements if a row is not a multiple of 16 bytes. `plus_one`: weights are stored less 1.
     """
-    _norm(launcher, out, x, weight, None, eps, residual, centered=False)
+    kind = {"centered": False, "plus_one": plus_one}
+    _norm(launcher, out, x, weight, None, eps, residual, **kind)
 
 
 def layer_norm(
@@ -54,9 +66,40 @@ def layer_norm(
     eps: float,
     *,
     residual: Tensor | None = None,
+    plus_one: bool = False,
 ) -> None:
     """Compute `out = (y - mean(y)) / sqrt(variance(y) + eps) * weight + bias`, as `rms_norm`."""
-    _norm(launcher, out, x, weight, bias, eps, residual, centered=True)
+    kind = {"centered": True, "plus_one": plus_one}
+    _norm(launcher, out, x, weight, bias, eps, residual, **kind)
+
+
+def norm_heads(
+    launcher: Launcher,
+    x: Tensor,
+    columns: range,
+    width: int,
+    weight: Tensor,
+    eps: float,
+    *,
+    centered: bool = False,
+) -> None:
+    """Norm each `width` of these columns of `x [T, N]` in place, by an RMSNorm or a LayerNorm.
+
+    `weight` has an element for each column. Dtypes and widths are those of `rms_norm`. ValueError
+    for other tensors.
+    """
+    num_tokens, stride = x.shape
+    check_tensors(x=(x, (num_tokens, stride), x.dtype), weight=(weight, (len(columns),), x.dtype))
+    parts, rest = divmod(len(columns), width)
+    if rest or columns.step != 1 or columns.stop > stride:
+        raise ValueError(f"{columns} of {stride} columns do not divide into parts of {width}")
+    if not num_tokens or not parts:
+        return
+    sizes = columns.start, width, stride
+    vector, count, threads = _sizes(width, x.itemsize, is_wide=_are_wide(x.itemsize, *sizes))
+    name = f"norm_heads<{NAMES[x.dtype]}, {vector}, {count}, {str(centered).lower()}>"
+    arguments = (x, weight, *ints(*sizes), np.float32(eps))
+    launcher.kernel(PROGRAM, name)((num_tokens, parts), (threads,), arguments)
 
 
 def _norm(
@@ -69,6 +112,7 @@ def _norm(
     residual: Tensor | None,
     *,
     centered: bool,
+    plus_one: bool,
 ) -> None:
     num_tokens, width = x.shape
     row = (num_tokens, width)
@@ -81,17 +125,26 @@ def _norm(
     )
     if num_tokens == 0:
         return
-    wide = width * x.itemsize % 16 == 0
-    vector = 16 // x.itemsize if wide else 1
+    vector, count, threads = _sizes(width, x.itemsize, is_wide=_are_wide(x.itemsize, width))
+    flags = ", ".join(str(flag).lower() for flag in (centered, residual is not None))
+    name = f"norm<{NAMES[x.dtype]}, {vector}, {count}, {flags}{', true' if plus_one else ''}>"
+    arguments = (out, residual, x, weight, bias, np.int32(width), np.float32(eps))
+    launcher.kernel(PROGRAM, name)((num_tokens,), (threads,), arguments)
+
+
+def _are_wide(itemsize: int, *sizes: int) -> bool:
+    """Return whether all are multiples of 16 bytes."""
+    return not any(size * itemsize % 16 for size in sizes)
+
+
+def _sizes(width: int, itemsize: int, is_wide: bool) -> tuple[int, int, int]:
+    """Return the elements of a vector, the vectors of a thread, and the threads for a row."""
+    vector, counts = 16 // itemsize if is_wide else 1, _COUNTS[is_wide]
     vectors = width // vector
-    counts = _COUNTS[wide]
     count = next((n for n in counts if vectors <= n * _MAX_THREADS // 2), counts[-1])
     threads = -(-vectors // (32 * count)) * 32
     if threads > _MAX_THREADS:
         raise ValueError(
             f"rows of {width} elements: at most {_MAX_THREADS * count * vector} are supported"
         )
-    flags = f"{str(centered).lower()}, {str(residual is not None).lower()}"
-    name = f"norm<{NAMES[x.dtype]}, {vector}, {count}, {flags}>"
-    arguments = (out, residual, x, weight, bias, np.int32(width), np.float32(eps))
-    launcher.kernel(PROGRAM, name)((num_tokens,), (threads,), arguments)
+    return vector, count, threads

@@ -35,8 +35,8 @@ __device__ constexpr int lanes_of(int vectors) {
 }
 
 // Rotates the first N elements of a head (`rotary`), in pairs i and i + N / 2. A group of lanes processes a
-// head.
-template <class T, int D, int WIDTH, class C = T>
+// head. LATE: the norm of a head follows its rotation. PLUS_ONE: its weights are stored less 1.
+template <class T, int D, int WIDTH, class C = T, bool LATE = false, bool PLUS_ONE = false>
 __global__ void __launch_bounds__(128) rope_and_write(
     T* queries,              // [tokens, heads, D]
     C* keys,                 // [blocks, kv_heads, tokens_per_block, D]
@@ -59,12 +59,39 @@ __global__ void __launch_bounds__(128) rope_and_write(
     bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
     const T* from = qkv + (size_t(token) * heads + head) * D;
     float own[COUNT][WIDTH] = {};
+    auto weigh = [](float (&values)[WIDTH], const T* weight, float scale) {
+        float factors[WIDTH];
+        load(factors, weight);
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) values[j] *= scale * (PLUS_ONE ? factors[j] + 1 : factors[j]);
+    };
+    // `weight`: of the norm that precedes the rotation; null: none does.
+    auto rotate = [&](int i, int element, int half, const float* rotation, const T* weight,
+                      float scale) {
+        bool low = element < half;
+        int other = low ? element + half : element - half, angle = low ? element : other;
+        float partner[WIDTH], cosine[WIDTH], sine[WIDTH];
+        load(partner, from + other);
+        load(cosine, rotation + angle);
+        load(sine, rotation + half + angle);
+        if (weight) weigh(partner, weight + other, scale);
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++)
+            own[i][j] = own[i][j] * cosine[j] + (low ? -partner[j] : partner[j]) * sine[j];
+    };
+    auto find_rotation = [&] {
+        return cos_sin && !is_value ? cos_sin + positions[token] * rotary : nullptr;
+    };
     float square = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         int element = (i * LANES + lane) * WIDTH;
         if (!inside || element >= D) continue;
         load(own[i], from + element);
+        if constexpr (LATE) {
+            const float* rotation = find_rotation();
+            if (rotation && element < rotary) rotate(i, element, rotary / 2, rotation, nullptr, 1);
+        }
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) square += own[i][j] * own[i][j];
     }
@@ -79,34 +106,13 @@ __global__ void __launch_bounds__(128) rope_and_write(
         to = (is_value ? values : keys) +
              ((block * num_kv_heads + kv_head) * tokens_per_block + offset) * D;
     }
-    const float* rotation = cos_sin && !is_value ? cos_sin + positions[token] * rotary : nullptr;
+    const float* rotation = find_rotation();
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         int element = (i * LANES + lane) * WIDTH, half = rotary / 2;
         if (element >= D) continue;
-        if (weight) {
-            float factors[WIDTH];
-            load(factors, weight + element);
-#pragma unroll
-            for (int j = 0; j < WIDTH; j++) own[i][j] *= scale * factors[j];
-        }
-        if (rotation && element < rotary) {
-            bool low = element < half;
-            int other = low ? element + half : element - half, angle = low ? element : other;
-            float partner[WIDTH], cosine[WIDTH], sine[WIDTH];
-            load(partner, from + other);
-            load(cosine, rotation + angle);
-            load(sine, rotation + half + angle);
-            if (weight) {
-                float factors[WIDTH];
-                load(factors, weight + other);
-#pragma unroll
-                for (int j = 0; j < WIDTH; j++) partner[j] *= scale * factors[j];
-            }
-#pragma unroll
-            for (int j = 0; j < WIDTH; j++)
-                own[i][j] = own[i][j] * cosine[j] + (low ? -partner[j] : partner[j]) * sine[j];
-        }
+        if (weight) weigh(own[i], weight + element, scale);
+        if (!LATE && rotation && element < rotary) rotate(i, element, half, rotation, weight, scale);
         if (IS_FP8<C> && !is_query) {
 #pragma unroll
             for (int j = 0; j < WIDTH; j++) own[i][j] /= scales[head - num_heads];

@@ -11,13 +11,23 @@ from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, ch
 from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
 
 _THREADS = 128
+
+
+def _name(dtype: torch.dtype, kind: str, cache: str, late: bool, plus_one: bool) -> str:
+    if late or plus_one:
+        cache = cache or f", {NAMES[dtype]}"
+        cache += f", {str(late).lower()}, {str(plus_one).lower()}"
+    return f"rope_and_write<{NAMES[dtype]}, {kind}{cache}>"
+
+
 PROGRAM = Program(
     "attention/cache_write.cu",
     (
         "locate_tokens",
         *(
-            f"rope_and_write<{name}, {head_dim}, {width}{cache}>"
-            for dtype, name in NAMES.items()
+            _name(dtype, f"{head_dim}, {width}", cache, late, plus_one)
+            for late, plus_one in ((False, False), (True, False), (False, True))
+            for dtype in NAMES
             for head_dim in HEAD_DIMS
             for width in (16 // dtype.itemsize, 1)
             for cache in CACHES
@@ -60,11 +70,14 @@ def rope_and_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    late: bool = False,
+    plus_one: bool = False,
 ) -> None:
     """Write rotated queries to `queries`, and rotated keys and values to their cells in the pages.
 
     `queries` `[T, H, D]`; `qkv` `[T, (H + 2K) * D]`: query heads, key heads, value heads; `q_norm`,
-    `k_norm` `[D]`: weights of an RMSNorm with `eps` of each head, before the rotation; all of one
+    `k_norm` `[D]`: weights of an RMSNorm with `eps` of each head, before the rotation, or after it
+    if `late`; they are stored less 1 if `plus_one`, which has no kernel with `late`; all of one
     dtype of float32, float16, bfloat16; pages have the same dtype or float8_e4m3fn. `positions`
     `[T]` int64 index `cos_sin` `[max_pos, N]` float32: cosines of N / 2 frequencies, then their
     sines; dimensions i < N / 2 and i + N / 2 of a head are rotated together, those from N on are
@@ -90,6 +103,10 @@ def rope_and_write(
         cache_scales=(pages.cache_scales, (2, num_kv_heads), torch.float32),
     )
     check_head_dim(head_dim)
+    if late and plus_one:
+        raise ValueError(
+            "a norm after the rotation has no kernel for weights that are stored less 1"
+        )
     if num_tokens == 0:
         return
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
@@ -102,6 +119,6 @@ def rope_and_write(
         *ints(num_tokens, num_heads, num_kv_heads, rotary, tokens_per_block),
         np.float32(eps),
     )
-    name = f"rope_and_write<{NAMES[dtype]}, {head_dim}, {vector}{cache.argument}>"
+    name = _name(dtype, f"{head_dim}, {vector}", cache.argument, late, plus_one)
     blocks = -(-num_tokens * num_all * lanes // _THREADS)
     launcher.kernel(PROGRAM, name)((blocks,), (_THREADS,), arguments)

@@ -84,7 +84,8 @@ __device__ inline void add_values(WarpState<K>& state, TileWeights<K>& weights, 
 // Grid: (items, kv heads). Dynamic shared memory: QUERIES rows of T, then two tiles of keys and values;
 // with an 8-bit cache one tile of T and one of C.
 // `SMALL`: for devices with at most 99 KiB of shared memory per block.
-template <class T, int D, bool SOFTCAP, bool SINK, class C = T, bool SMALL = false>
+template <class T, int D, bool SOFTCAP, bool SINK, class C = T, bool SMALL = false,
+          class... HeadScores>
 __global__ void __launch_bounds__(THREADS) context_attention(
     T* out,                   // [tokens, heads, D]
     const T* queries,         // [tokens, heads, D]
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     const int* block_tables,  // [slots, table_width]
     const float* scales,      // [2, kv_heads] of an 8-bit cache
     int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
-    float softcap) {
+    float softcap, HeadScores... head_scores) {  // nothing, or [heads]
     using K = Kind<T, D, SOFTCAP, SINK, C, SMALL>;
     __shared__ Work<K> work;
     ptx::wait_for_previous();
@@ -131,6 +132,8 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     if constexpr (K::FP8) scale *= scales[blockIdx.y];
     Scores to_score(scale, softcap);
     float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // converts `scores` to exponents of 2
+    if constexpr (sizeof...(HeadScores) > 0)
+        begin<K>(state, head_scores..., work, threadIdx.x / 32, weight_scale);
     for (int stage = 0; tile.start < work.tiles.last; stage ^= 1, tile = work.tiles.after(tile)) {
         Tile next = work.tiles.after(tile);
         const T* key_tile = tiles;

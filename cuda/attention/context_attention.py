@@ -8,26 +8,37 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.attention.float_attention import PROGRAM as FLOAT_PROGRAM
+from gptmanager.cuda.attention.float_attention import float_kernel
 from gptmanager.cuda.attention.paged_kernels import (
     CACHES,
     HEAD_DIMS,
     NARROW,
     check_attention,
     row_bytes,
+    sinks_arguments,
 )
 from gptmanager.cuda.attention.warpgroup_attention import PROGRAM as WARPGROUP_PROGRAM
-from gptmanager.cuda.attention.warpgroup_attention import shared_memory, takes
+from gptmanager.cuda.attention.warpgroup_attention import shared_memory, takes, warpgroup_kernel
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, ints
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 Ints = npt.NDArray[np.int32]
 
 _THREADS = 128  # as in the .cu
+
+
+def _name(kind: str, dtype: torch.dtype, cache: str, is_small: bool, sinks: bool) -> str:
+    last = f", {NAMES[dtype]}, true" if is_small else cache
+    if sinks:
+        last = sinks_arguments(dtype, cache, str(is_small).lower())
+    return f"context_attention<{kind}{last}>"
+
+
 PROGRAM = Program(
     "attention/context_attention.cu",
     (
         *(
-            f"context_attention<{NAMES[dtype]}, {head_dim}, {softcap}, {sink}{cache}>"
+            _name(f"{NAMES[dtype]}, {head_dim}, {softcap}, {sink}", dtype, cache, False, False)
             for dtype in NARROW
             for head_dim in HEAD_DIMS
             for softcap in ("false", "true")
@@ -35,8 +46,16 @@ PROGRAM = Program(
             for cache in CACHES
         ),
         *(  # variants with less shared memory
-            f"context_attention<{NAMES[dtype]}, 128, false, false, {NAMES[dtype]}, true>"
+            _name(f"{NAMES[dtype]}, 128, false, false", dtype, "", True, sinks)
+            for sinks in (False, True)
             for dtype in NARROW
+        ),
+        *(  # variants for heads with sinks
+            _name(f"{NAMES[dtype]}, {head_dim}, false, {sink}", dtype, cache, False, True)
+            for dtype in NARROW
+            for head_dim in HEAD_DIMS
+            for sink in ("false", "true")
+            for cache in CACHES
         ),
     ),
     dependent=True,
@@ -75,16 +94,18 @@ def context_attention(
     rows: RowSpans,
     items: Tensor,
     shape: AttentionShape,
+    sinks: Tensor | None = None,
 ) -> None:
     """Compute `out[t] = softmax(scores of queries[t] and the keys) @ values` over visible keys.
 
     Pages without a visible key may already be freed. `queries`, `out` `[T, H, D]` of one dtype of
     float32, float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP. Pages are of the same
     dtype, or float8_e4m3fn. `items` `[N, 4]` int32: from `plan_context`, for the same shape.
-    ValueError for other tensors.
+    `sinks` `[H]`, of the queries' dtype: scores without a value, if `shape` has them. ValueError
+    for other tensors.
     """
     cache = check_attention(
-        *(out, queries, pages, rows, shape),
+        *(out, queries, pages, rows, shape, sinks),
         items=(items, (None, 4), torch.int32),
         kv_lengths=(rows.kv_lengths, rows.slots.shape, torch.int32),
     )
@@ -98,26 +119,32 @@ def context_attention(
         *ints(num_heads, rows.block_tables.shape[1], pages.values.shape[2], window, sink),
         *(np.float32(shape.scale), np.float32(shape.softcap)),
     )
+    own_sinks = () if sinks is None else (sinks,)
     grid, num_queries = (items.shape[0], num_kv_heads), _queries(shape)
     if dtype not in NARROW:
-        name = f"context_attention_float<{head_dim}{cache.argument}>"
+        name = float_kernel("context", head_dim, cache.argument, shape.sinks)
         kernel = launcher.kernel(FLOAT_PROGRAM, name)
-        kernel(grid, (_THREADS,), (*arguments, *ints(num_queries)))
+        kernel(grid, (_THREADS,), (*arguments, *ints(num_queries), *own_sinks))
         return
-    capped, sinks = (str(bool(it)).lower() for it in (shape.softcap > 0, sink))
-    kind = f"{NAMES[dtype]}, {head_dim}, {capped}, {sinks}{cache.argument}"
+    arguments += own_sinks
+    capped, has_sink = (str(bool(it)).lower() for it in (shape.softcap > 0, sink))
+    kind = f"{NAMES[dtype]}, {head_dim}, {capped}, {has_sink}"
     if takes(launcher, shape, dtype):
-        shared = shared_memory(num_queries, head_dim)
-        kernel = launcher.kernel(WARPGROUP_PROGRAM, f"warpgroup_attention<{kind}>", shared)
+        shared, name = (
+            shared_memory(num_queries, head_dim),
+            warpgroup_kernel(kind, dtype, shape.sinks),
+        )
+        kernel = launcher.kernel(WARPGROUP_PROGRAM, name, shared)
         kernel(grid, (2 * num_queries,), arguments, shared)
         return
     own, other = row_bytes(head_dim, dtype), row_bytes(head_dim, cache.dtype)
     tokens = _tokens(shape)
     shared = num_queries * own + 2 * tokens * (own + other)
-    if shared > launcher.max_shared_mem and head_dim == 128:
-        kind += f", {NAMES[dtype]}, true"
+    is_small = shared > launcher.max_shared_mem and head_dim == 128
+    if is_small:
         shared -= tokens * (own + other)  # half of each tile
-    kernel = launcher.kernel(PROGRAM, f"context_attention<{kind}>", shared)
+    name = _name(kind, dtype, cache.argument, is_small, shape.sinks)
+    kernel = launcher.kernel(PROGRAM, name, shared)
     kernel(grid, (_THREADS,), arguments, shared)
 
 

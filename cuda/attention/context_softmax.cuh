@@ -21,6 +21,24 @@ template <class K> __device__ inline void reset(WarpState<K>& state) {
         state.largest[m][0] = state.largest[m][1] = -INFINITY;
 }
 
+// Begins the softmax of each query with the score of its head; of the lanes of a query, the first counts
+// it. `warp`: of the block. `scale`: as in `to_weights`.
+template <class K, class T = typename K::T>
+__device__ inline void begin(WarpState<K>& state, const T* head_scores, const Work<K>& work, int warp,
+                             float scale) {
+#pragma unroll
+    for (int m = 0; m < K::MATRICES; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int packed = work.first_query + (warp * K::MATRICES + m) * 16 + half * 8;
+            packed += threadIdx.x % 32 / 4;
+            Softmax softmax = begin_with(head_scores, blockIdx.y * work.group + packed % work.group);
+            state.largest[m][half] = softmax.largest / scale;
+            state.sum[m][half] = threadIdx.x % 4 == 0 ? softmax.sum : 0.0f;
+        }
+    }
+}
+
 template <class K> __device__ inline void cap(TileScores<K>& scores, const Scores& to_score) {
 #pragma unroll
     for (int i = 0; i < K::MATRICES * K::TOKENS / 2; i++) {

@@ -55,12 +55,12 @@ template <int D, class C> struct Cache {
 };
 
 // Grid: (items, kv heads). Arguments as in generation_attention.cu.
-template <int D, class C = float>
+template <int D, class C = float, class... HeadScores>
 __global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attention_float(
     float* out, float* partial, float* partial_log, unsigned* arrived, const int* partial_starts,
     const float* queries, const C* keys, const C* values, const Item* items, const int* row_starts,
     const int* slots, const int* block_tables, const float* scales, int num_heads, int table_width,
-    int tokens_per_block, float scale, float softcap) {
+    int tokens_per_block, float scale, float softcap, HeadScores... head_scores) {
     ptx::wait_for_previous();
     Item item = items[blockIdx.x];
     if (item.row < 0) return;
@@ -72,6 +72,9 @@ __global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attentio
         int head = blockIdx.y * group + own;
         size_t index = (size_t(row_starts[item.row]) * num_heads + head) * D;
         Query<D, C> query(queries + index, cache.pages, cache.value_memory, to_score);
+        if constexpr (sizeof...(HeadScores) > 0) {
+            if (is_first(item, partial_starts)) query.softmax = begin_with(head_scores..., head);
+        }
         for (int position = item.first; position < item.last; position++) query.attend(position);
         size_t part = size_t(item.partial) * num_heads + head;
         query.write(item.partial < 0 ? out + index : partial + part * D, cache.value_scale);
@@ -90,12 +93,12 @@ struct ContextItem {
 };
 
 // Grid: (items, kv heads). Arguments as in context_attention.cu; `num_queries`: packed queries per item.
-template <int D, class C = float>
+template <int D, class C = float, class... HeadScores>
 __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
     float* out, const float* queries, const C* keys, const C* values, const ContextItem* items,
     const int* row_starts, const int* kv_lengths, const int* slots, const int* block_tables,
     const float* scales, int num_heads, int table_width, int tokens_per_block, int window_size,
-    int sink, float scale, float softcap, int num_queries) {
+    int sink, float scale, float softcap, int num_queries, HeadScores... head_scores) {
     ptx::wait_for_previous();
     ContextItem item = items[blockIdx.x];
     if (item.row < 0) return;
@@ -110,6 +113,8 @@ __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
         size_t index = (size_t(token) * num_heads + blockIdx.y * group + packed % group) * D;
         int position = kv_lengths[item.row] - num_new + packed / group;
         Query<D, C> query(queries + index, cache.pages, cache.value_memory, to_score);
+        if constexpr (sizeof...(HeadScores) > 0)
+            query.softmax = begin_with(head_scores..., blockIdx.y * group + packed % group);
         int first = window_size ? max(0, position - window_size + 1) : 0;
         for (int key = 0; key < min(sink, first); key++) query.attend(key);
         for (int key = first; key <= position; key++) query.attend(key);

@@ -33,6 +33,20 @@ template <class T, int D, int TILES> struct WarpState {
             }
         }
     }
+    // Begins each softmax with the score of its head. Of the lanes of a head, the first counts it.
+    __device__ void begin(const T* head_scores, int group) {
+        int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int head = n * 8 + 2 * t + i;
+                if (head >= group) continue;
+                softmax[n][i] = begin_with(head_scores, head);
+                if (g > 0) softmax[n][i].sum = 0;
+            }
+        }
+    }
 };
 
 // Starts the copies of a tile. `rows`: the rows of its tokens in the pages, one per lane; for -1 nothing
@@ -213,7 +227,7 @@ __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float*
 
 // Grid: (blocks of the plan, kv heads), all of which run at the same time. Dynamic shared memory: WARPS *
 // STAGES * 2 * TILE rows of the cache.
-template <class T, int D, int TILES, class C = T>
+template <class T, int D, int TILES, class C = T, class... HeadScores>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_attention(
     T* out,                     // [tokens, heads, D]
     float* partial,             // this and the next three: the fields of Partials
@@ -229,7 +243,8 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
     const int* slots,           // [rows]
     const int* block_tables,    // [slots, table_width]
     const float* scales,        // [2, kv_heads] of an 8-bit cache
-    int num_heads, int table_width, int tokens_per_block, float scale, float softcap) {
+    int num_heads, int table_width, int tokens_per_block, float scale, float softcap,
+    HeadScores... head_scores) {  // nothing, or [heads]
     ptx::wait_for_previous();
     int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -269,6 +284,10 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
 
         WarpState<T, D, TILES> state = {};
         state.template load<Chunks<T, C, D>>(queries + first_head * D, group);
+        if constexpr (sizeof...(HeadScores) > 0) {
+            if (warp == 0 && is_first(item, partial_starts))
+                state.begin(head_scores + kv_head * group..., group);
+        }
         for (int tile = 0; tile < num_tiles; tile++) {
             ptx::cp_async_wait<STAGES - 2>();
             __syncwarp();  // all lanes have loaded this tile, and finished with the previous one

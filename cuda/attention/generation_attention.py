@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.attention.float_attention import PROGRAM as FLOAT_PROGRAM
+from gptmanager.cuda.attention.float_attention import float_kernel
 from gptmanager.cuda.attention.generation_plan import Places
 from gptmanager.cuda.attention.paged_kernels import (
     CACHES,
@@ -17,6 +18,7 @@ from gptmanager.cuda.attention.paged_kernels import (
     NARROW,
     check_attention,
     row_bytes,
+    sinks_arguments,
 )
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, ints
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
@@ -24,10 +26,18 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pag
 _WARPS, _TILE = 4, 16  # as in the .cu
 _BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # by the launch bounds in the .cu: blocks -> largest width
 _STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # of shared memory: the kernel's own, and CUDA's
+
+
+def _name(dtype: torch.dtype, head_dim: int, tiles: int, cache: str, sinks: bool) -> str:
+    last = sinks_arguments(dtype, cache) if sinks else cache
+    return f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{last}>"
+
+
 PROGRAM = Program(
     "attention/generation_attention.cu",
     tuple(
-        f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache}>"
+        _name(dtype, head_dim, tiles, cache, sinks)
+        for sinks in (False, True)
         for dtype in NARROW
         for head_dim in HEAD_DIMS
         for tiles in (1, 2)
@@ -61,19 +71,21 @@ def generation_attention(
     rows: RowSpans,
     work: GenerationWork,
     shape: AttentionShape,
+    sinks: Tensor | None = None,
 ) -> None:
     """Compute `out[t] = softmax(scores of queries[t] and the keys) @ values` for rows of one token.
 
     A row sees the positions of its items, which were planned with the window and the sink of
     `shape`. `queries`, `out` `[T, H, D]` of one dtype of float32, float16, bfloat16; D one of
-    HEAD_DIMS; H / K at most MAX_GROUP. Pages are of the same dtype, or float8_e4m3fn. ValueError
-    for other tensors.
+    HEAD_DIMS; H / K at most MAX_GROUP. Pages are of the same dtype, or float8_e4m3fn. `sinks`
+    `[H]`, of the queries' dtype: scores without a value, if `shape` has them. ValueError for other
+    tensors.
     """
     items, block_starts, partial_starts, partial, partial_log, arrived = work
     num_heads, num_kv_heads, head_dim = shape[:3]
     num_rows, num_items, dtype = rows.slots.shape[0], items.shape[0], queries.dtype
     cache = check_attention(
-        *(out, queries, pages, rows, shape),
+        *(out, queries, pages, rows, shape, sinks),
         partial=(partial, (None, num_heads, head_dim), torch.float32),
         partial_log=(partial_log, (partial.shape[0], num_heads), torch.float32),
         arrived=(arrived, (num_rows, num_kv_heads), torch.int32),
@@ -90,16 +102,17 @@ def generation_attention(
         *(rows.row_starts, rows.slots, rows.block_tables, pages.cache_scales),
         *ints(num_heads, rows.block_tables.shape[1], pages.values.shape[2]),
         *(np.float32(shape.scale), np.float32(shape.softcap)),
+        *(() if sinks is None else (sinks,)),
     )
     if dtype in NARROW:
         tiles = 1 if num_heads <= 8 * num_kv_heads else 2
-        name = f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache.argument}>"
+        name = _name(dtype, head_dim, tiles, cache.argument, shape.sinks)
         shared = _shared_bytes(head_dim, cache.dtype)
         kernel = launcher.kernel(PROGRAM, name, shared)
         grid = block_starts.shape[0] - 1, num_kv_heads
         kernel(grid, (_WARPS * 32,), arguments, shared)
     else:
-        name = f"generation_attention_float<{head_dim}{cache.argument}>"
+        name = float_kernel("generation", head_dim, cache.argument, shape.sinks)
         kernel = launcher.kernel(FLOAT_PROGRAM, name)
         kernel((num_items, num_kv_heads), (_WARPS * 32,), arguments)
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.device.launch import Expected, check_tensors
+from gptmanager.cuda.device.launch import NAMES, Expected, check_tensors
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 MAX_GROUP = 16
 FP8 = torch.float8_e4m3fn
-CACHES = ("", ", __nv_fp8_e4m3")  # a kernel's last argument: pages of the tensors' dtype, or FP8
+CACHES = ("", ", __nv_fp8_e4m3")  # a template argument: pages of the tensors' dtype, or FP8
 NARROW = (torch.float16, torch.bfloat16)  # for tensor cores; float32 has separate kernels
 
 
@@ -44,6 +44,7 @@ def check_attention(
     pages: Pages,
     rows: RowSpans,
     shape: AttentionShape,
+    sinks: Tensor | None,
     **others: Expected,
 ) -> Cache:
     """Raise ValueError if attention has no kernel for them. `others`: as in `check_tensors`."""
@@ -61,16 +62,16 @@ def check_attention(
         slots=(rows.slots, (num_rows,), torch.int32),
         block_tables=(rows.block_tables, (None, None), torch.int32),
         cache_scales=(pages.cache_scales, (2, num_kv_heads), torch.float32),
+        sinks=(sinks, (num_heads,), dtype),
         **others,
     )
+    if shape.sinks != (sinks is not None):
+        given = "no sinks are" if sinks is None else "sinks are"
+        raise ValueError(f"{given} given, which does not match sinks = {shape.sinks} in {shape}")
     if shape.fp8 != (cache.dtype is FP8):
         raise ValueError(f"pages of {pages.keys.dtype} do not match fp8 = {shape.fp8} in {shape}")
-    check_head_dim(head_dim)
-    if not has_group(shape):
-        raise ValueError(
-            f"{num_heads} query heads do not divide into groups of up to {MAX_GROUP} for "
-            f"{num_kv_heads} KV heads"
-        )
+    if (why := refusal(shape)) is not None:
+        raise ValueError(why)
     return cache
 
 
@@ -80,10 +81,31 @@ def check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head dimension {head_dim} must be one of {HEAD_DIMS}")
 
 
-def has_group(shape: AttentionShape) -> bool:
-    """Return whether the query heads divide into groups that the kernels support."""
+def refusal(shape: AttentionShape) -> str | None:
+    """Return why there is no kernel for such attention; None: there is one."""
+    if shape.head_dim not in HEAD_DIMS:
+        return f"head dimension {shape.head_dim} must be one of {HEAD_DIMS}"
     group, rest = divmod(shape.num_heads, shape.num_kv_heads)
-    return not rest and group <= MAX_GROUP
+    if rest or group > MAX_GROUP:
+        return (
+            f"{shape.num_heads} query heads do not divide into groups of up to {MAX_GROUP} for "
+            f"{shape.num_kv_heads} KV heads"
+        )
+    if shape.sinks and shape.softcap:
+        return "heads with sinks and a softcap are not supported"
+    if shape.late_norm and shape.plus_one:
+        return "norms after the rotation, of weights that are stored less 1, are not supported"
+    return None
+
+
+def sinks_arguments(dtype: torch.dtype, cache: str, *others: str) -> str:
+    """Return the last template arguments of a kernel for heads with sinks.
+
+    `cache`: one of CACHES. It and the `others` have defaults that other kernels leave out.
+    """
+    element = NAMES[dtype]
+    others = tuple(f", {other}" for other in others)
+    return "".join((cache or f", {element}", *others, f", const {element}*"))
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype) -> int:

@@ -63,3 +63,10 @@ struct Scores {
         return softcap * (1 - 2 * __fdividef(1, ptx::exp2_approx(dot * tanh_scale) + 1));
     }
 };
+
+// Returns the state of a softmax that has seen only the learned score of a head: it takes part in the
+// softmax, and has no value. Kernels for heads with such scores (`sinks` of AttentionShape) have one more
+// template argument and parameter, `const T*`; the code of the other kernels does not depend on them.
+template <class T> __device__ inline Softmax begin_with(const T* head_scores, int head) {
+    return {to_float(head_scores[head]) * Scores::LOG2_E, 1};
+}

@@ -8,6 +8,11 @@ struct Item {
     int row, first, last, partial;
 };
 
+// Whether the item is the first of its row.
+__device__ inline bool is_first(Item item, const int* partial_starts) {
+    return item.partial < 0 || item.partial == partial_starts[item.row];
+}
+
 // The weighted sum of partial results of one head, computed by a warp; lane l holds elements l, l + 32, ...
 // AT_ONCE results, a divisor of 32, are loaded at a time.
 template <int D, int AT_ONCE> struct PartialSum {

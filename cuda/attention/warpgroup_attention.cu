@@ -99,7 +99,7 @@ __device__ inline void add_values(WarpState<K>& state, TileWeights<K>& weights, 
 
 // Grid: (items, kv heads). Dynamic shared memory, from the first address that is aligned to PATTERN:
 // QUERIES rows, then two tiles of keys and two of values.
-template <class T, int D, bool SOFTCAP, bool SINK>
+template <class T, int D, bool SOFTCAP, bool SINK, class... HeadScores>
 __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_attention(
     T* out,                   // [tokens, heads, D]
     const T* queries,         // [tokens, heads, D]
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     const int* block_tables,  // [slots, table_width]
     const float* scales,      // null: the cache has elements of T
     int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
-    float softcap) {
+    float softcap, HeadScores... head_scores) {  // nothing, or [heads]
     using K = Kind<T, D, SOFTCAP, SINK>;
     __shared__ Work<K> work;
     __shared__ volatile float unread[K::THREADS * 2];
@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     Window window{window_size};
     Scores to_score(scale, softcap);
     float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // converts `scores` to exponents of 2
+    if constexpr (sizeof...(HeadScores) > 0) begin<K>(state, head_scores..., work, warp, weight_scale);
     volatile float* sums = unread + threadIdx.x * 2;
     auto convert_scores = [&](Tile of) {  // `scores` become weights, which stay floats
         if constexpr (SOFTCAP) cap<K>(scores, to_score);

@@ -11,14 +11,23 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape
 _HEAD_DIMS = (64, 128)
 _TOKENS = 128  # of a tile of keys and values, as in the .cu
 _ALIGNMENT = 1024  # of tiles, in shared memory
+
+
+def warpgroup_kernel(kind: str, dtype: torch.dtype, sinks: bool) -> str:
+    """Return the name of a kernel. `kind`: its first template arguments; `sinks`: of the heads."""
+    return f"warpgroup_attention<{kind}{f', const {NAMES[dtype]}*' if sinks else ''}>"
+
+
 PROGRAM = Program(
     "attention/warpgroup_attention.cu",
     tuple(
-        f"warpgroup_attention<{NAMES[dtype]}, {head_dim}, {softcap}, {sink}>"
+        warpgroup_kernel(f"{NAMES[dtype]}, {head_dim}, {softcap}, {sink}", dtype, sinks)
+        for sinks in (False, True)
         for dtype in NARROW
         for head_dim in _HEAD_DIMS
         for softcap in ("false", "true")
         for sink in ("false", "true")
+        if not (sinks and softcap == "true")
     ),
     architectures=("sm_90a",),
     dependent=True,

@@ -51,11 +51,13 @@ class PagedRows:
     tokens_per_block: int = 16
     dtype: torch.dtype = torch.bfloat16
     cache_scales: torch.Tensor | None = None  # with them pages are float8_e4m3fn
+    sinks: torch.Tensor | None = None  # a score of each head that has no value
 
     def __str__(self):
         pages = "" if self.cache_scales is None else " 8-bit pages"
+        sinks = "" if self.sinks is None else " with sinks"
         return (
-            f"{self.heads}/{self.kv_heads} heads of {self.head_dim} {self.dtype}{pages}, "
+            f"{self.heads}/{self.kv_heads} heads of {self.head_dim}{sinks} {self.dtype}{pages}, "
             f"blocks of {self.tokens_per_block}"
         )
 
@@ -104,10 +106,12 @@ class PagedRows:
             self.history[row][kind][position] = own.double() * scales
 
     def shape(self, scale, **options):
-        fp8 = self.cache_scales is not None
-        return AttentionShape(
-            self.heads, self.kv_heads, self.head_dim, scale=scale, fp8=fp8, **options
-        )
+        kind = {"fp8": self.cache_scales is not None, "sinks": self.sinks is not None}
+        sizes = self.heads, self.kv_heads, self.head_dim
+        return AttentionShape(*sizes, scale=scale, **kind, **options)
+
+    def sinks_on(self, machine):
+        return None if self.sinks is None else machine.tensor(self.sinks)
 
     def pages_on(self, machine):
         scales = None if self.cache_scales is None else machine.tensor(self.cache_scales)
@@ -141,6 +145,10 @@ class PagedRows:
             hidden = seen > at
             if window is not None:
                 hidden |= (seen <= at - window) & (seen >= sink)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if self.sinks is not None:
+                own = self.sinks.double()[:, None, None].expand(-1, new, 1)
+                scores = torch.cat([scores, own], dim=-1)
+            weights = scores.softmax(-1)[..., :length]
             results.append(torch.einsum("hqk,khd->qhd", weights, values))
         return torch.cat(results)

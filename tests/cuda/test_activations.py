@@ -4,32 +4,43 @@ import pytest
 import torch
 from kernel_values import DTYPES, close, randn
 
-from gptmanager.cuda.activations import gelu, silu_mul
+from gptmanager.cuda.activations import activate, activate_gated
+from gptmanager.kernels import activation_kinds as torch_kinds
 
 SHAPES = [(3, 64), (2, 1100), (5, 33), (0, 8), (1, 1)]
+PLAIN = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
-def check_silu_mul(machine, dtype, tokens, width):
+def check_gated(machine, dtype, tokens, width, activation="silu"):
     gate_up = randn(tokens, 2 * width, dtype=dtype) * 4
     out = machine.empty((tokens, width), dtype)
-    silu_mul(machine.launcher, out, machine.tensor(gate_up))
+    activate_gated(machine.launcher, out, machine.tensor(gate_up), activation)
     gate, up = gate_up.double().chunk(2, dim=1)
-    close(out, gate * gate.sigmoid() * up)
+    close(out, torch_kinds.activate_gated(gate, up, activation))
 
 
-def check_gelu(machine, dtype, tokens, width, approximate):
+def check_plain(machine, dtype, tokens, width, activation):
     x = randn(tokens, width, dtype=dtype) * 4
     out = machine.empty((tokens, width), dtype)
-    gelu(machine.launcher, out, machine.tensor(x), approximate)
-    close(out, torch.nn.functional.gelu(x.double(), approximate=approximate))
+    activate(machine.launcher, out, machine.tensor(x), activation)
+    close(out, torch_kinds.activate(x.double(), activation))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_activations(machine, dtype):
     for tokens, width in SHAPES:
-        check_silu_mul(machine, dtype, tokens, width)
-        check_gelu(machine, dtype, tokens, width, "none")
-        check_gelu(machine, dtype, tokens, width, "tanh")
+        check_gated(machine, dtype, tokens, width)
+        for activation in ("gelu", "gelu_tanh"):
+            check_plain(machine, dtype, tokens, width, activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", (*PLAIN, "clamped_swiglu"))
+def test_all_kinds_of_activations(machine, dtype, activation):
+    for tokens, width in ((3, 64), (1, 33)):
+        check_gated(machine, dtype, tokens, width, activation)
+        if activation in PLAIN:
+            check_plain(machine, dtype, tokens, width, activation)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -43,29 +54,41 @@ def test_results_are_rounded_to_the_nearest_and_ties_to_even(machine, dtype):
     ulp = torch.nextafter(expected, torch.full_like(expected, torch.inf)).float() - expected.float()
     assert ((exact - expected.float()).abs() == ulp / 2).sum() > 20  # ties
     out = machine.empty((1, 1024), dtype)
-    silu_mul(machine.launcher, out, machine.tensor(torch.cat([gate, up])[None]))
+    activate_gated(machine.launcher, out, machine.tensor(torch.cat([gate, up])[None]))
     assert torch.equal(out.cpu()[0], expected)
 
 
-def test_activations_of_extreme_values(machine):
-    x = torch.tensor([[-1e30, -200.0, -20.0, -0.0, 20.0, 200.0, 1e30, torch.nan]])
+@pytest.mark.parametrize("activation", PLAIN)
+def test_activations_of_extreme_values(machine, activation):
+    x = torch.tensor([[-1e18, -200.0, -20.0, -0.0, 20.0, 200.0, 1e18, torch.nan]])
     expected = x.clamp(min=0).double()
+    if activation == "relu2":
+        expected = expected.square()
     out = machine.empty(x.shape, x.dtype)
-    for approximate in ("none", "tanh"):
-        gelu(machine.launcher, out, machine.tensor(x), approximate)
-        close(out.cpu(), expected, 1e-6)
-    silu_mul(machine.launcher, out, machine.tensor(torch.cat([x, torch.ones_like(x)], dim=1)))
+    activate(machine.launcher, out, machine.tensor(x), activation)
+    close(out.cpu(), expected, 1e-6)
+    with_ones = machine.tensor(torch.cat([x, torch.ones_like(x)], dim=1))
+    activate_gated(machine.launcher, out, with_ones, activation)
     close(out, expected, 1e-6)
 
 
+def test_clamped_gates_of_extreme_values(machine):
+    x = torch.tensor([[-1e18, -200.0, -7.0, -0.0, 7.0, 200.0, 1e18, torch.nan]])
+    for other in (-1e18, -7.5, 2.0, 1e18, torch.nan):
+        up, out = torch.full_like(x, other), machine.empty(x.shape, x.dtype)
+        gate_up = torch.cat([x, up], dim=1)
+        activate_gated(machine.launcher, out, machine.tensor(gate_up), "clamped_swiglu")
+        close(out, torch_kinds.activate_gated(x.double(), up.double(), "clamped_swiglu"), 1e-6)
+
+
 def test_activations_stay_inside_their_arrays(checked_machine):
-    check_silu_mul(checked_machine, torch.bfloat16, 2, 1100)
-    check_gelu(checked_machine, torch.bfloat16, 5, 33, "tanh")
+    check_gated(checked_machine, torch.bfloat16, 2, 1100)
+    check_plain(checked_machine, torch.bfloat16, 5, 33, "gelu_tanh")
 
 
 def test_tensors_that_do_not_fit(machine):
     x = machine.tensor(randn(2, 64))
     with pytest.raises(ValueError, match=r"gate_up is torch.float32 \[2, 64\], expected"):
-        silu_mul(machine.launcher, x, x)
+        activate_gated(machine.launcher, x, x)
     with pytest.raises(ValueError, match="x must be contiguous"):
-        gelu(machine.launcher, x.T, x.T)
+        activate(machine.launcher, x.T, x.T, "gelu")

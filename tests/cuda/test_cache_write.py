@@ -33,7 +33,9 @@ def positions_of(rows):
     return torch.cat([torch.arange(length - new, length) for new, length in rows])
 
 
-def check_write(machine, dtype, head_dim, heads, kv_heads, rotary, norms, tokens_per_block=16):
+def check_write(
+    machine, dtype, head_dim, heads, kv_heads, rotary, norms, tokens_per_block=16, **kind
+):
     # Given
     starts, lengths, slots, tables, num_blocks = paged_rows(ROWS, tokens_per_block)
     positions = positions_of(ROWS)
@@ -42,7 +44,7 @@ def check_write(machine, dtype, head_dim, heads, kv_heads, rotary, norms, tokens
     qkv[3] = 0  # its root mean square is that of eps
     qkv[4] *= 1e-3  # its mean square is about as large as eps
     angles = torch.arange(30).unsqueeze(1) * randn(1, (rotary or 0) // 2)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1) if rotary else None
+    cos_sin = 1.25 * torch.cat([angles.cos(), angles.sin()], dim=1) if rotary else None
     q_norm = randn(head_dim, dtype=dtype, seed=1) if norms else None
     k_norm = randn(head_dim, dtype=dtype, seed=2) if norms else None
     shape = (num_blocks, kv_heads, tokens_per_block, head_dim)
@@ -60,6 +62,7 @@ def check_write(machine, dtype, head_dim, heads, kv_heads, rotary, norms, tokens
         Pages(keys.mT, values),
         **{name: it if it is None else machine.tensor(it) for name, it in optional.items()},
         eps=1e-6,
+        **kind,
     )
     # Then: as the reference, in float64
     assert cells[tokens:].tolist() == [-1, -1, -1]
@@ -69,6 +72,8 @@ def check_write(machine, dtype, head_dim, heads, kv_heads, rotary, norms, tokens
     expected = Kernels().rope_and_write(
         *(wide[0], positions, *wide[1:], 1e-6),
         *(Pages(expected_keys, expected_values), RowSpans(*rows)),
+        norm_last=kind.get("late", False),
+        plus_one=kind.get("plus_one", False),
     )
     scale = 4 if norms else 1  # of the values, and so of an absolute error
     close(queries, expected, 1e-4 * scale)
@@ -90,6 +95,21 @@ def test_head_dimensions(machine, head_dim):
 @pytest.mark.parametrize(("rotary", "block"), [(None, 16), (32, 64), (20, 3)])
 def test_parts_of_a_head_and_blocks_of_any_size(machine, rotary, block):
     check_write(machine, torch.float32, 80, 3, 3, rotary, False, block)
+
+
+@pytest.mark.parametrize("kind", ["late", "plus_one"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "rotary"),
+    [(torch.float32, 32, 32), (torch.float32, 32, 20), (torch.bfloat16, 128, 64)],
+)
+def test_norms_after_the_rotation_and_weights_that_are_stored_less_1(
+    machine, dtype, head_dim, rotary, kind
+):
+    check_write(machine, dtype, head_dim, 3, 1, rotary, norms=True, **{kind: True})
+
+
+def test_norms_after_the_rotation_have_no_race(checked_machine):
+    check_write(checked_machine, torch.bfloat16, 128, 3, 1, 64, norms=True, late=True)
 
 
 def test_writes_have_no_race(checked_machine):
@@ -139,5 +159,10 @@ def test_tensors_that_do_not_fit(machine):
     qkv, ids = machine.empty((1, 4 * 72), torch.float32), machine.tensor(ints(0))
     with pytest.raises(ValueError, match=r"head dimension 72 must be one of \(32"):
         rope_and_write(machine.launcher, queries, qkv, ids.long(), ids, pages)
+    tokens = machine.empty((1, 1, 4, 64), torch.float32)
+    own = machine.empty((1, 2, 64), torch.float32), machine.empty((1, 4 * 64), torch.float32)
+    with pytest.raises(ValueError, match="a norm after the rotation has no kernel for weights"):
+        pages64 = Pages(tokens.mT, tokens)
+        rope_and_write(machine.launcher, *own, ids.long(), ids, pages64, late=True, plus_one=True)
     with pytest.raises(ValueError, match="positions is torch.int32"):
         rope_and_write(machine.launcher, queries, qkv, ids, ids, pages)

@@ -11,6 +11,7 @@ from gptmanager.cuda.attention.context_attention import context_attention, plan_
 from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
+SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])
 # A whole prompt, a chunk behind earlier ones, a single token, nothing, and tiles' borders.
 ROWS = [(65, 65), (7, 90), (1, 33), (0, 5), (64, 128)]
 
@@ -90,6 +91,43 @@ def test_a_softcap_with_and_without_sinks(either, head_dim):
     rows = PagedRows([(90, 300)], 2, 1, head_dim)
     check(either, rows, softcap=1.5)
     check(either, rows, window=200, sink=5, softcap=1.5)
+
+
+# A head whose score is above all others, one whose score is nothing, and ordinary ones.
+HEAD_SCORES = torch.tensor([30.0, -torch.inf, 0.5, -2.0, 4.0, 1.0])
+
+
+def with_sinks(rows):
+    rows.sinks = HEAD_SCORES.repeat(rows.heads // 6).to(rows.dtype)
+    return rows
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_with_sinks(either, head_dim):
+    rows = with_sinks(PagedRows([(30, 90), (3, 3)], 6, 2, head_dim))
+    check(either, rows)
+    check(either, rows, window=20, sink=5)
+
+
+def test_heads_with_sinks_in_float32(machine):
+    rows = with_sinks(PagedRows([(9, 20), (3, 3)], 6, 2, 64, dtype=torch.float32))
+    check(machine, rows)
+    check(machine, rows, window=5, sink=3)
+
+
+def test_heads_with_sinks_and_8_bit_pages(machine):
+    check(machine, with_sinks(PagedRows([(9, 90)], 18, 2, 64, cache_scales=SCALES)))
+
+
+def test_heads_of_128_with_sinks_on_devices_with_less_shared_memory(machine, monkeypatch):
+    monkeypatch.setattr(machine.launcher, "max_shared_mem", 99 << 10)
+    check(machine, with_sinks(PagedRows([(9, 90)], 6, 2, 128)))
+
+
+@pytest.mark.parametrize("kind", ["mma", "warpgroups"])
+def test_heads_with_sinks_have_no_race(checked_machine, kind, monkeypatch):
+    rows = with_sinks(PagedRows([(9, 150), (2, 2)], 6, 1, 64))
+    check(choosing(checked_machine, kind, monkeypatch), rows)
 
 
 CROSSED = list(crossings([(20, 110), (3, 3)], seed=1, count=24))
@@ -236,9 +274,6 @@ def test_a_plan_covers_what_each_query_sees(window, group, head_dim):
             assert last > position
     assert len(seen) == num_new.sum() * group
     assert (np.diff(items[:, 3] - items[:, 2]) <= 0).all()
-
-
-SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])
 
 
 @pytest.mark.every(5)

@@ -11,7 +11,9 @@ from paged_rows import PagedRows, crossings
 
 from gptmanager.cuda.attention.generation_plan import Places, plan_generation
 from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS
+from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
+SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])
 LENGTHS = (1, 15, 16, 17, 64, 65, 200)
 
 
@@ -52,6 +54,35 @@ def test_windows_and_sinks(machine, window, sink, dtype):
 
 def test_softcap(machine):
     check(machine, PagedRows(one_token_each(100), 4, 2, 64), softcap=1.5)
+
+
+# A head whose score is above all others, one whose score is nothing, and ordinary ones.
+HEAD_SCORES = torch.tensor([30.0, -torch.inf, 0.5, -2.0, 4.0, 1.0])
+
+
+@pytest.mark.parametrize("stretch", [64, 256])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64)]
+)
+def test_heads_with_sinks(machine, dtype, head_dim, stretch):
+    """Each row counts them once, whether it has one item or several."""
+    rows = PagedRows(one_token_each(1, 17, 200), 6, 2, head_dim, 16, dtype)
+    rows.sinks = HEAD_SCORES.to(dtype)
+    check(machine, rows, stretch=stretch)
+    check(machine, rows, stretch=stretch, window=70, sink=3)
+
+
+def test_heads_with_sinks_and_8_bit_pages(machine):
+    rows = PagedRows(one_token_each(5, 130), 18, 2, 64, 3, torch.bfloat16, SCALES)
+    rows.sinks = HEAD_SCORES.repeat(3).to(rows.dtype)
+    check(machine, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_heads_with_sinks_have_no_race(checked_machine, dtype):
+    rows = PagedRows(one_token_each(150, 5), 6, 1, 64, 16, dtype)
+    rows.sinks = HEAD_SCORES.to(dtype)
+    check(checked_machine, rows)
 
 
 def test_items_that_do_nothing(machine):
@@ -135,9 +166,6 @@ def test_lengths_of_any_company(ordered_machines, lengths, seed, place):
     check(ordered_machines[place], rows, **options)
 
 
-SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])
-
-
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_8_bit_pages(machine, head_dim, dtype):
@@ -177,6 +205,13 @@ def test_8_bit_pages_without_scales(machine):
 def test_tensors_that_do_not_fit(machine):
     with pytest.raises(ValueError, match=r"34 query heads .* groups of up to 16 for 2 KV heads"):
         attend(machine, PagedRows(one_token_each(3), 34, 2, 64))
+    rows = PagedRows(one_token_each(3), 2, 2, 64)
+    rows.sinks = torch.zeros(2, dtype=rows.dtype)
+    with pytest.raises(ValueError, match="heads with sinks and a softcap are not supported"):
+        attend(machine, rows, softcap=1.0)
+    rows.shape = lambda scale: AttentionShape(2, 2, 64, scale)
+    with pytest.raises(ValueError, match="sinks are given, which does not match sinks = False"):
+        attend(machine, rows)
     with pytest.raises(ValueError, match="head dimension 72 must be one of"):
         attend(machine, PagedRows(one_token_each(3), 2, 2, 72))
 

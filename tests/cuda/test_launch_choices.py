@@ -68,8 +68,8 @@ def test_a_norm_has_as_few_vectors_a_thread_as_512_threads_allow(card, width, dt
 
 
 def test_an_activation_of_a_row_is_cut_into_blocks_of_128_vectors(card):
-    activations.silu_mul(card, empty(5, 14336), empty(5, 28672))
-    assert card.launched == [("silu_mul<bf16, 8>", (5, 14), 128)]
+    activations.activate_gated(card, empty(5, 14336), empty(5, 28672))
+    assert card.launched == [("activate_gated<bf16, 8, SILU>", (5, 14), 128)]
 
 
 @pytest.mark.parametrize(("heads", "tiles"), [(8, 1), (32, 1), (64, 1), (72, 2), (128, 2)], ids=str)

@@ -116,10 +116,10 @@ def test_ops_of_few_rows_are_kernels(launcher):
         assert launcher.names == names
         gate, own = F.linear(x.double(), up.double()).chunk(2, dim=1)
         close(kernels.linear_silu_mul(x, up), F.silu(gate) * own, absolute=1e-3)
-        assert launcher.names == [*names, *(names or ["silu_mul"])]
+        assert launcher.names == [*names, *(names or ["activate_gated"])]
     odd = randn(40, 70)
     close(kernels.linear(randn(1, 70), odd), F.linear(randn(1, 70).double(), odd.double()))
-    assert launcher.names[-1] == "silu_mul", "rows of 280 bytes"
+    assert launcher.names[-1] == "activate_gated", "rows of 280 bytes"
 
 
 def test_ops_of_more_rows_are_kernels_where_they_are_faster(launcher):
@@ -146,7 +146,7 @@ def test_the_emulator_leaves_products_to_torch(toolchain):
 
 
 @pytest.mark.parametrize(
-    ("op", "names"), [("linear", ["gemv"]), ("linear_silu_mul", ["gemv", "silu_mul"])]
+    ("op", "names"), [("linear", ["gemv"]), ("linear_silu_mul", ["gemv", "activate_gated"])]
 )
 def test_a_deterministic_row_is_the_same_beside_any_others(launcher, op, names):
     compute = getattr(CudaKernels(launcher, deterministic=True), op)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_values import DTYPES, close, randn
 
-from gptmanager.cuda.norms import layer_norm, rms_norm
+from gptmanager.cuda.norms import layer_norm, norm_heads, rms_norm
 
 EPS = 1e-5
 
@@ -17,7 +17,7 @@ def textbook(y, weight, bias, centered):
     return y if bias is None else y + bias.double()
 
 
-def check_norm(machine, dtype, tokens, width, centered, add):
+def check_norm(machine, dtype, tokens, width, centered, add, plus_one=False):
     x, before = randn(tokens, width, dtype=dtype) * 3 + 1, randn(tokens, width, dtype=dtype, seed=1)
     weight, bias = randn(width, dtype=dtype, seed=2), randn(width, dtype=dtype, seed=3)
     out, residual = machine.empty((tokens, width), dtype), machine.tensor(before)
@@ -26,11 +26,28 @@ def check_norm(machine, dtype, tokens, width, centered, add):
         arguments.append(machine.tensor(bias))
     norm = layer_norm if centered else rms_norm
 
-    norm(machine.launcher, *arguments, EPS, residual=residual if add else None)
+    kind = {"plus_one": True} if plus_one else {}
+    norm(machine.launcher, *arguments, EPS, residual=residual if add else None, **kind)
 
     summed = x + before if add else x
     assert torch.equal(residual.cpu(), summed if add else before)
-    close(out, textbook(summed, weight, bias if centered else None, centered))
+    factors = weight.double() + plus_one
+    close(out, textbook(summed, factors, bias if centered else None, centered))
+
+
+def check_heads(machine, dtype, columns, width, stride, centered):
+    x, weight = randn(3, stride, dtype=dtype) * 3 + 1, randn(len(columns), dtype=dtype, seed=2)
+    out = machine.tensor(x)
+    given = columns, width, machine.tensor(weight), EPS
+    norm_heads(machine.launcher, out, *given, centered=centered)
+    own = slice(columns.start, columns.stop)
+    heads = textbook(x[:, own].reshape(3, -1, width), torch.ones(width), None, centered)
+    expected = x.double()
+    expected[:, own] = heads.flatten(1) * weight.double()
+    close(out, expected)
+    out = out.cpu()
+    out[:, own] = x[:, own]
+    assert torch.equal(out, x)  # other columns are unchanged
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["", "add"])
@@ -39,6 +56,30 @@ def check_norm(machine, dtype, tokens, width, centered, add):
 def test_norms(machine, dtype, centered, add):
     for tokens, width in [(3, 64), (2, 1000), (1, 4096), (0, 64)]:
         check_norm(machine, dtype, tokens, width, centered, add)
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["", "add"])
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_weights_that_are_stored_less_1(machine, centered, add):
+    """A sum that is rounded to bfloat16 would miss the bound."""
+    check_norm(machine, torch.bfloat16, 3, 64, centered, add, plus_one=True)
+    check_norm(machine, torch.float32, 2, 63, centered, add, plus_one=True)
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_of_heads(machine, dtype, centered):
+    check_heads(machine, dtype, range(0, 128), 32, 256, centered)
+    check_heads(machine, dtype, range(128, 192), 64, 256, centered)
+    check_heads(machine, dtype, range(3, 3 + 63), 21, 67, centered)
+
+
+def test_norms_of_all_heads_together(machine):
+    check_heads(machine, torch.bfloat16, range(64, 64 + 5000), 5000, 5128, centered=False)
+
+
+def test_norms_of_heads_have_no_race(checked_machine):
+    check_heads(checked_machine, torch.bfloat16, range(64, 64 + 1000), 500, 1128, centered=True)
 
 
 @pytest.mark.parametrize("width", [1, 63, 4099, 8191, 8192, 14336, 32768])
@@ -75,6 +116,9 @@ def test_tensors_that_do_not_fit(machine):
     x, weight = machine.tensor(randn(2, 64)), machine.tensor(randn(63))
     with pytest.raises(ValueError, match=r"weight is torch.float32 \[63\], expected .* \[64\]"):
         rms_norm(machine.launcher, x, x, weight, EPS)
+    for columns, width in ((range(0, 64), 30), (range(2, 66), 32)):
+        with pytest.raises(ValueError, match="of 64 columns do not divide into parts of"):
+            norm_heads(machine.launcher, x, columns, width, machine.tensor(randn(64)), EPS)
     with pytest.raises(ValueError, match="rows of 99999 elements: at most"):
         wide = machine.tensor(randn(1, 99999))
         rms_norm(machine.launcher, wide, wide, wide[0], EPS)

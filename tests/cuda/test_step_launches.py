@@ -135,7 +135,13 @@ def launched_choice(**params):
 def test_what_a_recorded_step_launches(toolchain):
     """Products, five kernels a layer, and once a step what is small and what follows the logits."""
     one, two = recorded_step(1), recorded_step(2)
-    layer = {"norm": 2, "linear": 4, "rope_and_write": 1, "generation_attention": 1, "silu_mul": 1}
+    layer = {
+        "norm": 2,
+        "linear": 4,
+        "rope_and_write": 1,
+        "generation_attention": 1,
+        "activate_gated": 1,
+    }
     assert two - one == Counter(layer)
     rest = Counter(["index_select", "to", "locate_tokens", "zeros", "embedding", "norm"])
     rest += Counter(["linear", "copy_"])  # logits, and their way to where the choice finds them

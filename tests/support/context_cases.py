@@ -25,7 +25,8 @@ def attend(machine, rows, *, scale=0.09, **options):
     out = machine.empty(rows.queries.shape, rows.dtype)
     context_attention(
         *(machine.launcher, out, machine.tensor(rows.queries)),
-        *(rows.pages_on(machine), rows.spans_on(machine), machine.tensor(items), shape),
+        *(rows.pages_on(machine), rows.spans_on(machine), machine.tensor(items)),
+        *(shape, rows.sinks_on(machine)),
     )
     return out.cpu()
 

@@ -122,3 +122,14 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "gpt_neox sequential": {**_NEOX, "use_parallel_residual": False},
     "smollm3 tied": {**BASE, "tie_word_embeddings": True},
 }
+
+
+def _widened(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with two heads of 32 dimensions, which kernels for devices have."""
+    heads = {"num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 1, "head_dim": 32}
+    return {**config, **{name: own for name, own in heads.items() if name in config}}
+
+
+WIDE: Mapping[str, dict[str, Any]] = {
+    f"{name} wide": _widened(config) for name, config in {**FAMILY_CONFIGS, **VARIANTS}.items()
+}

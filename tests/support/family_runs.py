@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from checkpoints import PagedDriver, exact_logits, in_float64, new_model
-from family_configs import FAMILY_CONFIGS, VARIANTS
+from family_configs import FAMILY_CONFIGS, VARIANTS, WIDE
 from torch import Tensor
 
 from gptmanager.memory.kv_pool import KvPool
@@ -20,7 +20,7 @@ from gptmanager.models import load_model
 @cache
 def family_model(name: str) -> Any:
     """transformers' model in float32, all of its parameters random, also norms and biases."""
-    config = {**FAMILY_CONFIGS, **VARIANTS}[name]
+    config = {**FAMILY_CONFIGS, **VARIANTS, **WIDE}[name]
     model = new_model({"model_type": name.split(" ")[0], **config})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

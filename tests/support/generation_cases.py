@@ -30,7 +30,7 @@ def attend(machine, rows, *, scale=0.09, stretch=64, padding=0, places=PLACES, *
     generation_attention(
         *(machine.launcher, out, machine.tensor(rows.queries)),
         *(rows.pages_on(machine), rows.spans_on(machine), work),
-        rows.shape(scale, **options),
+        *(rows.shape(scale, **options), rows.sinks_on(machine)),
     )
     assert not arrived.cpu().any()
     return out.cpu()

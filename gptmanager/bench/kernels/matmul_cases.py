@@ -20,7 +20,7 @@ from gptmanager.bench.kernels.cases import (
     largest_error,
     tolerance,
 )
-from gptmanager.cuda.activations import silu_mul
+from gptmanager.cuda.activations import activate_gated
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 
@@ -85,7 +85,7 @@ def _prepare(rows: int, width: int, depth: int, has_silu: bool, rig: Rig) -> Pre
         result = F.linear(x, weights[number])
         if not has_silu:
             return result
-        silu_mul(rig.launcher, own, result)  # as a manager does after torch's matmul
+        activate_gated(rig.launcher, own, result)  # as a manager does after torch's matmul
         return own
 
     expected = F.linear(x.float(), weights[0].float())

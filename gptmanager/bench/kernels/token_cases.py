@@ -19,7 +19,7 @@ from gptmanager.bench.kernels.cases import (
     largest_error,
     tolerance,
 )
-from gptmanager.cuda.activations import silu_mul
+from gptmanager.cuda.activations import activate_gated
 from gptmanager.cuda.attention.block_copy import as_tensor, copy_blocks
 from gptmanager.cuda.attention.cache_write import locate_tokens, rope_and_write
 from gptmanager.cuda.norms import rms_norm
@@ -85,7 +85,7 @@ def _prepare_activation(num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
     out = torch.empty_like(sets[0][:, :width].contiguous())
 
     def ours(number: int) -> Tensor:
-        silu_mul(rig.launcher, out, sets[number])
+        activate_gated(rig.launcher, out, sets[number])
         return out
 
     def peer_flashinfer() -> Contender:

@@ -1,0 +1,84 @@
+"""Every family with kernels for devices, on the emulator: contexts, chunks and recorded steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from family_configs import WIDE
+from family_runs import family_folder, tokens
+
+from gptmanager.cuda.device.downloads import Downloads
+from gptmanager.cuda.device.graphs import GenerationGraphs
+from gptmanager.cuda.device.streams import EmulatedStream
+from gptmanager.cuda.device.uploads import Uploads
+from gptmanager.cuda.kernels import CudaKernels
+from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.packed_rows import PackedRows
+from gptmanager.executor.sequence_tables import DeviceTables
+from gptmanager.kernels.reference import Kernels
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.model import load_model
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+TEXTS = tokens(24, 1), tokens(7, 2)
+_MIXTURES = ("olmoe", "minimax_m2")
+STEPS = ((0, 0), (14, 3)), ((14, 3), (21, 4)), ((21, 4), (22, 5)), ((22, 5), (23, 6))
+
+
+def rows_of(starts, ends):
+    """Of each line the tokens from its start to its end; all logits are wanted."""
+    counts = np.subtract(ends, starts)
+    lines, bounds = np.arange(len(starts)), np.concatenate(([0], np.cumsum(counts)))
+    return PackedRows(
+        lines=lines,
+        row_starts=bounds.astype(np.int32),
+        kv_lengths=np.array(ends, dtype=np.int32),
+        positions=np.concatenate([np.arange(*it) for it in zip(starts, ends, strict=True)]),
+        token_lines=np.repeat(lines, counts),
+        sample_index=np.arange(bounds[-1]),
+        sample_rows=np.repeat(lines, counts),
+        num_context_rows=int((counts > 1).sum()),
+    )
+
+
+def logits_of(name, kernels, stream):
+    """Of two sequences: prompts, a chunk and a first token, and two steps of generation."""
+    model = load_model(family_folder(name), kernels=kernels, device=stream.device, dtype="float32")
+    spec, tables = model.spec, DeviceTables(2, 32, 4, stream.device)
+    pool = KvPool(spec.num_layers, 8, 8, spec.num_kv_heads, spec.head_dim, token_major=True)
+    for pages in (pool.keys, pool.values):
+        pages.fill_(torch.nan)
+    copies = Uploads(stream), Downloads(stream, 16)
+    runner = DeviceRunner(model, pool, tables, stream, *copies, graph_sizes=(2,))
+    for line, text in enumerate(TEXTS):
+        tables.write_blocks(line, 0, [5 - line, 2 + line, 7 - line, line])
+        tables.write_tokens(line, 0, text)
+    with torch.inference_mode():
+        return torch.cat([runner.run(rows_of(*step)).logits.clone() for step in STEPS])
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_logits_are_those_of_the_reference(toolchain, name, monkeypatch):
+    run, replayed = GenerationGraphs.run, []
+
+    def spy(self, size, arrays):
+        replayed.append(size)
+        return run(self, size, arrays)
+
+    monkeypatch.setattr(GenerationGraphs, "run", spy)
+    stream = EmulatedStream()
+    found = logits_of(name, CudaKernels(stream.launcher), stream)
+    has_experts = "moe" in name or "expert" in str(WIDE[name]) or name.split()[0] in _MIXTURES
+    assert replayed == ([] if has_experts else [2, 2])
+    expected = logits_of(name, Kernels(), stream)
+    assert (found - expected).abs().max() < 2e-4 * expected.std()
+
+
+def test_heads_that_no_kernel_takes_run_on_torch_and_the_log_says_so(toolchain, caplog):
+    stream = EmulatedStream()
+    found = logits_of("llama", CudaKernels(stream.launcher), stream)
+    expected = logits_of("llama", Kernels(), stream)
+    assert (found - expected).abs().max() < 2e-4 * expected.std()
+    (line,) = (it.getMessage() for it in caplog.records if "no kernel" in it.getMessage())
+    assert "head dimension 16 must be one of (32, 64, 80, 96, 128, 256)" in line
