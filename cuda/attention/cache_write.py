@@ -14,6 +14,10 @@ _THREADS = 128
 
 
 def _name(dtype: torch.dtype, kind: str, cache: str, late: bool, plus_one: bool) -> str:
+    if late and plus_one:
+        raise ValueError(
+            "a norm after the rotation has no kernel for weights that are stored less 1"
+        )
     if late or plus_one:
         cache = cache or f", {NAMES[dtype]}"
         cache += f", {str(late).lower()}, {str(plus_one).lower()}"
@@ -103,16 +107,10 @@ def rope_and_write(
         cache_scales=(pages.cache_scales, (2, num_kv_heads), torch.float32),
     )
     check_head_dim(head_dim)
-    if late and plus_one:
-        raise ValueError(
-            "a norm after the rotation has no kernel for weights that are stored less 1"
-        )
     if num_tokens == 0:
         return
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
-    wide = 16 // queries.itemsize
-    vector = wide if rotary % (2 * wide) == 0 else 1
-    lanes = next((n for n in (4, 8, 16) if head_dim // vector <= n), 32)  # lanes_of in the .cu
+    vector, lanes = _vector_and_lanes(head_dim, rotary, queries.itemsize)
     arguments: tuple[Argument, ...] = (
         *(queries, cache.keys, pages.values, qkv, positions, cos_sin, q_norm, k_norm, cells),
         pages.cache_scales,
@@ -122,3 +120,10 @@ def rope_and_write(
     name = _name(dtype, f"{head_dim}, {vector}", cache.argument, late, plus_one)
     blocks = -(-num_tokens * num_all * lanes // _THREADS)
     launcher.kernel(PROGRAM, name)((blocks,), (_THREADS,), arguments)
+
+
+def _vector_and_lanes(head_dim: int, rotary: int, itemsize: int) -> tuple[int, int]:
+    """Return the elements that a thread reads at once, and the threads of a head, as in the .cu."""
+    wide = 16 // itemsize
+    vector = wide if rotary % (2 * wide) == 0 else 1
+    return vector, next((n for n in (4, 8, 16) if head_dim // vector <= n), 32)
