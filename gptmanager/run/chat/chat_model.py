@@ -87,9 +87,14 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
     spec = read_spec(read_config(path), max_seq_len=given.params.max_seq_len)
     request_options = {"stop": checked_stops(options.stop), **_sampling(options)}
     params = _params(given)
+    templates = _templates(path, options.chat_template)
+    tokenizer = load_tokenizer(path)
+    special_tokens = special_tokens_of(read_part(path, "tokenizer_config.json") or {})
     with (
-        _chat_template(path, options.chat_template) as template,
-        RequestQueue.for_checkpoint(path, exclude_input_in_output=True) as queue,
+        ChatTemplate(templates, tokenizer, special_tokens) as template,
+        RequestQueue.for_checkpoint(
+            path, exclude_input_in_output=True, tokenizer=tokenizer
+        ) as queue,
     ):
         get: Any = queue.get_inference_requests
         poll: Any = queue.poll_stop_signal
@@ -114,15 +119,14 @@ def _params(given: ManagerOptions) -> OptionalParams:
     )
 
 
-def _chat_template(path: Path, file: Path | None) -> ChatTemplate:
+def _templates(path: Path, file: Path | None) -> dict[str, str]:
     templates = read_chat_templates(path) if file is None else read_template_file(file)
     if not templates:
         raise ConfigError(
             f"{quoted_path(path)} has no chat template: pass one with --chat-template FILE, or "
             "continue texts with `gptmanager run --prompt`"
         )
-    special = special_tokens_of(read_part(path, "tokenizer_config.json") or {})
-    return ChatTemplate(templates, load_tokenizer(path), special)
+    return templates
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
