@@ -1,4 +1,4 @@
-"""The network: packed inputs, decoder families as a table, checkpoints."""
+"""The network: packed inputs, decoder families as a table, and checkpoints."""
 
 from gptmanager.models.batch import Batch
 from gptmanager.models.checkpoint_model import CheckpointModel

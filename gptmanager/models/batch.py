@@ -11,20 +11,19 @@ from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """T tokens of R sequences ("rows"), the logits of S are wanted; context rows come first.
+    """T tokens of R sequences ("rows"). S of the tokens get logits. Context rows come first.
 
-    `token_ids` int64 `[T]`; `positions` int64 `[T]`, absolute.
-    `row_starts` int32 `[R + 1]`: row r owns the packed tokens `row_starts[r]:row_starts[r + 1]`.
-    `kv_lengths` int32 `[R]`: positions in the KV cache once this step's are written.
-    `slots` int32 `[R]`: the row's line in `block_tables` int32 `[slots, blocks]` and in
-    `token_table` int32 `[slots, max_seq_len]` (all tokens known so far, this step's included).
-    `sample_index` int64 `[S]`: the packed tokens that need logits: one for each sampling row,
-    then those of prompts with logits that a host asked for. `sample_rows` int64 `[S]`: their rows.
-    `all_sampled`: `sample_index` is known to be all T in their order, so that none must be picked.
-    `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the packed tokens
-    `prompt_index` int64 `[n]`; their `token_ids` mean nothing. None: of none.
-    `adapters`: those of the packed tokens, its `rows` `[T]`; None: of none.
-    `plan`: what the model planned for these rows, int32 each (`PlanningModel`).
+    `token_ids` int64 `[T]`; `positions` int64 `[T]`, absolute. `row_starts` int32 `[R + 1]`: row r
+    owns the packed tokens `row_starts[r]:row_starts[r + 1]`. `kv_lengths` int32 `[R]`: number of
+    positions in the KV cache, including those of this step. `slots` int32 `[R]`: the row's line in
+    `block_tables` int32 `[slots, blocks]` and in `token_table` int32 `[slots, max_seq_len]` (all
+    known tokens, including those of this step). `sample_index` int64 `[S]`: the packed tokens that
+    need logits: one per sampling row, then the prompt tokens for which a host asked for logits.
+    `sample_rows` int64 `[S]`: their rows. `all_sampled`: `sample_index` is 0 to T - 1, so no tokens
+    have to be selected. `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the
+    packed tokens `prompt_index` int64 `[n]`, and the `token_ids` of these are ignored; None if
+    there are none. `adapters`: the adapters of the packed tokens, with `rows` `[T]`; None if there
+    are none. `plan`: what the model planned for these rows, int32 tensors (see `PlanningModel`).
     """
 
     token_ids: Tensor

@@ -1,7 +1,7 @@
-"""`CheckpointModel`: the network that a `ModelSpec` describes, over weights and kernels.
+"""`CheckpointModel`: the network that a `ModelSpec` describes, on weights and kernels.
 
-One decoder with a residual stream; every choice in it is a value of the spec. This module does not
-know families, config files or the names of tensors in checkpoints.
+It is one decoder with a residual stream; the spec defines all its variants. This module does not
+know families, config files or tensor names of checkpoints.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from gptmanager.request.adapter import AdapterShare, LoraModule
 
 
 class CheckpointModel:
-    """A `PlanningModel` with weights of a checkpoint, or with the share of one of several ranks.
+    """A `PlanningModel` with the weights of a checkpoint, or with one rank's share of them.
 
-    `spec`: of the whole network; `self.spec` is that of this rank's share of it. `collectives`:
-    what it does with other ranks; None: it is alone. A rank without logits returns `[S, 0]`.
-    `weights.load(tensors)` replaces them in place, by the checkpoint's tensor names; what was
-    computed with the old ones, the KV cache included, is then stale.
+    `spec` describes the whole network; `self.spec` describes this rank's share. `collectives`:
+    communication with the other ranks; None for a single rank. A rank that computes no logits
+    returns `[S, 0]`. `weights.load(tensors)` replaces the weights in place, by the checkpoint's
+    tensor names; results of the old weights, including the KV cache, are then stale.
     """
 
     def __init__(
@@ -85,23 +85,23 @@ class CheckpointModel:
         return self.weights.nbytes
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Make the tables of positions, for sequences of up to `num_positions` tokens.
+        """Create the position tables for sequences of up to `num_positions` tokens.
 
-        Otherwise the first `forward` makes them, for `max_seq_len`. ConfigError where the config's
-        numbers leave float32, or there is no memory.
+        Otherwise the first `forward` creates them, for `max_seq_len`. Raises ConfigError if values
+        overflow float32 or memory does not suffice.
         """
         try:
             self._make_cos_sin(num_positions)
-        except (RuntimeError, MemoryError) as error:  # torch has both
+        except (RuntimeError, MemoryError) as error:  # torch raises either of them
             raise ConfigError(
                 f"no memory for max_seq_len = {num_positions} positions: {error_summary(error)}"
             ) from error
 
     def _make_cos_sin(self, num_positions: int) -> None:
-        """Make the cosines and sines of these positions, and of no others."""
+        """Compute the cosines and sines of exactly these positions."""
         if self._tables is not None and all(len(it) == num_positions for it in self._tables):
             return
-        self._cos_sin, self._tables = {}, None  # or both would be there for a while
+        self._cos_sin, self._tables = {}, None  # freed first, so that only one table is in memory
         for layer in self._layers:
             if layer.rope is not None and layer.rope not in self._cos_sin:
                 table = rope_table(layer.rope, num_positions, self._device)
@@ -115,7 +115,7 @@ class CheckpointModel:
 
     @property
     def adapter_share(self) -> AdapterShare | None:
-        """Return the part of adapters that this rank keeps; None: all of them."""
+        """Return the part of adapters that this rank keeps; None for all of them."""
         if self._collectives is None:
             return None
         return adapter_share(self.whole_spec, self._collectives.layout)
@@ -124,14 +124,14 @@ class CheckpointModel:
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
     ) -> tuple[Ints, ...]:
         if self._has_experts and not self._kernels.plans_experts:
-            return ()  # they wait for the device: such a step cannot be recorded on it
+            return ()  # collectives wait for the device, so the step cannot be captured
         return self._kernels.plan(self._shapes, row_starts, kv_lengths, num_context_rows, fixed)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
         """Write the batch's keys and values; return logits `[S, vocab]` in the weights' dtype.
 
-        On a rank that has none they are `[S, 0]`.
+        A rank that computes no logits returns `[S, 0]`.
         """
         if self._tables is None:
             self._make_cos_sin(self.spec.max_seq_len)
@@ -151,7 +151,7 @@ class CheckpointModel:
         ):
             pages = Pages(keys, values, layer.cache_scales)
             attended = self._attend(layer, hidden, batch.positions, pages, rows, adapters)
-            # nothing reads the other tokens from here on
+            # only the sampled tokens are needed from here on
             if layer is last and not batch.all_sampled:
                 attended = attended.index_select(0, batch.sample_index)
                 residual = residual.index_select(0, batch.sample_index)
@@ -167,16 +167,17 @@ class CheckpointModel:
     def new_step_capture(self) -> StepCapture | None:
         """Return a capture for `forward_captured` over one KV cache.
 
-        None where steps are not captured: with other ranks, or where another `forward` has taken
-        the place of this one.
+        None if steps are not captured: with several ranks, or if `forward` was overridden.
         """
         is_own = type(self).forward is CheckpointModel.forward and "forward" not in vars(self)
         return self._kernels.new_step_capture() if is_own and self._collectives is None else None
 
     @torch.inference_mode()
     def forward_captured(self, batch: Batch, kv_pool: KvPool, capture: StepCapture) -> Tensor:
-        """`forward` of rows that have one token each, all sampled; without embeddings of prompts,
-        adapters and a plan. `capture`: of this model and pool, and of the batch's block tables.
+        """Run `forward` on rows of one token each, all sampled, without prompt embeddings, adapters
+        and plan.
+
+        `capture`: created by this model, for this pool and the batch's block tables.
         """
         inputs = batch.token_ids, batch.positions, batch.row_starts, batch.kv_lengths, batch.slots
 
@@ -195,7 +196,9 @@ class CheckpointModel:
         return capture.run(inputs, self._tables, compute)
 
     def _begin(self, batch: Batch) -> Tensor:
-        """Return the residual `[T, C]` of the first layer here: of the stage before, if any."""
+        """Return the residual `[T, C]` for the first layer here, received from the previous stage
+        if any.
+        """
         if self._embedding is not None:
             return self._embed(batch, self._embedding)
         num_tokens, ids = len(batch.token_ids), batch.token_ids
@@ -235,7 +238,7 @@ class CheckpointModel:
         return embedded
 
     def _look_up(self, ids: Tensor, table: Matrix) -> Tensor:
-        """Return rows of the embedding `table`; zeros for the tokens that other ranks have."""
+        """Return rows of the embedding `table`; zeros for tokens of other ranks."""
         own = self._tokens
         if len(own) == self.spec.vocab_size:
             return self._kernels.embedding(ids, table)
@@ -251,7 +254,7 @@ class CheckpointModel:
         matrix: str,
         adapters: StepAdapters | None,
     ) -> Tensor:
-        """Return the matmul with one of the layer's matrices, and what adapters add to it."""
+        """Return a layer's matmul with the named matrix, including the outputs of adapters."""
         result = self._kernels.linear(hidden, *affine)
         if adapters is not None:
             self._kernels.add_adapters(result, hidden, adapters, layer.number, matrix)
@@ -266,7 +269,9 @@ class CheckpointModel:
         rows: RowSpans,
         adapters: StepAdapters | None,
     ) -> Tensor:
-        """`[T, C]` normalized -> `[T, H * D]`: the mixed values, before the output projection."""
+        """Run attention on normalized `[T, C]`; return `[T, H * D]`, before the output
+        projection.
+        """
         norms = self.spec.norms
         qkv = self._project(hidden, layer.qkv, layer, layer.qkv_name, adapters)
         if layer.head_norms:
@@ -306,9 +311,11 @@ class CheckpointModel:
         residual: Tensor,
         adapters: StepAdapters | None,
     ) -> Tensor:
-        """`[T, H * D]` -> `[T, C]` normalized for what follows; adds to the residual in place.
+        """Apply the output projection to `[T, H * D]` and run the MLP; add both to the residual in
+        place.
 
-        `hidden`: what attention has read.
+        Returns the normalized residual `[T, C]` for the next layer. `hidden`: the input of
+        attention.
         """
         out = self._project(attended, layer.out, layer, layer.out_name, adapters)
         if self.spec.parallel:
@@ -335,7 +342,7 @@ class CheckpointModel:
             activated = self._kernels.activate(up, mlp.activation, mlp.gated)
         elif adapters is None:
             activated = self._kernels.linear_silu_mul(hidden, *own.up)
-        else:  # which add to what the activation takes
+        else:  # adapters add to the input of the activation
             activated = self._kernels.linear_silu_mul_adapted(
                 hidden, *own.up, adapters, layer.number, own.up_name
             )
@@ -364,7 +371,9 @@ class CheckpointModel:
     def _join(
         self, out: Tensor, residual: Tensor, after: Norm | None, following: Norm | None
     ) -> Tensor:
-        """Add `out`, normed and scaled, to the residual; return the norm that follows."""
+        """Add `out`, normed and scaled, to the residual. Return the residual after norm
+        `following`.
+        """
         norms = self.spec.norms
         if after is not None:
             out = self._norm(out, after)
@@ -380,7 +389,7 @@ class CheckpointModel:
 
 
 def _warmed(queries: Tensor, positions: Tensor, temperature: QueryTemperature) -> Tensor:
-    """Return the queries `[T, H, D]` times the factor of their positions."""
+    """Return the queries `[T, H, D]`, scaled by the temperature of their positions."""
     wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
     steps = (positions // temperature.length).to(wide)
     factors = 1 + temperature.beta * torch.log1p(steps)

@@ -1,6 +1,6 @@
-"""The parts of a checkpoint, whether they are files of a folder or keys of a GGUF file.
+"""The parts of a checkpoint, from the files of a folder or the keys of a GGUF file.
 
-A path means a folder of Hugging Face's, a GGUF file, or a folder that holds one such file and no
+A path refers to a Hugging Face folder, a GGUF file, or a folder with one GGUF file and no
 `config.json`.
 """
 
@@ -21,20 +21,22 @@ _MAGIC = b"GGUF"
 
 
 def gguf_checkpoint(path: str | os.PathLike[str]) -> GgufCheckpoint | None:
-    """Open the GGUF file that the path means; None: it means a folder of Hugging Face's."""
+    """Open the GGUF file that the path refers to; None if it refers to a Hugging Face folder."""
     file = _gguf_file(Path(path))
     return None if file is None else GgufCheckpoint(file)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether the path may be one: a folder, or a GGUF file. What is in it is not read."""
+    """Return whether the path may be a checkpoint: a folder, or a GGUF file. The content is not
+    read.
+    """
     return path.is_dir() or _is_gguf(path)
 
 
 def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
-    """Return the object in the file `name` of a checkpoint, such as generation_config.json.
+    """Return the JSON object in the file `name` of a checkpoint, such as generation_config.json.
 
-    None: the checkpoint has no such file. ConfigError for one that cannot be read.
+    None if the checkpoint has no such file. Raises ConfigError if it cannot be read.
     """
     if (gguf := gguf_checkpoint(path)) is not None:
         return gguf.part(name)
@@ -43,7 +45,9 @@ def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a checkpoint's config, of floats. ConfigError where there is none."""
+    """Return the config of a checkpoint, as if its weights were floats. ConfigError if it is
+    missing.
+    """
     config = read_part(path, "config.json")
     if config is not None:
         return without_quantization(config)
@@ -52,13 +56,13 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         why = "it is not a folder"
     why = describe_other(Path(path)) or why
     raise ConfigError(
-        f"model_path = {quoted(os.fspath(path))}: a checkpoint folder with a config.json is "
-        f"needed, or a GGUF file, and {why}"
+        f"model_path = {quoted(os.fspath(path))}: must be a checkpoint folder with a config.json "
+        f"or a GGUF file, but {why}"
     )
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorSource:
-    """Open the tensors of a checkpoint. ConfigError for files that cannot be read."""
+    """Open the tensors of a checkpoint. Raises ConfigError for files that cannot be read."""
     if (gguf := gguf_checkpoint(path)) is not None:
         return gguf.tensors()
     folder = SafetensorsFolder(Path(path))
@@ -72,7 +76,7 @@ def is_quantized(path: str | os.PathLike[str]) -> bool:
 
 
 def _is_int8(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder has matrices of int8."""
+    """Return whether a folder has int8 matrices."""
     config = read_part(path, "config.json")
     return config is not None and without_quantization(config) is not config
 
@@ -90,7 +94,7 @@ def _gguf_file(path: Path) -> Path | None:
 
 
 def _is_gguf(path: Path) -> bool:
-    """A file is one by its name, or by its first bytes."""
+    """Return whether a file is a GGUF file, by its name or its first bytes."""
     try:
         if not path.is_file():
             return False
@@ -98,5 +102,5 @@ def _is_gguf(path: Path) -> bool:
             return True
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
-    except (OSError, ValueError):  # ValueError: no name that a file can have
+    except (OSError, ValueError):  # ValueError: not a valid file name
         return False

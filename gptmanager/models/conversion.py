@@ -1,6 +1,6 @@
-"""`convert_checkpoint`: any checkpoint as a folder of safetensors that loads fast, as it is.
+"""`convert_checkpoint`: writes any checkpoint as a Hugging Face folder that loads fast.
 
-The folder is one of Hugging Face's: names, config and tokenizer are as there.
+Tensor names, config and tokenizer are those of Hugging Face, and the weights are safetensors.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def convert_checkpoint(
     weights_dtype: Literal["int8"] | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> Path:
-    """Write the checkpoint `source` to the new folder `target`, and return that.
+    """Write the checkpoint `source` to the new folder `target`, and return its path.
 
-    `dtype` None: that of the checkpoint. `weights_dtype` "int8": matrices of matmuls as int8, with
-    a scale for each row. The folder appears once it is complete. ConfigError for a checkpoint that
-    cannot be read, for a `target` that exists, and for matrices that have no rows of outputs.
+    `dtype` None: the checkpoint's. `weights_dtype` "int8": matrices of matmuls are written as int8,
+    with one scale per row. The folder appears once it is complete. Raises ConfigError if the
+    checkpoint cannot be read, if `target` exists, and for int8 if the rows of a matrix are not its
+    outputs.
     """
     folder = Path(target).absolute()
     if os.path.lexists(folder):
@@ -73,7 +74,7 @@ def convert_checkpoint(
 
 
 def _quantized(spec: Any, tensors: TensorSource) -> set[str]:
-    """The names, as given, of matrices that are written as int8."""
+    """Return the checkpoint's names of the matrices that are written as int8."""
     narrowed = {*matmul_matrices(spec)} - {*wide_parameters(spec)}
     places = place_tensors(spec)
     found = set()
@@ -126,7 +127,7 @@ def _write_tensors(
 
 
 def _write_texts(source: Path, folder: Path) -> None:
-    """The tokenizer, templates, and what is known of tokens."""
+    """Write the tokenizer, chat templates, and the configs of special tokens."""
     gguf = gguf_checkpoint(source)
     if gguf is None:
         for pattern in _TEXT_FILES:

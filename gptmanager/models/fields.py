@@ -1,6 +1,6 @@
-"""`Fields`: a `config.json`, or an object within it, read with checks.
+"""`Fields`: a `config.json`, or an object within it, with checked reads.
 
-This module decides what a size, a number or a flag is, and does not know what a field means.
+This module checks sizes, numbers and flags. It does not know what a field means.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ MAX_SIZE = 2**31 - 1  # positions, tokens and rows are int32 in kernels
 
 
 class Fields:
-    """A config by our names for its fields; an error names the field as the config spells it.
+    """A config, read by our names of its fields. Errors use the config's own spelling.
 
-    `spellings`: our name -> theirs, where they differ. A field that is absent has its default,
-    one that is null has none. An error begins with `label` and the field's name. `unread` returns
-    the fields that nothing has read.
+    `spellings`: our name -> the config's name, if they differ. An absent field has its default; a
+    null field has none. Error texts begin with `label` and the field's name. `unread` returns the
+    fields that no code has read.
     """
 
     def __init__(
@@ -43,16 +43,18 @@ class Fields:
         return self._defaults.get(field)
 
     def unread(self) -> dict[str, Any]:
-        """Return the fields of the config that nothing has read, and their values."""
+        """Return the fields of the config that no code has read, with their values."""
         return {name: value for name, value in self._values.items() if name not in self._read}
 
     def note_read(self, *names: str) -> None:
-        """Count these fields as read, under either of their names."""
+        """Mark these fields as read, by our name and by the config's."""
         for name in names:
             self._read.update((name, self._spellings.get(name, name)))
 
     def has_default(self, field: str) -> bool:
-        """Return whether the family has a default for the field, so that it reads it."""
+        """Return whether the family has a default for the field, which means that it reads the
+        field.
+        """
         return field in self._defaults
 
     def is_given(self, field: str) -> bool:
@@ -61,7 +63,7 @@ class Fields:
 
     @property
     def layer_types(self) -> list[str]:
-        """The kind of attention of each layer, in families where layers may differ."""
+        """The kind of attention of each layer, for families with different kinds."""
         return self._layer_types
 
     def error(self, field: str, need: str) -> ConfigError:
@@ -69,7 +71,7 @@ class Fields:
         return ConfigError(f"{self._label}{name} = {quoted(self.get(field))}: {need}")
 
     def size(self, field: str, if_null: int | None = None, limit: int = MAX_SIZE) -> int:
-        """A positive integer, up to `limit`."""
+        """Return a positive integer, at most `limit`."""
         value = if_null if self.get(field) is None else self.get(field)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(field, "must be a positive integer")
@@ -78,23 +80,23 @@ class Fields:
         return value
 
     def count(self, field: str) -> int:
-        """An integer from 0 on."""
+        """Return an integer of at least 0."""
         value = self.get(field)
         return 0 if value == 0 and type(value) is int else self.size(field)
 
     def number(self, field: str, if_null: float | None = None) -> float:
-        """A positive, finite number."""
+        """Return a positive, finite number."""
         value: Any = if_null if self.get(field) is None else self.get(field)
         if not is_positive(value):
             raise self.error(field, "must be a positive number")
         return float(value)
 
     def optional_number(self, field: str) -> float:
-        """Return a positive number, 0.0 where there is none."""
+        """Return a positive number, or 0.0 if the field is absent or null."""
         return 0.0 if self.get(field) is None else self.number(field)
 
     def decided(self, value: bool | str) -> bool:
-        """Return `value`, or the flag of that name."""
+        """Return `value`; if it is the name of a flag, return the flag."""
         return self.flag(value) if isinstance(value, str) else value
 
     def layer_type(self, layer: int) -> str:
@@ -102,7 +104,7 @@ class Fields:
         return self._layer_types[layer]
 
     def set_layer_types(self, types: list[str]) -> None:
-        """Keep the kind of attention of each layer for the readers of families."""
+        """Store the kind of attention of each layer; the readers of families use it."""
         self._layer_types = types
 
     def flag(self, field: str, if_null: bool = False) -> bool:
@@ -113,6 +115,6 @@ class Fields:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a positive, finite number that a float can hold."""
+    """Whether a value is a positive, finite number that a float can represent."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and 0 < value <= sys.float_info.max

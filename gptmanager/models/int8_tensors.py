@@ -1,7 +1,7 @@
-"""Checkpoints with int8 matrices and a scale for each row, as `convert` writes them.
+"""Checkpoints with int8 matrices and one scale per row, as `convert` writes them.
 
-The names are those of compressed-tensors (format int-quantized, weights only): the int8 matrix has
-its own name, and its float32 scales `[rows, 1]` are `<module>.weight_scale`.
+Names follow compressed-tensors (format int-quantized, weights only): the int8 matrix keeps its
+name, and its float32 scales `[rows, 1]` are named `<module>.weight_scale`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gptmanager.memory.tensor_sources import FLOATS, TensorInfo, TensorSource, t
 
 FIELD = "quantization_config"
 LAYOUT_VERSION = 1
-SCALE = "_scale"  # behind the name of a matrix
+SCALE = "_scale"  # suffix of a matrix's name
 _WEIGHTS = {
     "num_bits": 8,
     "type": "int",
@@ -29,7 +29,7 @@ _TEMPORARIES = 2
 
 
 def quantization_config() -> dict[str, Any]:
-    """Return the field of a config.json that says so."""
+    """Return the value of `quantization_config` in a config.json."""
     group = {"targets": ["Linear"], "weights": dict(_WEIGHTS), "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -42,9 +42,9 @@ def quantization_config() -> dict[str, Any]:
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of the floats that an int8 checkpoint stands for.
+    """Return the config without its int8 quantization, as for a checkpoint of floats.
 
-    Any other config is returned as it is. ConfigError for a layout of another version.
+    A config without int8 is returned unchanged. Raises ConfigError for another layout version.
     """
     own = config.get(FIELD)
     if not isinstance(own, dict) or "gptmanager_layout" not in own:
@@ -58,9 +58,9 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Int8Tensors:
-    """A `TensorSource` of floats over one of int8 matrices and their scales.
+    """A `TensorSource` of floats, computed from a source of int8 matrices and their scales.
 
-    ConfigError for a matrix without scales, or scales of another shape.
+    Raises ConfigError if the scales of a matrix are missing or have another shape.
     """
 
     def __init__(self, source: TensorSource) -> None:
@@ -76,8 +76,8 @@ class Int8Tensors:
             rows = info.shape[:1]
             if len(info.shape) != 2 or scales is None or scales.shape != (*rows, 1):
                 raise ConfigError(
-                    f"tensor {tensor_name(name)} is int8 {list(info.shape)}: a matrix with the "
-                    f"scales {tensor_name(name + SCALE)}, one for each row, is needed"
+                    f"tensor {tensor_name(name)} is int8 {list(info.shape)}: it must be a matrix "
+                    f"with the scales {tensor_name(name + SCALE)}, one per row"
                 )
             self._found[name] = TensorInfo(info.shape, "float32")
             self._scaled.add(name)
@@ -95,9 +95,9 @@ class Int8Tensors:
             yield from self._source.pieces(name, max_bytes, region)
             return
         [(_, scales)] = self._source.pieces(name + SCALE, 1 << 62)
-        scales = scales.float().clone()  # the other reads may end its mapping
+        scales = scales.float().clone()  # copied, because later reads may unmap it
         first = region[0].start if region else 0
-        # a byte here is a float of the result, and there are temporaries
+        # each int8 byte becomes a float32, and conversion needs temporary arrays
         own_bytes = max_bytes // (4 * _TEMPORARIES)
         for start, piece in self._source.pieces(name, own_bytes, region):
             rows = slice(first + start, first + start + len(piece))
@@ -108,7 +108,7 @@ class Int8Tensors:
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 rows, and their scales `[n, 1]` in float32; a row of zeros has the scale 1."""
+    """Return int8 rows, and their scales `[n, 1]` in float32. A row of zeros gets the scale 1."""
     wide = rows.float()
     scales = wide.abs().amax(dim=1, keepdim=True) / 127
     scales[scales == 0] = 1

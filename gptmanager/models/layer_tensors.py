@@ -1,4 +1,4 @@
-"""The tensors of a layer, looked up once: what each step of `CheckpointModel` reads."""
+"""The tensors of a layer, looked up once, for every step of `CheckpointModel`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Norm(NamedTuple):
 
 
 class HeadNorm(NamedTuple):
-    """A norm of some columns of the queries, keys and values, by stretches of `width`."""
+    """A norm over groups of `width` columns of the queries, keys and values."""
 
     columns: range
     width: int
@@ -36,7 +36,7 @@ class HeadNorm(NamedTuple):
 
 
 class ExpertLayer(NamedTuple):
-    """The router of a layer, its experts, and the MLP that all tokens share."""
+    """The router of a layer, its experts, and the shared MLP that all tokens use."""
 
     router: Affine
     correction: Tensor | None
@@ -47,7 +47,7 @@ class ExpertLayer(NamedTuple):
 
 
 class DenseLayer(NamedTuple):
-    """An MLP. `up_name` and `down_name`: see `matrix_names`."""
+    """A dense MLP. `up_name` and `down_name`: see `matrix_names`."""
 
     mlp: Mlp
     up: Affine
@@ -57,11 +57,11 @@ class DenseLayer(NamedTuple):
 
 
 class LayerTensors(NamedTuple):
-    """The tensors of a layer; `number`: of the layer among those of this rank.
+    """The tensors of a layer. `number`: index of the layer among the layers of this rank.
 
-    `qkv_name` and `out_name`: see `matrix_names`. `q_norm` and `k_norm` are part of the rotation,
-    `head_norms` come before it. A norm that the layer does not have is None. `next_norm`: the norm
-    that the next layer begins with, or the network ends with.
+    `qkv_name` and `out_name`: see `matrix_names`. `q_norm` and `k_norm` are applied with the
+    rotation, `head_norms` before it. A norm is None if the layer does not have it. `next_norm`: the
+    first norm of the next layer, or the final norm.
     """
 
     number: int
@@ -130,7 +130,7 @@ def layer_tensors(
 def find_norm(
     spec: ModelSpec, weights: Weights, module: str, device: torch.device | str
 ) -> Norm | None:
-    """Return a norm of the network, None if it does not have it; weights that it lacks are 1."""
+    """Return a norm of the network; None if it does not exist. A norm without weights gets ones."""
     norms, name = spec.norms, module.rpartition(".")[2]
     present = {
         "attention_norm": norms.before_attention,

@@ -1,6 +1,6 @@
-"""The modules that LoRA adapters may change, by their ids: which columns of our matrices they are.
+"""The modules that LoRA adapters may change, by id, as columns of the network's matrices.
 
-This module does not know adapters, nor the names of modules in checkpoints.
+This module does not know adapters or the names of modules in checkpoints.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gptmanager.request.adapter import (
 
 
 def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
-    """Module id -> what it is in the layers of this network, in ascending order of ids.
+    """Return module id -> its matrix and columns in the layers of this network, sorted by id.
 
-    `matrix`: as `matrix_names` calls it. attn_qkv is all of qkv, which attn_q, attn_k and attn_v
-    are parts of. Where the activation is gated, mlp_h_to_4h is the half that it is applied to, and
-    mlp_gate the half that this is multiplied with; else mlp_h_to_4h is all of up, and there is no
-    mlp_gate. In a layer with experts these are the parts of the MLP that all tokens share.
+    `matrix`: a name of `matrix_names`. attn_qkv is all of qkv; attn_q, attn_k and attn_v are parts
+    of it. With a gated activation, mlp_h_to_4h is the half that the activation is applied to, and
+    mlp_gate the half that its result is multiplied by. Otherwise mlp_h_to_4h is all of up, and
+    mlp_gate does not exist. In a layer with experts, these are parts of the shared MLP.
     """
     layers: dict[int, dict[LoraVariant, list[int]]] = {}
     for index in range(len(spec.layers)):
@@ -38,7 +38,7 @@ def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
 
 
 def adapter_share(spec: ModelSpec, layout: RankLayout) -> AdapterShare:
-    """Return a rank's part of adapters: its part of each matrix that an adapter adds to."""
+    """Return a rank's part of adapters: the part that belongs to its part of each matrix."""
     shares = layer_shares(spec, layout)
     cuts = {
         (layer, module_id): _cut(own, shares[layer])
@@ -80,7 +80,7 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
 
 
 def _joined(found: dict[LoraVariant, list[int]], num_layers: int) -> LoraModule:
-    """Return one module of those that layers have, and of the layers of each."""
+    """Join the variants of a module in different layers to one `LoraModule`."""
     if len(found) == 1 and len(next(iter(found.values()))) == num_layers:
         return LoraModule(*next(iter(found)))
     first, *others = (it._replace(layers=tuple(layers)) for it, layers in found.items())
@@ -89,7 +89,7 @@ def _joined(found: dict[LoraVariant, list[int]], num_layers: int) -> LoraModule:
 
 def _cut(module: LoraVariant, shares: Shares) -> LoraCut:
     split, first = SPLITS[module.matrix.partition("/")[0]], module.first_column
-    if split.columns:  # of its input: what all ranks add is the whole
+    if split.columns:  # split by input: the sum over the ranks is the result
         return LoraCut(shares.columns(split), (range(module.num_columns),))
     kept = (
         range(max(rows.start - first, 0), min(rows.stop - first, module.num_columns))

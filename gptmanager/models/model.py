@@ -1,6 +1,6 @@
-"""`Model`: what an executor runs; `load_model` makes one of a checkpoint.
+"""`Model`: the interface between executor and network. `load_model` loads a checkpoint.
 
-Decides where a checkpoint is read from; knows nothing of scheduling, sampling and requests.
+Decides how a checkpoint is opened. It does not know scheduling, sampling or requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 
 class Dimensions(Protocol):
-    """The sizes that a manager must know of a model; a `ModelSpec` has them."""
+    """The sizes that a manager needs to know about a model; a `ModelSpec` has them."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -64,50 +64,51 @@ class Model(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that it holds."""
+        """Bytes of the tensors that the model holds."""
         ...
 
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
         """Write the batch's keys and values to the pool.
 
-        Returns logits `[S, vocab]`, a row for each of `batch.sample_index`, in any floating dtype:
-        the caller widens them to float32, and may change them.
+        Returns logits `[S, vocab]`, one row per element of `batch.sample_index`, in any floating
+        dtype. The caller converts them to float32 and may change them in place.
         """
         ...
 
 
 @runtime_checkable
 class PlanningModel(Model, Protocol):
-    """A model with steps that can be recorded on a device, and run again for another batch.
+    """A model with steps that can be captured on a device and run again for another batch.
 
-    It does nothing in `forward` that waits for the device or that depends on the batch but through
-    the tensors of it.
+    Its `forward` never waits for the device, and reads from the batch only its tensors.
     """
 
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
     ) -> tuple[Ints, ...]:
-        """Return the `plan` of a batch of these rows; the arguments are those of `Kernels.plan`."""
+        """Return the `plan` of a batch with these rows. The arguments are those of
+        `Kernels.plan`.
+        """
         ...
 
 
 @runtime_checkable
 class CapturableModel(Model, Protocol):
-    """A model with generation steps that may be captured on the CPU, and run for other rows."""
+    """A model with generation steps that can be captured on the CPU and run for other rows."""
 
     def new_step_capture(self) -> StepCapture | None:
-        """None where steps are not recorded."""
+        """Return a new capture; None if steps are not captured."""
         ...
 
     def forward_captured(self, batch: Batch, kv_pool: KvPool, capture: StepCapture) -> Tensor:
-        """`forward` of rows with one token each, all sampled, that have nothing but tokens."""
+        """Run `forward` on rows of one token each, all sampled, without any optional inputs."""
         ...
 
 
 def capturable(model: Model) -> CapturableModel | None:
-    """The model, if its own class says so.
+    """Return the model if its class itself has `forward_captured`, else None.
 
-    One that passes on what another has, by `__getattr__`, does something else in its `forward`.
+    A wrapper that forwards attributes with `__getattr__` may have a different `forward`.
     """
     is_own = hasattr(type(model), "forward_captured")
     return model if is_own and isinstance(model, CapturableModel) else None
@@ -130,16 +131,17 @@ def load_model(
 ) -> CheckpointModel:
     """Load a checkpoint: a Hugging Face folder, a GGUF file, or (config dict, state dict).
 
-    `kernels` None: those of the CPU; for `device` "cuda" a `CudaKernels` must be given.
-    `dtype` None: the config's, else float32; float64 is for the CPU. `max_seq_len` None:
-    `max_position_embeddings`. `attention_window`: how many positions a token sees at most in each
-    layer, its own included. The first `sink` positions are seen as well. `kv_cache_dtype`: of the
-    pages that it will read: float8_e4m3fn, or None: any other. `weights_dtype` "int8", on the CPU:
-    the matrices of matmuls are kept in 8 bits, with a scale for each row; activations keep their
-    dtype. `on_progress`: as in `OptionalParams`. `ConfigError` names the config field or the tensor
-    that cannot be used. At the peak the memory is that of the final weights and a sixteenth more.
-    `collectives` of one of several ranks: its share alone is read. `prepare` is called with the
-    model's dtype before weights are read.
+    `kernels` None: the CPU's; `device` "cuda" needs a `CudaKernels`. `dtype` None: the config's
+    dtype, or float32; float64 only on the CPU. `max_seq_len` None: `max_position_embeddings`.
+    `attention_window`: the number of positions that a token sees in each layer, including its own;
+    the first `sink` positions are always visible. `kv_cache_dtype`: dtype of the KV cache pages,
+    float8_e4m3fn, or None for any other. `weights_dtype` "int8", only on the CPU: matrices of
+    matmuls are kept as int8 with one scale per row; activations keep their dtype. `on_progress`: as
+    in `OptionalParams`. `collectives`: for one of several ranks, which reads only its share.
+    `prepare`: called with the model's dtype before weights are read.
+
+    Raises ConfigError, which names the config field or tensor that cannot be used. The peak memory
+    is that of the final weights plus a sixteenth.
     """
     kernels = kernels or _cpu_kernels(device)
     _check_weights_dtype(weights_dtype, kernels, device)
@@ -175,7 +177,7 @@ def load_model(
 
 
 def _opened(source: Source) -> tuple[Mapping[str, Any], TensorSource]:
-    """Return a checkpoint's config, and where its tensors come from."""
+    """Return a checkpoint's config, and the source of its tensors."""
     if isinstance(source, tuple):
         config, state_dict = _check_pair(source)
         return config, StateDict(state_dict)
@@ -206,30 +208,30 @@ def _check_weights_dtype(
         return
     given = f"weights_dtype = {weights_dtype!r}"
     if weights_dtype != "int8":
-        raise ConfigError(f"{given} is neither 'int8' nor None")
+        raise ConfigError(f"{given} must be 'int8' or None")
     if torch.device(device).type != "cpu":
         raise ConfigError(
-            f"{given} is refused with device = {str(device)!r}: only the CPU has such matmuls"
+            f"{given} is refused with device = {str(device)!r}: only the CPU has int8 matmuls"
         )
     if not isinstance(kernels, CpuKernels):
         raise ConfigError(
-            f"{given} is refused with kernels = {type(kernels).__name__}: they have no such matmuls"
+            f"{given} is refused with kernels = {type(kernels).__name__}: they have no int8 matmuls"
         )
 
 
 def _check_float64(
     dtype: torch.dtype, weights_dtype: str | None, kernels: Kernels, device: torch.device | str
 ) -> None:
-    """ConfigError where float64, asked for by argument or checkpoint, is not supported."""
+    """Raise ConfigError if float64 is requested, by argument or checkpoint, but not supported."""
     if dtype is not torch.float64:
         return
     refused = ""
     if torch.device(device).type != "cpu":
         refused = f"device = {str(device)!r}: only the CPU supports it"
     elif not kernels.has_float64:
-        refused = f"kernels = {type(kernels).__name__}: they have no such operations"
+        refused = f"kernels = {type(kernels).__name__}: they do not support it"
     elif weights_dtype is not None:
-        refused = f"weights_dtype = {weights_dtype!r}: its matmuls are of at most 32 bits"
+        refused = f"weights_dtype = {weights_dtype!r}: its matmuls compute at most in float32"
     if refused:
         raise ConfigError(f"dtype = 'float64' is refused with {refused}")
 
@@ -237,7 +239,7 @@ def _check_float64(
 def _cpu_kernels(device: torch.device | str) -> Kernels:
     if torch.device(device).type != "cpu":
         raise ConfigError(
-            f"kernels = None is refused with device = {str(device)!r}: they run there"
+            f"kernels = None is refused with device = {str(device)!r}: None means the CPU kernels"
         )
     return CpuKernels()
 
@@ -246,6 +248,6 @@ def _check_pair(source: tuple[Any, ...]) -> tuple[Mapping[str, Any], Mapping[str
     if len(source) != 2 or not all(isinstance(part, Mapping) for part in source):
         kinds = ", ".join(type(part).__name__ for part in source)
         raise ConfigError(
-            f"model_path = ({kinds}): needed is a folder, a GGUF file or (config dict, state dict)"
+            f"model_path = ({kinds}): must be a folder, a GGUF file or (config dict, state dict)"
         )
     return source

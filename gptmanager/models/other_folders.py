@@ -1,4 +1,4 @@
-"""Descriptions of folders without a usable checkpoint, and the nearest way to a usable one."""
+"""Describes folders without a usable checkpoint, and suggests what to pass instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENCODERS = frozenset(
 
 
 def describe_other(path: Path) -> str:
-    """Describe a `path` without config.json; return "" for an unknown kind."""
+    """Describe a `path` without config.json; "" for an unknown kind."""
     try:
         names = sorted(entry.name for entry in os.scandir(path))
     except OSError:
@@ -25,14 +25,14 @@ def describe_other(path: Path) -> str:
             "load_peft_adapter"
         )
     if "model_index.json" in names:
-        return "it holds a diffusion pipeline, which makes images and no text"
+        return "it holds a diffusion pipeline, which generates images, not text"
     if "params.json" in names:
         return "it holds a checkpoint in its author's own format: pass the Hugging Face version"
     return ""
 
 
 def describe_other_type(config: Mapping[str, Any]) -> str:
-    """Return what a config of an unknown family describes, "" if it is not recognized."""
+    """Describe a config of an unknown family; "" if it is not recognized."""
     name = config.get("model_type")
     if isinstance(name, str) and name in _ENCODERS:
         return "; this is an encoder, which does not generate text"

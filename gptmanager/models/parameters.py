@@ -1,4 +1,4 @@
-"""The parameters of the network that a `ModelSpec` describes: their names and shapes."""
+"""The names and shapes of the parameters of the network that a `ModelSpec` describes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from gptmanager.models.spec import Attention, Layer, Mlp, ModelSpec, Norms
 
 Shape = tuple[int, ...]
 
-# matrices that are looked up and not multiplied with
+# matrices used for lookups, not for matmuls
 _LOOKED_UP = ("positions.weight", "embedding.weight")
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Return every parameter of the network; those of layer i are `layers.{i}.<module>.<part>`."""
+    """Return every parameter of the network. Those of layer i are `layers.{i}.<module>.<part>`."""
     hidden, norms = spec.hidden_size, spec.norms
     shapes: dict[str, Shape] = {"embedding.weight": (spec.vocab_size, hidden)}
     if spec.position_offset is not None:
@@ -49,7 +49,9 @@ def matmul_matrices(spec: ModelSpec) -> list[str]:
 
 
 def wide_parameters(spec: ModelSpec) -> list[str]:
-    """Return the parameters that choose experts: rounded, they would choose others."""
+    """Return the parameters of the routers: with lower precision they could choose
+    other experts.
+    """
     names = ("router.weight", "router.bias", "correction")
     return [name for name in parameter_shapes(spec) if name.endswith(names)]
 
@@ -91,7 +93,7 @@ def _norm(norms: Norms, name: str, width: int) -> dict[str, Shape]:
 
 
 def _norms(norms: Norms, hidden: int) -> dict[str, Shape]:
-    """Return the norms of a layer on and next to its residual."""
+    """Return the norms of a layer that are applied on or next to its residual."""
     present = {
         "attention_norm": norms.before_attention,
         "attention_out_norm": norms.after_attention,
@@ -116,7 +118,7 @@ def _attention(spec: ModelSpec, own: Attention) -> dict[str, Shape]:
         found |= {"q_norm.weight": (heads,), "k_norm.weight": (kv_heads,)}
     if own.sinks:
         found["sinks"] = (own.num_heads,)
-    return found | {"cache_scales": (2 * own.num_kv_heads,)}  # of keys, of values
+    return found | {"cache_scales": (2 * own.num_kv_heads,)}  # for keys and for values
 
 
 def _mlp(spec: ModelSpec, own: Mlp) -> dict[str, Shape]:

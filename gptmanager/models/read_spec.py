@@ -1,8 +1,8 @@
-"""`read_spec`: from a `config.json` to the `ModelSpec` of the network that it describes.
+"""`read_spec`: converts a `config.json` to the `ModelSpec` of its network.
 
-A field that changes the mathematics is applied, or refused with a `ConfigError` that names it. An
-absent field has the default that transformers gives it; sizes must be there. `config_fields` says
-which fields do not matter.
+A field that changes the mathematics is either applied, or refused with a `ConfigError` that names
+it. An absent field has transformers' default; sizes are required. `config_fields` lists the fields
+that are ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-_MAX_LAYERS = 10_000  # each has a dozen parameters, all with names
+_MAX_LAYERS = 10_000  # each has a dozen named parameters
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -53,9 +53,9 @@ def read_spec(
 ) -> ModelSpec:
     """Return the network that a `config.json` describes.
 
-    `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`. It
-    bounds the positions, and decides once which of longrope's factors are used. `num_tensors`:
-    how many tensors the checkpoint has. Each layer has several of them.
+    `dtype` None: the config's dtype, or float32. `max_seq_len` None: `max_position_embeddings`. It
+    bounds the positions, and selects longrope's short or long factors once. `num_tensors`: the
+    number of tensors in the checkpoint, which bounds the number of layers.
     """
     check_depth("config.json", config)
     config = text_config(config)
@@ -166,7 +166,7 @@ def _read_heads(fields: Fields, rotary: bool) -> tuple[int, int, int]:
         raise fields.error("num_attention_heads", f"must divide the hidden size {hidden}")
     head_dim = fields.size("head_dim", hidden // heads)
     if rotary and head_dim % 2:
-        raise fields.error("head_dim", f"{head_dim} is odd, rotation needs pairs")
+        raise fields.error("head_dim", f"{head_dim} must be even, because rotation needs pairs")
     return heads, kv_heads, head_dim
 
 

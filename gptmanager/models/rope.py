@@ -1,6 +1,7 @@
-"""Rotary positions: the variants, from their config fields to the table of cosines and sines.
+"""Rotary position embeddings: from the config fields of each variant to the table of cosines and
+sines.
 
-This module decides which scalings exist and what they compute, and not how a table is applied.
+This module defines which scalings exist and what they compute, not how a table is applied.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _KINDS: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions: how fast each pair of the first `dim` dimensions of a head rotates.
+    """Rotary position embeddings: the first `dim` dimensions of a head rotate, in pairs.
 
-    `kind`: default, linear, llama3, yarn, or longrope with the `divisors` `[dim / 2]` that were
-    chosen for it. Cosines and sines are multiplied by `attention_factor`. `interleaved`: pairs are
-    neighbors in a checkpoint; its rows are reordered while they are loaded.
+    `kind`: default, linear, llama3, yarn, or longrope, with the selected `divisors` `[dim / 2]`.
+    Cosines and sines are multiplied by `attention_factor`. `interleaved`: pairs are neighbors in a
+    checkpoint, and loading reorders its rows.
     """
 
     kind: str = "default"
@@ -64,15 +65,14 @@ def read_rope(
     layer_type: str = "full_attention",
     interleaved: bool = False,
 ) -> Rope:
-    """Return the rope that a config has for layers of that type.
+    """Return the rotary embeddings of the layers of one type, as a config describes them.
 
-    It is described by `rope_parameters`, perhaps with an object for each type of layers, or by
-    `rope_scaling` and `rope_theta`. `max_seq_len` decides once which of longrope's two lists of
-    factors is used.
+    The config has `rope_parameters`, possibly with an object per layer type, or `rope_scaling` and
+    `rope_theta`. `max_seq_len` selects longrope's short or long factors once.
     """
     values, label, theta = _rope_values(fields, layer_type)
     original = fields.get("original_max_position_embeddings")
-    if original is not None:  # outside of the rope's own fields it wins, as in transformers
+    if original is not None:  # the top-level field has precedence, as in transformers
         values = {**values, "original_max_position_embeddings": original}
     max_positions = fields.size("max_position_embeddings")
     rope = Fields(
@@ -97,7 +97,7 @@ def read_rope(
 
 
 def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], str, Any]:
-    """Return the fields that describe a rope, what to call them in errors, and the base."""
+    """Return the fields that describe the rotation, their name in errors, and the base."""
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
     if scaling and not fields.is_given("rope_parameters"):
         parameters = None
@@ -105,7 +105,7 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
         if value is not None and not isinstance(value, Mapping):
             raise fields.error(name, "must be an object")
     if scaling and parameters and scaling != parameters:
-        raise fields.error("rope_scaling", f"rope_parameters says otherwise: {quoted(parameters)}")
+        raise fields.error("rope_scaling", f"contradicts rope_parameters = {quoted(parameters)}")
     values, label = scaling or parameters or {}, "rope_scaling" if scaling else "rope_parameters"
     theta, local = fields.get("rope_theta"), fields.get("rope_local_base_freq")
     if layer_type in values and set(values) <= {*_LAYER_TYPES} and fields.layer_types:
@@ -113,7 +113,7 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
         if not isinstance(values, Mapping):
             raise ConfigError(f"config.json: {label} = {quoted(values)}: must be an object")
     elif layer_type == "sliding_attention" and local is not None:
-        values = {}  # scalings are those of the other layers
+        values = {}  # the scaling applies only to the other layers
     if layer_type == "sliding_attention" and local is not None:
         theta = local
     return values, label, theta
@@ -137,15 +137,15 @@ def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
         dim = int(head_dim * given)
     if dim % 2 or not 0 < dim <= head_dim:
         raise fields.error(
-            "head_dim", f"{dim} of {head_dim} dimensions rotate; the number is odd or impossible"
+            "head_dim", f"{dim} of {head_dim} dimensions would rotate; it must be even and fit"
         )
     return dim
 
 
 def rope_table(rope: Rope, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return float32 `[num_positions, dim]`: cosines of the dim / 2 angles, then the sines.
+    """Return float32 `[num_positions, dim]`: the cosines of dim / 2 angles, then the sines.
 
-    ConfigError where the numbers of the rope leave float32.
+    Raises ConfigError if the values overflow float32.
     """
     frequencies, half = _finite_frequencies(rope, rope.dim), rope.dim // 2
     positions = torch.arange(num_positions, dtype=torch.float32)
@@ -219,15 +219,15 @@ def _finite_frequencies(rope: Rope, head_dim: int) -> Tensor:
             f"config.json: {quoted(rope)} has no frequencies: {error_summary(error)}"
         ) from error
     if not (frequencies * rope.attention_factor).isfinite().all():
-        raise ConfigError(f"config.json: the frequencies of {quoted(rope)} leave float32")
+        raise ConfigError(f"config.json: the frequencies of {quoted(rope)} overflow float32")
     return frequencies
 
 
 def _inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return radians a position, float32 `[head_dim / 2]`.
+    """Return radians per position, float32 `[head_dim / 2]`.
 
-    The order of the operations is that of transformers: at position 100,000 the last bit of a
-    frequency is worth 0.01 radians.
+    The order of operations is that of transformers, because at position 100,000 the last bit of a
+    frequency changes the angle by 0.01 radians.
     """
     powers = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     frequencies = 1.0 / powers
@@ -243,7 +243,7 @@ def _inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Stretch long waves by `factor`, keep short ones, and interpolate between them."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between them."""
     length = rope.original_max_positions
     low, high = rope.low_freq_factor, rope.high_freq_factor
     wave_lengths = 2 * math.pi / frequencies
@@ -255,7 +255,9 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, head_dim: int, powers: Tensor) -> Tensor:
-    """Keep dimensions that rotate often within the original length, and stretch slow ones."""
+    """Keep the dimensions that rotate often within the original length, and slow down
+    the others.
+    """
 
     def dimension(rotations: float) -> float:
         ratio = rope.original_max_positions / (rotations * 2 * math.pi)

@@ -1,7 +1,7 @@
-"""`ModelSpec`: the network of a checkpoint, as fields that do not depend on each other.
+"""`ModelSpec`: the network of a checkpoint, as independent fields.
 
-The fields describe one decoder, whatever the family. This module does not know families, config
-files or the names of tensors in checkpoints.
+The fields describe one decoder for all families. This module does not know families, config files
+or tensor names of checkpoints.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gptmanager.models.rope import Rope
 class Norms:
     """The norms of a network, the same in every layer.
 
-    `kind`: "rms", or "layer" for a LayerNorm. `plus_one`: weights are stored less 1. `weight` and
-    `bias`: whether norms have these parameters. `before_*` and `after_*`: the norms that a layer
-    has, on what attention and the MLP read, and on what they add to the residual.
-    `query_key` norms queries and keys: "head" with one weight `[head_dim]` for all heads,
-    "rotated_head" with the same after the rotation, "own_head" with weights of its own for each
-    head, and "all_heads" over all heads together. `query_key_kind`: as `kind`, of those.
+    `kind`: "rms", or "layer" for LayerNorm. `plus_one`: 1 is added to the stored weights. `weight`
+    and `bias`: whether norms have these parameters. `before_*` and `after_*`: which norms a layer
+    has on the inputs of attention and MLP, and on their outputs before the residual addition.
+    `query_key`: the norm of queries and keys: "head" has one weight `[head_dim]` for all heads,
+    "rotated_head" is the same but applied after the rotation, "own_head" has separate weights per
+    head, and "all_heads" normalizes all heads together. `query_key_kind`: the `kind` of these.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -54,10 +54,10 @@ class QueryTemperature:
 class Attention:
     """The attention of a layer.
 
-    `scale` multiplies the scores, which `softcap` then limits to softcap * tanh(score / softcap);
-    0: no limit. `window`: the number of positions that a token sees, its own included; None: all.
-    `sinks`: each head has a learned score that takes part in the softmax alone. `rope` None: the
-    layer does not rotate queries and keys.
+    `scale` multiplies the scores. `softcap` then limits them to softcap * tanh(score / softcap); 0
+    for no limit. `window`: the number of positions that a token sees, including its own; None for
+    all. `sinks`: each head has a learned score that only takes part in the sum of the softmax.
+    `rope` None: queries and keys are not rotated.
     """
 
     num_heads: int
@@ -73,13 +73,12 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of `count` experts, of which `routing` chooses a few for each token.
+    """A mixture of `count` experts; `routing` selects a few of them for each token.
 
-    `correction`: scores have a bias that counts for the choice and not for the weights.
-    `shared_width`: of an MLP that every token passes through as well; 0: none. `shared_gate`: the
-    result of that MLP is multiplied by a learned sigmoid of the token.
-    `router_bias`, `bias`: whether the router and the experts have biases. `own`: the experts that a
-    rank has; None: all.
+    `correction`: a bias is added to the scores for the selection, but not for the weights.
+    `shared_width`: width of an additional MLP for all tokens; 0 for none. `shared_gate`: the output
+    of that MLP is multiplied by a learned sigmoid gate. `router_bias`, `bias`: whether the router
+    and the experts have biases. `own`: the experts on a rank; None for all.
     """
 
     count: int
@@ -106,7 +105,7 @@ class Experts:
 class Mlp:
     """The MLP of a layer: `activation(gate) * up` if `gated`, else `activation(up)`, then down.
 
-    `width`: of the hidden activations; with `experts`, of those of each expert.
+    `width`: of the hidden activations; with `experts`, of each expert's.
     """
 
     width: int
@@ -125,16 +124,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder's shape and mathematics; on one of several ranks, of this rank's share.
+    """The shape and mathematics of a decoder, or of one rank's share of it.
 
-    `layers` are those of the whole network. A rank has `num_layers` of them from `first_layer` on;
-    heads and widths in `layers` are the rank's. `vocab_size` is that of the whole network.
-    `parallel`: attention and MLP of a layer read the same residual, and both add to it.
-    `embedding_scale` multiplies embeddings, `residual_scale` what a layer adds to the residual, and
-    `logit_scale` the logits, which `logit_softcap` then limits (0: no limit).
-    `position_offset`: row of the learned position 0, or None without learned positions.
-    `sink`: the number of first positions that are always seen. `kv_cache_dtype` float8_e4m3fn:
-    pages hold keys and values divided by the scales of their layer and head; None: as they are.
+    `layers` describes all layers of the network; a rank has `num_layers` of them, starting at
+    `first_layer`. Heads and widths in `layers` are the rank's; `vocab_size` is the network's.
+    `parallel`: attention and MLP of a layer read the same residual, and both are added to it.
+    `embedding_scale` multiplies embeddings, `residual_scale` each addition to the residual, and
+    `logit_scale` the logits, which `logit_softcap` then limits (0 for no limit). `position_offset`:
+    row of the learned position 0; None without learned positions. `sink`: the number of first
+    positions that are always visible. `kv_cache_dtype` float8_e4m3fn: pages store keys and values
+    divided by the scale of their layer and head; None: unscaled.
     """
 
     family: str
@@ -162,7 +161,7 @@ class ModelSpec:
     first_layer: int = 0
 
     def attention_shape(self, layer: int) -> AttentionShape:
-        """Return the shape of a layer's attention, as kernels take it."""
+        """Return the shape of a layer's attention, in the form that kernels need."""
         own = self.layers[layer].attention
         return AttentionShape(
             own.num_heads,
@@ -180,18 +179,22 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The number of positions that a token sees in each layer of the network; None: all."""
+        """The number of positions that a token sees, for each layer of the network;
+        None for all.
+        """
         return tuple(layer.attention.window for layer in self.layers)
 
     @property
     def sliding_window(self) -> int | None:
-        """The farthest that any layer looks back; positions before that are never read again."""
+        """The largest window of all layers: older positions are never read again. None without a
+        limit.
+        """
         widths = [width for width in self.windows if width is not None]
         return max(widths) if len(widths) == len(self.windows) else None
 
     @property
     def attention_scales(self) -> tuple[float, ...]:
-        """The factor of the scores in each layer of the network."""
+        """The factor of the attention scores, for each layer of the network."""
         return tuple(layer.attention.scale for layer in self.layers)
 
     @property
@@ -201,29 +204,29 @@ class ModelSpec:
 
     @property
     def num_heads(self) -> int:
-        """The number of query heads, in the layer that has most."""
+        """The largest number of query heads of any layer."""
         return max(layer.attention.num_heads for layer in self.layers)
 
     @property
     def num_kv_heads(self) -> int:
-        """The number of KV heads of a page."""
+        """The number of KV heads in a page."""
         return self.page_shape[0]
 
     @property
     def head_dim(self) -> int:
-        """The size of a head in a page."""
+        """The head size in a page."""
         return self.page_shape[1]
 
     @property
     def page_shape(self) -> tuple[int, int]:
-        """KV heads and head size of a page, which are those of the layer with the most elements.
+        """KV heads and head size of a page: those of the layer with the most elements.
 
-        A layer of another shape uses the first bytes of each page as if they had its own shape.
+        Layers of other shapes use the first bytes of a page, with their own shape.
         """
         shapes = {(it.attention.num_kv_heads, it.attention.head_dim) for it in self.layers}
         return max(shapes, key=lambda shape: (shape[0] * shape[1], shape))
 
     @property
     def intermediate_size(self) -> int:
-        """The width of an MLP, in the layer where it is widest."""
+        """The width of the widest MLP of any layer."""
         return max(layer.mlp.width for layer in self.layers)

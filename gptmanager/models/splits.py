@@ -1,10 +1,10 @@
-"""How a network is split over ranks, as a table: which part of which parameter each of them keeps.
+"""A table of how a network is split over ranks: which part of each parameter a rank keeps.
 
-In a layer the first matmul of attention and the first of the MLP are split by their outputs, the
-second ones by their inputs: so a rank computes the second one from its part of the first, and two
-sums over ranks are all that a layer needs (Shoeybi et al. 2019, arXiv:1909.08053). A rank has whole
-experts. Stages are ranges of layers. This module does not know tensor names of checkpoints, nor how
-ranks talk.
+In a layer, the first matmul of attention and of the MLP is split by outputs, and the second by
+inputs. A rank can then compute the second one from its own part of the first, and a layer needs
+only two sums over the ranks (Shoeybi et al. 2019, arXiv:1909.08053). Experts are distributed whole.
+Pipeline stages are ranges of layers. This module does not know tensor names of checkpoints or how
+ranks communicate.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from gptmanager.ranks.layout import RankLayout
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """`rows`: what the rows of a module's weight are, in order, each to be shared out; none: every
-    rank has all of them. `columns`: the same for the columns. Then results are partial sums, and
-    the bias is added to them once, by part 0.
+    """How a module's weight is split. `rows`: the kinds of rows, in order, each split over the
+    ranks; empty: every rank has all rows. `columns`: the same for the columns; results are then
+    partial sums, and only part 0 adds the bias.
     """
 
     rows: tuple[str, ...] = ()
     columns: str = ""
 
 
-# of other modules, norms and positions, each rank of the stage has the whole
+# All other modules, such as norms and positions, are complete on each rank of a stage.
 SPLITS = {
     "embedding": Split(rows=("tokens",)),
     "qkv": Split(rows=("queries", "keys", "keys")),
@@ -51,7 +51,7 @@ _OF_ONE_HEAD = ("none", "head", "rotated_head")
 
 
 class Shares:
-    """The ranges that each word in `SPLITS` means in a layer: the total, and a rank's part."""
+    """The ranges for the names in `SPLITS`, in one layer: the total, and a rank's part."""
 
     def __init__(self, spec: ModelSpec, layout: RankLayout, layer: Layer) -> None:
         size, part = layout.tensor_parallel_size, layout.part
@@ -99,21 +99,25 @@ class Shares:
 
 
 def layer_shares(spec: ModelSpec, layout: RankLayout) -> list[Shares]:
-    """Return the shares of each layer. ConfigError if the network cannot be split this way."""
+    """Return the shares of each layer. Raises ConfigError if the network cannot be
+    split this way.
+    """
     check(spec, layout)
     known = {layer: Shares(spec, layout, layer) for layer in dict.fromkeys(spec.layers)}
     return [known[layer] for layer in spec.layers]
 
 
 def evenly(count: int, parts: int, part: int) -> range:
-    """Which of `count` things a part has; the first parts have one more where some are left."""
+    """Return the range of `part`; the first parts have one more if `count` is not divisible."""
     each, left = divmod(count, parts)
     first = part * each + min(part, left)
     return range(first, first + each + (part < left))
 
 
 def kv_share(num_kv_heads: int, parts: int, part: int) -> range:
-    """Which KV heads a part has; where there are more parts than heads, several have the same."""
+    """Return the KV heads of a part. With more parts than heads, several parts have the
+    same head.
+    """
     if parts <= num_kv_heads:
         return evenly(num_kv_heads, parts, part)
     own = part * num_kv_heads // parts
@@ -121,7 +125,9 @@ def kv_share(num_kv_heads: int, parts: int, part: int) -> range:
 
 
 def check(spec: ModelSpec, layout: RankLayout) -> None:
-    """ConfigError, with the field and what it may be, where ranks cannot share this network."""
+    """Raise ConfigError, with the field and valid values, if the ranks cannot share
+    this network.
+    """
     size, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
     given = f"ParallelConfig.tensor_parallel_size = {size}"
     for layer in dict.fromkeys(spec.layers):
@@ -144,14 +150,14 @@ def _check_layer(layer: Layer, size: int, given: str) -> None:
         counts += [(experts.count, "experts"), (experts.shared_width, "elements of the shared MLP")]
     for count, what in counts:
         if count % size:
-            raise ConfigError(f"{given}: a divisor of the {count} {what} is needed")
+            raise ConfigError(f"{given}: must divide the {count} {what}")
     kv_heads = attention.num_kv_heads
     if max(kv_heads, size) % min(kv_heads, size):
-        raise ConfigError(f"{given}: a divisor or a multiple of the {kv_heads} KV heads is needed")
+        raise ConfigError(f"{given}: must divide the {kv_heads} KV heads or be a multiple")
 
 
 def rank_spec(spec: ModelSpec, layout: RankLayout) -> ModelSpec:
-    """Return the spec of a rank's part of a network. Raises what `check` raises."""
+    """Return the spec of a rank's part of a network. Raises the errors of `check`."""
     shares = layer_shares(spec, layout)
     own = shares[0].layers
     layers = tuple(map(_rank_layer, spec.layers, shares))
@@ -169,14 +175,14 @@ def _rank_layer(layer: Layer, shares: Shares) -> Layer:
 
 
 def vocabulary_shares(spec: ModelSpec, layout: RankLayout) -> tuple[range, list[int]]:
-    """Which tokens' rows of the embedding and of the head a rank has; how many each part has."""
+    """Return the tokens with embedding and head rows on this rank, and the number on each part."""
     size = layout.tensor_parallel_size
     shares = [evenly(spec.vocab_size, size, part) for part in range(size)]
     return shares[layout.part], [len(share) for share in shares]
 
 
 def rank_cuts(spec: ModelSpec, layout: RankLayout) -> dict[str, Cut]:
-    """Return the part that a rank keeps, by parameter. Raises what `check` raises."""
+    """Return the part of each parameter that a rank keeps. Raises the errors of `check`."""
     by_layer = layer_shares(spec, layout)
     modules = _modules(spec, layout, by_layer[0].layers)
     splits = SPLITS if spec.norms.query_key in _OF_ONE_HEAD else {**SPLITS, **_NORMS}
@@ -198,13 +204,13 @@ def rank_cuts(spec: ModelSpec, layout: RankLayout) -> dict[str, Cut]:
 
 
 def _modules(spec: ModelSpec, layout: RankLayout, layers: range) -> set[str]:
-    """Return how the names of a stage's modules begin."""
+    """Return the name prefixes of a stage's modules."""
     found = {f"layers.{layer}." for layer in layers}
     if layout.is_first_stage:
         found |= {"embedding", "positions"}
     if layout.is_last_stage:
         return found | {"final_norm", "embedding" if spec.tied_embeddings else "lm_head"}
-    # the norm behind the last layer of this stage is the first one of the next
+    # the norm after the last layer of this stage is the first norm of the next
     return found | {f"layers.{layers.stop}.attention_norm"}
 
 

@@ -1,1 +1,1 @@
-"""A file of requests, run by a manager."""
+"""`gptmanager run`, `convert` and `models`: commands that use a manager without a server."""

@@ -1,4 +1,4 @@
-"""`AdapterFolders`: the adapters that lines name by their folders, each read once."""
+"""`AdapterFolders`: adapters that request lines name by folder. Each folder is read once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class AdapterFolders:
         self._read: dict[Path, tuple[int, tuple[Any, Any]] | InvalidRequestError] = {}
 
     def take(self, fields: dict[str, Any]) -> None:
-        """Replace "lora" by the tensors of its folder. InvalidRequestError for an invalid one."""
+        """Replace "lora" by the tensors in its folder. Raises InvalidRequestError if they are
+        invalid.
+        """
         if "lora" not in fields:
             return
         given = fields.pop("lora")

@@ -1,4 +1,4 @@
-"""`gptmanager convert` once its arguments are read."""
+"""`gptmanager convert`, after its arguments are parsed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gptmanager.terminal.streams import print_message
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return the exit status."""
+    """Run the command and return its exit status."""
     bars = ProgressBars(options.region)
     try:
         convert_checkpoint(

@@ -1,4 +1,6 @@
-"""A command on a rank other than 0: rank 0 runs the command, and the others compute with it."""
+"""A command on a rank other than 0. Rank 0 runs the command; the others run their part of the
+model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long clients waited: from the submission of a request to its tokens."""
+"""Latencies that clients see: from the submission of a request to its tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gptmanager.request.inference_request import InferenceRequest
 
 
 class FetchTimes:
-    """Wraps a Get callback, and records when each request was fetched.
+    """Wraps a Get callback and records when each request was fetched.
 
-    The metrics of a request count from this time, latencies of clients from the submission.
+    Request metrics count from this time, latencies of clients from the submission.
     """
 
     def __init__(self, get: Callable[[int], Sequence[InferenceRequest]]) -> None:
@@ -31,7 +31,7 @@ class FetchTimes:
 def latencies(
     metrics: Sequence[Mapping[str, float]], waits: Sequence[float]
 ) -> dict[str, dict[str, float]]:
-    """Percentiles of request metrics in milliseconds, counted from the submission.
+    """Return percentiles of request metrics in milliseconds, counted from the submission.
 
     `waits`: seconds from each request's submission until Get returned it.
     """
@@ -50,7 +50,7 @@ def latencies(
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Return percentiles in milliseconds; an empty result for no values. NaN values are skipped."""
+    """Return percentiles in milliseconds, without NaN values; empty if there are no values."""
     values = [value * 1e3 for value in seconds if not np.isnan(value)]
     if not values:
         return {}

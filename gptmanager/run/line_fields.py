@@ -1,4 +1,4 @@
-"""The fields that a line of requests may have: their names and valid JSON values."""
+"""The fields of a request line: their names, and which JSON values are valid."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ALIASES = {
 _NAMES = frozenset(
     (*TENSORS, *_KEYWORDS, "is_streaming", "request_id", "prompt", "messages", "stop", "lora")
 )
-# fields, whether a JSON value is one of theirs, and what it must be in words
+# names of fields, the check of their JSON value, and a description of valid values
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         ("input_lengths", "request_output_len", "pad_id", "beam_width", "runtime_top_k",
@@ -67,14 +67,16 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 
 
 def read_fields(text: bytes) -> dict[str, Any]:
-    """Return the fields of a line by the name of the tensor or keyword."""
+    """Return the fields of a line, by the name of the tensor or keyword."""
     try:
         given = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"no JSON: {error}") from error
     if not isinstance(given, dict):
         raise InvalidRequestError("not a JSON object")
-    fields: dict[str, Any] = {"is_streaming": True}  # by default, so that it can be watched
+    fields: dict[str, Any] = {
+        "is_streaming": True
+    }  # the default, so that the live view shows tokens
     names: dict[str, str] = {}
     for given_name, value in given.items():
         name = _ALIASES.get(given_name, given_name)
@@ -92,7 +94,9 @@ def read_fields(text: bytes) -> dict[str, Any]:
 
 
 def _need(name: str, value: Any) -> str | None:
-    """Return what a field's value must be, if it is invalid; None: valid, or checked later."""
+    """Return a description of valid values if a field's value is invalid. Some are
+    checked later.
+    """
     for names, fits, need in _KINDS:
         if name in names:
             return None if fits(value) else need
@@ -104,7 +108,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def _are_numbers(value: Any) -> bool:
-    """Return whether a value is a list of numbers, or of lists of numbers, and none is empty."""
+    """Return whether a value is a list of numbers, or of lists of numbers, without empty lists."""
     if not isinstance(value, list) or not value:
         return False
     if isinstance(value[0], list):

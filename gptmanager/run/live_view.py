@@ -1,7 +1,7 @@
-"""The view of a run for a person: requests join, generate their texts, and leave.
+"""The live view of a run: requests join, generate their texts, and leave.
 
-On a terminal a table with running rows that are redrawn in place; in a file or a pipe a line for
-each event. Decides nothing about requests.
+A terminal shows a table with one row per running request, redrawn in place. A file or pipe gets one
+line per event. The view never changes the requests.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rich.text import Text
 from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.printable import printable
 
-_MAX_ROWS = 16  # of running requests on a terminal
+_MAX_ROWS = 16  # rows of running requests on a terminal
 _MAX_BAR = 20
 _GAP = "   "  # between counts
-_LOG_EVERY_S = 10.0  # counts, where nothing is redrawn
+_LOG_EVERY_S = 10.0  # interval of logging the counts if nothing is redrawn
 _NARROW = 60  # columns below which a row shows only its id and its text
-_NAME, _TOKENS, _STATE = 7, 6, 10  # columns
+_NAME, _TOKENS, _STATE = 7, 6, 10  # widths in columns
 
 _HEADER = [Text(name, "dim", no_wrap=True) for name in ("request", "tokens", "state", "text")]
 
 
 @dataclass(slots=True)
 class RunningRow:
-    """One running request. `decode` is called on the reader's thread, when `text` is read."""
+    """One running request. `decode` runs on the reader's thread, when `text` is read."""
 
     name: str
     prompt: str
@@ -80,12 +80,12 @@ class Progress:
 
 
 class LiveView:
-    """Draws in `region`; with `quiet` it shows failures only."""
+    """Draws in `region`. With `quiet`, it shows only failures."""
 
     def __init__(self, region: LiveRegion, *, quiet: bool = False) -> None:
         self.quiet = quiet
         self._region = region
-        self._ended: list[Sequence[str | Text]] = []  # shown above the next drawing
+        self._ended: list[Sequence[str | Text]] = []  # rows to print above the next drawing
         self._has_header = False
         self._next_log = _LOG_EVERY_S
 
@@ -96,7 +96,7 @@ class LiveView:
             self._region.write(text + "\n")
 
     def join(self, row: RunningRow, progress: Progress, when: float) -> None:
-        """Log that a request was fetched at `when`, a `time.monotonic()`."""
+        """Log that a request was fetched at time `when`, in seconds of `time.monotonic()`."""
         if not self._region.can_draw:
             self._log(progress, when, f"request {row.name} joins: {printable(row.prompt)}")
 
@@ -110,7 +110,9 @@ class LiveView:
         *,
         failed: bool = False,
     ) -> None:
-        """Show that a request ended at `when`; on a terminal its text stays above the others."""
+        """Show that a request ended at `when`. On a terminal, its text stays above the running
+        rows.
+        """
         if failed and self.quiet:
             self._region.write(f"request {row.name}: {printable(text)}\n")
         elif not self._region.can_draw:
@@ -122,7 +124,7 @@ class LiveView:
             self._ended.append((row.name, str(row.num_tokens), why, said))
 
     def draw(self, rows: Sequence[RunningRow], progress: Progress) -> None:
-        """Draw the running requests and the counts in place of the last drawing."""
+        """Draw the running requests and the counts over the last drawing."""
         if self.quiet:
             return
         if not self._region.can_draw:
@@ -156,7 +158,9 @@ class LiveView:
         self.note(f"{when - progress.started:8.2f} s  {text}")
 
     def _above(self, width: int) -> list[RenderableType]:
-        """Return the requests that ended since the last drawing; the first time with a header."""
+        """Return rows of requests that ended since the last drawing; the first time
+        with a header.
+        """
         rows, self._ended = self._ended, []
         if not self._has_header:
             self._has_header = True
@@ -165,7 +169,7 @@ class LiveView:
 
 
 def _table(rows: Iterable[Sequence[str | Text]], width: int) -> Table:
-    """Return a table of running or of ended rows; on a narrow terminal only names and texts."""
+    """Return a table of running or ended rows. A narrow terminal shows only names and texts."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(justify="right", width=_NAME, no_wrap=True)
     if width >= _NARROW:
@@ -185,7 +189,7 @@ def _end(text: Text, room: int) -> Text:
     """Return the end of `text` that fits into `room` columns of the terminal."""
     if cell_len(text.plain) <= room:
         return text
-    first = max(0, len(text) - 2 * room)  # a letter and its accent take one column
+    first = max(0, len(text) - 2 * room)  # a letter and its combining accent share a column
     cut = bisect_left(
         range(first, len(text)), 1 - room, key=lambda index: -cell_len(text.plain[index:])
     )

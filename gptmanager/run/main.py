@@ -1,4 +1,4 @@
-"""`gptmanager run` once its arguments are read: a file of requests through a manager, live."""
+"""`gptmanager run`, after its arguments are parsed: runs a file of requests and shows them live."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STDOUT = Path("-")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return the exit status."""
+    """Run the command and return its exit status."""
     requests = None if options.requests in (None, "-") else Path(options.requests)
     written = {f"--{name}": getattr(options, name) for name in ("output", "stats", "record")}
     to_stdout = written["--output"] == _STDOUT
@@ -55,7 +55,7 @@ def main(options: argparse.Namespace) -> int:
     params.recording_path = options.record
     if not options.json:
         params.on_progress = ProgressBars(options.region, notes=NOTES).update
-    params.callback_budget_s = 1.0 + options.pace  # the pace is kept by a callback
+    params.callback_budget_s = 1.0 + options.pace  # a callback sleeps to keep the pace
     is_quiet = options.json or options.prompt is not None
     view = LiveView(options.region, quiet=is_quiet)
     summary, answers, losses = serve_file(options, given, view)
@@ -74,10 +74,10 @@ def main(options: argparse.Namespace) -> int:
 def serve_file(
     options: argparse.Namespace, given: ManagerOptions, view: LiveView
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
-    """Run all requests of the file. ConfigError for invalid options.
+    """Run all requests of the file. Raises ConfigError for invalid options.
 
-    Return a summary, the answers in the order of the lines, and a sentence for each incomplete
-    output file.
+    Returns a summary, the answers in the order of the lines, and a sentence for each output file
+    that is incomplete.
     """
     tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
     spec = read_spec(read_config(options.model), max_seq_len=given.params.max_seq_len)
@@ -93,7 +93,7 @@ def serve_file(
         view.note(f"{name} holds no requests")
     with ExitStack() as stack:
         stack.callback(chats.close)
-        # files first: an impossible path is reported before anything slow
+        # files first: an unusable path is reported before the slow steps
         file: Any = None
         if options.output is not None:
             is_stdout = options.output == _STDOUT
@@ -124,7 +124,7 @@ def serve_file(
 
 
 def _print_texts(answers: Sequence[dict[str, Any]]) -> None:
-    """Print only the texts, or the token ids without a tokenizer; errors were shown before."""
+    """Print only the texts, or the token ids if there is no tokenizer. Errors were shown before."""
     for answer in answers:
         if "error" not in answer:
             ids = " ".join(map(str, answer["output_ids"]))
@@ -141,7 +141,7 @@ def _manager(
     poll: Any = queue.poll_stop_signal
 
     def paced_poll() -> Any:
-        time.sleep(options.pace)  # slows the loop down for a person to watch
+        time.sleep(options.pace)  # slows the loop down so that a person can follow
         return queue.poll_stop_signal()
 
     get: Any = recorder.get_inference_requests

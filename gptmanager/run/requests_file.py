@@ -1,9 +1,9 @@
-"""Requests as JSON lines: what `gptmanager run` reads.
+"""Reads request files: JSON lines for `gptmanager run`.
 
 A line is an object with `prompt` (text), `messages` (of a chat) or `input_ids`, `max_new_tokens`,
-and any input of an `InferenceRequest` by its name; `streaming` (default true), `stop` (texts),
-`lora` (a folder) and `top_k`, `top_p`, `min_p` besides. A line that cannot be read is a value here,
-not an end: the others run.
+and any input of an `InferenceRequest` by its name; also `streaming` (default true), `stop` (texts),
+`lora` (a folder), `top_k`, `top_p` and `min_p`. A line that cannot be read becomes a `RequestLine`
+with an error, and the other lines run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from gptmanager.run.text_encoder import LONG_TEXT, TextEncoder
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """One line: a request, or what is wrong with it."""
+    """One line of the file: a request, or the error of an invalid line."""
 
     number: int  # from 1
-    request_id: int | None  # None: the line gives one that cannot be
+    request_id: int | None  # None if the line's id is invalid
     prompt: str | None = None
     request: InferenceRequest | None = None
     error: InvalidRequestError | None = None
-    build: Callable[[], RequestLine] | None = None  # what it is, which takes long to tell
+    build: Callable[[], RequestLine] | None = (
+        None  # set for a long line: encodes it, returns the result
+    )
 
 
 def read_requests(
@@ -50,11 +52,12 @@ def read_requests(
     folder: str = "",
     chats: ChatPrompts | None = None,
 ) -> Iterator[RequestLine]:
-    """Yield every line that is not empty. Without a `request_id` it gets its number as its id.
+    """Yield every line that is not empty. A line without `request_id` uses its line number.
 
-    `max_new_tokens` is for lines that name none, `folder` where adapters are looked for. A long
-    line can be built later, and in another thread. `max_tokens`: no request has more, so that a
-    longer text need not be encoded. `chats` renders messages; None: they are refused.
+    `max_new_tokens`: the default for lines without it. `folder`: where relative adapter paths
+    start. `max_tokens`: the limit of any request; a text that cannot fit is not encoded. A long
+    line is returned with `build` set: call it to encode the text, in any thread. `chats` renders
+    messages; None: they are refused.
     """
     first_use: dict[int | None, int] = {}
     encoder, adapters = TextEncoder(tokenizer, max_tokens), AdapterFolders(Path(folder))
@@ -69,16 +72,16 @@ def read_requests(
 
 
 def read_file(path: str, tokenizer: Tokenizer | None, **options: Any) -> list[RequestLine]:
-    """Return the lines of a file, of the standard input for "-". `options`: as of `read_requests`.
+    """Return the lines of a file, or of the standard input for "-".
 
-    Raises ConfigError.
+    `options`: those of `read_requests`. Raises ConfigError.
     """
     try:
         if path != "-":
             with open(path, "rb") as lines:
                 options.setdefault("folder", os.path.dirname(path))
                 return list(read_requests(lines, tokenizer, **options))
-        if sys.stdin is None:  # `<&-`
+        if sys.stdin is None:  # closed by `<&-` in the shell
             raise ConfigError("--requests -: the standard input is closed")
         if sys.stdin.isatty():
             print("reading requests, a JSON object a line; Ctrl-D ends them", file=sys.stderr)
@@ -88,9 +91,9 @@ def read_file(path: str, tokenizer: Tokenizer | None, **options: Any) -> list[Re
 
 
 def built_apart(lines: Sequence[RequestLine]) -> SimpleQueue[tuple[float, RequestLine]]:
-    """Build lines that take long, in their order, in a thread that is never joined.
+    """Build the lines with `build` set, in order, in a thread that is never joined.
 
-    Each result is in the queue with the `time.monotonic()` at which it was known.
+    Each result is put in the queue with the `time.monotonic()` at which it was ready.
     """
     built: SimpleQueue[tuple[float, RequestLine]] = SimpleQueue()
 
@@ -98,7 +101,7 @@ def built_apart(lines: Sequence[RequestLine]) -> SimpleQueue[tuple[float, Reques
         for line in lines:
             try:
                 result = line if line.build is None else line.build()
-            except Exception as error:  # no memory, say
+            except Exception as error:  # for example no memory
                 told = _error(line.number, response_text(error))
                 result = replace(line, build=None, error=told)
             built.put((time.monotonic(), result))

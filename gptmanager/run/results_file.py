@@ -1,4 +1,4 @@
-"""Results as JSON lines: what `gptmanager run` writes, in the order of the requests."""
+"""Writes result files: JSON lines from `gptmanager run`, in the order of the requests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from gptmanager.callbacks import GenerationResult, TextStream
 from gptmanager.errors import ConfigError, GptManagerError, InvalidRequestError, response_text
 from gptmanager.run.requests_file import RequestLine
 
-_COUNTS = ("pauses", "cached_tokens", "prompt_tokens", "generated_tokens")  # among the metrics
+_COUNTS = (
+    "pauses",
+    "cached_tokens",
+    "prompt_tokens",
+    "generated_tokens",
+)  # request metrics written as counts
 
 
 def new_file(option: str, path: Path) -> FileIO:
-    """An empty file to write, in a folder that is made if need be. Raises ConfigError."""
+    """Create an empty file, and its folder if needed. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("wb", buffering=0)
@@ -32,7 +37,7 @@ def result_line(
     outcome: GenerationResult | BaseException | None,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """Return the line's entry of the output file. `outcome` None: the line holds no request."""
+    """Return a line's entry of the output file. `outcome` None: the line contains no request."""
     result: dict[str, Any] = {"line": line.number, "request_id": line.request_id}
     if line.prompt is not None:
         result["prompt"] = line.prompt
@@ -56,8 +61,8 @@ def result_line(
 class Results:
     """The outcome of each line.
 
-    `file` has them in the order of the lines, each as soon as it and all before it are known;
-    `close` writes those that are known behind one that is not.
+    `file` gets the outcomes in the order of the lines: an outcome is written once all earlier ones
+    are known. `close` writes those that still wait for an earlier one.
     """
 
     lines: Sequence[RequestLine]
@@ -91,5 +96,5 @@ class Results:
                 line = line[self.file.write(line) :]
         except OSError as error:
             name = getattr(self.file, "name", "")
-            self.file = None  # anything after a gap would be misread
+            self.file = None  # results after a gap would be misread
             raise GptManagerError(f"--output {name}: {error.strerror}") from error

@@ -1,6 +1,6 @@
-"""`TextEncoder`: the texts of a request as token ids, and which are too long for any request.
+"""`TextEncoder`: encodes the texts of a request as token ids, and rejects texts that are too long.
 
-Decides how a text is encoded; knows nothing of lines and fields.
+Decides how a text is encoded. It does not know lines and fields.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from gptmanager.errors import InvalidRequestError, error_summary, quoted
 
-LONG_TEXT = 1 << 16  # characters: it takes a tenth of a second to encode them
-# parts of a tokenizer that pass on all of a text
+LONG_TEXT = 1 << 16  # characters: encoding them takes a tenth of a second
+# pre-tokenizers that keep every character of a text
 _KEEPING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-_NFC = 9  # a text has at most as many times the bytes of its composed form
+_NFC = 9  # a text has at most 9 times the bytes of its NFC form
 
 
 class TextTooLongError(InvalidRequestError):
-    """A text has more bytes than the tokens of any request could hold, and was not encoded.
+    """The text has more bytes than the tokens of any request can hold. It was not encoded.
 
-    `num_tokens`: it has at least as many.
+    `num_tokens`: a lower bound of its tokens.
     """
 
     num_tokens = 0
 
 
 class TextEncoder:
-    """Encodes with `tokenizer`, None: there is none. `max_tokens`: more fit into no request.
+    """Encodes texts with `tokenizer`, which may be None. `max_tokens`: the limit of any request.
 
-    Texts of at least `long_text` characters are encoded so that other threads run meanwhile.
-    `special_in_text` False: the name of a special token in a text is plain text.
+    Texts of at least `long_text` characters are encoded in a way that lets other threads run.
+    `special_in_text` False: the name of a special token in a text is treated as plain text.
     """
 
     def __init__(
@@ -46,14 +46,16 @@ class TextEncoder:
         special_in_text: bool = True,
     ) -> None:
         if tokenizer is not None and not special_in_text:
-            tokenizer = Tokenizer.from_str(tokenizer.to_str())  # others use the given one
+            tokenizer = Tokenizer.from_str(tokenizer.to_str())  # a copy: others use the given one
             tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         self._long_text = long_text
         self._max_tokens = max_tokens
 
     def encode(self, name: str, text: Any, *, special: bool) -> list[int]:
-        """Return token ids. InvalidRequestError names the field if it is not a text or too long."""
+        """Return token ids. Raises InvalidRequestError, which names the field, for an
+        invalid text.
+        """
         if not isinstance(text, str):
             raise InvalidRequestError(f"{name} = {quoted(text)} is not a text")
         if self._tokenizer is None:
@@ -68,7 +70,9 @@ class TextEncoder:
                 ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
                 return ids
             return self._batch(text, special)
-        except BaseException as error:  # bare Exceptions, and panics of Rust, which are none
+        except (
+            BaseException
+        ) as error:  # plain Exceptions, and Rust panics, which are BaseExceptions
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise InvalidRequestError(
@@ -76,7 +80,7 @@ class TextEncoder:
             ) from error
 
     def _batch(self, text: str, special: bool) -> list[int]:
-        """Unlike `Tokenizer.encode`, that of a batch lets other threads run."""
+        """Encode as a batch: unlike `Tokenizer.encode`, this lets other threads run."""
         assert self._tokenizer is not None
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special)
         ids: list[int] = encoding.ids
@@ -88,8 +92,8 @@ class TextEncoder:
         size, limit = len(text.encode()), self._max_tokens * self._longest_token
         if size > limit:
             error = TextTooLongError(
-                f"{name} has {size} bytes: the {self._max_tokens} tokens that a request may have, "
-                f"of at most {self._longest_token} bytes each, hold {limit}"
+                f"{name} has {size} bytes: a request may have {self._max_tokens} tokens "
+                f"of at most {self._longest_token} bytes each, which is {limit} bytes"
             )
             error.num_tokens = -(-size // self._longest_token)
             raise error
@@ -100,9 +104,9 @@ class TextEncoder:
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """The most bytes of a text that one token may stand for.
+    """Return the most bytes of text that one token can represent.
 
-    None where a part of the tokenizer may drop or shorten what it gets, so that there is no bound.
+    None if there is no bound, because a part of the tokenizer may drop or shorten text.
     """
     parts = orjson.loads(tokenizer.to_str())
     factor = _shrinking(parts["normalizer"])
@@ -125,7 +129,7 @@ def _flat(part: Mapping[str, Any] | None, inner: str) -> Iterable[Mapping[str, A
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
-    """By what factor it makes a text shorter at most."""
+    """Return the most by which the normalizer can shorten a text, as a factor; None: no limit."""
     factor = 1
     for part in _flat(normalizer, "normalizers"):
         replaced = part.get("pattern", {}).get("String") if part["type"] == "Replace" else None
@@ -147,7 +151,7 @@ def _keeps(pre_tokenizer: Mapping[str, Any]) -> bool:
 def _knows_all(
     tokenizer: Tokenizer, model: Mapping[str, Any], splitting: Iterable[Mapping[str, Any]]
 ) -> bool:
-    """Whether every byte has a token, so that none is lost in one for what is unknown."""
+    """Whether every byte has a token, so that no text is lost in an unknown token."""
     if model["type"] != "BPE":
         return False
     vocabulary = tokenizer.get_vocab().keys()

@@ -1,4 +1,4 @@
-"""A run followed on the terminal's thread: its callbacks, and the results of its lines."""
+"""Follows a run on the terminal's thread: the callbacks record events, which become results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REFRESH_S = 0.1  # a drawing takes milliseconds of the CPU
 class News(NamedTuple):
     """An event of a request, and the `time.monotonic()` at which it happened.
 
-    `tokens`: new ones, empty when the request joins, None when it has ended.
+    `tokens`: the new tokens; empty when the request joins, None when it has ended.
     """
 
     when: float
@@ -34,7 +34,7 @@ class News(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A line of which the manager gets no request, and why."""
+    """A line that is not submitted to the manager, and the reason."""
 
     when: float
     line: RequestLine
@@ -42,16 +42,17 @@ class Refusal(NamedTuple):
 
 
 class Recorder:
-    """Keeps what a run's callbacks see for the terminal's thread. Appends and pops need no lock.
+    """Records what the callbacks of a run see, for the terminal's thread. Needs no lock: deques are
+    thread-safe.
 
-    Not `is_watched`: only ends are news.
+    If not `is_watched`, `news` contains only ends of requests.
     """
 
     def __init__(self, queue: RequestQueue, *, is_watched: bool) -> None:
         self.news: deque[News | Refusal] = deque()
         self.fetched_at = FetchTimes(queue.get_inference_requests)
         self.submitted_at: dict[int, float] = {}
-        self.ended_at = 0.0  # the last one
+        self.ended_at = 0.0  # time of the last end
         self.batch_sizes: list[int] = []
         self.kv_use = 0.0
         self.max_kv_use = 0.0
@@ -118,7 +119,7 @@ class Watch:
         self._generations: dict[int, tuple[RequestLine, Generation]] = {}
 
     def follow(self, queue: RequestQueue) -> None:
-        """Return when every line has its result."""
+        """Submit the lines and show the events; return when every line has its result."""
         for line in self._lines:
             if line.build is None:
                 self._submit(line, queue, time.monotonic())
@@ -137,21 +138,21 @@ class Watch:
             raise
 
     def _submit(self, line: RequestLine, queue: RequestQueue, known_at: float) -> None:
-        """Submit a line; one that holds no request is refused at the time `known_at`."""
+        """Submit a line. A line without a request is refused, with `known_at` as the time."""
         if line.request is None:
             self._recorder.news.append(Refusal(known_at, line, line.error))
             return
         self._recorder.submitted_at[line.request.request_id] = time.monotonic()
         try:
             generation = queue.submit(line.request)
-        except ManagerDeadError as error:  # meanwhile
+        except ManagerDeadError as error:  # the manager failed in the meantime
             self._recorder.news.append(Refusal(time.monotonic(), line, error))
             return
         self._generations[generation.request_id] = (line, generation)
         generation.add_done_callback(self._recorder.see_end)
 
     def _take_news(self) -> None:
-        """Show what has happened since the last call, in the order in which it happened."""
+        """Show the events since the last call, in the order in which they happened."""
         self._progress.batch_size = (self._recorder.batch_sizes or [0])[-1]
         self._progress.kv_use = self._recorder.kv_use
         queue = self._recorder.news

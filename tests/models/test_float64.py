@@ -278,14 +278,17 @@ def test_a_checkpoint_may_ask_for_it_and_pages_are_as_wide() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"weights_dtype": "int8"}, "weights_dtype = 'int8': its matmuls are of at most 32 bits"),
+        (
+            {"weights_dtype": "int8"},
+            "weights_dtype = 'int8': its matmuls compute at most in float32",
+        ),
         (
             {"device": "meta", "kernels": Kernels()},
             "device = 'meta': only the CPU supports it",
         ),
         (
             {"kernels": CudaKernels(cast(Any, None))},
-            "kernels = CudaKernels: they have no such operations",
+            "kernels = CudaKernels: they do not support it",
         ),
     ],
     ids=["weights_dtype", "device", "kernels"],

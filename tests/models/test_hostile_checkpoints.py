@@ -113,7 +113,7 @@ CONFIG_CASES: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": [2]}, rf"num_key_value_heads = \[2\]: {WRONG}"),
     ({"head_dim": 10**400}, "head_dim = 10+.*: must be a positive integer of at most"),
     ({"head_dim": 2**31 - 2}, "has shape .* the config asks for"),
-    ({"head_dim": 7}, "head_dim = 7: 7 is odd"),
+    ({"head_dim": 7}, "head_dim = 7: 7 must be even"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan: must be a positive number"),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps = 10+.*: must be a positive number"),
     ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': must be a positive number"),
@@ -138,7 +138,7 @@ CONFIG_CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rope_parameters": {"rope_type": "linear", "factor": 1e-300}},
-        "frequencies of Rope.* leave float32",
+        "frequencies of Rope.* overflow float32",
     ),
     (
         {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e308}},

@@ -242,17 +242,17 @@ def test_a_twin_is_compared_with_what_a_rank_has():
 @pytest.mark.parametrize(
     ("changes", "layout", "text"),
     [
-        ({}, (3, 1), "tensor_parallel_size = 3: a divisor of the 4 query heads is needed"),
+        ({}, (3, 1), "tensor_parallel_size = 3: must divide the 4 query heads"),
         ({}, (1, 4), "pipeline_parallel_size = 4 is more than the 3 layers"),
         (
             {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
             (2, 1),
-            "tensor_parallel_size = 2: a divisor or a multiple of the 3 KV heads is needed",
+            "tensor_parallel_size = 2: must divide the 3 KV heads or be a multiple",
         ),
         (
             {"intermediate_size": 57},
             (2, 1),
-            "tensor_parallel_size = 2: a divisor of the 57 elements of the intermediate size",
+            "tensor_parallel_size = 2: must divide the 57 elements of the intermediate size",
         ),
         ({"vocab_size": 3}, (4, 1), "tensor_parallel_size = 4 is more than the vocabulary's 3 to"),
     ],

@@ -1,1 +1,1 @@
-"""GGUF: the files of llama.cpp, as the parts of a checkpoint that a Hugging Face folder has."""
+"""Reads GGUF files, the format of llama.cpp, as the parts of a Hugging Face checkpoint."""

@@ -1,7 +1,7 @@
-"""Architectures of GGUF files, as a table: the family of each, its keys, and its tensors' names.
+"""A table of the architectures of GGUF files: their family, metadata keys and tensor names.
 
-`config` and `tensors` use the table to read files. It does not describe what a family computes:
-the metadata of a file is translated to a `config.json`, which decides that.
+`config` and `tensors` read files with this table. It does not describe what a family computes: the
+metadata of a file is converted to a `config.json`, which defines the network.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# The field of a config.json -> the key in a file, behind the name of its architecture.
+# Field of a config.json -> key in a file, without the architecture name that precedes it.
 _SIZES: Mapping[str, str] = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -31,7 +31,7 @@ _CAPPED: Mapping[str, str] = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-# The module of a file -> that of a checkpoint; blk.{} and model.layers.{}. before them.
+# Module in a file -> module in a checkpoint, without the prefixes blk.{} and model.layers.{}.
 _LLAMA: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -68,14 +68,14 @@ _GPT2: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """Maps one `general.architecture` to a checkpoint's `model_type` and names.
+    """Maps one `general.architecture` to the `model_type` and the names of a checkpoint.
 
-    `fields`: config field -> key. `constants`: fields that files do not have. `layer`: the prefix
-    of a layer's modules. `modules`: their names. `outside`: names of modules outside of layers.
-    `permuted`: rows of queries and keys are stored as neighboring pairs. `plus_one`:
-    norms are stored with 1 added. `transposed`: a checkpoint has a layer's matrices as [in, out].
-    `biases`: config field -> tensor; the field is true if the file has the tensor.
-    `scaled_by_size`: a model with this number of layers scales attention scores by
+    `fields`: config field -> key. `constants`: config fields that files do not contain. `layer`:
+    the prefix of a layer's modules. `modules`: names of modules in a layer. `outside`: names of
+    modules outside the layers. `permuted`: rows of queries and keys are stored as neighboring
+    pairs. `plus_one`: norm weights are stored with 1 added. `transposed`: a checkpoint stores a
+    layer's matrices as [in, out]. `biases`: config field -> tensor; the field is true if the file
+    has the tensor. `scaled_by_size`: models with this number of layers scale attention scores by
     hidden size / heads instead of the head size.
     """
 

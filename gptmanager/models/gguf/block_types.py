@@ -1,7 +1,7 @@
-"""The block types of GGUF: how a block of quantized elements becomes float32.
+"""The block types of GGUF: how a block of quantized elements is converted to float32.
 
-A block has `size` elements of a row in `num_bytes` bytes. The arithmetic is that of llama.cpp's
-reference, operation by operation, so that values are the same to the last bit.
+A block has `size` elements of a row in `num_bytes` bytes. The operations are those of llama.cpp's
+reference, in the same order, so the values are bitwise the same.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of tensors. `dtype`: of its elements, as torch names it, once they are unpacked.
+    """The type of a tensor. `dtype`: torch's name of the element type after unpacking.
 
-    `unpack`: uint8 `[blocks, num_bytes]` -> that dtype, `[blocks, size]`.
+    `unpack`: converts uint8 `[blocks, num_bytes]` to `[blocks, size]` of that dtype.
     """
 
     name: str
@@ -32,17 +32,17 @@ class BlockType:
 
 
 def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
-    """`count` numbers of 16 bits, from byte `start` on, as float32 `[blocks, count]`."""
+    """Return `count` float16 numbers, from byte `start` on, as float32 `[blocks, count]`."""
     return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """The low four bits of all bytes, then the high ones."""
+    """Return the low four bits of all bytes, followed by the high four bits."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """32 bits in order, as the values 0 and 16."""
+    """Return 32 bits in order, as the values 0 and 16."""
     shifts = torch.arange(8, dtype=torch.uint8)
     bits = (blocks[:, start : start + 4].unsqueeze(-1) >> shifts) & 1
     return bits.flatten(1) << 4
@@ -71,7 +71,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and the minimum of each of a block's 8 parts, `[blocks, 8, 1]`."""
+    """Return the scale and the minimum of each of a block's 8 parts, `[blocks, 8, 1]` each."""
     packed = blocks[:, 4:16]
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, (last & 15) | (first >> 6 << 4)), -1)
@@ -122,7 +122,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     14: BlockType("Q6_K", 256, 210, _q6_k),
     30: BlockType("BF16", 1, 2, _as(torch.bfloat16), "bfloat16"),
 }
-# of types that are not supported, for an error that names them
+# names of unsupported types, for the error message
 TYPE_NAMES: Mapping[int, str] = {
     9: "Q8_1",
     10: "Q2_K",

@@ -1,4 +1,4 @@
-"""`GgufCheckpoint`: a GGUF file as the parts of a checkpoint that a Hugging Face folder has."""
+"""`GgufCheckpoint`: a GGUF file as the parts of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from gptmanager.models.gguf.tokens import generation_config_of, tokenizer_config
 
 
 class GgufCheckpoint:
-    """Reads a file's header at once, and all else as it is asked for. ConfigError: see `header`."""
+    """Reads the header at once, and the other parts on demand. Raises ConfigError as
+    `header` does.
+    """
 
     def __init__(self, path: Path) -> None:
         self._header = read_header(path)
@@ -26,7 +28,9 @@ class GgufCheckpoint:
         }
 
     def part(self, name: str) -> dict[str, Any] | None:
-        """Return what the file of a folder with this name would say; None: it has none."""
+        """Return the content that the file `name` of a Hugging Face folder would have; None if
+        absent.
+        """
         return self._parts[name](self._header) if name in self._parts else None
 
     @property

@@ -1,7 +1,7 @@
-"""From the metadata of a GGUF file to the `config.json` that its checkpoint has.
+"""Converts the metadata of a GGUF file to the `config.json` of its checkpoint.
 
-A key of the architecture that is not known here is refused: it may change what the network
-computes. Whether a value is possible is decided where a config is read.
+Unknown keys of the architecture are refused, because they may change what the network computes. The
+values are checked where the config is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gptmanager.models.gguf.architectures import ARCHITECTURES, Architecture
 from gptmanager.models.gguf.header import Header
 from gptmanager.models.gguf.metadata import Metadata
 
-# Keys that change nothing, for their value is found in a better place or has one meaning.
+# Keys that are ignored: other keys or tensors define the value, or only one value exists.
 _IGNORED = frozenset(
     """
     vocab_size tensor_data_layout rope.scaling.finetuned attention.key_length
@@ -34,11 +34,11 @@ _ROPE = frozenset(
 )
 _ONE_VALUE: Mapping[str, Any] = {"expert_count": 0, "attention.causal": True}
 _ZERO_IS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
-_MAX_FACTORS = 1 << 16  # of a rotation: half the size of a head
+_MAX_FACTORS = 1 << 16  # rotated pairs: half the size of a head
 
 
 def architecture_of(header: Header) -> Architecture:
-    """Return the row of the table that describes a file. ConfigError if there is none."""
+    """Return the table row of a file's architecture. Raises ConfigError if there is none."""
     name = Metadata(header.path, header.metadata).text("general.architecture")
     if name is None or name not in ARCHITECTURES:
         raise ConfigError(
@@ -49,7 +49,7 @@ def architecture_of(header: Header) -> Architecture:
 
 
 def config_of(header: Header) -> dict[str, Any]:
-    """Return what the `config.json` of the checkpoint says. ConfigError names the key."""
+    """Return the content of the checkpoint's `config.json`. ConfigError names the invalid key."""
     own, metadata = architecture_of(header), Metadata(header.path, header.metadata)
     prefix = f"{header.metadata['general.architecture']}."
     _refuse_unknown(metadata, own, prefix)
@@ -57,7 +57,7 @@ def config_of(header: Header) -> dict[str, Any]:
     for field, key in own.fields.items():
         if (value := metadata.get(prefix + key)) is not None:
             if isinstance(value, np.ndarray):
-                raise metadata.error(prefix + key, "one number for all layers is needed")
+                raise metadata.error(prefix + key, "must be one number for all layers")
             if value or field not in _ZERO_IS_NONE:
                 config[field] = value
     embedding = header.tensors.get("token_embd.weight")
@@ -84,13 +84,11 @@ def _refuse_unknown(metadata: Metadata, own: Architecture, prefix: str) -> None:
             raise metadata.error(key, "not supported: it may change what the network computes")
     value_length = metadata.get(f"{prefix}attention.value_length")
     if value_length not in (None, metadata.get(f"{prefix}attention.key_length")):
-        raise metadata.error(
-            f"{prefix}attention.value_length", "the same as attention.key_length is needed"
-        )
+        raise metadata.error(f"{prefix}attention.value_length", "must equal attention.key_length")
 
 
 def _dtype(header: Header) -> str:
-    """The dtype that most bytes have; that of quantized ones is float32."""
+    """Return the dtype that most bytes have. Quantized bytes count as float32."""
     num_bytes: dict[str, int] = {}
     for tensor in header.tensors.values():
         own = tensor.num_rows * tensor.row_bytes
@@ -108,7 +106,9 @@ def _score_scalar(config: Mapping[str, Any], num_layers: int) -> Any:
 def _rope(
     header: Header, metadata: Metadata, prefix: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The fields of rotation: `rope_scaling` if frequencies are changed, and the rotated part."""
+    """Return the fields of rotary embeddings: `rope_scaling` if needed, and the rotated
+    fraction.
+    """
     found = _partial(metadata, prefix, config)
 
     def get(key: str) -> Any:
@@ -118,7 +118,7 @@ def _rope(
     factor = get("factor") if scale is None else scale
     original = get("original_context_length")
     if kind not in (None, "none", "linear", "yarn", "longrope"):
-        raise metadata.error(f"{prefix}rope.scaling.type", "needed is none, linear, yarn, longrope")
+        raise metadata.error(f"{prefix}rope.scaling.type", "must be none, linear, yarn or longrope")
     factors = _factors(header)
     if factors is not None:
         short, long = factors
@@ -156,14 +156,14 @@ def _partial(metadata: Metadata, prefix: str, config: Mapping[str, Any]) -> dict
     if rotated is None or rotated == head or not isinstance(head, int) or head < 1:
         return {}
     if not 0 < rotated < head:
-        raise metadata.error(key, f"at most the {head} elements of a head are possible")
+        raise metadata.error(key, f"must be at most {head}, the size of a head")
     return {"partial_rotary_factor": rotated / head}
 
 
 def _factors(header: Header) -> tuple[list[float], list[float]] | None:
-    """The divisors of frequencies, of short sequences and of long ones, as tensors hold them."""
+    """Return the divisors of the rotation frequencies, for short and for long sequences."""
     names = ("rope_factors_short.weight", "rope_factors_long.weight")
-    if "rope_freqs.weight" in header.tensors:  # of Llama 3, for every length
+    if "rope_freqs.weight" in header.tensors:  # Llama 3: the same for every length
         names = ("rope_freqs.weight",) * 2
     if not all(name in header.tensors for name in names):
         return None
@@ -174,7 +174,7 @@ def _factors(header: Header) -> tuple[list[float], list[float]] | None:
         if len(tensor.shape) != 1 or count > _MAX_FACTORS or tensor.type.name != "F32":
             raise ConfigError(
                 f"{quoted_path(header.path)}: tensor {name} of {tensor.type.name}, shape "
-                f"{list(tensor.shape)}: F32 numbers, one for each rotated pair, are needed"
+                f"{list(tensor.shape)}: must be F32, with one number for each rotated pair"
             )
         with header.path.open("rb") as file:
             file.seek(tensor.offset)

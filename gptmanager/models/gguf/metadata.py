@@ -1,4 +1,4 @@
-"""`Metadata`: the keys of a GGUF file, read with checks of their types."""
+"""`Metadata`: the keys and values of a GGUF file, with checks of the types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gptmanager.errors import ConfigError, quoted, quoted_path
 
 
 class Metadata:
-    """The values of a file by key; an error names the key and what its value must be."""
+    """The values of a file by key. Errors name the key and say what its value must be."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path, self._values = path, values
@@ -24,7 +24,7 @@ class Metadata:
         return iter(self._values)
 
     def get(self, key: str) -> Any:
-        """Return the value as it is, None if there is none."""
+        """Return the value without checks; None if the key is absent."""
         return self._values.get(key)
 
     def error(self, key: str, need: str) -> ConfigError:
@@ -36,7 +36,7 @@ class Metadata:
     def text(self, key: str) -> str | None:
         value = self.get(key)
         if value is not None and not isinstance(value, str):
-            raise self.error(key, "a string is needed")
+            raise self.error(key, "must be a string")
         return value
 
     def flag(self, key: str, if_absent: bool) -> bool:
@@ -44,24 +44,24 @@ class Metadata:
         if value is None:
             return if_absent
         if not isinstance(value, bool):
-            raise self.error(key, "true or false is needed")
+            raise self.error(key, "must be true or false")
         return value
 
     def integer(self, key: str) -> int | None:
         value = self.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise self.error(key, "an integer is needed")
+            raise self.error(key, "must be an integer")
         return value
 
     def texts(self, key: str) -> list[str]:
         value = self.get(key)
         if not isinstance(value, list):
-            raise self.error(key, "an array of strings is needed")
+            raise self.error(key, "must be an array of strings")
         return value
 
     def numbers(self, key: str, count: int) -> list[Any]:
         value = self.get(key)
         if not isinstance(value, np.ndarray) or len(value) != count:
-            raise self.error(key, f"an array of {count} numbers is needed")
+            raise self.error(key, f"must be an array of {count} numbers")
         found: list[Any] = value.tolist()
         return found

@@ -1,7 +1,7 @@
-r"""Pre-tokenizers of byte-level BPE by the names in `tokenizer.ggml.pre`, as a table.
+r"""A table of the pre-tokenizers of byte-level BPE, by their names in `tokenizer.ggml.pre`.
 
-A pre-tokenizer is a list of regular expressions, applied one after another: each cuts the pieces
-that the ones before it left into matches and what is between them. They are those of llama.cpp.
+A pre-tokenizer is a list of regular expressions, which are applied in order: each splits the pieces
+so far into its matches and the text between them. The expressions are those of llama.cpp.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _EAST_ASIAN = "[一-龥ࠀ-一가-퟿]+"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """`ignore_merges`: a piece that is a token is that token. `add_bos`: unless a file says."""
+    """`ignore_merges`: a piece that is itself a token becomes that token. `add_bos`:
+    the default.
+    """
 
     patterns: Sequence[str]
     ignore_merges: bool = False
@@ -54,7 +56,7 @@ _BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 _DEFAULT = PreTokenizer(
     (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
 )
-# One pre-tokenizer, and all names that mean it.
+# Each pre-tokenizer with all its names.
 _NAMED: Sequence[tuple[PreTokenizer, str]] = (
     (_DEFAULT, "default"),
     (

@@ -1,7 +1,6 @@
-"""`GgufTensors`: the tensors of a GGUF file under the names that a checkpoint gives them.
+"""`GgufTensors`: the tensors of a GGUF file, by their names in a checkpoint.
 
-They are unpacked row by row as they are asked for; so a file is never in memory as a whole, be it
-as it is or as floats.
+Rows are unpacked on demand, so a file is never in memory as a whole, neither packed nor as floats.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from gptmanager.models.gguf.header import Header, StoredTensor
 
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
-# made from a config, so that it has them
+# computed from the config instead
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
-_TEMPORARIES = 4  # what unpacking needs, in multiples of the result
+_TEMPORARIES = 4  # memory for unpacking, in multiples of the result
 _FLOAT_BYTES = 4
 
 
 class _Named(NamedTuple):
-    """`head_dim`: size of heads with rows stored as neighboring pairs; None: rows are in order."""
+    """`head_dim`: head size if rows are stored as neighboring pairs; None: rows are in order."""
 
     stored: StoredTensor
     transposed: bool
@@ -42,9 +41,9 @@ class _Named(NamedTuple):
 
 
 class GgufTensors:
-    """A `TensorSource` of a file. `num_heads`, `num_kv_heads`: of queries and of keys.
+    """The `TensorSource` of a GGUF file. `num_heads`, `num_kv_heads`: heads of queries and of keys.
 
-    ConfigError names a tensor that the architecture does not have.
+    Raises ConfigError, which names the tensor, if the architecture does not have it.
     """
 
     def __init__(
@@ -68,9 +67,9 @@ class GgufTensors:
     def pieces(
         self, name: str, max_bytes: int, region: Sequence[range] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the tensor in slices along its first dimension: (first index, slice), all in order.
+        """Yield a tensor as slices along its first dimension, (first index, slice), in order.
 
-        `region`: as in `SafetensorsFolder.pieces`. A transposed one is a single slice.
+        `region`: as in `SafetensorsFolder.pieces`. A transposed tensor is a single slice.
         """
         named = self._tensors[name]
         ranges = list(region or map(range, named.shape))
@@ -89,11 +88,11 @@ class GgufTensors:
             yield start - rows.start, self._rows(named, own)[:, columns.start : columns.stop]
 
     def close(self) -> None:
-        """Drop the mapping; reading opens one again."""
+        """Unmap the file. The next read maps it again."""
         self._mapping = None
 
     def _place(self, name: str, stored: StoredTensor) -> tuple[str, _Named]:
-        """Return a tensor's name in a checkpoint, and how it is read."""
+        """Return a tensor's name in a checkpoint, and how to read it."""
         own = self._own
         if match := _IN_LAYER.fullmatch(name):
             layer, module, kind = match.groups()
@@ -124,8 +123,8 @@ class GgufTensors:
         rows, heads = stored.shape[0], self._heads[module]
         if rows % (2 * heads):
             raise ConfigError(
-                f"{quoted_path(self._header.path)}: tensor {name} has {rows} rows, which are no "
-                f"pairs in each of {heads} heads"
+                f"{quoted_path(self._header.path)}: tensor {name} has {rows} rows, which must be "
+                f"a multiple of 2 x {heads} heads"
             )
         return rows // heads
 
@@ -153,10 +152,10 @@ class GgufTensors:
         return block.unpack(packed.reshape(-1, block.num_bytes)).flatten()
 
     def _bytes(self, stored: StoredTensor) -> Tensor:
-        """The bytes `[rows, bytes of a row]`, mapped."""
+        """Return the mapped bytes `[rows, bytes per row]`."""
         if self._mapping is None:
             with self._header.path.open("rb") as file:
-                # private, because torch has no tensors that cannot be written
+                # a private mapping, because torch has no read-only tensors
                 self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         end = stored.offset + stored.num_rows * stored.row_bytes
         if end > len(self._mapping):
@@ -168,16 +167,16 @@ class GgufTensors:
         return mapped.view(stored.num_rows, stored.row_bytes)
 
     def _forget_pages(self) -> None:
-        """Release the pages that were read, which would stay resident as long as the mapping."""
+        """Release the pages that were read. Otherwise they stay resident as long as the mapping."""
         assert self._mapping is not None
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _pairs_to_halves(rows: range, head_dim: int) -> Tensor:
-    """Return which stored rows are these rows of a checkpoint.
+    """Map rows of a checkpoint to stored rows.
 
-    A head's stored rows are the pairs that are rotated together, one pair behind the other. In a
-    checkpoint all first elements of pairs come before all second ones.
+    The stored rows of a head are the pairs that are rotated together, one pair after another. In a
+    checkpoint, the first elements of all pairs come before the second ones.
     """
     wanted = np.arange(rows.start, rows.stop)
     head, row = np.divmod(wanted, head_dim)

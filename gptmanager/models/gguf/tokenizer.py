@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file: byte-level BPE, or SentencePiece with byte fallback.
+"""Creates the tokenizer of a GGUF file: byte-level BPE, or SentencePiece with byte fallback.
 
-It returns the token ids that llama.cpp returns.
+It returns the same token ids as llama.cpp.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from gptmanager.models.gguf.tokens import (
 )
 
 _GGML = "tokenizer.ggml."
-_SPACE = "\u2581"  # what SentencePiece writes for a space
-_MAX_SPLITS = 1 << 28  # steps to find the merges of a vocabulary; real ones need 10 million
+_SPACE = "\u2581"  # SentencePiece's symbol for a space
+_MAX_SPLITS = 1 << 28  # limit of steps to find merges; real vocabularies need 10 million
 
 
 def load_gguf_tokenizer(header: Header) -> Tokenizer:
-    """Make the tokenizer. ConfigError for a kind that is not supported, or a broken vocabulary."""
+    """Create the tokenizer. Raises ConfigError for an unsupported kind or an invalid vocabulary."""
     metadata, vocabulary = Metadata(header.path, header.metadata), read_vocabulary(header)
     if vocabulary is None:
         raise ConfigError(f"{quoted_path(header.path)} holds no tokenizer: pass token ids")
@@ -42,18 +42,20 @@ def load_gguf_tokenizer(header: Header) -> Tokenizer:
         tokenizer, add_bos = makers[kind](metadata, vocabulary)
         tokenizer.add_tokens(_added_tokens(metadata, vocabulary))
         _frame(tokenizer, metadata, vocabulary, add_bos)
-    except BaseException as error:  # bare Exceptions, and panics of Rust, which are none
+    except BaseException as error:  # plain Exceptions, and Rust panics, which are BaseExceptions
         if isinstance(error, (ConfigError, KeyboardInterrupt, SystemExit)):
             raise
         raise ConfigError(
-            f"{quoted_path(header.path)}: no tokenizer can be made of {_GGML}*: "
+            f"{quoted_path(header.path)}: cannot create a tokenizer from {_GGML}*: "
             f"{error_summary(error)}"
         ) from error
     return tokenizer
 
 
 def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether a text begins with a token for that if the file does not say."""
+    """Return a byte-level BPE tokenizer, and whether a BOS token is added if the file
+    does not say.
+    """
     name = metadata.text(f"{_GGML}pre") or "default"
     if name not in PRE_TOKENIZERS:
         raise ConfigError(
@@ -79,7 +81,9 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, 
 
 
 def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return BPE over whole texts; merges are ordered by the score of the merged token."""
+    """Return a BPE tokenizer over whole texts. Its merges are sorted by the merged
+    token's score.
+    """
     scores = metadata.numbers(f"{_GGML}scores", len(vocabulary.texts))
     by_text = _by_text(vocabulary)
     model = BPE(
@@ -103,7 +107,7 @@ def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokeniz
 def _merges(
     metadata: Metadata, vocabulary: Vocabulary, by_text: Mapping[str, int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, those with the best scores first."""
+    """Return all pairs of tokens that merge to another token, sorted by score, the best first."""
     kinds = zip(vocabulary.texts, vocabulary.types, scores, strict=True)
     made = [(text, score) for text, kind, score in kinds if kind in (NORMAL, USER_DEFINED)]
     if sum(len(text) ** 2 for text, _ in made) > _MAX_SPLITS:
@@ -123,8 +127,9 @@ def _by_text(vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def _added_tokens(metadata: Metadata, vocabulary: Vocabulary) -> list[AddedToken]:
-    """The tokens that are found in a text before anything else is."""
-    # llama.cpp: these models' files lack that spaces behind these tokens belong to them
+    """Return the tokens that are matched in a text before all others."""
+    # as in llama.cpp: for these models, files do not mark that spaces after these tokens are
+    # dropped
     name = (metadata.text("general.name") or "").lower()
     strips = "phi-3" in name or "phi3" in name
     kept = ("<unk>", "<s>", "<|endoftext|>")
@@ -141,7 +146,7 @@ def _added_tokens(metadata: Metadata, vocabulary: Vocabulary) -> list[AddedToken
 
 
 def _frame(tokenizer: Tokenizer, metadata: Metadata, vocabulary: Vocabulary, add_bos: bool) -> None:
-    """Let a text begin and end with the tokens that the file wants there."""
+    """Make encoding add the tokens before and after a text that the file requires."""
     begins = metadata.flag(f"{_GGML}add_bos_token", add_bos)
     ends = metadata.flag(f"{_GGML}add_eos_token", False)
     wanted = [("bos", begins), ("eos", ends)]

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: its tokens with their types, those that end a text, templates."""
+"""Reads the vocabulary of a GGUF file: tokens and types, end tokens, chat templates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gptmanager.models.gguf.metadata import Metadata
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _GGML = "tokenizer.ggml."
 _IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
-# As in llama.cpp: a token with one of these texts ends an output, whatever its type
+# As in llama.cpp: a token with one of these texts ends an output, whatever its type.
 _ENDS = frozenset(
     """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>
@@ -24,7 +24,9 @@ _ENDS = frozenset(
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`types`: what each token is. `ids`: of tokens by role, where a file says or implies them."""
+    """`types`: the type of each token. `ids`: token ids by role, as the file states or implies
+    them.
+    """
 
     texts: list[str]
     types: list[int]
@@ -38,7 +40,7 @@ class Vocabulary:
 
 
 def read_vocabulary(header: Header) -> Vocabulary | None:
-    """Return the tokens; None if the file has none."""
+    """Return the vocabulary; None if the file has none."""
     metadata = Metadata(header.path, header.metadata)
     if f"{_GGML}tokens" not in metadata:
         return None
@@ -62,16 +64,16 @@ def _ids(metadata: Metadata, count: int) -> dict[str, int]:
     for role in _IDS:
         key = f"{_GGML}{role}_token_id"
         number = metadata.integer(key)
-        if number is None or number in (-1, 2**32 - 1):  # some files say so that there is none
+        if number is None or number in (-1, 2**32 - 1):  # some files use these for "none"
             continue
         if not 0 <= number < count:
-            raise metadata.error(key, f"the id of one of {count} tokens is needed")
+            raise metadata.error(key, f"must be the id of one of {count} tokens")
         found[role] = number
     return found
 
 
 def _without_normal(ends: tuple[int, ...], texts: list[str]) -> tuple[int, ...]:
-    """In the format that has <|return|> and <|call|>, <|end|> only ends a message."""
+    """Drop <|end|> if there are <|return|> and <|call|>: in this format it only ends a message."""
     by_text = {texts[number]: number for number in ends}
     if {"<|return|>", "<|call|>"} <= by_text.keys():
         return tuple(number for number in ends if texts[number] != "<|end|>")
@@ -79,7 +81,9 @@ def _without_normal(ends: tuple[int, ...], texts: list[str]) -> tuple[int, ...]:
 
 
 def tokenizer_config_of(header: Header) -> dict[str, Any]:
-    """Return what `tokenizer_config.json` says: the texts of special tokens, and templates."""
+    """Return the content of `tokenizer_config.json`: texts of special tokens, and chat
+    templates.
+    """
     metadata, vocabulary = Metadata(header.path, header.metadata), read_vocabulary(header)
     config: dict[str, Any] = {}
     if vocabulary is not None:
@@ -100,7 +104,9 @@ def tokenizer_config_of(header: Header) -> dict[str, Any]:
 
 
 def generation_config_of(header: Header) -> dict[str, Any]:
-    """Return what `generation_config.json` says: the ids of tokens that begin, end and pad."""
+    """Return the content of `generation_config.json`: the ids of the BOS, end and
+    padding tokens.
+    """
     vocabulary = read_vocabulary(header)
     if vocabulary is None:
         return {}

@@ -102,12 +102,12 @@ def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
         ({"pre": "strange"}, "pre = 'strange': this pre-tokenizer is not supported; supported: "),
         ({"model": "t5"}, "tokenizer.ggml.model = 't5': not supported; supported: gpt2, llama"),
         ({"tokens": None}, "holds no tokenizer: pass token ids"),
-        ({"tokens": 3}, "tokenizer.ggml.tokens = 3: an array of strings is needed"),
-        ({"merges": None}, "tokenizer.ggml.merges is not there: an array of strings is needed"),
-        ({"token_type": np.zeros(3, np.int32)}, "token_type = .*: an array of 905 numbers"),
-        ({"eos_token_id": 905}, "eos_token_id = 905: the id of one of 905 tokens is needed"),
-        ({"eos_token_id": "x"}, "eos_token_id = 'x': an integer is needed"),
-        ({"add_bos_token": 1}, "add_bos_token = 1: true or false is needed"),
+        ({"tokens": 3}, "tokenizer.ggml.tokens = 3: must be an array of strings"),
+        ({"merges": None}, "tokenizer.ggml.merges is not there: must be an array of strings"),
+        ({"token_type": np.zeros(3, np.int32)}, "token_type = .*: must be an array of 905 numbers"),
+        ({"eos_token_id": 905}, "eos_token_id = 905: must be the id of one of 905 tokens"),
+        ({"eos_token_id": "x"}, "eos_token_id = 'x': must be an integer"),
+        ({"add_bos_token": 1}, "add_bos_token = 1: must be true or false"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], told: str, tmp_path: Path) -> None:

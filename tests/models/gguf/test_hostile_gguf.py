@@ -161,20 +161,23 @@ WRONG: dict[str, tuple[bytes, str]] = {
         b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2) + b"\xff\xfe" + bytes(99),
         "is not a readable GGUF file: .*utf-8",
     ),
-    "alignment": (gguf_bytes({"general.alignment": 3}, {}), "alignment = 3: a power of two"),
+    "alignment": (
+        gguf_bytes({"general.alignment": 3}, {}),
+        "alignment = 3: must be a power of two",
+    ),
     "one file of several": (
         gguf_bytes({"split.count": 4}, {}),
         "is one of 4 files of a model: merge them with llama-gguf-split",
     ),
     "a tensor twice": (raw(A + A, 2, 999), "two tensors of the same name"),
-    "tensors in one place": (raw(A + B, 2, 999), "the tensor b where another one is"),
+    "tensors in one place": (raw(A + B, 2, 999), "the tensor b that overlaps another tensor"),
     "behind the end": (
         raw(described("a", (8, 4), F32, 2**50), 1),
         "the tensor a does not end within the file",
     ),
     "unaligned": (raw(described("a", (8, 4), F32, 1), 1), "the tensor a at an unaligned"),
-    "no dimensions": (raw(described("a", (), F32, 0), 1), "of 0 dimensions: 1 to 4"),
-    "no elements": (raw(described("a", (0, 4), F32, 0), 1), r"of shape \[4, 0\]: sizes are"),
+    "no dimensions": (raw(described("a", (), F32, 0), 1), "of 0 dimensions: must be 1 to 4"),
+    "no elements": (raw(described("a", (0, 4), F32, 0), 1), r"of shape \[4, 0\]: sizes must be"),
     "large sizes": (
         raw(described("a", (2**31 - 1,) * 4, F32, 0), 1),
         "the tensor a does not end within the file",
@@ -200,11 +203,11 @@ WRONG: dict[str, tuple[bytes, str]] = {
     ),
     "heads of each layer": (
         changed_metadata(**{"llama.attention.head_count": np.array([4, 4], np.int32)}),
-        "llama.attention.head_count = .*: one number for all layers is needed",
+        "llama.attention.head_count = .*: must be one number for all layers",
     ),
     "unequal lengths": (
         changed_metadata(**{"llama.attention.value_length": 5}),
-        "value_length = 5: the same as attention.key_length is needed",
+        "value_length = 5: must equal attention.key_length",
     ),
     "layers": (changed_metadata(llama__block_count=9999), "num_hidden_layers = 9999"),
     "no heads": (
@@ -213,7 +216,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     ),
     "an unknown rope": (
         changed_metadata(**{"llama.rope.scaling.type": "spiral"}),
-        "rope.scaling.type = 'spiral': needed is",
+        "rope.scaling.type = 'spiral': must be",
     ),
 }
 
