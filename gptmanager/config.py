@@ -159,8 +159,9 @@ class OptionalParams:
 
     The step. `device` None: the CPU. `run_ahead` None: 0 on the CPU and with `enable_trt_overlap`,
     otherwise 1. `cuda_graphs`: generation steps on a device are captured at the start and then
-    replayed. `weights_dtype` "int8", on the CPU: the network's matrices are quantized to 8 bits.
-    None: as `dtype`, or 8 bits for a quantized GGUF file if `dtype` is None as well.
+    replayed. `weights_dtype` "int8", on the CPU: the network's matrices are quantized to 8 bits;
+    "int4": to 4 bits, and the output matrix as `head_dtype`, None: to 8. `weights_dtype` None: as
+    `dtype`, or 8 bits (4 as in the file) for a quantized file if `dtype` is None as well.
     `speculative_decoding_config`: draft tokens for requests of one beam. None: no drafts.
 
     The host. `idle_poll_s` None: an idle manager asks Get only after `notify()`.
@@ -204,7 +205,8 @@ class OptionalParams:
     normalize_log_probs: bool = True
     device: str | None = None
     dtype: str | None = None
-    weights_dtype: Literal["int8"] | None = None
+    weights_dtype: Literal["int8", "int4"] | None = None
+    head_dtype: Literal["int8", "int4"] | None = None
     deterministic: bool = False
     cuda_graphs: bool = True
     seed: int = 0

@@ -95,6 +95,7 @@ kernels/                      all operations of a model in torch, and compiled o
     captured_step             a decode step captured as tasks, and run again
     activation_kinds          activations of MLPs, by name
     token_loops               rotary embedding, KV write, norms and activations
+    embedding_loops           lookups of tokens in an embedding table
     gemm/                     matmuls with packed weights
         packed_matrix         weights packed, or quantized to int8, for matmuls
         small_matmul          small matmuls in register tiles
@@ -102,7 +103,13 @@ kernels/                      all operations of a model in torch, and compiled o
         quantized_activations activations quantized to int8 or int16
         int16_tiles           int8 weights times few rows, in int16
         int8_tiles            int8 weights times many rows, in int8
+        int4_groups           weights rounded to 4 bits in groups with a scale each
+        int4_matrix           weights in 4 bits, packed for matmuls
+        int4_activations      activations quantized in groups
+        int4_tiles            int4 weights times rows, in int8 or int16, and widened
+        matmul_task           a matmul with packed weights: its parts, and how each ends
         matmul                the matmul of activations with packed weights
+        int4_matmul           the matmul of activations with weights in 4 bits
         matmul_plan           which instructions a matmul uses, and whether packing pays
     attention/                attention over the pages of the KV cache
         attention_arguments   arguments of attention: pages, rows, shapes
@@ -185,6 +192,7 @@ memory/                       tensors that outlive a step, and the checkpoint fi
     adapter_pool              tensors of the LoRA cache
     tensor_sources            reads tensors from safetensors files or a state dict
     safetensors_writer        writes a safetensors file tensor by tensor
+    places                    where tensors of a checkpoint go (no torch)
     weights                   parameters of a model, loaded by name
 models/                       decoder networks, and the table of families
     batch                     a schedule as packed tensors
@@ -199,7 +207,7 @@ models/                       decoder networks, and the table of families
         pre_tokenizers        the table of pre-tokenizers of byte-level BPE
         tokenizer             makes a tokenizer from a file's metadata
         checkpoint            GgufCheckpoint: a file as the parts of a checkpoint
-    int8_tensors              tensors of a checkpoint with int8 matrices
+    quantized_tensors         tensors of a checkpoint with matrices in 8 or 4 bits
     other_folders             describes a folder without a usable checkpoint (no torch)
     checkpoint_parts          reads a checkpoint from a folder or a GGUF file
     fields                    checked reading of a checkpoint's config

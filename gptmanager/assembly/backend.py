@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -46,7 +46,7 @@ from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.checkpoint_model import CheckpointModel
 from gptmanager.models.checkpoint_parts import is_quantized
-from gptmanager.models.model import Dimensions, Model, load_model
+from gptmanager.models.model import Dimensions, Model, WeightsDtype, load_model
 from gptmanager.ranks.collectives import Collectives
 
 
@@ -99,20 +99,22 @@ class Backend(ABC):
         """
         if isinstance(source, (str, os.PathLike, tuple)):
             weights_dtype, progress = self._weights_dtype(source, params), params.on_progress
-            quantized = weights_dtype is not None
             return load_model(
                 source if isinstance(source, tuple) else Path(source),
                 kernels=self.kernels,
                 device=self.device,
                 dtype=params.dtype,
                 weights_dtype=weights_dtype,
+                head_dtype=params.head_dtype,
                 max_seq_len=params.max_seq_len,
                 attention_window=params.kv_cache_config.max_attention_window,
                 sink=params.kv_cache_config.sink_token_length or 0,
                 kv_cache_dtype=torch.float8_e4m3fn if params.kv_cache_config.dtype else None,
                 on_progress=params.on_progress,
                 collectives=collectives,
-                prepare=lambda dtype: self.kernels.warm_up(dtype, quantized, self.bodies, progress),
+                prepare=lambda dtype, quantized: self.kernels.warm_up(
+                    dtype, quantized, self.bodies, progress
+                ),
             )
         if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
             _refuse_for_models(params)
@@ -123,8 +125,8 @@ class Backend(ABC):
             "Model, nor a pair (config dict, state dict)"
         )
 
-    def _weights_dtype(self, source: Any, params: OptionalParams) -> Literal["int8"] | None:
-        """The option, or int8 where the CPU reads a quantized file and nothing else is asked for.
+    def _weights_dtype(self, source: Any, params: OptionalParams) -> WeightsDtype | None:
+        """The option, or "file" where the CPU reads a quantized file and nothing else is asked for.
 
         Floats would be larger and slower, and no more exact than the file is.
         """
@@ -133,8 +135,8 @@ class Backend(ABC):
             return params.weights_dtype
         if not isinstance(self.kernels, CpuKernels) or not is_quantized(source):
             return None
-        logger.info("%s is quantized: its matrices are kept as int8; dtype: as floats", source)
-        return "int8"
+        logger.info("%s is quantized: its matrices stay in 8 bits or 4; dtype: as floats", source)
+        return "file"
 
     def _adapter_pool(self, model: Model, options: StepOptions) -> AdapterPool | None:
         sizes = options.adapters
@@ -373,6 +375,7 @@ def _refuse_for_models(params: OptionalParams) -> None:
     for name, dtype in (
         ("OptionalParams.dtype", params.dtype),
         ("OptionalParams.weights_dtype", params.weights_dtype),
+        ("OptionalParams.head_dtype", params.head_dtype),
         ("KvCacheConfig.dtype", params.kv_cache_config.dtype),
     ):
         if dtype is not None:

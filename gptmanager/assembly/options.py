@@ -284,18 +284,20 @@ def _settle_dtypes(params: OptionalParams) -> None:
         params.dtype = str(params.dtype).removeprefix("torch.")
     if params.dtype not in _DTYPES:
         raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} must be one of {_DTYPES}")
-    if params.weights_dtype not in (None, "int8"):
+    for name in ("weights_dtype", "head_dtype"):
+        if (value := getattr(params, name)) not in (None, "int8", "int4"):
+            raise ConfigError(f"OptionalParams.{name} = {value!r} must be 'int8', 'int4' or None")
+    if params.head_dtype is not None and params.weights_dtype != "int4":
         raise ConfigError(
-            f"OptionalParams.weights_dtype = {params.weights_dtype!r} must be 'int8' or None"
+            f"OptionalParams.head_dtype = {params.head_dtype!r} is refused with weights_dtype = "
+            f"{params.weights_dtype!r}: it belongs to 'int4'"
         )
-    for name, value, reason in (
-        ("dtype", "float64", "only the CPU supports it"),
-        ("weights_dtype", "int8", "only the CPU supports it"),
-    ):
-        if getattr(params, name) == value and params.device not in (None, "cpu"):
+    for name, refused in (("dtype", ("float64",)), ("weights_dtype", ("int8", "int4"))):
+        value = getattr(params, name)
+        if value in refused and params.device not in (None, "cpu"):
             raise ConfigError(
                 f"OptionalParams.{name} = {value!r} is refused with device = {params.device!r}: "
-                f"{reason}"
+                "only the CPU supports it"
             )
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from gptmanager.kernels import token_loops
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.compilation import compile_all
+from gptmanager.kernels.embedding_loops import embed
+from gptmanager.kernels.gemm.int4_matrix import INT4
 from gptmanager.kernels.gemm.matmul_plan import can_be_packed, matmul_bodies
+from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.lora.adapter_plan import plan_runs
 from gptmanager.kernels.lora.adapters import add as add_adapters
 from gptmanager.kernels.simd.machine_code import Body
 
+_STORED = {"int8": torch.int8, "int4": INT4}
+
 
 def bodies_of_model(
-    dtype: torch.dtype | None, quantized: bool, deterministic: bool
+    dtype: torch.dtype | None, quantized: Collection[Quantized], deterministic: bool
 ) -> Sequence[Body]:
     """Return the bodies in descending order of compile time. `dtype` None: no matrices.
 
@@ -26,15 +31,18 @@ def bodies_of_model(
     if dtype is torch.float64:
         return []
     matmuls: Sequence[Body] = ()
-    if dtype is not None and can_be_packed(dtype, quantized):
-        matmuls = matmul_bodies(torch.int8 if quantized else dtype, deterministic)
+    if dtype is not None:
+        stored = {_STORED[kind] for kind in quantized if can_be_packed(dtype, kind)}
+        if not quantized and can_be_packed(dtype):
+            stored = {dtype}
+        matmuls = [body for kind in stored for body in matmul_bodies(kind, deterministic)]
     return [
         paged_attention.attention,
         *matmuls,
         token_loops.rope_and_write,
         token_loops.normalize,
         token_loops.activate,
-        token_loops.embed,
+        embed,
         token_loops.convert,
     ]
 

@@ -8,7 +8,7 @@ deterministic. All ops are bitwise independent of the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, cast
 
 import torch
@@ -28,7 +28,9 @@ from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.compiled_bodies import bodies_of_model, compile_for_adapters
 from gptmanager.kernels.cpu_matmuls import PARTS_PER_THREAD, SCATTERED, SMALL_MATMUL, CpuMatmuls
-from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
+from gptmanager.kernels.embedding_loops import EmbeddingTask, embed
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.lora.adapter_plan import AdapterPlan
 from gptmanager.kernels.lora.adapters import add as adapters_body
@@ -38,7 +40,6 @@ from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import address_of, alike
 from gptmanager.kernels.token_loops import (
     ActivationTask,
-    EmbeddingTask,
     NormTask,
     RopeTask,
 )
@@ -54,7 +55,7 @@ class CpuKernels(CpuMatmuls):
     def warm_up(
         self,
         dtype: torch.dtype | None = None,
-        quantized: bool = False,
+        quantized: Collection[Quantized] = (),
         others: Sequence[Callable[[int], None]] = (),
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -139,7 +140,11 @@ class CpuKernels(CpuMatmuls):
 
     def _embed(self, result: Tensor, ids: Tensor, table: Matrix, *, adds: bool) -> None:
         num_rows, width = table.shape
-        if isinstance(table, PackedMatrix):
+        groups = minima = None
+        if isinstance(table, Int4Matrix):
+            values, scales, groups, minima = table.values, None, table.scales, table.minima
+            lanes, positions, panel = PANEL_ROWS, 4, PANEL_ROWS * table.depth // 2
+        elif isinstance(table, PackedMatrix):
             values, scales = table.values, table.scales
             lanes, positions, panel = PANEL_ROWS, values.shape[3], PANEL_ROWS * table.depth
         else:
@@ -148,6 +153,8 @@ class CpuKernels(CpuMatmuls):
             ids=address_of(ids, torch.int64),
             table=address_of(values, values.dtype),
             scales=address_of(scales, torch.float32),
+            groups=address_of(groups, torch.float16),
+            minima=address_of(minima, torch.float16),
             wide=self._team.scratch(4 * width * self._team.max_size),
             result=address_of(result, table.dtype),
             num_tokens=len(ids),
@@ -160,7 +167,7 @@ class CpuKernels(CpuMatmuls):
             dtype=DTYPES[table.dtype],
             adds=adds,
         )
-        self._run(token_loops.embed, task, SCATTERED * result.numel())
+        self._run(embed, task, SCATTERED * result.numel())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
         if x.dtype is torch.float64:

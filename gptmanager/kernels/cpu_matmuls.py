@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels import token_loops
-from gptmanager.kernels.gemm.int16_tiles import FEW_ROWS
-from gptmanager.kernels.gemm.matmul import CHUNK_ROWS, STREAMED_ROWS
-from gptmanager.kernels.gemm.matmul_plan import MatmulPlan, can_be_packed, plan_matmul, registers
-from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
-from gptmanager.kernels.gemm.quantized_activations import quantize_rows, row_bytes
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.matmul import STREAMED_ROWS
+from gptmanager.kernels.gemm.matmul_plan import (
+    Instructions,
+    MatmulPlan,
+    can_be_packed,
+    plan_matmul,
+    registers,
+)
+from gptmanager.kernels.gemm.matmul_task import CHUNK_ROWS
+from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
@@ -40,11 +46,14 @@ class CpuMatmuls(Kernels):
         self._team = Team()
 
     def new_matrix(
-        self, rows: int, columns: int, dtype: torch.dtype, quantized: bool = False
+        self, rows: int, columns: int, dtype: torch.dtype, quantized: Quantized | None = None
     ) -> PackedMatrix | None:
         if not can_be_packed(dtype, quantized):
             return None
-        matrix = PackedMatrix(rows, columns, dtype, quantized)
+        if quantized == "int4":
+            matrix: PackedMatrix = Int4Matrix(rows, columns, dtype)
+        else:
+            matrix = PackedMatrix(rows, columns, dtype, quantized == "int8")
         self._plan(matrix)  # compiles missing bodies
         return matrix
 
@@ -70,10 +79,11 @@ class CpuMatmuls(Kernels):
         result = torch.empty(num_rows, plan.columns, dtype=matrix.dtype)
         if not result.numel():
             return result
-        body, dtype, scratch_bytes = plan.for_few if num_rows <= FEW_ROWS else plan.for_many
-        is_ready = x.dtype is dtype and x.is_contiguous() and plan.depth == x.shape[1]
-        if dtype is torch.int8 or not is_ready:
-            x = self._converted(x, dtype, plan.depth)
+        own = plan.for_few if num_rows <= plan.few_rows else plan.for_many
+        body, scratch_bytes = own.body, own.scratch_bytes
+        is_ready = x.dtype is own.dtype and x.is_contiguous() and plan.depth == x.shape[1]
+        if own.quantize is not None or not is_ready:
+            x = self._converted(x, own, plan.depth)
         num_chunks = -(-num_rows // CHUNK_ROWS)
         is_small = num_rows * plan.work < SMALL_MATMUL
         size = min(1 if is_small else self._team.max_size, num_chunks * plan.num_groups)
@@ -94,15 +104,14 @@ class CpuMatmuls(Kernels):
         self._team.run(body, task, size)
         return result
 
-    def _converted(self, x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """Return x as contiguous `[T, width]` of that dtype, padded with zeros.
+    def _converted(self, x: Tensor, own: Instructions, width: int) -> Tensor:
+        """Return x as the contiguous rows of `width` elements that these instructions read.
 
-        int8: as quantized rows, which are longer.
+        They are padded with zeros, and perhaps quantized.
         """
         (x,) = alike(x)
-        is_quantized = dtype is torch.int8
-        size = row_bytes(width) if is_quantized else width
-        result = torch.empty(x.shape[0], size, dtype=dtype)
+        size = own.row_bytes or width
+        result = torch.empty(x.shape[0], size, dtype=own.dtype)
         task = ConversionTask(
             x=x.data_ptr(),
             result=result.data_ptr(),
@@ -110,10 +119,9 @@ class CpuMatmuls(Kernels):
             given=x.shape[1],
             width=width,
             x_dtype=DTYPES[x.dtype],
-            dtype=DTYPES.get(dtype, 0),
+            dtype=DTYPES.get(own.dtype, 0),
         )
-        body = quantize_rows if is_quantized else token_loops.convert
-        self._run(body, task, result.numel())
+        self._run(own.quantize or token_loops.convert, task, result.numel())
         return result
 
     def _run(self, body: Callable[[int], None], task: ctypes.Structure, work: int) -> None:

@@ -12,7 +12,7 @@ result's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -35,7 +35,7 @@ from gptmanager.kernels.attention.paged_formulas import (
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.experts.mixture import ExpertMatrices, mix_experts
 from gptmanager.kernels.experts.routing import Routing, choose_experts
-from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, plain
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 
 LINEAR_TILE = 32
@@ -61,14 +61,14 @@ class Kernels:
     def warm_up(
         self,
         dtype: torch.dtype | None = None,
-        quantized: bool = False,
+        quantized: Collection[Quantized] = (),
         others: Sequence[Callable[[int], None]] = (),
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         """Compile or load now what the first calls would otherwise wait for.
 
-        `dtype`: of matrices, `quantized` or not. `others`: more bodies for this processor.
-        `on_progress`: as of `compile_all`.
+        `dtype`: of matrices; `quantized`: how they are stored if that is in fewer bits.
+        `others`: more bodies for this processor. `on_progress`: as of `compile_all`.
         """
 
     def warm_up_adapters(self) -> None:
@@ -111,11 +111,11 @@ class Kernels:
         return rows
 
     def new_matrix(
-        self, rows: int, columns: int, dtype: torch.dtype, quantized: bool = False
+        self, rows: int, columns: int, dtype: torch.dtype, quantized: Quantized | None = None
     ) -> PackedMatrix | None:
         """Return storage for a weight of `linear` in these kernels' layout; None: use a tensor.
 
-        `quantized`: stored in 8 bits; None then means that it is not supported.
+        `quantized`: stored in 8 or 4 bits; None then means that it is not supported.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""The ops that work token by token: rotation and KV write, norms, activations, embeddings.
+"""The ops that work token by token: rotation and KV write, norms, activations.
 
 Each body is the share of one thread. Bodies know addresses and sizes only; a token's arithmetic
 depends on the token alone. Parts of a task are equal ranges of its tokens.
@@ -13,13 +13,17 @@ from typing import Any, get_args
 import numpy as np
 
 from gptmanager.kernels.activation_kinds import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
-from gptmanager.kernels.simd.dtypes import FLOAT32, get_byte, load_as, move_item, store_as
+from gptmanager.kernels.simd.dtypes import (
+    FLOAT32,
+    load_as,
+    move_item,
+    store_as,
+)
 from gptmanager.kernels.simd.lanes import (
     LANES,
     claim,
     exp2,
     fma,
-    get,
     get_int,
     get_long,
     keep_lanes,
@@ -27,7 +31,6 @@ from gptmanager.kernels.simd.lanes import (
     load_part,
     loop,
     mark_nan,
-    put,
     splat,
     store_part,
     sum_lanes,
@@ -35,7 +38,10 @@ from gptmanager.kernels.simd.lanes import (
     where_above,
     where_at_least,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
+from gptmanager.kernels.simd.threads import (
+    NEXT_PART,
+    task_fields,
+)
 
 ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
 LOG2_E = np.float32(1.4426950408889634)
@@ -95,22 +101,8 @@ class ConversionTask(ctypes.Structure):
     _fields_ = task_fields("x result num_tokens given width x_dtype dtype")
 
 
-class EmbeddingTask(ctypes.Structure):
-    """Addresses (`scales` 0: none), and the index of element k of row i in `table`:
-    `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`.
-
-    `wide`: float32 `[width]` for each thread; `dtype`: of `result`, and of a table without scales.
-    `adds`: add to the values in `result`; rows are contiguous.
-    """
-
-    _fields_ = task_fields(
-        "ids table scales wide result num_tokens num_rows width lanes panel positions step dtype"
-        " adds"
-    )
-
-
 ROPE_TASK, NORM_TASK = np.dtype(RopeTask), np.dtype(NormTask)
-ACTIVATION_TASK, EMBEDDING_TASK = np.dtype(ActivationTask), np.dtype(EmbeddingTask)
+ACTIVATION_TASK = np.dtype(ActivationTask)
 CONVERSION_TASK = np.dtype(ConversionTask)
 
 
@@ -283,43 +275,6 @@ def convert(address: int) -> None:
                 if i < t.given:
                     value = load_as(t.x_dtype, t.x, token * t.given + i, t.given - i)
                 store_as(t.dtype, t.result, token * t.width + i, value, t.width - i)
-        part = claim(address, NEXT_PART)
-
-
-@loop
-def _embed_token(t: Any, token: int, wide: int) -> None:
-    row, to, width, positions = get_long(t.ids, token), token * t.width, t.width, t.positions
-    if row < 0 or row >= t.num_rows:  # NaN makes an invalid id visible; no other memory is read
-        for i in range(0, width, LANES):
-            store_as(t.dtype, t.result, to + i, splat(NAN), width - i)
-        return
-    first = row // t.lanes * t.panel + row % t.lanes * positions
-    if t.adds:
-        for i in range(0, width, LANES):
-            value = load_as(t.dtype, t.result, to + i, width - i)
-            value = value + load_as(t.dtype, t.table, first + i, width - i)
-            store_as(t.dtype, t.result, to + i, value, width - i)
-        return
-    if not t.scales:
-        for k in range(width):
-            index = first + k // positions * t.step + k % positions
-            move_item(t.dtype, t.result, to + k, t.table, index)
-        return
-    scale = get(t.scales, row)
-    for k in range(width):
-        put(wide, k, get_byte(t.table, first + k // positions * t.step + k % positions) * scale)
-    for i in range(0, width, LANES):
-        store_as(t.dtype, t.result, to + i, load_part(wide, i, width - i), width - i)
-
-
-def embed(address: int) -> None:
-    """Look up rows of an embedding table by token id; NaN for an id out of range."""
-    t = task_at(address, EMBEDDING_TASK)
-    wide = t.wide + claim(address, NEXT_THREAD) * 4 * t.width
-    part = claim(address, NEXT_PART)
-    while part < t.num_parts:
-        for token in share_of(t, part):
-            _embed_token(t, token, wide)
         part = claim(address, NEXT_PART)
 
 

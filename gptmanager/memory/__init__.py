@@ -2,7 +2,8 @@
 
 from gptmanager.memory.adapter_pool import AdapterPool, adapter_table
 from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.places import Place
 from gptmanager.memory.tensor_sources import SafetensorsFolder
-from gptmanager.memory.weights import Place, Weights
+from gptmanager.memory.weights import Weights
 
 __all__ = ["AdapterPool", "KvPool", "Place", "SafetensorsFolder", "Weights", "adapter_table"]

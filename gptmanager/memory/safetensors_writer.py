@@ -19,6 +19,8 @@ _NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
 }
 
 

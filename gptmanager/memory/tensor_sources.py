@@ -16,20 +16,25 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
+from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.memory.checkpoint_files import check_file, read_object
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_DTYPES = {**FLOATS, "I8": "int8"}
+_DTYPES = {**FLOATS, "I8": "int8", "I32": "int32", "I64": "int64"}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_TENSORS = 200_000  # of 10,000 layers
 
 
 class TensorInfo(NamedTuple):
-    """The shape and dtype of a tensor, known before it is read; `dtype` as torch names it."""
+    """The shape and dtype of a tensor, known before it is read; `dtype` as torch names it.
+
+    `in_groups`: it is a matrix in 4 bits, of a source that is a `GroupedSource`.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    in_groups: bool = False
 
 
 class TensorSource(Protocol):
@@ -51,6 +56,14 @@ class TensorSource(Protocol):
 
     def close(self) -> None:
         """Let go of files; reading opens them again."""
+        ...
+
+
+class GroupedSource(TensorSource, Protocol):
+    """A source with matrices in 4 bits, which it also reads as they are."""
+
+    def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
+        """Yield these rows of a matrix `[outputs, inputs]` in slices, as `pieces` does."""
         ...
 
 
@@ -122,7 +135,7 @@ class SafetensorsFolder:
         `region`: what is wanted, a range for each dimension; indices count from its beginning. A
         slice is valid until the next one is asked for: it may be part of a mapped file.
         """
-        shape, dtype = self._tensors[name]
+        shape, dtype, _ = self._tensors[name]
         if not shape:
             yield 0, self._map(self._files[name], max_bytes).get_tensor(name)
             return

@@ -11,7 +11,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
@@ -21,9 +20,13 @@ from torch import Tensor
 from gptmanager.config import ProgressCallback
 from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, error_summary
-from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix
+from gptmanager.kernels.gemm.int4_groups import GROUP, Groups, joined
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
+from gptmanager.memory.places import Cut, Place, Run, kept_shape, whole
 from gptmanager.memory.tensor_sources import (
     FLOATS,
+    GroupedSource,
     StateDict,
     TensorInfo,
     TensorSource,
@@ -32,45 +35,8 @@ from gptmanager.memory.tensor_sources import (
 
 _MIN_PIECE_BYTES = 1 << 20
 
-NewMatrix = Callable[[int, int, torch.dtype, bool], PackedMatrix | None]
-
-
-class Run(NamedTuple):
-    """Rows of a tensor, perhaps each n-th one, that go to rows of a parameter in one piece."""
-
-    source: range
-    row: int
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The destination of one tensor of a checkpoint.
-
-    The tensor fills `num_rows` rows of `parameter` from `first_row` on (None: all). `transposed`:
-    the checkpoint holds the transpose. `twin`: another tensor fills this storage (tied
-    embeddings); this one may be missing, and where it is present it must be equal. `scale`: one
-    number for all of the rows, or one for each, kept as float32; it may be missing, which means 1.
-    `runs`: the tensor's rows in another order, if they do not follow each other from `first_row`.
-    `stacked`: the tensor holds that many matrices (or vectors, of a bias), one for each expert;
-    its rows are counted through all of them.
-    """
-
-    parameter: str
-    first_row: int = 0
-    num_rows: int | None = None
-    transposed: bool = False
-    twin: bool = False
-    scale: bool = False
-    runs: tuple[Run, ...] = ()
-    stacked: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The part of a parameter that is kept: ranges of rows, and some columns of these rows."""
-
-    rows: tuple[range, ...]
-    columns: range | None = None  # None: the parameter has none
+NewMatrix = Callable[[int, int, torch.dtype, Quantized | None], PackedMatrix | None]
+_BYTES = {"int8": 1.0, "int4": 0.5 + 2 / GROUP}  # of an element
 
 
 class _Part(NamedTuple):
@@ -86,7 +52,8 @@ class Weights:
     `places` has the destination of each tensor; its name may have `prefix` or not, or a key of
     `prefixes` in place of the value. Tensors with names that match `ignored` are skipped; any
     other tensor without a place is an error.
-    Those in `wide` are kept in float32 at least, and never in 8 bits.
+    Those in `wide` are kept in float32 at least. `quantized`: the matrices that are stored in 8
+    bits or in 4. `keeps_groups`: those that the first source has in 4 bits are stored so.
     `cuts`: the kept part of each parameter; a parameter that it lacks is dropped; None: keep all.
     Names and shapes are still those of whole tensors.
     The first `load` makes the storage: tensors, and for those in `matrices` what
@@ -106,20 +73,21 @@ class Weights:
         device: torch.device | str = "cpu",
         matrices: Collection[str] = (),
         new_matrix: NewMatrix = lambda *_: None,
-        quantized: bool = False,
+        quantized: Mapping[str, Quantized] = MappingProxyType({}),
+        keeps_groups: bool = False,
         wide: Collection[str] = (),
         cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         self.version = 0
         self._shapes = shapes
-        self._cuts = {n: _whole(shape) for n, shape in shapes.items()} if cuts is None else cuts
+        self._cuts = {n: whole(shape) for n, shape in shapes.items()} if cuts is None else cuts
         self._places = places
         self._prefix, self._prefixes = prefix, prefixes
         self._ignored = ignored
         self._dtype, self._device = dtype, device
         self._matrices, self._new_matrix = frozenset(matrices), new_matrix
         self._wide = frozenset(wide)
-        self._quantized = self._matrices - self._wide if quantized else frozenset()
+        self._quantized, self._keeps_groups = quantized, keeps_groups
         self._storage: dict[str, Matrix] = {}
 
     def __getitem__(self, name: str) -> Matrix:
@@ -170,6 +138,8 @@ class Weights:
         scales = {place.parameter for place in self._places.values() if place.scale}
         scales &= self._cuts.keys()
         if not self._storage:
+            if self._keeps_groups:
+                self._quantized = {**self._quantized, **self._in_groups(names, found)}
             self._allocate(scales)
         if not (partial and self.version):
             for name in scales:
@@ -177,13 +147,21 @@ class Weights:
         self._copy_all(source, names, on_progress)
         self.version += 1
 
+    def _in_groups(
+        self, names: Mapping[str, str], found: Mapping[str, TensorInfo]
+    ) -> dict[str, Quantized]:
+        """Return the quantized matrices that a source has in 4 bits as a whole."""
+        places = self._places
+        others = {places[n].parameter for n, own in names.items() if not found[own].in_groups}
+        return dict.fromkeys(self._quantized.keys() - others, "int4")
+
     def _allocate(self, scales: Collection[str]) -> None:
-        shapes = {name: _kept_shape(cut) for name, cut in self._cuts.items()}
+        shapes = {name: kept_shape(cut) for name, cut in self._cuts.items()}
         wide = {*scales} if self._dtype is torch.float64 else {*scales, *self._wide}
         dtypes = {n: torch.float32 if n in wide else self._dtype for n in shapes}
-        sizes = {n: dtypes[n].itemsize for n in shapes}
-        sizes |= dict.fromkeys(self._quantized & shapes.keys(), 1)
-        needed = sum(math.prod(shape) * sizes[n] for n, shape in shapes.items())
+        sizes = {n: float(dtypes[n].itemsize) for n in shapes}
+        sizes |= {n: _BYTES[kind] for n, kind in self._quantized.items()}
+        needed = int(sum(math.prod(shape) * sizes[n] for n, shape in shapes.items()))
         on_cpu = torch.device(self._device).type == "cpu"
         free = free_memory_bytes() if on_cpu else math.inf  # a device says itself what it has
         try:
@@ -200,7 +178,7 @@ class Weights:
     def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
         packed = None
         if name in self._matrices:
-            packed = self._new_matrix(shape[0], shape[1], dtype, name in self._quantized)
+            packed = self._new_matrix(shape[0], shape[1], dtype, self._quantized.get(name))
         if packed is not None:
             return packed
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -302,16 +280,22 @@ class Weights:
         if columns is None:
             region = [part.rows]
         else:
-            whole = range(self._shapes[place.parameter][1])
-            region = [part.rows, whole if in_rows else columns]
+            inputs = range(self._shapes[place.parameter][1])
+            region = [part.rows, inputs if in_rows else columns]
         if place.transposed:
             region.reverse()
             max_bytes = sys.maxsize if in_rows else max_bytes
         num_first = len(region[0])
-        for start, piece in source.pieces(given, max_bytes, region):
+        grouped = self._grouped(source, given, place)
+        pieces: Iterable[tuple[int, Tensor | Groups]]
+        if grouped is None:
+            pieces = source.pieces(given, max_bytes, region)
+        else:
+            pieces, num_first = grouped.groups(given, max_bytes, part.rows), len(part.rows)
+        for start, piece in pieces:
             done = len(piece)
             row, column = part.row + start, 0
-            if place.transposed:
+            if place.transposed and isinstance(piece, Tensor):
                 piece, row, column = piece.t(), part.row, start
             kept = columns if in_rows else None
             if not self._copy(place, piece, row, column, kept):
@@ -326,6 +310,13 @@ class Weights:
     ) -> int:
         """Copy rows of one expert's matrix, or rows that do not follow each other; their bytes."""
         rows, columns = part.rows, self._cuts[place.parameter].columns
+        itemsize = self._storage[place.parameter].dtype.itemsize
+        grouped = self._grouped(source, given, place)
+        if grouped is not None:
+            found = grouped.groups(given, max_bytes, range(rows.start, rows[-1] + 1))
+            own = joined([groups for _, groups in found]).rows(slice(None, None, rows.step))
+            self._copy(place, own, part.row, 0, columns)
+            return own.values.numel() * itemsize
         size = sum(len(own) for own, _ in self._runs(place)) // max(1, place.stacked)
         number = rows.start // size
         stack, offset = [range(number, number + 1)] if place.stacked else [], number * size
@@ -339,7 +330,14 @@ class Weights:
         if columns is not None and place.parameter not in self._quantized:
             piece, columns = piece[:, columns.start : columns.stop], None
         self._copy(place, piece, part.row, 0, columns)
-        return piece.numel() * self._storage[place.parameter].dtype.itemsize
+        return piece.numel() * itemsize
+
+    def _grouped(self, source: TensorSource, given: str, place: Place) -> GroupedSource | None:
+        """Return the source if it has the tensor in 4 bits and so has its storage."""
+        is_stored_so = isinstance(self._storage[place.parameter], Int4Matrix)
+        if place.stacked or not is_stored_so or not source.describe()[given].in_groups:
+            return None
+        return cast(GroupedSource, source)
 
     def _copy_scales(self, source: TensorSource, given: str, name: str, part: _Part) -> None:
         [(_, piece)] = source.pieces(given, sys.maxsize)
@@ -351,7 +349,7 @@ class Weights:
         storage[part.row : part.row + len(part.rows)].copy_(piece)
 
     def _copy(
-        self, place: Place, piece: Tensor, row: int, column: int, columns: range | None
+        self, place: Place, piece: Tensor | Groups, row: int, column: int, columns: range | None
     ) -> bool:
         """Some columns of `piece`, None: all, from that row and column of the storage on.
 
@@ -359,11 +357,13 @@ class Weights:
         """
         storage = self._storage[place.parameter]
         if isinstance(storage, PackedMatrix):
+            assert isinstance(piece, Tensor) or isinstance(storage, Int4Matrix)
             own = slice(None) if columns is None else slice(columns.start, columns.stop)
             if place.twin:
                 return storage.holds(piece, row, column, own)
             storage.copy_(piece, row, column, own)
             return True
+        assert isinstance(piece, Tensor)
         region = storage[row : row + len(piece)]
         if piece.dim() == 2:
             region = region[:, column : column + piece.shape[1]]
@@ -371,15 +371,6 @@ class Weights:
             return torch.equal(region, piece.to(region))
         region.copy_(piece)
         return True
-
-
-def _whole(shape: tuple[int, ...]) -> Cut:
-    return Cut((range(shape[0]),), range(shape[1]) if len(shape) == 2 else None)
-
-
-def _kept_shape(cut: Cut) -> tuple[int, ...]:
-    num_rows = sum(map(len, cut.rows))
-    return (num_rows,) if cut.columns is None else (num_rows, len(cut.columns))
 
 
 def _check(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> None:

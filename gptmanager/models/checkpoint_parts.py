@@ -14,8 +14,8 @@ from gptmanager.errors import ConfigError, quoted, quoted_path
 from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.memory.tensor_sources import SafetensorsFolder, TensorSource
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
-from gptmanager.models.int8_tensors import Int8Tensors, without_quantization
 from gptmanager.models.other_folders import describe_other
+from gptmanager.models.quantized_tensors import QuantizedTensors, without_quantization
 
 _MAGIC = b"GGUF"
 
@@ -66,17 +66,17 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorSource:
     if (gguf := gguf_checkpoint(path)) is not None:
         return gguf.tensors()
     folder = SafetensorsFolder(Path(path))
-    return Int8Tensors(folder) if _is_int8(path) else folder
+    return QuantizedTensors(folder) if _is_quantized(path) else folder
 
 
 def is_quantized(path: str | os.PathLike[str]) -> bool:
     """Return whether the checkpoint's weights have 8 bits or fewer."""
     gguf = gguf_checkpoint(path)
-    return _is_int8(path) if gguf is None else gguf.is_quantized
+    return _is_quantized(path) if gguf is None else gguf.is_quantized
 
 
-def _is_int8(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder has int8 matrices."""
+def _is_quantized(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder has matrices in 8 or 4 bits."""
     config = read_part(path, "config.json")
     return config is not None and without_quantization(config) is not config
 

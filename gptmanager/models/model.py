@@ -6,10 +6,10 @@ Decides how a checkpoint is opened. It does not know scheduling, sampling or req
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.captured_step import StepCapture
+from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.tensor_sources import StateDict, TensorSource
@@ -27,13 +28,19 @@ from gptmanager.models.checkpoint_model import CheckpointModel
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper
-from gptmanager.models.parameters import matmul_matrices, parameter_shapes, wide_parameters
+from gptmanager.models.parameters import (
+    matmul_matrices,
+    parameter_shapes,
+    quantized_parameters,
+    wide_parameters,
+)
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
 from gptmanager.models.splits import rank_cuts
 from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout
 
+WeightsDtype = Literal["int8", "int4", "file"]
 Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 
@@ -124,10 +131,11 @@ def load_model(
     attention_window: int | None = None,
     sink: int = 0,
     kv_cache_dtype: torch.dtype | None = None,
-    weights_dtype: Literal["int8"] | None = None,
+    weights_dtype: WeightsDtype | None = None,
+    head_dtype: Quantized | None = None,
     on_progress: ProgressCallback | None = None,
     collectives: Collectives | None = None,
-    prepare: Callable[[torch.dtype], object] | None = None,
+    prepare: Callable[[torch.dtype, Collection[Quantized]], object] | None = None,
 ) -> CheckpointModel:
     """Load a checkpoint: a Hugging Face folder, a GGUF file, or (config dict, state dict).
 
@@ -136,15 +144,18 @@ def load_model(
     `attention_window`: the number of positions that a token sees in each layer, including its own;
     the first `sink` positions are always visible. `kv_cache_dtype`: dtype of the KV cache pages,
     float8_e4m3fn, or None for any other. `weights_dtype` "int8", only on the CPU: matrices of
-    matmuls are kept as int8 with one scale per row; activations keep their dtype. `on_progress`: as
-    in `OptionalParams`. `collectives`: for one of several ranks, which reads only its share.
-    `prepare`: called with the model's dtype before weights are read.
+    matmuls are kept as int8 with one scale per row; "int4": in groups of 32 with a float16 scale
+    each, and the output matrix as `head_dtype` (None: "int8"); "file": in 4 bits where the
+    checkpoint has them so, else as int8. Groups of 4 bits in a checkpoint keep their numbers.
+    Activations keep their dtype. `on_progress`: as in `OptionalParams`. `collectives`: for one of
+    several ranks, which reads only its share. `prepare`: called before weights are read, with the
+    model's dtype and the kinds of quantized matrices.
 
     Raises ConfigError, which names the config field or tensor that cannot be used. The peak memory
     is that of the final weights plus a sixteenth.
     """
     kernels = kernels or _cpu_kernels(device)
-    _check_weights_dtype(weights_dtype, kernels, device)
+    _check_weights_dtype(weights_dtype, head_dtype, kernels, device)
     layout = RankLayout() if collectives is None else collectives.layout
     config, tensors = _opened(source)
     spec = read_spec(
@@ -155,8 +166,10 @@ def load_model(
         spec = _narrowed(spec, attention_window, sink)
     spec = replace(spec, kv_cache_dtype=kv_cache_dtype)
     family, wraps = FAMILIES[spec.family], is_wrapper(config)
+    quantized = quantized_parameters(spec, weights_dtype, head_dtype)
+    keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)
     if prepare is not None:
-        prepare(spec.dtype)
+        prepare(spec.dtype, {*quantized.values(), *(("int4",) if keeps_groups else ())})
     weights = Weights(
         parameter_shapes(spec),
         place_tensors(spec),
@@ -167,7 +180,8 @@ def load_model(
         device=device,
         matrices=matmul_matrices(spec),
         new_matrix=kernels.new_matrix,
-        quantized=weights_dtype is not None,
+        quantized=quantized,
+        keeps_groups=keeps_groups,
         wide=wide_parameters(spec),
         cuts=rank_cuts(spec, layout),
     )
@@ -182,6 +196,10 @@ def _opened(source: Source) -> tuple[Mapping[str, Any], TensorSource]:
         config, state_dict = _check_pair(source)
         return config, StateDict(state_dict)
     return read_config(source), open_tensors(source)
+
+
+def _has_groups(tensors: TensorSource) -> bool:
+    return any(info.in_groups for info in tensors.describe().values())
 
 
 def _either(*patterns: re.Pattern[str]) -> re.Pattern[str]:
@@ -202,20 +220,30 @@ def _narrowed(spec: ModelSpec, window: int, sink: int) -> ModelSpec:
 
 
 def _check_weights_dtype(
-    weights_dtype: str | None, kernels: Kernels, device: torch.device | str
+    weights_dtype: str | None,
+    head_dtype: str | None,
+    kernels: Kernels,
+    device: torch.device | str,
 ) -> None:
+    if head_dtype not in (None, "int8", "int4"):
+        raise ConfigError(f"head_dtype = {head_dtype!r} must be 'int8', 'int4' or None")
+    if head_dtype is not None and weights_dtype != "int4":
+        raise ConfigError(
+            f"head_dtype = {head_dtype!r} is refused with weights_dtype = {weights_dtype!r}: it "
+            "belongs to 'int4'"
+        )
     if weights_dtype is None:
         return
     given = f"weights_dtype = {weights_dtype!r}"
-    if weights_dtype != "int8":
-        raise ConfigError(f"{given} must be 'int8' or None")
+    if weights_dtype not in get_args(WeightsDtype):
+        raise ConfigError(f"{given} must be one of {get_args(WeightsDtype)} or None")
     if torch.device(device).type != "cpu":
         raise ConfigError(
-            f"{given} is refused with device = {str(device)!r}: only the CPU has int8 matmuls"
+            f"{given} is refused with device = {str(device)!r}: only the CPU has such matmuls"
         )
     if not isinstance(kernels, CpuKernels):
         raise ConfigError(
-            f"{given} is refused with kernels = {type(kernels).__name__}: they have no int8 matmuls"
+            f"{given} is refused with kernels = {type(kernels).__name__}: they have no such matmuls"
         )
 
 

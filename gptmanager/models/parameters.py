@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
+from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.models.spec import Attention, Layer, Mlp, ModelSpec, Norms
 
 Shape = tuple[int, ...]
 
 # matrices used for lookups, not for matmuls
 _LOOKED_UP = ("positions.weight", "embedding.weight")
+_HEADS = {"embedding.weight", "lm_head.weight"}
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
@@ -80,6 +83,25 @@ def _adapted_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
     if experts is None:
         return found | dict.fromkeys(("up", "down"), (layer.mlp.width,))
     return found | dict.fromkeys(("shared_up", "shared_down"), (experts.shared_width,))
+
+
+def quantized_parameters(
+    spec: ModelSpec,
+    weights_dtype: Quantized | Literal["file"] | None,
+    head_dtype: Quantized | None = None,
+) -> dict[str, Quantized]:
+    """Return the matrices that are stored in fewer bits, and how. "file": in 8, if not in groups.
+
+    With "int4" the output matrix, and an embedding that is one, is stored as `head_dtype`, None:
+    "int8": it decides alone between tokens that are near to each other, and is read once a step.
+    """
+    if weights_dtype is None:
+        return {}
+    kind: Quantized = "int8" if weights_dtype == "file" else weights_dtype
+    found = dict.fromkeys({*matmul_matrices(spec)} - {*wide_parameters(spec)}, kind)
+    if weights_dtype == "int4":
+        found |= dict.fromkeys(found.keys() & _HEADS, head_dtype or "int8")
+    return found
 
 
 def _affine(name: str, shape: tuple[int, int], biased: bool) -> dict[str, Shape]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gptmanager.errors import ConfigError
-from gptmanager.memory.weights import Cut
+from gptmanager.memory.places import Cut
 from gptmanager.models.parameters import parameter_shapes
 from gptmanager.models.spec import Layer, ModelSpec
 from gptmanager.ranks.layout import RankLayout

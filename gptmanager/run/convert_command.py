@@ -13,7 +13,7 @@ Write a checkpoint as a folder that loads fast.
 
 SRC is a checkpoint folder or a GGUF file. DST is a new folder with config.json, safetensors, the
 tokenizer and its chat template: any program that reads Hugging Face folders reads it, unless the
-matrices are int8.
+matrices are quantized.
 """
 _EXAMPLES = """\
 examples:
@@ -38,4 +38,6 @@ def add_command(commands: Any) -> None:
     add("source", type=checkpoint, metavar="SRC", help="a checkpoint folder, or a GGUF file")
     add("target", type=Path, metavar="DST", help="a folder that does not exist")
     add_dtype(parser, "the checkpoint's, float32 for a quantized GGUF file")
-    add("--weights-dtype", choices=("int8",), help="matrices as int8, one scale per row")
+    bits = ("int8", "int4")
+    add("--weights-dtype", choices=bits, help="matrices in 8 bits, or in 4 in groups of 32")
+    add("--head-dtype", choices=bits, help="the output matrix with int4 (default: int8)")

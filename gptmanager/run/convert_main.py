@@ -18,6 +18,7 @@ def main(options: argparse.Namespace) -> int:
             options.target,
             dtype=options.dtype,
             weights_dtype=options.weights_dtype,
+            head_dtype=options.head_dtype,
             on_progress=bars.update,
         )
     finally:

@@ -87,7 +87,9 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add("--overlap", action="store_true", help="two micro batches of different requests in flight")
     add_device(group)
     add_dtype(group, "the checkpoint's", "float64")
-    add("--weights-dtype", choices=("int8",), help="8 bits, on the CPU (default: as --dtype)")
+    bits = ("int8", "int4")
+    add("--weights-dtype", choices=bits, help="8 or 4 bits, on the CPU (default: as --dtype)")
+    add("--head-dtype", choices=bits, help="the output matrix with int4 (default: int8)")
     add("--deterministic", action="store_true", help="bitwise equal results in any batch")
     add("--tensor-parallel-size", help="ranks that share each layer, under torchrun", **number)
     add("--pipeline-parallel-size", help="stages that share the layers, under torchrun", **number)
@@ -121,6 +123,7 @@ def manager_options(options: argparse.Namespace) -> ManagerOptions:
         device=options.device,
         dtype=options.dtype,
         weights_dtype=options.weights_dtype,
+        head_dtype=options.head_dtype,
         deterministic=options.deterministic,
         seed=options.seed,
     )

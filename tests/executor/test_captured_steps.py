@@ -59,14 +59,14 @@ def twins(name: str, **given: Any) -> tuple[PagedDriver, PagedDriver]:
 
 
 @needs_packing
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_has_the_bits_of_steps_op_by_op(
     name: str, weights: str, no_op_runs: Callable[[], None]
 ) -> None:
     given = {"dtype": weights}
-    if weights == "int8":
-        given = {"dtype": "bfloat16", "weights_dtype": "int8"}
+    if weights.startswith("int"):
+        given = {"dtype": "bfloat16", "weights_dtype": weights}
     plain, recorded = twins(name, **given)
     for driver in (plain, recorded):
         driver.forward(list(enumerate(random_tokens(*PROMPTS))))

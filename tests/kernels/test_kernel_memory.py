@@ -21,6 +21,14 @@ from gptmanager.cuda.emulator import arrays
 from gptmanager.kernels import PackedMatrix
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
+from gptmanager.kernels.gemm.int4_activations import (
+    BLOCK_HEAD,
+    block_bytes,
+    quantize_rows_in_groups,
+)
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.matmul_plan import Instructions
+from gptmanager.kernels.gemm.quantized_activations import quantize_rows, row_bytes
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule
 
 WIDTH = 20  # no whole vectors
@@ -39,6 +47,13 @@ def guarded(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         return guarded(tensor.mT).mT
     return empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def new_matrix(kind: str, width: int, dtype: torch.dtype) -> PackedMatrix:
+    """Sixteen rows."""
+    if kind == "int4":
+        return Int4Matrix(16, width, dtype)
+    return PackedMatrix(16, width, dtype, kind == "int8")
 
 
 @pytest.fixture
@@ -66,11 +81,11 @@ def test_norms_and_activations_touch_nothing_behind_a_tensor(dtype: torch.dtype)
 
 
 @dtypes
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("kind", ["floats", "int8", "int4"])
 @pytest.mark.usefixtures("guarded_results")
-def test_embeddings_touch_nothing_behind_a_tensor(dtype: torch.dtype, quantized: bool) -> None:
+def test_embeddings_touch_nothing_behind_a_tensor(dtype: torch.dtype, kind: str) -> None:
     """Nor a row that is not there: its token has NaN."""
-    table, matrix = guarded(randn(16, WIDTH).to(dtype)), PackedMatrix(16, WIDTH, dtype, quantized)
+    table, matrix = guarded(randn(16, WIDTH).to(dtype)), new_matrix(kind, WIDTH, dtype)
     matrix.copy_(table)
     matrix.values = guarded(matrix.values)
     if matrix.scales is not None:
@@ -91,12 +106,19 @@ def test_rows_of_another_dtype_touch_nothing_behind_a_tensor(dtype: torch.dtype)
     x = guarded(randn(3, WIDTH).to(dtype))
     for other in (torch.float32, torch.bfloat16):
         for width in (WIDTH, WIDTH + 1, 33, 64):
-            wide = CPU._converted(x, other, width)
+            wide = CPU._converted(x, Instructions(0, other, 0), width)
             assert torch.equal(wide[:, :WIDTH], x.to(other)) and not wide[:, WIDTH:].any()
     for width in (32, 64, 96):
-        bytes_ = CPU._converted(x, torch.int8, width)
+        own = Instructions(0, torch.int8, 0, quantize_rows, row_bytes(width))
+        bytes_ = CPU._converted(x, own, width)
         assert (bytes_[:, :WIDTH].abs().amax(dim=1) == 127).all()
         assert not bytes_[:, WIDTH:width].any()
+        size = block_bytes(1)
+        own = Instructions(0, torch.int8, 0, quantize_rows_in_groups, width // 32 * size)
+        blocks = CPU._converted(x, own, width)[:, :size]
+        first = BLOCK_HEAD + WIDTH
+        assert (blocks[:, BLOCK_HEAD:first].abs().amax(dim=1) == 127).all()
+        assert not blocks[:, first:].any()
 
 
 def in_pages(tensor: Tensor, dtype: torch.dtype, token_major: bool) -> Tensor:

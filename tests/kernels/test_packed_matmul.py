@@ -344,7 +344,7 @@ def test_where_it_does_not_pay_nothing_is_packed(monkeypatch: pytest.MonkeyPatch
     assert products.new_matrix(4, 4, torch.float64) is None
     monkeypatch.setattr(matmul_plan, "packing_pays", lambda: False)
     assert products.new_matrix(4, 4, torch.float32) is None
-    assert products.new_matrix(4, 4, torch.float32, quantized=True) is not None
+    assert products.new_matrix(4, 4, torch.float32, "int8") is not None
 
 
 def test_no_two_functions_have_one_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from text_checkpoint import save_text_checkpoint
 from gptmanager import cli
 from gptmanager.callbacks import TokenDefaults, load_tokenizer
 from gptmanager.errors import ConfigError
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import is_quantized, open_tensors
 from gptmanager.models.conversion import convert_checkpoint
-from gptmanager.models.int8_tensors import FIELD
+from gptmanager.models.quantized_tensors import FIELD
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ def test_what_cannot_be_converted_is_refused(folder: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="exists already: pass the path of a new folder"):
         convert_checkpoint(folder, tmp_path)
     gpt2 = save_gguf(tmp_path / "a.gguf", "gpt2", random_model(CONFIGS["gpt2"]))
-    with pytest.raises(ConfigError, match=r"is \[in, out\], and a scale belongs to each output"):
+    with pytest.raises(ConfigError, match=r"is \[in, out\], and scales belong to outputs"):
         convert_checkpoint(gpt2, tmp_path / "copy", weights_dtype="int8")
     with pytest.raises(ConfigError, match="file/copy cannot be written: (File exists|Not a)"):
         (tmp_path / "file").touch()
@@ -118,6 +120,45 @@ def test_an_interrupt_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(folder, tmp_path / "copy", on_progress=interrupt)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("head_dtype", [None, "int4"])
+def test_int4_is_what_int4_of_the_source_is(folder: Path, tmp_path: Path, head_dtype: Any) -> None:
+    options = {"weights_dtype": "int4", "head_dtype": head_dtype}
+    target = convert_checkpoint(folder, tmp_path / "copy", **options)
+    again = convert_checkpoint(target, tmp_path / "again", **options)
+
+    expected = load_model(folder, **options).weights
+    for path, kind in itertools.product((target, again), ("int4", "file")):
+        given = options if kind == "int4" else {"weights_dtype": "file"}
+        ours = load_model(path, **given).weights
+        for name in expected:
+            if isinstance(expected[name], Int4Matrix):
+                assert torch.equal(ours[name].values, expected[name].values)
+                assert torch.equal(ours[name].scales, expected[name].scales)
+            else:
+                assert type(ours[name]) is type(expected[name])
+    name = "model.layers.0.mlp.down_proj.weight"
+    (_, whole), *rest = open_tensors(target).pieces(name, 1 << 40)
+    pieces = list(open_tensors(target).pieces(name, 1000, [range(3, 30), range(5, 50)]))
+    assert not rest and len(pieces) > 3
+    assert torch.equal(torch.cat([piece for _, piece in pieces]), whole[3:30, 5:50])
+
+
+@pytest.mark.parametrize("end", ["_scale", "_shape", "_minimum"])
+def test_broken_int4_folders_are_refused(folder: Path, tmp_path: Path, end: str) -> None:
+    target = convert_checkpoint(folder, tmp_path / "copy", weights_dtype="int4")
+    file, name = target / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
+    tensors = load_file(file)
+
+    if end != "_minimum":
+        save_file({k: v for k, v in tensors.items() if k != name + end}, file)
+        with pytest.raises(ConfigError, match=f"{name}_packed.* needs? "):
+            load_model(target)
+    for broken in (torch.ones(3, 1), torch.tensor([-5, 1 << 40])):
+        save_file({**tensors, name + end: broken}, file)
+        with pytest.raises(ConfigError, match=f"{name}_packed.* needs? "):
+            load_model(target)
 
 
 def test_broken_int8_folders_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -136,7 +177,7 @@ def test_broken_int8_folders_are_refused(folder: Path, tmp_path: Path) -> None:
         load_model(target)
     config[FIELD]["gptmanager_layout"] = 2
     (target / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="not version 1 of the int8 layout"):
+    with pytest.raises(ConfigError, match="not a layout of this version"):
         load_model(target)
 
 

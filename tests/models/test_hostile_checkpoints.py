@@ -437,7 +437,7 @@ HEADERS: list[tuple[Callable[[Path], None], str]] = [
         lambda f: lies(f, **overlap(f)),
         "cannot be read as safetensors",
     ),
-    (lambda f: lies(f, dtype="I32"), "has dtype I32; needed is one of"),
+    (lambda f: lies(f, dtype="I32"), "has dtype int32; needed is one of"),
     (lambda f: lies(f, dtype="X"), "cannot be read as safetensors"),
     (lambda f: vast(f / SINGLE), "cannot be read as safetensors"),
 ]

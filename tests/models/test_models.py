@@ -29,6 +29,8 @@ from torch import Tensor
 from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels, PackedMatrix
+from gptmanager.kernels.gemm.int4_groups import round_to_groups
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.matmul_plan import packing_pays
 from gptmanager.models import load_model
 from gptmanager.models.read_spec import read_spec
@@ -253,6 +255,31 @@ def test_weights_in_8_bits_are_those_rounded_by_row(name: str) -> None:
     assert torch.equal(PagedDriver(held, 3).forward(rows), logits)
 
 
+@pytest.mark.parametrize("head_dtype", [None, "int4"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_in_4_bits_are_those_rounded_in_groups(name: str, head_dtype: Any) -> None:
+    config, tensors = checkpoint(reference(name))
+    options = {"weights_dtype": "int4", "head_dtype": head_dtype}
+    held = load_model((config, tensors), kernels=CpuKernels(True), **options)
+    plain_model = load_model((config, tensors), kernels=Kernels())
+    heads = {"embedding.weight", "lm_head.weight"}
+    for parameter in held.weights:
+        own = held.weights[parameter]
+        if not isinstance(own, PackedMatrix) or own.scales is None:
+            continue
+        is_int4 = head_dtype == "int4" or parameter not in heads
+        assert isinstance(own, Int4Matrix) == is_int4, parameter
+        floats = plain_model.weights.tensor(parameter)
+        if is_int4:
+            assert torch.equal(own.unpacked(), round_to_groups(floats).floats()), parameter
+        floats.copy_(own.unpacked())
+    rows = list(enumerate(random_tokens(9, 40, 1)))
+    logits, wanted = (PagedDriver(model, 3).forward(rows) for model in (held, plain_model))
+    torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+    held.weights.load(tensors)  # twins are compared as they are held
+    assert torch.equal(PagedDriver(held, 3).forward(rows), logits)
+
+
 @pytest.mark.skipif(not packing_pays(), reason="weights are packed only on processors with AVX2")
 def test_the_network_computes_with_packed_matrices() -> None:
     weights = load_model(checkpoint(reference("llama"))).weights
@@ -264,11 +291,22 @@ def test_the_network_computes_with_packed_matrices() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"weights_dtype": "int4"}, "weights_dtype = 'int4' must be 'int8' or None"),
-        ({"weights_dtype": 8}, "weights_dtype = 8 must be 'int8' or None"),
+        (
+            {"weights_dtype": "int2"},
+            "weights_dtype = 'int2' must be one of ('int8', 'int4', 'file')",
+        ),
+        ({"weights_dtype": 8}, "weights_dtype = 8 must be one of ('int8', 'int4', 'file') or None"),
+        (
+            {"weights_dtype": "int8", "head_dtype": "int4"},
+            "head_dtype = 'int4' is refused with weights_dtype = 'int8': it belongs to 'int4'",
+        ),
+        (
+            {"weights_dtype": "int4", "head_dtype": "float32"},
+            "head_dtype = 'float32' must be 'int8', 'int4' or None",
+        ),
         (
             {"weights_dtype": "int8", "kernels": Kernels()},
-            "weights_dtype = 'int8' is refused with kernels = Kernels: they have no int8 matmuls",
+            "weights_dtype = 'int8' is refused with kernels = Kernels: they have no such matmuls",
         ),
         (
             {"weights_dtype": "int8", "device": "meta", "kernels": Kernels()},
@@ -284,7 +322,15 @@ def test_8_bits_are_refused_by_name(given: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights_dtype": "int4"}, "weights_dtype = 'int4' must be 'int8' or None"),
+        ({"weights_dtype": "int2"}, "weights_dtype = 'int2' must be 'int8', 'int4' or None"),
+        (
+            {"head_dtype": "int4"},
+            "head_dtype = 'int4' is refused with weights_dtype = None: it belongs to 'int4'",
+        ),
+        (
+            {"weights_dtype": "int4", "device": "emulator"},
+            "weights_dtype = 'int4' is refused with device = 'emulator'",
+        ),
         (
             {"weights_dtype": "int8", "device": "emulator"},
             "weights_dtype = 'int8' is refused with device = 'emulator'",

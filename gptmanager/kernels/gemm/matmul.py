@@ -1,17 +1,8 @@
-"""The matmul of tokens with a packed matrix, with scales, bias and activation: one thread's share.
-
-A part is a group of four panels for a chunk of rows. The panels of a group are a quarter of the
-matrix apart, so that a thread with several groups in a row reads four long pieces of memory. A
-chunk's elements stay in scratch until their sums are complete; then they are scaled, biased,
-activated and rounded on their way to the result.
-"""
+"""Matmuls of tokens with a packed matrix, by each kind of instructions: one thread's share."""
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
-
-import numpy as np
 
 from gptmanager.kernels.gemm.int8_tiles import FOUR, SPAN, has_int8_dots, int8_tile, lay_out
 from gptmanager.kernels.gemm.int16_tiles import (
@@ -20,8 +11,14 @@ from gptmanager.kernels.gemm.int16_tiles import (
     has_int16_dots,
     int16_tile,
 )
+from gptmanager.kernels.gemm.matmul_task import (
+    MATMUL_TASK,
+    SCRATCH_BYTES,
+    finish,
+    panels,
+    part_of,
+)
 from gptmanager.kernels.gemm.matrix_tiles import (
-    PANELS,
     configure,
     over_rows,
     release,
@@ -36,88 +33,15 @@ from gptmanager.kernels.gemm.quantized_activations import (
     quantize_to_int16,
     row_size,
 )
-from gptmanager.kernels.simd.dtypes import load_as, store_as
-from gptmanager.kernels.simd.lanes import (
-    LANES,
-    claim,
-    load,
-    load_part,
-    loop,
-    loop_named,
-    task_at,
-)
-from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
-from gptmanager.kernels.token_loops import logistic
+from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_at
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD
 
-CHUNK_ROWS = 192  # their float32 elements of a group fit into the L2 cache together with panels
 BLOCK = 256  # positions of four panels that stay in the L1 cache for all rows
-SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
 WIDE_BYTES = 4 * BLOCK * LANES  # of the panel positions that are widened at a time
 STREAMED_ROWS = 6  # up to here the matrix is read once, in long pieces
 WIDEN_FROM = 32  # rows: for fewer, widening takes longer than it saves
 
-
-class MatmulTask(ctypes.Structure):
-    """Addresses (0: none), sizes (scratch in bytes), and the layout of a group of panels.
-
-    Fields up to `tail` are those of one call. `x` has `depth` elements per row: float32, or
-    bfloat16 for pairs and the matrix unit; for int16 it has `dtype`, that of `result`; for int8 it
-    holds quantized rows. `part_groups`: groups per part. `num_groups`: all groups, also the
-    distance in panels from the first to the second panel of a group, and from the third to the
-    fourth; `second`: the distance from the first to the third. `silu`: the third and fourth panels
-    are factors of the SiLU of the first and second. `full`, `tail`: the matrix unit's
-    configurations for sixteen rows and for the remaining rows.
-    """
-
-    _fields_ = task_fields(
-        "x result bias bias_dtype scratch scratch_bytes rows num_chunks part_groups full tail"
-        " matrix scales columns depth num_panels num_groups second silu position_bytes positions"
-        " dtype"
-    )
-
-
-MATMUL_TASK = np.dtype(MatmulTask)
 _thirty_two, _sixteen = unit_tile(2), unit_tile(1)
-
-
-@loop
-def _finished(
-    c: int, index: int, scales: int, bias: int, bias_dtype: int, column: int, count: int
-) -> Any:
-    value = load(c, index)
-    if scales:
-        value = value * load_part(scales, column, count)
-    if bias:
-        value = value + load_as(bias_dtype, bias, column, count)
-    return value
-
-
-@loop
-def _finish(t: Any, c: int, group: int, first_row: int, rows: int) -> None:
-    """Scale, bias, activate and store a chunk of a group."""
-    # read once: the compiler must assume that a store changes the task
-    scales, bias, silu, columns = t.scales, t.bias, t.silu, t.columns
-    result, dtype, bias_dtype = t.result, t.dtype, t.bias_dtype
-    num_panels, apart = 2 if silu else PANELS, t.num_groups
-    for row in range(rows):
-        start = (first_row + row) * columns
-        for n in range(num_panels):
-            column = LANES * (group + n * apart)
-            count, index = columns - column, LANES * (PANELS * row + n)
-            if count <= 0:
-                break
-            value = _finished(c, index, scales, bias, bias_dtype, column, count)
-            if silu:
-                behind = index + 2 * LANES, scales, bias, bias_dtype, columns + column
-                value = value * logistic(value) * _finished(c, *behind, count)
-            store_as(dtype, result, start + column, value, count)
-
-
-@loop
-def _panel(t: Any, panel: int) -> int:
-    """Return the address of a panel; beyond the last one, its address (the result is unused)."""
-    address = t.matrix + min(panel, t.num_panels - 1) * t.depth * t.position_bytes
-    return int(address)
 
 
 @loop
@@ -128,28 +52,12 @@ def _widen(t: Any, target: int, source: int) -> None:
 
 
 @loop
-def _panels(t: Any, group: int) -> Any:
-    """Return the addresses of a group's four panels."""
-    second, third = group + t.num_groups, group + t.second
-    return _panel(t, group), _panel(t, second), _panel(t, third), _panel(t, third + t.num_groups)
-
-
-@loop
-def _part(t: Any, part: int) -> Any:
-    """Return the groups, the first row and the number of rows of a part."""
-    first = part // t.num_chunks * t.part_groups
-    groups = range(first, min(first + t.part_groups, t.num_groups))
-    first_row = part % t.num_chunks * CHUNK_ROWS
-    return groups, first_row, min(CHUNK_ROWS, t.rows - first_row)
-
-
-@loop
 def _widened(t: Any, scratch: int, group: int, held: int) -> Any:
     """Return a group's int8 panels as bfloat16, widened in scratch unless `held` is this group."""
     first, size = scratch + SCRATCH_BYTES, 2 * LANES * t.depth
     wide = first, first + size, first + 2 * size, first + 3 * size
     if held != group:
-        for target, source in zip(wide, _panels(t, group)):  # noqa: B905 - Numba has no strict
+        for target, source in zip(wide, panels(t, group)):  # noqa: B905 - Numba has no strict
             _widen(t, target, source)
     return wide
 
@@ -171,11 +79,11 @@ def _share_by_lanes(dtype: str) -> Any:
         w1, w2, w3 = w0 + WIDE_BYTES, w0 + 2 * WIDE_BYTES, w0 + 3 * WIDE_BYTES
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
-            groups, first, rows = _part(t, part)
+            groups, first, rows = part_of(t, part)
             x, stride = t.x + item * first * t.depth, item * t.depth
             span = BLOCK if rows > STREAMED_ROWS else t.depth
             for group in groups:
-                b0, b1, b2, b3 = _panels(t, group)
+                b0, b1, b2, b3 = panels(t, group)
                 for k in range(0, t.depth, span):
                     a, at, count = x + item * k, k * t.position_bytes, min(span, t.depth - k)
                     if widens and rows >= WIDEN_FROM:
@@ -189,7 +97,7 @@ def _share_by_lanes(dtype: str) -> Any:
                             *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
                             *(count // t.positions, k > 0, rows),
                         )
-                _finish(t, scratch, group, first, rows)
+                finish(t, scratch, group, first, rows)
             part = claim(address, NEXT_PART)
 
     return share
@@ -206,10 +114,10 @@ def _share_by_int8() -> Any:
         stride = row_size(depth)
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
-            groups, first, rows = _part(t, part)
+            groups, first, rows = part_of(t, part)
             x = t.x + first * stride
             for group in groups:
-                b0, b1, b2, b3 = _panels(t, group)
+                b0, b1, b2, b3 = panels(t, group)
                 for k in range(0, depth, SPAN):
                     fours, more, at = min(SPAN, depth - k) // FOUR, k > 0, k * LANES
                     lay_out(b, b0 + at, fours)
@@ -226,7 +134,7 @@ def _share_by_int8() -> Any:
                         two(c, a + k, a + left, a + marks, stride, b, fours, more)
                     elif rows - row == 1:
                         one(c, a + k, a + left, a + marks, stride, b, fours, more)
-                _finish(t, scratch, group, first, rows)
+                finish(t, scratch, group, first, rows)
             part = claim(address, NEXT_PART)
 
     return share
@@ -247,9 +155,9 @@ def _share_by_int16() -> Any:
             quantize_to_int16(t.dtype, t.x, row, depth, x + row * stride, to)
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
-            groups, _, rows = _part(t, part)
+            groups, _, rows = part_of(t, part)
             for group in groups:
-                b0, b1, b2, b3 = _panels(t, group)
+                b0, b1, b2, b3 = panels(t, group)
                 for number, k in enumerate(range(0, depth, MAX_POSITIONS)):
                     steps = min(MAX_POSITIONS, depth - k) // INT16_DEPTH
                     a, by, at, more = x + 2 * k, factors + 4 * number, k * LANES, k > 0
@@ -263,7 +171,7 @@ def _share_by_int16() -> Any:
                         three(*own, c0, c1, c2, c3, steps, more)
                     else:
                         four(*own, c0, c1, c2, c3, steps, more)
-                _finish(t, scratch, group, 0, rows)
+                finish(t, scratch, group, 0, rows)
             part = claim(address, NEXT_PART)
 
     return share
@@ -309,32 +217,40 @@ def multiply_int8_by_int8(address: int) -> None:
 
 
 @loop
+def multiply_by_tiles(
+    t: Any, scratch: int, b0: int, b1: int, b2: int, b3: int, first: int, rows: int
+) -> None:
+    """Compute a chunk of a group by the matrix unit, from bfloat16 panels."""
+    span = BLOCK if rows >= 32 else t.depth
+    for k in range(0, t.depth, span):
+        steps, at = min(span, t.depth - k) // 32, 2 * LANES * k
+        configure(t.full)
+        for row in range(0, rows - 31, 32):
+            c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
+            _thirty_two(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
+        for row in range(rows // 32 * 32, rows, 16):
+            if rows - row < 16:
+                configure(t.tail)
+            c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
+            _sixteen(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
+
+
+@loop
 def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
     """Compute a thread's share by the matrix unit; quantized panels are first widened."""
     scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
     held = -1  # the group of the widened panels
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        groups, first, rows = _part(t, part)
-        span = BLOCK if rows >= 32 else t.depth
+        groups, first, rows = part_of(t, part)
         for group in groups:
             if is_quantized:
                 b0, b1, b2, b3 = _widened(t, scratch, group, held)
                 held = group
             else:
-                b0, b1, b2, b3 = _panels(t, group)
-            for k in range(0, t.depth, span):
-                steps, at = min(span, t.depth - k) // 32, 2 * LANES * k
-                configure(t.full)
-                for row in range(0, rows - 31, 32):
-                    c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
-                    _thirty_two(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
-                for row in range(rows // 32 * 32, rows, 16):
-                    if rows - row < 16:
-                        configure(t.tail)
-                    c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
-                    _sixteen(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
-            _finish(t, scratch, group, first, rows)
+                b0, b1, b2, b3 = panels(t, group)
+            multiply_by_tiles(t, scratch, b0, b1, b2, b3, first, rows)
+            finish(t, scratch, group, first, rows)
         part = claim(address, NEXT_PART)
     release()
 

@@ -7,7 +7,7 @@ pad the last panel and the depth are zero.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
 UNIT_DEPTH = 32  # positions of bfloat16 that the matrix unit takes at a time
 _ALL = slice(None)
+
+Quantized = Literal["int8", "int4"]  # how a matrix is stored in fewer bits than its dtype has
 
 
 class PackedMatrix:
@@ -45,6 +47,11 @@ class PackedMatrix:
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    @property
+    def position_bytes(self) -> int:
+        """Return the bytes of one position of a panel."""
+        return self.values.itemsize * PANEL_ROWS
 
     def parts(self, count: int) -> tuple[Matrix, ...]:
         """Return `count` matrices of equally many rows, as views if parts are whole panels."""
@@ -98,7 +105,7 @@ class PackedMatrix:
             start = (first_column + skipped) // pair
             of_part = values[:, skipped::pair]
             positions = self.values[..., part].transpose(1, 2)[..., start:][..., : of_part.shape[1]]
-            _copy_rows(positions, first_row, of_part)
+            copy_rows(positions, first_row, of_part)
 
     def holds(
         self,
@@ -132,8 +139,8 @@ def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).round(), scales
 
 
-def _copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:
-    """Copy `rows [n, m]` to `panels [P, 16, m]` from row `first` on; whole panels at once."""
+def copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:
+    """Copy `rows [n, ...]` to `panels [P, 16, ...]` from row `first` on; whole panels at once."""
     head = min(-first % PANEL_ROWS, len(rows))
     whole = (len(rows) - head) // PANEL_ROWS
     panel, lane = divmod(first, PANEL_ROWS)
@@ -142,7 +149,7 @@ def _copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:
         panel += 1
     middle = rows[head : head + PANEL_ROWS * whole]
     if whole:
-        panels[panel : panel + whole].copy_(middle.reshape(whole, PANEL_ROWS, -1))
+        panels[panel : panel + whole].copy_(middle.unflatten(0, (whole, PANEL_ROWS)))
     tail = rows[head + PANEL_ROWS * whole :]
     if len(tail):
         panels[panel + whole, : len(tail)].copy_(tail)

@@ -89,14 +89,14 @@ def _store_int8(builder: Any, address: Any, index: Any, value: Any, total: Any) 
 
 
 @intrinsic(long, vector)
-def _sum_ints(builder: Any, value: Any) -> Any:
+def sum_ints(builder: Any, value: Any) -> Any:
     """Return the sum of the int32 lanes of `value`, as int64."""
     name = "llvm.vector.reduce.add.v16i32"
     return builder.sext(call(builder, name, INT, builder.bitcast(value, INDICES)), LONG)
 
 
 @loop
-def _measured(dtype: int, x: int, start: int, positions: int, count: int) -> Any:
+def measured(dtype: int, x: int, start: int, positions: int, count: int) -> Any:
     """Return the largest magnitude, the sum of magnitudes, and NaN if there is one (else 0).
 
     Reads `positions` values from `start` on, of which `count` exist. A largest magnitude below
@@ -114,7 +114,7 @@ def _measured(dtype: int, x: int, start: int, positions: int, count: int) -> Any
 
 
 @loop
-def _inverse(most: Any, largest: Any) -> Any:
+def inverse(most: Any, largest: Any) -> Any:
     return most / largest if largest > ZERO else ZERO
 
 
@@ -123,9 +123,9 @@ def quantize_to_int16(dtype: int, x: int, row: int, depth: int, to: int, factors
     """Quantize a row of x to int16 at `to`, with the factors of its stretches; NaN stays NaN."""
     for number, first in enumerate(range(0, depth, MAX_POSITIONS)):
         positions, start = min(MAX_POSITIONS, depth - first), row * depth + first
-        largest, _, nan = _measured(dtype, x, start, positions, depth - first)
+        largest, _, nan = measured(dtype, x, start, positions, depth - first)
         put(factors, number, largest / MAX_INT16 + nan)
-        by = splat(_inverse(MAX_INT16, largest))
+        by = splat(inverse(MAX_INT16, largest))
         for k in range(0, positions, LANES):
             value = load_as(dtype, x, start + k, depth - first - k)
             _store_int16(to, first + k, value * by)
@@ -137,14 +137,14 @@ def _quantize_to_int8(dtype: int, x: int, row: int, given: int, depth: int, to: 
     for number, first in enumerate(range(0, depth, STRETCH)):
         positions, start = min(STRETCH, depth - first), row * given + first
         count, marks = given - first, to + 2 * depth + MARK_BYTES * number
-        largest, size, nan = _measured(dtype, x, start, positions, count)
-        factor, by = largest / MAX_INT8, splat(_inverse(MAX_INT8, largest))
+        largest, size, nan = measured(dtype, x, start, positions, count)
+        factor, by = largest / MAX_INT8, splat(inverse(MAX_INT8, largest))
         total = splat(ZERO)
         for k in range(0, positions, LANES):
             value = load_as(dtype, x, start + k, count - k) * by
             total = _store_int8(to, first + k, value, total)
         put(marks, 0, factor + nan)
-        put_int(marks, 1, -128 * _sum_ints(total))
+        put_int(marks, 1, -128 * sum_ints(total))
         if largest * np.float32(min(positions, count)) <= np.float32(OUTLIER) * size:
             put(marks, 2, ZERO)
             continue
@@ -154,7 +154,7 @@ def _quantize_to_int8(dtype: int, x: int, row: int, given: int, depth: int, to: 
             left = value - ((value + splat(np.float32(ROUND))) - splat(np.float32(ROUND)))
             total = _store_int8(to + depth, first + k, left * splat(FINER), total)
         put(marks, 2, factor / FINER)
-        put_int(marks, 3, -128 * _sum_ints(total))
+        put_int(marks, 3, -128 * sum_ints(total))
 
 
 def quantize_rows(address: int) -> None:

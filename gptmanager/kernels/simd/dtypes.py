@@ -13,6 +13,7 @@ import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 
 from gptmanager.kernels.simd.lanes import (
+    FLOAT,
     INDICES,
     INT,
     LANES,
@@ -146,6 +147,22 @@ def get_byte(builder: Any, address: Any, index: Any) -> Any:
     """Return an int8 as a float."""
     byte = builder.load(_pointer(builder, address, index, _BYTE, 1))
     return builder.sitofp(byte, ir.FloatType())
+
+
+@intrinsic(real, long, long, long)
+def get_half_byte(builder: Any, address: Any, index: Any, is_upper: Any) -> Any:
+    """Return the lower or upper four bits of a byte as a float."""
+    byte = builder.load(_pointer(builder, address, index, _BYTE, 1))
+    by = builder.trunc(builder.shl(is_upper, ir.Constant(LONG, 2)), _BYTE)
+    return builder.uitofp(builder.and_(builder.lshr(byte, by), ir.Constant(_BYTE, 15)), FLOAT)
+
+
+@intrinsic(real, long, long)
+def get_half(builder: Any, address: Any, index: Any) -> Any:
+    """Return a float16 as a float; without the instruction 0, for it is never called then."""
+    if not HAS_FLOAT16:
+        return ir.Constant(FLOAT, 0.0)
+    return builder.fpext(builder.load(_pointer(builder, address, index, ir.HalfType(), 2)), FLOAT)
 
 
 if HAS_FLOAT16:

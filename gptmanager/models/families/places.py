@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gptmanager.memory.weights import Place, Run
+from gptmanager.memory.places import Place, Run
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.table import FAMILIES
 from gptmanager.models.parameters import Shape, parameter_shapes

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gptmanager.kernels.gemm.int4_groups import Groups
+
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
     """The type of a tensor. `dtype`: torch's name of the element type after unpacking.
 
-    `unpack`: converts uint8 `[blocks, num_bytes]` to `[blocks, size]` of that dtype.
+    `unpack`: converts uint8 `[blocks, num_bytes]` to `[blocks, size]` of that dtype. `groups`:
+    converts them to rows of one group in 4 bits; None: the type has no such groups.
     """
 
     name: str
@@ -25,15 +28,21 @@ class BlockType:
     num_bytes: int
     unpack: Callable[[Tensor], Tensor]
     dtype: str = "float32"
+    groups: Callable[[Tensor], Groups] | None = None
 
     @property
     def is_quantized(self) -> bool:
         return self.size > 1
 
 
+def _stored_halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
+    """Return `count` float16 numbers, from byte `start` on, `[blocks, count]`."""
+    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16)
+
+
 def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
-    """Return `count` float16 numbers, from byte `start` on, as float32 `[blocks, count]`."""
-    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
+    """Return the same in float32."""
+    return _stored_halves(blocks, start, count).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -48,12 +57,20 @@ def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
     return bits.flatten(1) << 4
 
 
+def _q4_0_groups(blocks: Tensor) -> Groups:
+    return Groups(_nibbles(blocks[:, 2:]), _stored_halves(blocks, 0))
+
+
+def _q4_1_groups(blocks: Tensor) -> Groups:
+    return Groups(_nibbles(blocks[:, 4:]), _stored_halves(blocks, 0), _stored_halves(blocks, 2))
+
+
 def _q4_0(blocks: Tensor) -> Tensor:
-    return (_nibbles(blocks[:, 2:]).float() - 8) * _halves(blocks, 0)
+    return _q4_0_groups(blocks).floats()
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).float() * _halves(blocks, 0) + _halves(blocks, 2)
+    return _q4_1_groups(blocks).floats()
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
@@ -112,8 +129,8 @@ def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 BLOCK_TYPES: Mapping[int, BlockType] = {
     0: BlockType("F32", 1, 4, _as(torch.float32)),
     1: BlockType("F16", 1, 2, _as(torch.float16), "float16"),
-    2: BlockType("Q4_0", 32, 18, _q4_0),
-    3: BlockType("Q4_1", 32, 20, _q4_1),
+    2: BlockType("Q4_0", 32, 18, _q4_0, groups=_q4_0_groups),
+    3: BlockType("Q4_1", 32, 20, _q4_1, groups=_q4_1_groups),
     6: BlockType("Q5_0", 32, 22, _q5_0),
     7: BlockType("Q5_1", 32, 24, _q5_1),
     8: BlockType("Q8_0", 32, 34, _q8_0),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, quoted_path
+from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.gguf.architectures import Architecture
 from gptmanager.models.gguf.header import Header, StoredTensor
@@ -39,6 +40,11 @@ class _Named(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return self.stored.shape[::-1] if self.transposed else self.stored.shape
 
+    @property
+    def in_groups(self) -> bool:
+        """Whether it is a matrix in 4 bits, which `groups` reads."""
+        return self.stored.type.groups is not None and len(self.stored.shape) == 2
+
 
 class GgufTensors:
     """The `TensorSource` of a GGUF file. `num_heads`, `num_kv_heads`: heads of queries and of keys.
@@ -60,7 +66,7 @@ class GgufTensors:
 
     def describe(self) -> Mapping[str, TensorInfo]:
         return {
-            name: TensorInfo(named.shape, named.stored.type.dtype)
+            name: TensorInfo(named.shape, named.stored.type.dtype, named.in_groups)
             for name, named in self._tensors.items()
         }
 
@@ -86,6 +92,24 @@ class GgufTensors:
         for start in range(rows.start, rows.stop, step):
             own = range(start, min(start + step, rows.stop))
             yield start - rows.start, self._rows(named, own)[:, columns.start : columns.stop]
+
+    def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
+        """Yield these rows of a matrix `[outputs, inputs]`, as `pieces` does, in 4 bits."""
+        named = self._tensors[name]
+        block = named.stored.type
+        assert block.groups is not None
+        columns = named.stored.shape[1]
+        step = max(1, max_bytes // (columns * _TEMPORARIES))
+        for start in range(rows.start, rows.stop, step):
+            own = range(start, min(start + step, rows.stop))
+            blocks = self._packed(named, own).reshape(-1, block.num_bytes)
+            found = block.groups(blocks)
+            self._forget_pages()
+            scales, minima = (
+                None if it is None else it.view(len(own), -1) for it in (found.scales, found.minima)
+            )
+            assert scales is not None
+            yield start - rows.start, Groups(found.values.view(len(own), -1), scales, minima)
 
     def close(self) -> None:
         """Unmap the file. The next read maps it again."""
@@ -138,14 +162,15 @@ class GgufTensors:
 
     def _rows(self, named: _Named, rows: range) -> Tensor:
         """Return rows `[rows, stored columns]` as floats."""
-        stored = self._bytes(named.stored)
-        if named.head_dim is None:
-            packed = stored[rows.start : rows.stop]
-        else:
-            packed = stored[_pairs_to_halves(rows, named.head_dim)]
-        values = self._unpacked(named, packed)
+        values = self._unpacked(named, self._packed(named, rows))
         self._forget_pages()
         return values.view(len(rows), -1)
+
+    def _packed(self, named: _Named, rows: range) -> Tensor:
+        stored = self._bytes(named.stored)
+        if named.head_dim is None:
+            return stored[rows.start : rows.stop]
+        return stored[_pairs_to_halves(rows, named.head_dim)]
 
     def _unpacked(self, named: _Named, packed: Tensor) -> Tensor:
         block = named.stored.type

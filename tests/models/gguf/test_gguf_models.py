@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,13 @@ from packed_logits import packed_logits, random_tokens, reference
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.assembly import backend
 from gptmanager.callbacks import RequestQueue
+from gptmanager.kernels import plain
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
+from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.models.gguf.block_types import BLOCK_TYPES
+from gptmanager.ranks.layout import RankLayout
 
 SIZES = {number: (block.size, block.num_bytes) for number, block in BLOCK_TYPES.items()}
 # the architecture of a file -> a config of a family
@@ -179,15 +184,26 @@ def manager(path: Path, **options: Any) -> GptManager:
     )
 
 
-@pytest.mark.parametrize(("options", "is_int8"), [({}, True), ({"dtype": "float32"}, False)])
-def test_quantized_files_are_kept_as_int8_unless_a_dtype_is_given(
+@pytest.mark.parametrize(
+    ("number", "options", "stored"),
+    [
+        (3, {}, torch.uint8),  # 4 bits, two in a byte
+        (2, {}, torch.uint8),
+        (8, {}, torch.int8),
+        (8, {"weights_dtype": "int4"}, torch.uint8),
+        (3, {"weights_dtype": "int8"}, torch.int8),
+        (3, {"dtype": "float32"}, torch.float32),
+    ],
+)
+def test_quantized_files_are_kept_in_few_bits_unless_a_dtype_is_given(
+    number: int,
     options: dict[str, Any],
-    is_int8: bool,
+    stored: torch.dtype,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = quantized_llama(tmp_path / "a.gguf", 3)
+    path = quantized_llama(tmp_path / "a.gguf", number)
     caplog.set_level(logging.INFO, logger="gptmanager")
     loaded: list[Any] = []
 
@@ -199,8 +215,44 @@ def test_quantized_files_are_kept_as_int8_unless_a_dtype_is_given(
     manager(path, **options).shutdown()
 
     dtypes = {getattr(matrix, "values", matrix).dtype for matrix in loaded[0].weights.matrices}
-    assert dtypes == {torch.int8 if is_int8 else torch.float32}
-    assert ("is quantized: its matrices are kept as int8" in caplog.text) == (options == {})
+    heads = {torch.int8} if options == {"weights_dtype": "int4"} else set()
+    assert dtypes == {stored} | heads
+    assert ("is quantized: its matrices stay in 8 bits or 4" in caplog.text) == (options == {})
+
+
+@pytest.mark.parametrize("weights_dtype", ["file", "int4"])
+@pytest.mark.parametrize("number", [2, 3])
+def test_matrices_in_4_bits_keep_their_numbers(
+    number: int, weights_dtype: Any, tmp_path: Path
+) -> None:
+    """Also the rows of queries and keys that are stored in pairs, and in a converted folder."""
+    path = quantized_llama(tmp_path / "a.gguf", number)
+    exact = load_model(path, dtype="float32").weights
+    folder = convert_checkpoint(path, tmp_path / "folder", weights_dtype="int4")
+    for source in (path, folder):
+        weights = load_model(source, dtype="float32", weights_dtype=weights_dtype).weights
+        kept = [name for name in weights if isinstance(weights[name], Int4Matrix)]
+        assert len(kept) == len(weights.matrices)
+        for name in kept:
+            assert torch.equal(weights[name].unpacked(), plain(exact[name]))
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_ranks_keep_the_numbers_of_matrices_in_4_bits(number: int, tmp_path: Path) -> None:
+    """A share of columns begins with a group, or is rounded again."""
+    path = quantized_llama(tmp_path / "a.gguf", number)
+    whole = load_model(path, dtype="float32").weights["layers.0.down.weight"].unpacked()
+    width = whole.shape[1] // 2
+    for rank in range(2):
+        collectives: Any = SimpleNamespace(layout=RankLayout(rank, 2))
+        model = load_model(path, dtype="float32", weights_dtype="file", collectives=collectives)
+        own = model.weights["layers.0.down.weight"]
+        wanted = whole[:, rank * width : (rank + 1) * width]
+        assert isinstance(own, Int4Matrix)
+        if width % 32 == 0:
+            assert torch.equal(own.unpacked(), wanted)
+        else:
+            assert (own.unpacked() - wanted).norm() <= 0.1 * wanted.norm()
 
 
 def test_a_window_of_zero_is_none(tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""Rows of activations as blocks of 32 bytes or 32 pairs of bytes, for matrices in 4 bits.
+
+A block has a factor of its own, so that the largest element of a row takes bits from its neighbors
+alone. Two bytes for an element (few rows) are an int16: a signed upper byte, and a signed rest.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
+from gptmanager.kernels.gemm.quantized_activations import inverse, measured, sum_ints
+from gptmanager.kernels.simd.dtypes import load_as
+from gptmanager.kernels.simd.lanes import (
+    INDICES,
+    LANES,
+    LONG,
+    ROUND,
+    VECTOR,
+    claim,
+    intrinsic,
+    long,
+    loop,
+    put,
+    put_int,
+    splat,
+    task_at,
+    vector,
+)
+from gptmanager.kernels.simd.threads import NEXT_PART
+from gptmanager.kernels.token_loops import CONVERSION_TASK, ZERO, share_of
+
+FACTOR, BEGIN, SUM, BLOCK_HEAD = 0, 4, 8, 16  # bytes from the start of a block; then its elements
+# of an element; with two bytes the upper one is at most 127 once the rest is rounded off
+_MOST = (np.float32(127.0), np.float32(127.0 * 256.0))
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
+
+
+def block_bytes(levels: int) -> int:
+    """Return the bytes of a block with `levels` bytes for each element."""
+    return BLOCK_HEAD + GROUP * levels
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(INDICES, [value] * LANES)
+
+
+def _store(builder: Any, address: Any, value: Any) -> None:
+    pointer = builder.inttoptr(address, _BYTES.as_pointer())
+    builder.store(builder.trunc(value, _BYTES), pointer, align=1)
+
+
+def _rounded(builder: Any, value: Any) -> Any:
+    """Round to the nearest integer, ties to even, as int32; magnitudes are below 2^22."""
+    bits = builder.bitcast(builder.fadd(value, ir.Constant(VECTOR, [ROUND] * LANES)), INDICES)
+    return builder.sub(bits, _all(0x4B400000))
+
+
+@intrinsic(vector, long, vector, vector)
+def _store_one_level(builder: Any, address: Any, value: Any, total: Any) -> Any:
+    """Store sixteen numbers as int8; return their sum with the int32 in `total`."""
+    whole = _rounded(builder, value)
+    _store(builder, address, whole)
+    return builder.bitcast(builder.add(builder.bitcast(total, INDICES), whole), VECTOR)
+
+
+@intrinsic(vector, long, vector, vector)
+def _store_two_levels(builder: Any, address: Any, value: Any, total: Any) -> Any:
+    """Store sixteen numbers as upper bytes, and the rests 32 bytes behind them; as above."""
+    whole = _rounded(builder, value)
+    upper = builder.ashr(builder.add(whole, _all(128)), _all(8))
+    _store(builder, address, upper)
+    rest = builder.sub(whole, builder.shl(upper, _all(8)))
+    _store(builder, builder.add(address, ir.Constant(LONG, GROUP)), rest)
+    return builder.bitcast(builder.add(builder.bitcast(total, INDICES), whole), VECTOR)
+
+
+@loop
+def quantize_groups(
+    dtype: int, x: int, row: int, given: int, depth: int, to: int, levels: int
+) -> None:
+    """Quantize a row of x: `given` elements and zeros up to `depth`; NaN stays NaN."""
+    size = BLOCK_HEAD + GROUP * levels
+    most = _MOST[1] if levels == 2 else _MOST[0]
+    for number in range(depth // GROUP):
+        first, block = GROUP * number, to + size * number
+        start, count = row * given + first, given - first
+        largest, _, nan = measured(dtype, x, start, GROUP, count)
+        by, total = splat(inverse(most, largest)), splat(ZERO)
+        for k in range(0, GROUP, LANES):
+            value, place = load_as(dtype, x, start + k, count - k) * by, block + BLOCK_HEAD + k
+            if levels == 2:
+                total = _store_two_levels(place, value, total)
+            else:
+                total = _store_one_level(place, value, total)
+        factor, whole = largest / most + nan, sum_ints(total)
+        put(block + FACTOR, 0, factor)
+        put_int(block + BEGIN, 0, -MIDDLE * whole)
+        put(block + SUM, 0, factor * np.float32(whole))
+
+
+def quantize_rows_in_groups(address: int) -> None:
+    """Quantize tokens to blocks of one byte for each element; the task's own dtype is ignored."""
+    t = task_at(address, CONVERSION_TASK)
+    size = t.width // GROUP * (BLOCK_HEAD + GROUP)
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        for token in share_of(t, part):
+            quantize_groups(t.x_dtype, t.x, token, t.given, t.width, t.result + token * size, 1)
+        part = claim(address, NEXT_PART)

@@ -1,0 +1,180 @@
+"""Matmuls of tokens with a matrix in 4 bits, by each kind of instructions: one thread's share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gptmanager.kernels.gemm.int4_activations import block_bytes, quantize_groups
+from gptmanager.kernels.gemm.int4_groups import GROUP
+from gptmanager.kernels.gemm.int4_tiles import (
+    GROUP_BYTES,
+    SCALE_BYTES,
+    has_byte_dots,
+    has_wide_dots,
+    int4_tile,
+    widen_group,
+    widen_group_to_pairs,
+)
+from gptmanager.kernels.gemm.matmul import BLOCK, WIDE_BYTES, multiply_by_tiles
+from gptmanager.kernels.gemm.matmul_task import (
+    MATMUL_TASK,
+    SCRATCH_BYTES,
+    finish,
+    panels,
+    part_of,
+)
+from gptmanager.kernels.gemm.matrix_tiles import over_rows, release
+from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_at
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD
+
+FEW_ROWS = 4  # up to here activations are quantized to 16 bits, by each thread
+_multiply_lanes = over_rows("float32")
+
+
+def few_scratch_bytes(depth: int) -> int:
+    """Return the bytes of a thread's scratch behind the sums: the blocks of few rows."""
+    return FEW_ROWS * depth // GROUP * block_bytes(2)
+
+
+@loop
+def _scales(t: Any, panel: int) -> int:
+    """Return where the scales of a panel are, by the address of its values."""
+    return int(t.groups + (panel - t.matrix) // GROUP_BYTES * SCALE_BYTES)
+
+
+@loop
+def _widen(t: Any, target: int, panel: int, first: int, count: int) -> None:
+    """Widen `count` positions of a panel to float32 at `target`."""
+    values, scales = panel + first // GROUP * GROUP_BYTES, _scales(t, panel)
+    scales += first // GROUP * SCALE_BYTES
+    for n in range(count // GROUP):
+        at, own = target + 4 * GROUP * LANES * n, scales + SCALE_BYTES * n
+        widen_group(at, values + GROUP_BYTES * n, own, t.minima)
+
+
+@loop
+def _widen_to_pairs(t: Any, target: int, panel: int) -> None:
+    """Widen a panel to bfloat16 at `target`."""
+    scales, minima = _scales(t, panel), t.minima
+    for n in range(t.depth // GROUP):
+        at, own = target + 2 * GROUP * LANES * n, scales + SCALE_BYTES * n
+        widen_group_to_pairs(at, panel + GROUP_BYTES * n, own, minima)
+
+
+@loop
+def _share_by_lanes(t: Any, address: int) -> None:
+    """Compute a thread's share by SIMD lanes: panels are first widened, for any number of rows."""
+    scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+    w0 = scratch + SCRATCH_BYTES
+    w1, w2, w3 = w0 + WIDE_BYTES, w0 + 2 * WIDE_BYTES, w0 + 3 * WIDE_BYTES
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        groups, first, rows = part_of(t, part)
+        x, stride = t.x + 4 * first * t.depth, 4 * t.depth
+        for group in groups:
+            b0, b1, b2, b3 = panels(t, group)
+            for k in range(0, t.depth, BLOCK):
+                count = min(BLOCK, t.depth - k)
+                _widen(t, w0, b0, k, count)
+                _widen(t, w1, b1, k, count)
+                _widen(t, w2, b2, k, count)
+                _widen(t, w3, b3, k, count)
+                more = k > 0
+                _multiply_lanes(scratch, x + 4 * k, stride, w0, w1, w2, w3, count, more, rows)
+            finish(t, scratch, group, first, rows)
+        part = claim(address, NEXT_PART)
+
+
+def _share_by_dots(levels: int, is_wide: bool) -> Any:
+    """Return a thread's share by dot products of bytes.
+
+    With two levels each thread quantizes the few rows, which is faster than waiting for one of
+    them; with one level they are quantized.
+    """
+    many = (4 if is_wide else 2) if levels == 2 else (6 if is_wide else 4)
+    across = 2 if is_wide else 1
+    most = int4_tile(many, across, levels, is_wide)
+    two = int4_tile(2, across, levels, is_wide)
+    one = int4_tile(1, 2 * across, levels, is_wide)
+    size = block_bytes(levels)
+
+    @loop_named(f"share_int4_by_dots_{levels}_{512 if is_wide else 256}")
+    def share(t: Any, address: int) -> None:
+        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        depth, minima = t.depth, t.minima
+        steps = depth // GROUP
+        x, stride = t.x, steps * size
+        if levels == 2:
+            x = scratch + SCRATCH_BYTES
+            for row in range(t.rows):
+                quantize_groups(t.dtype, t.x, row, depth, depth, x + row * stride, 2)
+        part = claim(address, NEXT_PART)
+        while part < t.num_parts:
+            groups, first, rows = part_of(t, part)
+            for group in groups:
+                b0, b1, b2, b3 = panels(t, group)
+                s0, s1, s2, s3 = _scales(t, b0), _scales(t, b1), _scales(t, b2), _scales(t, b3)
+                row = 0
+                while row < rows:
+                    c, a, rest = scratch + 256 * row, x + (first + row) * stride, rows - row
+                    if rest >= many:
+                        most(c, a, stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, steps)
+                        row += many
+                    elif rest >= 2:
+                        two(c, a, stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, steps)
+                        row += 2
+                    else:
+                        one(c, a, stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, steps)
+                        row += 1
+                finish(t, scratch, group, first, rows)
+            part = claim(address, NEXT_PART)
+
+    return share
+
+
+@loop
+def _share_by_unit(t: Any, address: int) -> None:
+    """Compute a thread's share by the matrix unit: panels are first widened to bfloat16."""
+    scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+    w0, size, held = scratch + SCRATCH_BYTES, 2 * LANES * t.depth, -1
+    w1, w2, w3 = w0 + size, w0 + 2 * size, w0 + 3 * size
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        groups, first, rows = part_of(t, part)
+        for group in groups:
+            if held != group:
+                b0, b1, b2, b3 = panels(t, group)
+                _widen_to_pairs(t, w0, b0)
+                _widen_to_pairs(t, w1, b1)
+                _widen_to_pairs(t, w2, b2)
+                _widen_to_pairs(t, w3, b3)
+                held = group
+            multiply_by_tiles(t, scratch, w0, w1, w2, w3, first, rows)
+            finish(t, scratch, group, first, rows)
+        part = claim(address, NEXT_PART)
+    release()
+
+
+_wide = has_wide_dots()
+_by_int16 = _share_by_dots(2, _wide) if has_byte_dots() else _share_by_lanes
+_by_int8 = _share_by_dots(1, _wide) if has_byte_dots() else _share_by_lanes
+
+
+def multiply_int4(address: int) -> None:
+    """Compute `result = x @ matrix.T` for a matrix in 4 bits, in float32."""
+    _share_by_lanes(task_at(address, MATMUL_TASK), address)
+
+
+def multiply_int4_by_int16(address: int) -> None:
+    """Multiply few rows with a matrix in 4 bits, in int16 arithmetic."""
+    _by_int16(task_at(address, MATMUL_TASK), address)
+
+
+def multiply_int4_by_int8(address: int) -> None:
+    """Multiply with a matrix in 4 bits, in int8 arithmetic."""
+    _by_int8(task_at(address, MATMUL_TASK), address)
+
+
+def multiply_int4_by_unit(address: int) -> None:
+    """Multiply with a matrix in 4 bits by the matrix unit."""
+    _share_by_unit(task_at(address, MATMUL_TASK), address)

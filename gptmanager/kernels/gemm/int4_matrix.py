@@ -1,0 +1,112 @@
+"""`Int4Matrix`: a weight of the network in 4 bits, in the order in which matmuls read it.
+
+A panel has sixteen rows. The 32 positions of a group are eight steps of four; the bytes of step j
+have step j in the lower half and step j + 4 in the upper: `values` is uint8
+`[panels, groups, 4, 16, 4]`, `scales` and `minima` are float16 `[panels, groups, 16]`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups, round_to_groups, whole_groups
+from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, copy_rows
+
+INT4 = torch.uint8  # of `values`: two positions in a byte
+_ALL = slice(None)
+_STEPS, _FOUR = 4, 4  # steps in the lower halves of a group's bytes, and positions of a step
+
+
+class Int4Matrix(PackedMatrix):
+    """`[rows, columns]` of float32, bfloat16 or float16, stored as groups of 4 bits.
+
+    Rows must be written whole. `minima` is None until groups with minima are written.
+    """
+
+    position_bytes = PANEL_ROWS // 2
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = torch.Size((rows, columns)), dtype
+        groups, panels = -(-columns // GROUP), -(-rows // PANEL_ROWS)
+        self.depth = groups * GROUP
+        self.values = torch.full((panels, groups, _STEPS, PANEL_ROWS, _FOUR), 0x88, dtype=INT4)
+        self.scales = torch.zeros(panels, groups, PANEL_ROWS, dtype=torch.float16)
+        self.minima: Tensor | None = None
+        self.plans, self._parts = {}, ()
+
+    @property
+    def nbytes(self) -> int:
+        assert self.scales is not None
+        minima = 0 if self.minima is None else self.minima.nbytes
+        return self.values.nbytes + self.scales.nbytes + minima
+
+    def _part(self, first: int, size: int) -> PackedMatrix:
+        assert self.scales is not None
+        part = Int4Matrix.__new__(Int4Matrix)
+        part.shape, part.dtype = torch.Size((size, self.shape[1])), self.dtype
+        own = slice(first // PANEL_ROWS, (first + size) // PANEL_ROWS)
+        part.depth, part.values, part.scales = self.depth, self.values[own], self.scales[own]
+        part.minima = None if self.minima is None else self.minima[own]
+        part.plans, part._parts = {}, ()
+        return part
+
+    def groups(self, rows: slice = _ALL) -> Groups:
+        """Return a copy of these rows."""
+        assert self.scales is not None
+        start, stop, _ = rows.indices(len(self))
+        first, end = start // PANEL_ROWS, -(-stop // PANEL_ROWS)
+        own = slice(start - PANEL_ROWS * first, stop - PANEL_ROWS * first)
+        halves = self.values[first:end].permute(0, 3, 1, 2, 4).flatten(0, 1)[own]
+        values = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)[:, : self.shape[1]]
+        scales, minima = (
+            None if it is None else it[first:end].transpose(1, 2).flatten(0, 1)[own]
+            for it in (self.scales, self.minima)
+        )
+        assert scales is not None
+        return Groups(values, scales, minima)
+
+    def unpacked(self, rows: slice = _ALL) -> Tensor:
+        return self.groups(rows).floats().to(self.dtype)
+
+    def copy_(
+        self,
+        values: Tensor | Groups,
+        first_row: int = 0,
+        first_column: int = 0,
+        columns: slice = _ALL,
+    ) -> None:
+        """Write `columns` of `values`, whole rows from that row on; floats are rounded.
+
+        Groups keep their numbers, unless `columns` begin within one.
+        """
+        assert self.scales is not None and first_column == 0
+        own = self._own(values, columns)
+        packed = whole_groups(own.values).unflatten(-1, (2, _STEPS, _FOUR))
+        packed = packed[:, :, 0] | packed[:, :, 1] << 4
+        copy_rows(self.values.permute(0, 3, 1, 2, 4), first_row, packed)
+        copy_rows(self.scales.transpose(1, 2), first_row, own.scales)
+        if own.minima is not None and self.minima is None:
+            self.minima = self.scales * -MIDDLE
+            self.plans, self._parts = {}, ()
+        if self.minima is not None:
+            copy_rows(self.minima.transpose(1, 2), first_row, own.offsets)
+
+    def holds(
+        self,
+        values: Tensor | Groups,
+        first_row: int = 0,
+        first_column: int = 0,
+        columns: slice = _ALL,
+    ) -> bool:
+        own = self.groups(slice(first_row, first_row + len(values)))
+        return first_column == 0 and torch.equal(own.floats(), self._own(values, columns).floats())
+
+    @staticmethod
+    def _own(values: Tensor | Groups, columns: slice) -> Groups:
+        if isinstance(values, Groups):
+            cut = values.columns(columns)
+            if cut is not None:
+                return cut
+            values = values.floats()
+        return round_to_groups(values[:, columns])

@@ -1,0 +1,275 @@
+"""Register tiles of matmuls with a matrix in 4 bits, and its panels widened for other tiles.
+
+`int4_activations` has quantized the rows. The instruction multiplies unsigned bytes, which the
+values of the matrix are as they are stored, with signed ones; the sums of a group are exact. An
+element does not depend on the number of rows.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+
+from gptmanager.kernels.gemm.int4_activations import BEGIN, BLOCK_HEAD, FACTOR, SUM, block_bytes
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
+from gptmanager.kernels.gemm.matrix_tiles import AHEAD, PANELS, fetch_line
+from gptmanager.kernels.gemm.small_matmul import repeat
+from gptmanager.kernels.simd.lanes import (
+    FLOAT,
+    INDICES,
+    INT,
+    LANES,
+    LONG,
+    VECTOR,
+    at,
+    call,
+    intrinsic,
+    long,
+    multiply_add,
+    nothing,
+    spread,
+)
+
+GROUP_BYTES = GROUP * LANES // 2  # of a panel's values
+SCALE_BYTES = 2 * LANES  # of a panel's scales, or its minima
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+_EIGHT = ir.VectorType(INT, LANES // 2)
+_STEPS = GROUP // 8  # loads of a group
+_SHIFTED = 0x43000000  # the float 128 + n has n in bits 16 to 19
+
+
+def has_wide_dots() -> bool:
+    """Whether the processor has 512-bit dot products of four bytes (AVX-512 VNNI)."""
+    return bool(binding.get_host_cpu_features().get("avx512vnni"))
+
+
+def has_byte_dots() -> bool:
+    """Whether the processor has dot products of four bytes, of 512 bits or of 256 (AVX2 VNNI)."""
+    return has_wide_dots() or bool(binding.get_host_cpu_features().get("avxvnni"))
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(INDICES, [value] * LANES)
+
+
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def _plus(builder: Any, address: Any, offset: int) -> Any:
+    return builder.add(address, ir.Constant(LONG, offset))
+
+
+def _times(builder: Any, index: Any, size: int) -> Any:
+    return builder.mul(index, ir.Constant(LONG, size))
+
+
+def _widened(builder: Any, address: Any) -> Any:
+    """Load sixteen float16 as float32."""
+    return builder.fpext(_load(builder, address, _HALVES), VECTOR)
+
+
+def _add_wide_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
+    return call(builder, "llvm.x86.avx512.vpdpbusd.512", INDICES, total, unsigned, signed)
+
+
+def _add_narrow_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
+    """Add the dot products by two instructions of 256 bits."""
+    parts = []
+    for first in (0, LANES // 2):
+        mask = ir.Constant(_EIGHT, list(range(first, first + LANES // 2)))
+        own = [builder.shuffle_vector(it, it, mask) for it in (total, unsigned, signed)]
+        parts.append(call(builder, "llvm.x86.avx512.vpdpbusd.256", _EIGHT, *own))
+    return builder.shuffle_vector(*parts, ir.Constant(INDICES, list(range(LANES))))
+
+
+class _Tile:
+    """Emits the code of a tile of `rows` rows and `across` panels; see `int4_tile`."""
+
+    def __init__(self, builder: Any, rows: int, across: int, levels: int, is_wide: bool) -> None:
+        self.builder, self.rows, self.across, self.levels = builder, rows, across, levels
+        self.add_dots = _add_wide_dots if is_wide else _add_narrow_dots
+
+    def group(
+        self, blocks: Sequence[Any], values: Sequence[Any], begins: Sequence[Any]
+    ) -> list[Any]:
+        """Return the sums of a group, int32: of each row for each panel."""
+        builder, low = self.builder, _all(0x0F0F0F0F)
+        none = ir.Constant(INDICES, None)
+        sums = [
+            [begins[row] if level == self.levels - 1 else none for level in range(self.levels)]
+            for row in range(self.rows)
+            for _ in range(self.across)
+        ]
+        for step in range(_STEPS):
+            both = [_load(builder, _plus(builder, it, 64 * step), INDICES) for it in values]
+            lower = [builder.and_(it, low) for it in both]
+            upper = [builder.and_(builder.lshr(it, _all(4)), low) for it in both]
+            for right, place in ((lower, 4 * step), (upper, 4 * (step + _STEPS))):
+                for row, block in enumerate(blocks):
+                    for level in range(self.levels):
+                        start = _plus(builder, block, BLOCK_HEAD + GROUP * level + place)
+                        left = spread(builder, _load(builder, start, INT))
+                        for n in range(self.across):
+                            own = sums[row * self.across + n]
+                            own[level] = self.add_dots(builder, right[n], left, own[level])
+        if self.levels == 1:
+            return [own for (own,) in sums]
+        return [builder.add(builder.shl(high, _all(8)), rest) for high, rest in sums]
+
+    def scaled(
+        self, blocks: Sequence[Any], scales: Sequence[Any], sums: Sequence[Any],
+        totals: Sequence[Any],
+    ) -> list[Any]:  # fmt: skip
+        """Add a group's sums times the factors of rows and the scales of the matrix."""
+        builder = self.builder
+        right = [_widened(builder, it) for it in scales]
+        factors = [
+            spread(builder, _load(builder, _plus(builder, it, FACTOR), FLOAT)) for it in blocks
+        ]
+        found = []
+        for n, (own, total) in enumerate(zip(sums, totals, strict=True)):
+            value = builder.fmul(builder.sitofp(own, VECTOR), factors[n // self.across])
+            found.append(multiply_add(builder, value, right[n % self.across], total))
+        return found
+
+    def with_minima(
+        self, blocks: Sequence[Any], minima: Sequence[Any], has_minima: Any, totals: Sequence[Any]
+    ) -> list[Any]:
+        """Add the sums of the rows' elements times the minima, if the matrix has them."""
+        builder = self.builder
+        before = builder.block
+        with builder.if_then(has_minima, likely=False):
+            right = [_widened(builder, it) for it in minima]
+            sums = [
+                spread(builder, _load(builder, _plus(builder, it, SUM), FLOAT)) for it in blocks
+            ]
+            more = [
+                multiply_add(builder, sums[n // self.across], right[n % self.across], total)
+                for n, total in enumerate(totals)
+            ]
+            inside = builder.block
+        results = [builder.phi(VECTOR) for _ in totals]
+        for result, one, other in zip(results, totals, more, strict=True):
+            result.add_incoming(one, before)
+            result.add_incoming(other, inside)
+        return results
+
+
+def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
+    """Return an intrinsic that computes `rows` x 64 elements of a matmul.
+
+    Its arguments: `(c, a, a_stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, groups)`. `c` is
+    float32 with stride 64; `a`: the first block of a quantized row, with `levels` bytes for each
+    position, and `a_stride` bytes to the next row; `b0` to `b3` are the addresses of four panels,
+    `s0` to `s3` those of their scales; `minima`: from a scale to its minimum, 0: there are none.
+    The sums of `across` panels are in registers at a time.
+    """
+
+    @intrinsic(nothing, *[long] * 13)
+    def matmul(
+        builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
+        s0: Any, s1: Any, s2: Any, s3: Any, minima: Any, groups: Any,
+    ) -> None:  # fmt: skip
+        own = _Tile(builder, rows, across, levels, is_wide)
+        starts = [builder.add(a, _times(builder, a_stride, row)) for row in range(rows)]
+        has_minima = builder.icmp_signed("!=", minima, ir.Constant(LONG, 0))
+        keep = builder.select(has_minima, ir.Constant(INT, 0), ir.Constant(INT, -1))
+
+        def multiply(first: int) -> None:
+            panels = (b0, b1, b2, b3)[first : first + across]
+            scales = (s0, s1, s2, s3)[first : first + across]
+
+            def step(index: Any, totals: Sequence[Any]) -> Sequence[Any]:
+                blocks = [
+                    builder.add(it, _times(builder, index, block_bytes(levels))) for it in starts
+                ]
+                values = [builder.add(it, _times(builder, index, GROUP_BYTES)) for it in panels]
+                right = [builder.add(it, _times(builder, index, SCALE_BYTES)) for it in scales]
+                for it in values:
+                    for line in range(0, GROUP_BYTES, 64):
+                        fetch_line(builder, _plus(builder, it, AHEAD + line))
+                for it in right:
+                    fetch_line(builder, _plus(builder, it, AHEAD // 4))
+                begins = [
+                    spread(
+                        builder,
+                        builder.and_(_load(builder, _plus(builder, it, BEGIN), INT), keep),
+                    )
+                    for it in blocks
+                ]
+                sums = own.group(blocks, values, begins)
+                scaled = own.scaled(blocks, right, sums, totals)
+                behind = [builder.add(it, minima) for it in right]
+                return own.with_minima(blocks, behind, has_minima, scaled)
+
+            targets = [
+                at(builder, c, ir.Constant(LONG, LANES * (PANELS * row + first + n)), VECTOR)
+                for row in range(rows)
+                for n in range(across)
+            ]
+            initial = [ir.Constant(VECTOR, None)] * len(targets)
+            for target, value in zip(targets, repeat(builder, groups, initial, step), strict=True):
+                builder.store(value, target, align=4)
+
+        for first in range(0, PANELS, across):
+            multiply(first)
+
+    return matmul
+
+
+def _values_of(builder: Any, source: Any) -> list[Any]:
+    """Return a group's values at their positions: int32, in bits 16 to 19 of each lane."""
+    both = [_load(builder, _plus(builder, source, 64 * step), INDICES) for step in range(_STEPS)]
+    found, mask = [], _all(0x000F0000)
+    for half in (0, 4):
+        for value in both:
+            for byte in range(4):
+                by = 16 - half - 8 * byte
+                moved = builder.shl(value, _all(by)) if by > 0 else builder.lshr(value, _all(-by))
+                found.append(builder.and_(moved, mask))
+    return found
+
+
+def _scale_and_offset(builder: Any, scales: Any, minima: Any, middle: int) -> tuple[Any, Any]:
+    """Return a group's scales, and what is added to `scale * (value + middle - 8)`."""
+    scale = _widened(builder, scales)
+    has_minima = builder.icmp_signed("!=", minima, ir.Constant(LONG, 0))
+    behind = builder.select(has_minima, builder.add(scales, minima), scales)
+    minimum = _widened(builder, behind)
+    zero = builder.fmul(scale, ir.Constant(VECTOR, [float(-middle)] * LANES))
+    above = builder.fmul(scale, ir.Constant(VECTOR, [float(MIDDLE - middle)] * LANES))
+    return scale, builder.select(has_minima, builder.fadd(minimum, above), zero)
+
+
+@intrinsic(nothing, *[long] * 4)
+def widen_group(builder: Any, target: Any, values: Any, scales: Any, minima: Any) -> None:
+    """Widen a group of a panel to float32 `[32, 16]`; `minima` as in `int4_tile`."""
+    scale, offset = _scale_and_offset(builder, scales, minima, MIDDLE)
+    for n, moved in enumerate(_values_of(builder, values)):
+        value = builder.sitofp(builder.lshr(moved, _all(16)), VECTOR)
+        result = multiply_add(builder, value, scale, offset)
+        builder.store(result, at(builder, target, ir.Constant(LONG, LANES * n), VECTOR), align=4)
+
+
+@intrinsic(nothing, *[long] * 4)
+def widen_group_to_pairs(builder: Any, target: Any, values: Any, scales: Any, minima: Any) -> None:
+    """Widen a group of a panel to bfloat16 `[16, 16, 2]`, rounded to the nearest.
+
+    A value becomes a float, 128 more than it, by its bits alone.
+    """
+    scale, offset = _scale_and_offset(builder, scales, minima, 128 + MIDDLE)
+    rounded, upper = [], _all(0xFFFF0000)
+    for moved in _values_of(builder, values):
+        value = builder.bitcast(builder.or_(moved, _all(_SHIFTED)), VECTOR)
+        bits = builder.bitcast(multiply_add(builder, value, scale, offset), INDICES)
+        rounded.append(builder.add(bits, _all(0x8000)))
+    for n in range(0, len(rounded), 2):
+        even = builder.lshr(rounded[n], _all(16))
+        both = builder.or_(even, builder.and_(rounded[n + 1], upper))
+        place = at(builder, target, ir.Constant(LONG, LANES * n // 2), INDICES)
+        builder.store(both, place, align=4)

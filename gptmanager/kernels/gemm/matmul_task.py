@@ -1,0 +1,102 @@
+"""`MatmulTask`: a matmul of tokens with a packed matrix, its parts, and how each of them ends.
+
+A part is a group of four panels for a chunk of rows. The panels of a group are a quarter of the
+matrix apart, so that a thread with several groups in a row reads four long pieces of memory. A
+chunk's elements stay in scratch until their sums are complete; then they are scaled, biased,
+activated and rounded on their way to the result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from gptmanager.kernels.gemm.matrix_tiles import PANELS
+from gptmanager.kernels.simd.dtypes import load_as, store_as
+from gptmanager.kernels.simd.lanes import LANES, load, load_part, loop
+from gptmanager.kernels.simd.threads import task_fields
+from gptmanager.kernels.token_loops import logistic
+
+CHUNK_ROWS = 192  # their float32 elements of a group fit into the L2 cache together with panels
+SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
+
+
+class MatmulTask(ctypes.Structure):
+    """Addresses (0: none), sizes (scratch in bytes), and the layout of a group of panels.
+
+    Fields up to `tail` are those of one call. `x` has `depth` elements per row: float32, or
+    bfloat16 for pairs and the matrix unit; for int16 it has `dtype`, that of `result`; for int8 it
+    holds quantized rows. `part_groups`: groups per part. `num_groups`: all groups, also the
+    distance in panels from the first to the second panel of a group, and from the third to the
+    fourth; `second`: the distance from the first to the third. `silu`: the third and fourth panels
+    are factors of the SiLU of the first and second. `full`, `tail`: the matrix unit's
+    configurations for sixteen rows and for the remaining rows. `groups`: the float16 scales of a
+    matrix in 4 bits, and `minima`: how far behind them its minima are, 0: it has none.
+    """
+
+    _fields_ = task_fields(
+        "x result bias bias_dtype scratch scratch_bytes rows num_chunks part_groups full tail"
+        " matrix scales columns depth num_panels num_groups second silu position_bytes positions"
+        " dtype groups minima"
+    )
+
+
+MATMUL_TASK = np.dtype(MatmulTask)
+
+
+@loop
+def _finished(
+    c: int, index: int, scales: int, bias: int, bias_dtype: int, column: int, count: int
+) -> Any:
+    value = load(c, index)
+    if scales:
+        value = value * load_part(scales, column, count)
+    if bias:
+        value = value + load_as(bias_dtype, bias, column, count)
+    return value
+
+
+@loop
+def finish(t: Any, c: int, group: int, first_row: int, rows: int) -> None:
+    """Scale, bias, activate and store a chunk of a group."""
+    # read once: the compiler must assume that a store changes the task
+    scales, bias, silu, columns = t.scales, t.bias, t.silu, t.columns
+    result, dtype, bias_dtype = t.result, t.dtype, t.bias_dtype
+    num_panels, apart = 2 if silu else PANELS, t.num_groups
+    for row in range(rows):
+        start = (first_row + row) * columns
+        for n in range(num_panels):
+            column = LANES * (group + n * apart)
+            count, index = columns - column, LANES * (PANELS * row + n)
+            if count <= 0:
+                break
+            value = _finished(c, index, scales, bias, bias_dtype, column, count)
+            if silu:
+                behind = index + 2 * LANES, scales, bias, bias_dtype, columns + column
+                value = value * logistic(value) * _finished(c, *behind, count)
+            store_as(dtype, result, start + column, value, count)
+
+
+@loop
+def panel(t: Any, number: int) -> int:
+    """Return the address of a panel; beyond the last one, its address (the result is unused)."""
+    address = t.matrix + min(number, t.num_panels - 1) * t.depth * t.position_bytes
+    return int(address)
+
+
+@loop
+def panels(t: Any, group: int) -> Any:
+    """Return the addresses of a group's four panels."""
+    second, third = group + t.num_groups, group + t.second
+    return panel(t, group), panel(t, second), panel(t, third), panel(t, third + t.num_groups)
+
+
+@loop
+def part_of(t: Any, part: int) -> Any:
+    """Return the groups, the first row and the number of rows of a part."""
+    first = part // t.num_chunks * t.part_groups
+    groups = range(first, min(first + t.part_groups, t.num_groups))
+    first_row = part % t.num_chunks * CHUNK_ROWS
+    return groups, first_row, min(CHUNK_ROWS, t.rows - first_row)
