@@ -165,7 +165,6 @@ def load_model(
     if attention_window is not None:
         spec = _narrowed(spec, attention_window, sink)
     spec = replace(spec, kv_cache_dtype=kv_cache_dtype)
-    family, wraps = FAMILIES[spec.family], is_wrapper(config)
     quantized = quantized_parameters(spec, weights_dtype, head_dtype)
     keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)
     if prepare is not None:
@@ -173,9 +172,7 @@ def load_model(
     weights = Weights(
         parameter_shapes(spec),
         place_tensors(spec),
-        prefix=family.prefix,
-        prefixes=PREFIXES if wraps else {},
-        ignored=_either(family.ignored, MEDIA) if wraps else family.ignored,
+        **_naming(spec, is_wrapper(config)),
         dtype=spec.dtype,
         device=device,
         matrices=matmul_matrices(spec),
@@ -196,6 +193,13 @@ def _opened(source: Source) -> tuple[Mapping[str, Any], TensorSource]:
         config, state_dict = _check_pair(source)
         return config, StateDict(state_dict)
     return read_config(source), open_tensors(source)
+
+
+def _naming(spec: ModelSpec, wraps: bool) -> dict[str, Any]:
+    """Return the arguments of `Weights` for the names of a checkpoint's tensors."""
+    family = FAMILIES[spec.family]
+    ignored = _either(family.ignored, MEDIA) if wraps else family.ignored
+    return {"prefix": family.prefix, "prefixes": PREFIXES if wraps else {}, "ignored": ignored}
 
 
 def _has_groups(tensors: TensorSource) -> bool:

@@ -22,7 +22,12 @@ from gptmanager.memory.tensor_sources import FLOATS, TensorInfo, TensorSource, t
 
 FIELD = "quantization_config"
 LAYOUT_VERSIONS: Mapping[Quantized, int] = {"int8": 1, "int4": 2}
-SCALE, PACKED, SHAPE, MINIMUM = "_scale", "_packed", "_shape", "_minimum"  # suffixes of a matrix's name
+SCALE, PACKED, SHAPE, MINIMUM = (
+    "_scale",
+    "_packed",
+    "_shape",
+    "_minimum",
+)  # suffixes of a matrix's name
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _INT4 = {**_INT8, "num_bits": 4, "strategy": "group", "group_size": GROUP}
 _HEAD = ["re:.*embed_tokens", "re:.*wte", "re:.*lm_head"]
