@@ -165,22 +165,17 @@ def load_model(
     if attention_window is not None:
         spec = _narrowed(spec, attention_window, sink)
     spec = replace(spec, kv_cache_dtype=kv_cache_dtype)
-    quantized = quantized_parameters(spec, weights_dtype, head_dtype)
     keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)
+    quantized = quantized_parameters(spec, weights_dtype, head_dtype)
     if prepare is not None:
         prepare(spec.dtype, {*quantized.values(), *(("int4",) if keeps_groups else ())})
     weights = Weights(
-        parameter_shapes(spec),
-        place_tensors(spec),
+        **_parts(spec, layout),
         **_naming(spec, is_wrapper(config)),
-        dtype=spec.dtype,
         device=device,
-        matrices=matmul_matrices(spec),
         new_matrix=kernels.new_matrix,
         quantized=quantized,
         keeps_groups=keeps_groups,
-        wide=wide_parameters(spec),
-        cuts=rank_cuts(spec, layout),
     )
     weights.load(tensors, on_progress=on_progress)
     tensors.close()
@@ -200,6 +195,18 @@ def _naming(spec: ModelSpec, wraps: bool) -> dict[str, Any]:
     family = FAMILIES[spec.family]
     ignored = _either(family.ignored, MEDIA) if wraps else family.ignored
     return {"prefix": family.prefix, "prefixes": PREFIXES if wraps else {}, "ignored": ignored}
+
+
+def _parts(spec: ModelSpec, layout: RankLayout) -> dict[str, Any]:
+    """Return the arguments of `Weights` for the kinds of parameters, and a rank's share of them."""
+    return {
+        "shapes": parameter_shapes(spec),
+        "places": place_tensors(spec),
+        "dtype": spec.dtype,
+        "matrices": matmul_matrices(spec),
+        "wide": wide_parameters(spec),
+        "cuts": rank_cuts(spec, layout),
+    }
 
 
 def _has_groups(tensors: TensorSource) -> bool:
