@@ -200,6 +200,7 @@ models/                       decoder networks, and the table of families
         block_types           unpacks blocks of quantized elements to floats
         header                reads metadata, and the places of tensors, with checks
         metadata              checked reading of a file's keys
+        architecture          a row of the table of GGUF architectures, and shared names (no torch)
         architectures         the table of architectures: keys and tensor names
         config                makes a config.json from a file's metadata
         tensors               a file's tensors under the names of a checkpoint

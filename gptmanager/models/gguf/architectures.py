@@ -7,96 +7,23 @@ metadata of a file is converted to a `config.json`, which defines the network.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
-# Field of a config.json -> key in a file, without the architecture name that precedes it.
-_SIZES: Mapping[str, str] = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "max_position_embeddings": "context_length",
-    "head_dim": "attention.key_length",
-}
-_ROTARY: Mapping[str, str] = {
-    **_SIZES,
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-}
-_CAPPED: Mapping[str, str] = {
-    **_ROTARY,
-    "sliding_window": "attention.sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
-# Module in a file -> module in a checkpoint, without the prefixes blk.{} and model.layers.{}.
-_LLAMA: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_SANDWICH: Mapping[str, str] = {
-    **_LLAMA,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_FUSED: Mapping[str, str] = {
-    **{key: _LLAMA[key] for key in ("attn_norm", "attn_output", "ffn_norm", "ffn_down")},
-    "attn_qkv": "self_attn.qkv_proj",
-    "ffn_up": "mlp.gate_up_proj",
-}
-_GPT2: Mapping[str, str] = {
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Maps one `general.architecture` to the `model_type` and the names of a checkpoint.
-
-    `fields`: config field -> key. `constants`: config fields that files do not contain. `layer`:
-    the prefix of a layer's modules. `modules`: names of modules in a layer. `outside`: names of
-    modules outside the layers. `permuted`: rows of queries and keys are stored as neighboring
-    pairs. `plus_one`: norm weights are stored with 1 added. `transposed`: a checkpoint stores a
-    layer's matrices as [in, out]. `biases`: config field -> tensor; the field is true if the file
-    has the tensor. `scaled_by_size`: models with this number of layers scale attention scores by
-    hidden size / heads instead of the head size.
-    """
-
-    model_type: str
-    fields: Mapping[str, str] = field(default_factory=lambda: _ROTARY)
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    layer: str = "model.layers.{}."
-    modules: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
-    outside: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "token_embd": "model.embed_tokens",
-            "output_norm": "model.norm",
-            "output": "lm_head",
-        }
-    )
-    permuted: bool = False
-    plus_one: bool = False
-    transposed: bool = False
-    biases: Mapping[str, str] = field(default_factory=dict)
-    scaled_by_size: int | None = None
-
+from gptmanager.models.gguf.architecture import (
+    CAPPED,
+    EXPERTS,
+    FEED_FORWARD,
+    FUSED,
+    GPT2,
+    LAYER_NORM,
+    LLAMA,
+    MIXTURE,
+    NORMS_AFTER,
+    ROTARY,
+    SANDWICH,
+    SIZES,
+    Architecture,
+)
 
 _GEMMA = Architecture(
     "gemma",
@@ -106,17 +33,18 @@ _GEMMA = Architecture(
 _GEMMA2 = replace(
     _GEMMA,
     model_type="gemma2",
-    fields=_CAPPED,
+    fields=CAPPED,
     constants={"hidden_activation": "gelu_pytorch_tanh"},
-    modules=_SANDWICH,
+    modules=SANDWICH,
     scaled_by_size=46,
 )
 _ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+_MLP_BIAS = {"mlp_bias": "blk.0.ffn_up.bias"}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         "llama",
         permuted=True,
-        biases={**_ATTENTION_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"},
+        biases={**_ATTENTION_BIAS, **_MLP_BIAS},
     ),
     "qwen2": Architecture("qwen2", constants={"use_sliding_window": False}),
     "qwen3": Architecture("qwen3", constants={"use_sliding_window": False}, biases=_ATTENTION_BIAS),
@@ -125,8 +53,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3": replace(_GEMMA2, model_type="gemma3_text", scaled_by_size=62),
     "phi3": Architecture(
         "phi3",
-        fields={**_ROTARY, "sliding_window": "attention.sliding_window"},
-        modules=_FUSED,
+        fields={**ROTARY, "sliding_window": "attention.sliding_window"},
+        modules=FUSED,
     ),
     "gpt2": Architecture(
         "gpt2",
@@ -140,7 +68,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         constants={"activation_function": "gelu_new"},
         layer="transformer.h.{}.",
-        modules=_GPT2,
+        modules=GPT2,
         outside={
             "token_embd": "transformer.wte",
             "position_embd": "transformer.wpe",
@@ -148,5 +76,161 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "output": "lm_head",
         },
         transposed=True,
+    ),
+    "phi2": Architecture(
+        "phi",
+        fields=LAYER_NORM,
+        modules={
+            **{key: LLAMA[key] for key in ("attn_norm", "attn_q", "attn_k", "attn_v")},
+            "attn_output": "self_attn.dense",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        outside={
+            "token_embd": "model.embed_tokens",
+            "output_norm": "model.final_layernorm",
+            "output": "lm_head",
+        },
+    ),
+    "olmo": Architecture(
+        "olmo",
+        fields={key: ROTARY[key] for key in ROTARY if key != "rms_norm_eps"},
+        permuted=True,
+        ignored=frozenset({"attention.layer_norm_epsilon"}),  # that of all such models
+        biases=_ATTENTION_BIAS,
+    ),
+    "olmo2": Architecture("olmo2", modules=NORMS_AFTER),
+    "granite": Architecture(
+        "granite",
+        fields={
+            **ROTARY,
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+        permuted=True,
+        biases=_ATTENTION_BIAS,
+    ),
+    "command-r": Architecture(
+        "cohere",
+        fields={**LAYER_NORM, "logit_scale": "logit_scale"},
+        biases={"use_qk_norm": "blk.0.attn_q_norm.weight"},
+    ),
+    "cohere2": Architecture(
+        "cohere2",
+        fields={
+            **LAYER_NORM,
+            "logit_scale": "logit_scale",
+            "sliding_window": "attention.sliding_window",
+        },
+    ),
+    "glm4": Architecture(
+        "glm4",
+        modules={
+            **LLAMA,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        biases=_ATTENTION_BIAS,
+    ),
+    "smollm3": Architecture("smollm3", permuted=True, biases=_ATTENTION_BIAS),
+    "seed_oss": Architecture(
+        "seed_oss",
+        modules={**LLAMA, "post_attention_norm": "post_attention_layernorm"},
+        biases={**_ATTENTION_BIAS, "attention_out_bias": "blk.0.attn_output.bias"},
+    ),
+    "stablelm": Architecture(
+        "stablelm",
+        fields={**LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
+        biases={"use_qkv_bias": "blk.0.attn_q.bias"},
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        fields={
+            **SIZES,
+            "norm_epsilon": "attention.layer_norm_epsilon",
+            "rope_theta": "rope.freq_base",
+        },
+        modules={**LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        biases={"use_bias": "blk.0.attn_q.bias"},
+    ),
+    "nemotron": Architecture(
+        "nemotron",
+        fields={
+            **SIZES,
+            "norm_eps": "attention.layer_norm_epsilon",
+            "rope_theta": "rope.freq_base",
+        },
+        plus_one=True,
+        ignored=frozenset({"attention.layer_norm_rms_epsilon"}),
+        biases={**_ATTENTION_BIAS, **_MLP_BIAS},
+    ),
+    "ernie4_5": Architecture("ernie4_5", biases={"use_bias": "blk.0.attn_q.bias"}),
+    "arcee": Architecture("arcee", permuted=True, biases={**_ATTENTION_BIAS, **_MLP_BIAS}),
+    "hunyuan-dense": Architecture(
+        "hunyuan_v1_dense",
+        modules={
+            **LLAMA,
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+        biases=_ATTENTION_BIAS,
+    ),
+    "jais2": Architecture("jais2", fields=LAYER_NORM, biases={**_ATTENTION_BIAS, **_MLP_BIAS}),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        fields={
+            **MIXTURE,
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+        constants={"use_sliding_window": False, "norm_topk_prob": False},
+        modules={
+            **LLAMA,
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **{
+                f"{module}_shexp": LLAMA[module].replace("mlp.", "mlp.shared_expert.")
+                for module in FEED_FORWARD
+            },
+        },
+        experts=EXPERTS,
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        fields=MIXTURE,
+        constants={"use_sliding_window": False, "norm_topk_prob": True},
+        modules={**LLAMA, "ffn_gate_inp": "mlp.gate"},
+        experts=EXPERTS,
+        biases=_ATTENTION_BIAS,
+    ),
+    "olmoe": Architecture(
+        "olmoe",
+        fields={key: MIXTURE[key] for key in MIXTURE if key != "moe_intermediate_size"},
+        constants={"norm_topk_prob": False},
+        modules={**LLAMA, "ffn_gate_inp": "mlp.gate"},
+        experts=EXPERTS,
+    ),
+}
+# files with experts that have the architecture of those without
+WITH_EXPERTS: Mapping[str, Architecture] = {
+    "llama": Architecture(
+        "mixtral",
+        fields={
+            **ROTARY,
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+        },
+        permuted=True,
+        modules={
+            **{key: LLAMA[key] for key in LLAMA if key not in FEED_FORWARD},
+            "ffn_gate_inp": "block_sparse_moe.gate",
+        },
+        experts={
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        },
     ),
 }

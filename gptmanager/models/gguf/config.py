@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from gptmanager.errors import ConfigError, quoted, quoted_path
-from gptmanager.models.gguf.architectures import ARCHITECTURES, Architecture
+from gptmanager.models.gguf.architecture import Architecture
+from gptmanager.models.gguf.architectures import ARCHITECTURES, WITH_EXPERTS
 from gptmanager.models.gguf.header import Header
 from gptmanager.models.gguf.metadata import Metadata
 
@@ -39,12 +40,15 @@ _MAX_FACTORS = 1 << 16  # rotated pairs: half the size of a head
 
 def architecture_of(header: Header) -> Architecture:
     """Return the table row of a file's architecture. Raises ConfigError if there is none."""
-    name = Metadata(header.path, header.metadata).text("general.architecture")
+    metadata = Metadata(header.path, header.metadata)
+    name = metadata.text("general.architecture")
     if name is None or name not in ARCHITECTURES:
         raise ConfigError(
             f"{quoted_path(header.path)}: general.architecture = {quoted(name)} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
+    if name in WITH_EXPERTS and metadata.get(f"{name}.expert_count"):
+        return WITH_EXPERTS[name]
     return ARCHITECTURES[name]
 
 
@@ -75,7 +79,7 @@ def config_of(header: Header) -> dict[str, Any]:
 
 
 def _refuse_unknown(metadata: Metadata, own: Architecture, prefix: str) -> None:
-    known = _IGNORED | _ROPE | {*own.fields.values()}
+    known = _IGNORED | _ROPE | own.ignored | {*own.fields.values()}
     for key in metadata:
         name = key.removeprefix(prefix)
         if name == key or name in known:

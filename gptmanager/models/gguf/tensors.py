@@ -17,7 +17,7 @@ from torch import Tensor
 from gptmanager.errors import ConfigError, quoted_path
 from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
-from gptmanager.models.gguf.architectures import Architecture
+from gptmanager.models.gguf.architecture import Architecture
 from gptmanager.models.gguf.header import Header, StoredTensor
 
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
@@ -26,19 +26,22 @@ _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 _TEMPORARIES = 4  # memory for unpacking, in multiples of the result
 _FLOAT_BYTES = 4
+_MAX_EXPERTS = 1024  # of a layer
 
 
 class _Named(NamedTuple):
-    """`head_dim`: head size if rows are stored as neighboring pairs; None: rows are in order."""
+    """How a tensor of a checkpoint is stored.
+
+    `head_dim`: head size if rows are stored as neighboring pairs; None: rows are in order.
+    `shape`: the shape in a checkpoint. `first_row`: the stored row at which the tensor begins.
+    """
 
     stored: StoredTensor
-    transposed: bool
-    head_dim: int | None
-    plus_one: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape[::-1] if self.transposed else self.stored.shape
+    shape: tuple[int, ...]
+    first_row: int = 0
+    transposed: bool = False
+    head_dim: int | None = None
+    plus_one: bool = False
 
     @property
     def in_groups(self) -> bool:
@@ -61,8 +64,7 @@ class GgufTensors:
         self._mapping: mmap.mmap | None = None
         for name, stored in header.tensors.items():
             if name not in _FROM_CONFIG:
-                theirs, named = self._place(name, stored)
-                self._tensors[theirs] = named
+                self._tensors.update(self._place(name, stored))
 
     def describe(self) -> Mapping[str, TensorInfo]:
         return {
@@ -115,11 +117,14 @@ class GgufTensors:
         """Unmap the file. The next read maps it again."""
         self._mapping = None
 
-    def _place(self, name: str, stored: StoredTensor) -> tuple[str, _Named]:
-        """Return a tensor's name in a checkpoint, and how to read it."""
+    def _place(self, name: str, stored: StoredTensor) -> Iterator[tuple[str, _Named]]:
+        """Yield a tensor's name in a checkpoint, and how to read it; each expert is a tensor."""
         own = self._own
         if match := _IN_LAYER.fullmatch(name):
             layer, module, kind = match.groups()
+            if module in own.experts and len(stored.shape) == 3:
+                yield from self._place_experts(own.layer.format(layer), module, kind, stored)
+                return
             known = own.modules.get(module)
             theirs = None if known is None else own.layer.format(layer) + known
         elif match := _OUTSIDE.fullmatch(name):
@@ -133,13 +138,29 @@ class GgufTensors:
                 f"{list(stored.shape)} is unknown in the architecture {own.model_type}"
             )
         is_matrix = len(stored.shape) == 2
+        transposed = own.transposed and is_matrix and bool(layer)
         named = _Named(
             stored,
-            transposed=own.transposed and is_matrix and bool(layer),
+            stored.shape[::-1] if transposed else stored.shape,
+            transposed=transposed,
             head_dim=self._head_dim(name, module, stored) if own.permuted else None,
             plus_one=own.plus_one and module.endswith("_norm") and kind == "weight",
         )
-        return f"{theirs}.{kind}", named
+        yield f"{theirs}.{kind}", named
+
+    def _place_experts(
+        self, layer: str, module: str, kind: str, stored: StoredTensor
+    ) -> Iterator[tuple[str, _Named]]:
+        count, rows, columns = stored.shape
+        if count > _MAX_EXPERTS:
+            raise ConfigError(
+                f"{quoted_path(self._header.path)}: {module} has {count} experts, at most "
+                f"{_MAX_EXPERTS} are supported"
+            )
+        theirs = layer + self._own.experts[module]
+        for expert in range(count):
+            named = _Named(stored, (rows, columns), first_row=expert * rows)
+            yield f"{theirs.format(expert)}.{kind}", named
 
     def _head_dim(self, name: str, module: str, stored: StoredTensor) -> int | None:
         if module not in self._heads:
@@ -169,7 +190,7 @@ class GgufTensors:
     def _packed(self, named: _Named, rows: range) -> Tensor:
         stored = self._bytes(named.stored)
         if named.head_dim is None:
-            return stored[rows.start : rows.stop]
+            return stored[named.first_row + rows.start : named.first_row + rows.stop]
         return stored[_pairs_to_halves(rows, named.head_dim)]
 
     def _unpacked(self, named: _Named, packed: Tensor) -> Tensor:

@@ -294,6 +294,13 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("architecture", OTHERS)
+def test_logits_of_other_families_equal_transformers(architecture: str, tmp_path: Path) -> None:
+    model = random_model(OTHERS[architecture])
+    path = save_gguf(tmp_path / "a.gguf", architecture, model)
+    assert logits_error(path, model) < 1e-4
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
 def test_config_and_tensors_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     """Of architectures whose networks are tested elsewhere: a model of both has the logits."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -91,6 +91,21 @@ def test_mutated_files_raise_only_config_errors(sound: bytes, tmp_path: Path) ->
     assert refused > 5
 
 
+@pytest.mark.parametrize("name", ["qwen3moe", "llama_with_experts"])
+def test_mutated_files_with_experts_raise_only_config_errors(name: str, tmp_path: Path) -> None:
+    content = Path(__file__).with_name("architectures").joinpath(f"{name}.gguf").read_bytes()
+    draw, refused, path = random.Random(0), 0, tmp_path / "a.gguf"
+    for _ in range(15 * FUZZ):
+        path.write_bytes(mutated(content, draw))
+        try:
+            with bounded(SPARE_BYTES, SECONDS):
+                load_model(path)
+        except ConfigError as error:
+            assert len(str(error)) < 2000
+            refused += 1
+    assert refused > 3
+
+
 def test_numbers_in_the_header_raise_only_config_errors(sound: bytes, tmp_path: Path) -> None:
     """Each length and count near the beginning, and sizes of tensors, one at a time."""
     draw, path, read = random.Random(1), tmp_path / "a.gguf", 0
@@ -198,8 +213,12 @@ WRONG: dict[str, tuple[bytes, str]] = {
         "has no tensor token_embd.weight",
     ),
     "an unknown key": (
+        changed_metadata(llama__attention__clamp_kqv=8.0),
+        "llama.attention.clamp_kqv = 8.0: not supported: it may change",
+    ),
+    "experts that there are not": (
         changed_metadata(llama__expert_count=8),
-        "llama.expert_count = 8: not supported: it may change",
+        "tensor blk.0.ffn_gate.weight of shape .* is unknown in the architecture mixtral",
     ),
     "heads of each layer": (
         changed_metadata(**{"llama.attention.head_count": np.array([4, 4], np.int32)}),

@@ -1,0 +1,117 @@
+"""`Architecture`: a row of the table of architectures, and the names that several rows share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Field of a config.json -> key in a file, without the architecture name that precedes it.
+SIZES: Mapping[str, str] = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "head_dim": "attention.key_length",
+}
+ROTARY: Mapping[str, str] = {
+    **SIZES,
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+CAPPED: Mapping[str, str] = {
+    **ROTARY,
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+LAYER_NORM: Mapping[str, str] = {
+    **SIZES,
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+MIXTURE: Mapping[str, str] = {
+    **ROTARY,
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+# Module in a file -> module in a checkpoint, without the prefixes blk.{} and model.layers.{}.
+LLAMA: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+SANDWICH: Mapping[str, str] = {
+    **LLAMA,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FUSED: Mapping[str, str] = {
+    **{key: LLAMA[key] for key in ("attn_norm", "attn_output", "ffn_norm", "ffn_down")},
+    "attn_qkv": "self_attn.qkv_proj",
+    "ffn_up": "mlp.gate_up_proj",
+}
+NORMS_AFTER: Mapping[str, str] = {
+    **{key: LLAMA[key] for key in LLAMA if key not in ("attn_norm", "ffn_norm")},
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
+EXPERTS: Mapping[str, str] = {
+    f"{module}_exps": LLAMA[module].replace("mlp.", "mlp.experts.{}.") for module in FEED_FORWARD
+}
+GPT2: Mapping[str, str] = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Maps one `general.architecture` to the `model_type` and the names of a checkpoint.
+
+    `fields`: config field -> key. `constants`: config fields that files do not contain. `layer`:
+    the prefix of a layer's modules. `modules`: names of modules in a layer. `outside`: names of
+    modules outside the layers. `experts`: modules that hold all experts of a layer; {} in the names
+    in a checkpoint is the number of the expert. `permuted`: rows of queries and keys are stored as
+    neighboring pairs. `plus_one`: norm weights are stored with 1 added. `transposed`: a checkpoint
+    stores a layer's matrices as [in, out]. `ignored`: keys that change nothing. `biases`: config
+    field -> tensor; the field is true if the file has the tensor. `scaled_by_size`: models with
+    this number of layers scale attention scores by hidden size / heads instead of the head size.
+    """
+
+    model_type: str
+    fields: Mapping[str, str] = field(default_factory=lambda: ROTARY)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    layer: str = "model.layers.{}."
+    modules: Mapping[str, str] = field(default_factory=lambda: LLAMA)
+    outside: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "token_embd": "model.embed_tokens",
+            "output_norm": "model.norm",
+            "output": "lm_head",
+        }
+    )
+    permuted: bool = False
+    plus_one: bool = False
+    transposed: bool = False
+    experts: Mapping[str, str] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    biases: Mapping[str, str] = field(default_factory=dict)
+    scaled_by_size: int | None = None
