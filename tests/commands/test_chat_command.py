@@ -196,7 +196,8 @@ def test_a_chat_on_a_terminal(tmp_path):
     with pseudo_terminal("chat", *options, folder=tmp_path) as terminal:
         # It says what it loads, and how to begin
         begin = terminal.wait_for(">>> ")
-        assert "loading tiny_llama" in begin and "/help lists the commands" in begin
+        assert "loading tiny_llama" in begin and "a context of 512 tokens" in begin
+        assert "/help lists the commands" in begin
 
         # An answer follows its question, with figures
         terminal.enter("17 + 25 =")

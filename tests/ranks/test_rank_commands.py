@@ -44,6 +44,15 @@ def test_a_file_of_requests_runs_on_ranks_as_on_one(tmp_path):
     assert alone == parts == stages
 
 
+def test_a_chat_over_ranks_is_that_of_rank_0(tmp_path):
+    lines = tmp_path / "lines"
+    lines.write_text("17 + 25 =\n")
+    command = ["-m", "gptmanager", "chat", "--model", MODEL, "--temperature", "0"]
+    with lines.open() as stdin:
+        ranks = start_ranks([*command, "--tensor-parallel-size", "2"], 2, stdin=stdin)
+        assert outputs(ranks) == [" 42\n", ""]
+
+
 @pytest.mark.parametrize(
     ("size", "config", "warns"), [("2", None, True), ("1", None, False), ("x", None, False)]
 )

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import IO
 
 
 def free_port() -> int:
@@ -15,15 +16,23 @@ def free_port() -> int:
 
 
 def start_ranks(
-    command: Sequence[str], size: int, address: str = "127.0.0.1", **others: str
+    command: Sequence[str],
+    size: int,
+    address: str = "127.0.0.1",
+    stdin: IO[str] | None = None,
+    **others: str,
 ) -> list[subprocess.Popen[str]]:
-    """`python *command` of each rank, with the environment that torchrun would set."""
+    """`python *command` of each rank, with the environment that torchrun would set.
+
+    `stdin`: the standard input of all of them, as under torchrun.
+    """
     world = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     return [
         subprocess.Popen(
             [sys.executable, *command],
             env={**os.environ, **threads, **world, **others, "RANK": str(rank)},
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

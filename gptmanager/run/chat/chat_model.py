@@ -18,7 +18,7 @@ from gptmanager.callbacks.longest_request import longest_request
 from gptmanager.callbacks.text.checkpoint import special_tokens_of
 from gptmanager.callbacks.text.stop_strings import checked_stops
 from gptmanager.callbacks.text.templates import read_chat_templates, read_template_file
-from gptmanager.config import ModelType, OptionalParams
+from gptmanager.config import ModelType
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.models.checkpoint_parts import read_config, read_part
@@ -86,7 +86,7 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
     path: Path = options.model
     spec = read_spec(read_config(path), max_seq_len=given.params.max_seq_len)
     request_options = {"stop": checked_stops(options.stop), **_sampling(options)}
-    params = _params(given)
+    params = given.params
     templates = _templates(path, options.chat_template)
     tokenizer = load_tokenizer(path)
     special_tokens = special_tokens_of(read_part(path, "tokenizer_config.json") or {})
@@ -107,16 +107,17 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
             yield ChatModel(queue, template, size, options.max_new_tokens, request_options)
 
 
-def _params(given: ManagerOptions) -> OptionalParams:
+def for_chats(given: ManagerOptions) -> ManagerOptions:
     """Reuse the blocks of the earlier messages, and take prompts as long as the context."""
     is_v1 = given.model_type is ModelType.V1  # supports neither
     cache = replace(given.params.kv_cache_config, enable_block_reuse=not is_v1)
-    return replace(
+    params = replace(
         given.params,
         kv_cache_config=cache,
         enable_chunked_context=None if is_v1 else True,
         exclude_input_in_output=True,
     )
+    return given._replace(params=params)
 
 
 def _templates(path: Path, file: Path | None) -> dict[str, str]:

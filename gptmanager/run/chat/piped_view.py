@@ -24,7 +24,7 @@ class PipedView:
         self._lines = sys.stdin.buffer
         self._is_safe = not sys.stdout.isatty()
 
-    def welcome(self) -> None:
+    def welcome(self, model: str) -> None:
         if sys.stdin.isatty():
             print_message("each line is a message; Ctrl-D ends them")
 

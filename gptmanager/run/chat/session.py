@@ -13,7 +13,7 @@ from gptmanager.callbacks import GenerationResult
 from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, RequestError
 from gptmanager.run.chat.answers import Answers
-from gptmanager.run.chat.chat_model import ChatModel, open_chat_model
+from gptmanager.run.chat.chat_model import ChatModel, for_chats, open_chat_model
 from gptmanager.run.chat.conversation import Conversation
 from gptmanager.run.chat.message_lines import Entry
 from gptmanager.run.chat.piped_view import PipedView
@@ -21,6 +21,7 @@ from gptmanager.run.chat.slash_commands import EndOfChat, run_command
 from gptmanager.run.chat.terminal_view import TerminalView
 from gptmanager.run.follow import follow, is_follower
 from gptmanager.terminal.options import manager_options
+from gptmanager.terminal.printable import printable
 from gptmanager.terminal.progress import NOTES, ProgressBars
 
 
@@ -29,7 +30,7 @@ class View(Protocol):
 
     exit_status: int
 
-    def welcome(self) -> None: ...
+    def welcome(self, model: str) -> None: ...
     def read(self) -> Entry: ...
     def show(self, answers: Answers) -> None: ...
     def note(self, text: str) -> None: ...
@@ -39,7 +40,7 @@ class View(Protocol):
 
 def converse(options: argparse.Namespace) -> int:
     """Run `gptmanager chat`, and return the exit status."""
-    given = manager_options(options)
+    given = for_chats(manager_options(options))
     if is_follower(given.params):
         follow(options.model, given.params, given.scheduler, given.model_type)
         return 0
@@ -48,7 +49,8 @@ def converse(options: argparse.Namespace) -> int:
     given.params.on_progress = ProgressBars(options.region, notes=NOTES).update
     with open_chat_model(options, given) as model:
         options.region.clear()
-        view.welcome()
+        name = printable(options.model.name.removesuffix(".gguf"))
+        view.welcome(f"{name}, a context of {model.context_size:,} tokens")
         Session(model, Conversation(options.system), view).run()
     return view.exit_status
 
@@ -123,5 +125,5 @@ class Session:
         elif reason is FinishReason.LENGTH and used >= size:
             parts.append("cut off, because the context is full: /clear begins a new conversation")
         elif reason is FinishReason.LENGTH:
-            parts.append("cut off by --max-new-tokens")
+            parts.append("cut off: --max-new-tokens allows longer answers")
         return ", ".join(parts)

@@ -38,8 +38,9 @@ class TerminalView:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")
 
-    def welcome(self) -> None:
+    def welcome(self, model: str) -> None:
         self._region.clear()
+        self.note(model)
         self.note("/help lists the commands, Ctrl-D ends the chat")
 
     def read(self) -> Entry:
