@@ -1,1 +1,1 @@
-"""The environment of the library: its distribution, late imports, limits of the machine."""
+"""The environment of the library: its distribution, lazy imports, and limits of the machine."""

@@ -1,6 +1,6 @@
-"""Limits of Linux control groups, of both versions: what containers and systemd give a process.
+"""Reads the limits of Linux control groups (v1 and v2), which containers and systemd set.
 
-A limit of any group above counts too. It does not know how the limits are used.
+The limits of all parent groups apply too. This module does not know how the limits are used.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-_UNLIMITED = 1 << 62  # the first version writes a huge number where there is no limit
+_UNLIMITED = 1 << 62  # v1 writes a huge number if there is no limit
 
 
 def cpu_quota(root: Path = ROOT) -> float:
     """Return how many cores the groups of this process may use on average; inf without a limit.
 
-    `root`: the folder that holds `proc` and `sys`.
+    `root`: the folder that contains `proc` and `sys`.
     """
     quotas = [_quota(*_numbers(group / "cpu.max")) for group in _groups(root, "")]
     for group in _groups(root, "cpu"):
@@ -26,9 +26,9 @@ def cpu_quota(root: Path = ROOT) -> float:
 
 
 def memory_left(root: Path = ROOT) -> float:
-    """Return the bytes that the limits leave; inf without a limit.
+    """Return the bytes that can still be allocated within the limits; inf without a limit.
 
-    Pages of files, such as a checkpoint's, make room when it is asked for.
+    Cached pages of files, such as a checkpoint's, count as available.
     """
     left = [
         _left(group, limit, "memory.current", "") for group in _groups(root, "")
@@ -46,7 +46,7 @@ def _quota(quota: float = math.inf, period: float = 0, *_: float) -> float:
 
 
 def _left(group: Path, limit: str, used: str, prefix: str) -> float:
-    """`prefix`: of the counts that include the groups below."""
+    """Return the bytes left in one group. `prefix`: of the counters that include child groups."""
     try:
         (most, *_), (taken, *_) = _numbers(group / limit), _numbers(group / used)
         if most >= _UNLIMITED:
@@ -60,7 +60,7 @@ def _left(group: Path, limit: str, used: str, prefix: str) -> float:
 
 
 def _numbers(file: Path) -> list[float]:
-    """The numbers in a file, `max` as inf; none where it cannot be read."""
+    """Return the numbers in a file, `max` as inf; [] if it cannot be read."""
     try:
         words = file.read_text("ascii").split()
         return [math.inf if word == "max" else float(word) for word in words]
@@ -69,9 +69,9 @@ def _numbers(file: Path) -> list[float]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's group and of those above, as far as they are mounted.
+    """Yield the folders of this process's group and its parents, as far as they are mounted.
 
-    `controller`: of the first version; "" for the second.
+    `controller`: its name in v1; "" for v2.
     """
     for within, top in _mounts(root, controller):
         path = _path(root, controller)
@@ -79,7 +79,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         try:
             folder = top / path.relative_to(within)
-        except ValueError:  # of another namespace: what is mounted is this process's
+        except ValueError:  # the path is in another namespace: use the mounted root
             folder = top
         if ".." in folder.parts or not folder.is_dir():
             folder = top
@@ -90,7 +90,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _path(root: Path, controller: str) -> Path | None:
-    """The path of this process's group in the hierarchy of `controller`."""
+    """Return the path of this process's group in the hierarchy of `controller`."""
     for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -100,7 +100,7 @@ def _path(root: Path, controller: str) -> Path | None:
 
 
 def _mounts(root: Path, controller: str) -> Iterator[tuple[Path, Path]]:
-    """Which part of the hierarchy is mounted, and where."""
+    """Yield (path in the hierarchy, folder where it is mounted)."""
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, system = line.partition(" - ")
         fields, (kind, *more) = mount.split(), [*system.split(), ""]

@@ -9,14 +9,16 @@ from gptmanager.environment.control_groups import ROOT, cpu_quota
 
 
 def num_cores(root: Path = ROOT) -> int:
-    """Return the cores that the system schedules this process on, within a quota of its control
-    groups. Half a core is not counted: parallel work waits for its slowest thread.
+    """Return the cores that this process is scheduled on, limited by the quota of its control
+    groups.
+
+    A fraction of a core is not counted, because parallel work waits for its slowest thread.
     """
     return max(1, int(min(num_schedulable(), cpu_quota(root))))
 
 
 def num_schedulable() -> int:
-    """Return the cores that the system schedules this process on, whatever its quota."""
+    """Return the cores that this process is scheduled on, without its quota."""
     if hasattr(os, "sched_getaffinity"):  # not on every system
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

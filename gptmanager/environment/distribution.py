@@ -1,16 +1,18 @@
-"""The package as pip knows it: its name, its version, and how what is missing gets installed."""
+"""The package as pip knows it: its name and version, and the command to install optional parts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 VERSION = "0.1.0"
-DISTRIBUTION = "gptmanager-engine"  # "gptmanager" on the package index is another project
+DISTRIBUTION = "gptmanager-engine"  # on PyPI, "gptmanager" is another project
 
 
 def install_command(extra: str) -> str:
-    """A command that installs what `extra` asks for, wherever this package came from."""
-    from importlib import metadata  # takes a third of the time in which `gptmanager` is imported
+    """Return a command that installs the dependencies of `extra`, also for a checkout."""
+    from importlib import (
+        metadata,  # imported late: it takes a third of the import time of `gptmanager`
+    )
 
     try:
         needed = metadata.requires(DISTRIBUTION) or []

@@ -1,6 +1,6 @@
-"""Names and modules of a package that are loaded when they are first used.
+"""Names and modules of a package that are imported when they are first used.
 
-A command's `--help` needs neither torch nor Numba, and packages that re-export would load both.
+A command's `--help` needs neither torch nor Numba, but eager re-exports would import both.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of `package`.
+    """Return `__getattr__` and `__dir__` for `package`.
 
-    `homes`: module -> the names it defines. `modules`: those of the package itself that are
-    attributes without an import of their own.
+    `homes`: module -> the names it defines. `modules`: submodules that become attributes without an
+    explicit import.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
 
@@ -27,13 +27,15 @@ def lazy_names(
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(home_of[name]), name)
-        setattr(sys.modules[package], name, value)  # once: from then on it is found at once
+        setattr(
+            sys.modules[package], name, value
+        )  # stored, so that `__getattr__` runs once per name
         return value
 
     return load, lambda: sorted({*vars(sys.modules[package]), *home_of, *modules})
 
 
 def named(name: str) -> Any:
-    """Return what `MODULE:NAME` names."""
+    """Return the object that `MODULE:NAME` names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""The models that are on this machine: of a checkout, of installed packages, of the hub's cache.
+"""Finds the models on this machine: in a checkout, in installed packages, in the hub's cache.
 
 Nothing is downloaded, and no model is read.
 """
@@ -15,7 +15,7 @@ _REPOSITORY = "models--"
 
 
 class LocalModel(NamedTuple):
-    """A checkpoint folder or a GGUF file. `origin`: where it comes from, for people."""
+    """A checkpoint folder or a GGUF file. `origin`: a description of where it was found."""
 
     name: str
     origin: str
@@ -23,7 +23,7 @@ class LocalModel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of its weights' files."""
+        """Return the size of the model's weight files."""
         files = [self.path]
         if self.path.is_dir():
             files = [*self.path.glob("*.safetensors"), *self.path.glob("*.gguf")]
@@ -36,9 +36,9 @@ def local_models() -> list[LocalModel]:
 
 
 def find_model(name: str) -> Path | None:
-    """Return the path of the model with this name; None if there is none, or several.
+    """Return the path of the model with this name; None if no model or several models match.
 
-    A name may be written in lower case, and cut short as long as one model begins with it.
+    Case is ignored, and a unique prefix of a name is enough.
     """
     wanted, found = name.lower(), local_models()
     exact = {model.path for model in found if model.name.lower() == wanted}
@@ -50,7 +50,7 @@ def find_model(name: str) -> Path | None:
 
 
 def download_hint(name: str) -> str | None:
-    """Return the command that downloads a model of the hub, if the name is that of one."""
+    """Return the command that downloads a model from the hub, if `name` looks like its id."""
     owner, slash, rest = name.partition("/")
     is_id = slash and owner and rest and "/" not in rest and not name.startswith((".", "~"))
     letters = name.replace("/", "").replace("-", "").replace("_", "").replace(".", "")
@@ -78,7 +78,9 @@ def _packaged() -> Iterator[LocalModel]:
 
 
 def _cached() -> Iterator[LocalModel]:
-    """The newest snapshot of each repository, if it is a checkpoint folder or has one GGUF file."""
+    """Yield the newest snapshot of each repository, if it is a checkpoint folder or has one GGUF
+    file.
+    """
     for repository in sorted(_hub_cache().glob(f"{_REPOSITORY}*")):
         name = repository.name.removeprefix(_REPOSITORY).replace("--", "/")
         try:

@@ -1,4 +1,4 @@
-"""The CPU's memory: how much is free, and what has been freed given back."""
+"""The CPU's memory: how much is free, and how to return freed memory to the system."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from gptmanager.environment.control_groups import memory_left
 
 
 def free_memory_bytes() -> float:
-    """Return the bytes that a new allocation could get without swapping, within the limits of this
-    process and of its control groups.
+    """Return the bytes that can be allocated without swapping, within the limits of this process
+    and of its control groups.
     """
     return min(_free_in_system(), memory_left(), _free_in_process())
 
 
 def give_back() -> None:
-    """Return the free pages of every arena; does nothing where the C library is not glibc.
+    """Return free memory of the C library to the system. Does nothing unless it is glibc.
 
-    That keeps freed memory in the arena of the thread that asked for it, and once a large block has
-    been freed it keeps blocks of up to that size for the next request: tens of megabytes of a
-    loop's thread, long after the thread has ended.
+    glibc keeps freed memory in the arena of the thread that allocated it. After a large block was
+    freed, it keeps blocks of up to that size for later allocations. For a loop's thread these are
+    tens of megabytes, long after the thread has ended.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
@@ -33,7 +33,7 @@ def give_back() -> None:
 
 
 def _free_in_process() -> float:
-    """Return the bytes that `ulimit -v` and `ulimit -d` leave."""
+    """Return the bytes that `ulimit -v` and `ulimit -d` still permit."""
     limits = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
     left = [math.inf]
     with suppress(OSError), open("/proc/self/status", encoding="utf-8") as lines:
@@ -52,5 +52,5 @@ def _free_in_system() -> int:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
     except OSError:
-        pass  # not Linux: the free pages are the best that POSIX offers
+        pass  # not Linux: POSIX only reports the free pages
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,1 +1,1 @@
-"""A manager's state, and what must work to its last breath: clock, log, latch, watchdog."""
+"""The state of a manager, and what must work even when it fails: clock, log, latch, watchdog."""

@@ -1,7 +1,7 @@
-"""Callables of a host: ordinary functions, which have done their work when they return.
+"""Checks the callables of a host: their work must be done when they return.
 
-A coroutine function only returns a coroutine. The loop does not await it, so nothing would happen,
-without an error. Such functions are refused, and such answers are errors.
+A coroutine function only returns a coroutine. The loop does not await it, so nothing would happen
+and no error would be reported. Such functions are refused, and such return values are errors.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from gptmanager.errors import CallbackError, ConfigError
 _T = TypeVar("_T")
 
 _HINT = (
-    "an ordinary function is needed, which does its work when it is called (for asyncio, one that "
+    "pass an ordinary function, which does its work when it is called (for asyncio, one that "
     "calls loop.call_soon_threadsafe)"
 )
 
 
 class UnfinishedAnswer(CallbackError):
-    """A callback has returned something that would have to be awaited."""
+    """A callback returned a value that has to be awaited or iterated."""
 
 
 def ordinary(name: str, function: _T, *, may_yield: bool = False) -> _T:
-    """Return `function` if a call of it does something.
+    """Return `function` if a call of it does its work.
 
-    Raise ConfigError, which calls it `name`, if it cannot be called, or if a call only returns a
+    Raises ConfigError, which calls it `name`, if it is not callable, or if a call only returns a
     coroutine, an async generator or, unless it `may_yield`, a generator.
     """
     if not callable(function):
@@ -40,9 +40,9 @@ def ordinary(name: str, function: _T, *, may_yield: bool = False) -> _T:
 
 
 def kind_of_deferred(function: Any, *, may_yield: bool = False) -> str:
-    """Return "a coroutine function" or the like, "" for an ordinary function.
+    """Return "a coroutine function" or a similar description; "" for an ordinary function.
 
-    Partial functions, bound methods and objects with `__call__` are looked through.
+    Partial functions, bound methods and objects with `__call__` are unwrapped.
     """
     while isinstance(function, functools.partial):
         function = function.func
@@ -58,10 +58,9 @@ def kind_of_deferred(function: Any, *, may_yield: bool = False) -> str:
 
 
 def check_answer(name: str, answer: Any, *, may_yield: bool = False) -> None:
-    """Raise UnfinishedAnswer if what `name` has returned would have to be awaited, or iterated
-    over.
+    """Raise UnfinishedAnswer if the value that `name` returned has to be awaited or iterated.
 
-    A coroutine is closed: Python does not warn that it was never awaited.
+    A coroutine is closed, so that Python does not warn that it was never awaited.
     """
     if answer is None:
         return
@@ -73,7 +72,7 @@ def check_answer(name: str, answer: Any, *, may_yield: bool = False) -> None:
 
 
 def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ordinary function that calls `function` and checks its answer."""
+    """Wrap `function` in an ordinary function that checks its return value."""
     ordinary(name, function)
 
     @functools.wraps(function, updated=())

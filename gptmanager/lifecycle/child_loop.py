@@ -1,8 +1,8 @@
-"""The program of a `ChildProcess`: it answers questions, a line of JSON each.
+"""The program of a `ChildProcess`: it answers questions, one line of JSON each.
 
-It is started by its path and imports one module of this package, without the packages' own imports,
-so that it starts in no time. That module has a function `answerer(**given)`, which returns the
-function that answers.
+It starts fast, because it is run by its path, and imports a single module of this package without
+the packages' `__init__`. That module has a function `answerer(**given)`, which returns the function
+that answers questions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def _import_alone(name: str, roots: Sequence[str]) -> Any:
-    """Import a module without running the `__init__` of the packages that it is in."""
+    """Import a module without running the `__init__` of its packages."""
     parts = name.split(".")
     for count in range(1, len(parts)):
         package = types.ModuleType(".".join(parts[:count]))
@@ -27,23 +27,23 @@ def _import_alone(name: str, roots: Sequence[str]) -> Any:
 
 
 def _bound_memory(max_bytes: int) -> None:
-    """Bound what is taken from now on."""
+    """Limit the memory that the process may allocate from now on."""
     try:
         import resource
 
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
-    except (ImportError, OSError):  # no Linux: time alone is bounded
+    except (ImportError, OSError):  # not Linux: only time is limited
         return
     most = pages * resource.getpagesize() + max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _memory_returner() -> Callable[[], object]:
-    """Return a function that gives freed memory back to the system.
+    """Return a function that returns freed memory to the system.
 
-    glibc keeps the pages between the allocations of a library that are still in use: without this
-    a process grows with the number of questions.
+    glibc keeps free pages between allocations that are still in use: without this, the process
+    would grow with the number of questions.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim

@@ -1,7 +1,8 @@
-"""`ChildProcess`: a module of this package in a process of its own, bounded in time and memory.
+"""`ChildProcess`: runs a module of this package in a separate process, with limited time and
+memory.
 
 Code that takes too much time or memory, or crashes, does so there and not in the server. Every wait
-is bounded, also for a process that is stopped, reads nothing, or cannot be started.
+has a time limit, even if the process is stopped, reads nothing, or cannot be started.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ import orjson
 
 from gptmanager.lifecycle import child_loop
 
-_START_S = 30.0  # for the interpreter to start and import libraries
-_LOOK_S = 0.1  # how often `is_wanted` is called
+_START_S = 30.0  # time limit for the interpreter to start and import libraries
+_LOOK_S = 0.1  # interval of calls of `is_wanted`
 _MOST_KEPT_BYTES = 32 << 20  # that a process may hold between two questions, beyond its start
-_PACKAGE = __name__.split(".")[0]  # in a checkout it has two folders
+_PACKAGE = __name__.split(".")[0]  # the package, which has two folders in a checkout
 
 
 class NoAnswerError(Exception):
-    """The process has given no answer; the text gives the reason and begins with "it"."""
+    """The process did not answer. The text gives the reason and starts with "it"."""
 
 
 class TooSlowError(NoAnswerError):
@@ -40,15 +41,15 @@ class NotStartedError(NoAnswerError):
 
 
 class RefusedError(Exception):
-    """The module has raised an error, which has this text."""
+    """The module raised an error; this is its text."""
 
 
 class ChildProcess:
-    """Asks the function `answerer(**given)` of `module`. For one thread.
+    """Asks the function `answerer(**given)` of `module`. Use it from one thread.
 
-    The process starts with the first question, and anew after it has ended. `max_bytes`: memory
-    that it may take beyond what it has after its start (where there is Linux); one that holds much
-    of it after an answer ends, so that a question leaves nothing behind.
+    The process starts with the first question, and again after it has ended. `max_bytes`: memory
+    that it may use beyond what it uses after its start (only on Linux). A process that still holds
+    much of it after an answer is ended, so that no question affects later ones.
     """
 
     def __init__(self, module: str, given: Mapping[str, Any], max_bytes: int) -> None:
@@ -63,7 +64,7 @@ class ChildProcess:
         )
         self._max_bytes = max_bytes
         self._process: subprocess.Popen[bytes] | None = None
-        self._first_size = 0  # bytes in memory, once it had started
+        self._first_size = 0  # resident bytes after its start
         self._end: weakref.finalize[..., ChildProcess] | None = None
 
     def ask(
@@ -72,8 +73,8 @@ class ChildProcess:
         """Return the answer to a question, which is a line of JSON.
 
         `is_wanted` is called about ten times a second. Raises RefusedError if the module raised an
-        error, NotStartedError, and NoAnswerError if the answer takes too much or is not wanted
-        any more; the process is ended then.
+        error, NotStartedError, and NoAnswerError if the answer takes too much time or memory or is
+        no longer wanted; the process is then ended.
         """
         try:
             answer = self._exchange(self._running(), question, max_seconds, is_wanted)
@@ -88,7 +89,7 @@ class ChildProcess:
         return answer["answer"]
 
     def stop(self) -> None:
-        """End the process; the next question starts another."""
+        """End the process. The next question starts a new one."""
         self._process = None
         if self._end is not None:
             self._end()
@@ -155,7 +156,7 @@ class ChildProcess:
 
 
 def _write(file: int, data: memoryview) -> int:
-    """Return the number of bytes written; all if the pipe is closed, which the read will show."""
+    """Return the number of bytes written. A closed pipe counts as written: the read then fails."""
     try:
         return os.write(file, data)
     except BlockingIOError:
@@ -165,7 +166,7 @@ def _write(file: int, data: memoryview) -> int:
 
 
 def _resident_bytes(pid: int) -> int:
-    """The bytes that a process has in memory; 0 where nothing tells."""
+    """Return the resident bytes of a process; 0 if the system does not report them."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * mmap.PAGESIZE
     except (OSError, ValueError, IndexError):

@@ -1,7 +1,8 @@
-"""`Latch`: an event that is set once, without a lock between two lines of Python.
+"""`Latch`: an event that is set once, and that is safe to use in signal handlers.
 
-A signal handler runs between two lines of the thread that it interrupts. A `threading.Event` or a
-`Condition` may hold a lock there. Then a handler that waits for another thread could wait for ever.
+A signal handler runs between two lines of the thread that it interrupts. A `threading.Event` or
+`Condition` may hold a lock at this point, and a handler that waits for another thread could then
+wait forever. A `Latch` never holds a lock between two lines of Python.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import threading
 
 
 class Latch:
-    """Set from any thread, waited for by any, in signal handlers too."""
+    """Any thread may set it and wait for it, also in signal handlers."""
 
     __slots__ = ("_gates", "is_set")
 
     def __init__(self) -> None:
         self.is_set = False
-        self._gates: dict[threading.Lock, None] = {}  # a held lock for each thread that waits
+        self._gates: dict[threading.Lock, None] = {}  # one held lock per waiting thread
 
     def set(self) -> None:
         """Idempotent."""
@@ -26,12 +27,12 @@ class Latch:
                 gate.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Is it set, now or within `timeout` seconds?"""
+        """Wait until it is set, for at most `timeout` seconds; return whether it is set."""
         if not self.is_set:
             gate = threading.Lock()
             gate.acquire()
             self._gates[gate] = None
-            if not self.is_set:  # else the thread that set it may not have seen the gate
+            if not self.is_set:  # if it is set, the setting thread may have missed the gate
                 gate.acquire(timeout=-1 if timeout is None else timeout)
             self._gates.pop(gate, None)
         return self.is_set

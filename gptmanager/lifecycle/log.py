@@ -1,6 +1,6 @@
-"""The library's logger for code that must go on: nothing that it calls can raise here.
+"""The library's logger for code that must continue: logging never raises here.
 
-The handlers and filters are the host's, and a record asks the host's `time.time`.
+Handlers, filters and `time.time`, which every record calls, may be the host's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _RARELY_S = 10.0
 
 
 class SteadyLogger:
-    """A `logging.Logger` that swallows its own failures; records name the caller's line."""
+    """A `logging.Logger` that ignores its own failures. Records have the caller's line."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

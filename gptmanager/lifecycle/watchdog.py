@@ -45,7 +45,7 @@ class CallbackTimer:
         self.total_ns = 0
         self.max_ns = 0
         self.histogram = [0] * NUM_BUCKETS
-        self.started_ns = 0  # of the call under way; 0: none
+        self.started_ns = 0  # start of the current call; 0 between calls
 
     def start(self) -> None:
         self.started_ns = perf_counter_ns()
@@ -61,12 +61,12 @@ class CallbackTimer:
         self.histogram[bucket if bucket < NUM_BUCKETS else -1] += 1
 
     def abandon(self) -> None:
-        """Stop timing the call under way."""
+        """Stop timing the current call."""
         self.started_ns = 0
 
     @property
     def running_s(self) -> float:
-        """Seconds that the call under way has taken so far; 0: there is none."""
+        """Seconds that the current call has taken so far; 0 between calls."""
         started = self.started_ns
         return (perf_counter_ns() - started) / 1e9 if started else 0.0
 
@@ -115,7 +115,7 @@ class Watchdog:
         self._iteration = iteration
         self._step_budget_s = step_budget_s
         self._on_hang = on_hang
-        self._reported: dict[str, int] = {}  # the start of the last call reported, by timer
+        self._reported: dict[str, int] = {}  # start time of the last reported call, by timer
         self._ended = Latch()
         self._thread = threading.Thread(target=self._watch, name="gptmanager-watchdog", daemon=True)
 
@@ -128,7 +128,7 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        # half a budget: a report follows within 1.5 budgets; at least 50 ms keep the cost small
+        # half the budget: calls are reported within 1.5 budgets; at least 50 ms, to limit the cost
         periods = [0.25]
         if self._budget_s is not None:
             periods.append(max(self._budget_s / 2, 0.05))
@@ -176,7 +176,7 @@ class Watchdog:
 
 
 def whereabouts(timers: Sequence[CallbackTimer], thread: int | None) -> str:
-    """Return which callback is running, and the line that `thread` is executing."""
+    """Return which callback is running, and the line that `thread` executes."""
     running = [(timer.running_s, timer.name) for timer in timers]
     seconds, name = min((pair for pair in running if pair[0]), default=(0.0, ""))
     frame = None if thread is None else sys._current_frames().get(thread)
@@ -194,5 +194,5 @@ def _stack(frame: FrameType | None) -> str:
         return "(no stack)"
     try:
         return "".join(traceback.format_stack(frame))
-    except Exception as error:  # it reads files; the hang must be reported in any case
+    except Exception as error:  # it reads files, and the hang must be reported in any case
         return f"(no stack: {type(error).__name__})"

@@ -1,4 +1,6 @@
-"""Tensors that outlive a step: the KV pool, adapters and the weights."""
+"""Memory that outlives a step: the KV pool, adapter pages and the weights; and reading
+checkpoints.
+"""
 
 from gptmanager.memory.adapter_pool import AdapterPool, adapter_table
 from gptmanager.memory.kv_pool import KvPool

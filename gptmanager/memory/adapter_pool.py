@@ -28,14 +28,15 @@ class AdapterPool:
     """Pages of adapters on the device and on the host.
 
     `pages [num_device_pages * page_size]`: the device's pages in one tensor that never moves,
-    because captured steps hold its address. On a CPU, memory is taken as pages are written. A table
-    for kernels has a slot for each page and holds the addresses of adapters. `modules`: the modules
-    of a layer of the model, by id. `share`: the part of an adapter that is kept; None: all.
+    because captured steps hold its address. On a CPU, memory is allocated when pages are written. A
+    table for kernels has a slot for each page and holds the addresses of adapters. `modules`: the
+    modules of a layer of the model, by id. `share`: the part of an adapter that is kept; None for
+    all.
 
     Host pages are in blocks of `pages_per_block`. A block is allocated when its first page is
-    written and freed when its last page is released; it is pinned unless the device is the CPU.
-    Call `warm_up()` before the first adapter is read, on a thread that may take seconds.
-    `put` may run in any thread, `copy` on any stream. The caller orders accesses to a page.
+    written, and freed when its last page is released. It is pinned unless the device is the CPU.
+    Call `warm_up()` before the first adapter is read, on a thread that may take seconds. `put` may
+    run in any thread, `copy` on any stream. The caller orders accesses to a page.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class AdapterPool:
         share: AdapterShare | None = None,
         warm_up: Callable[[], None] = lambda: None,
     ) -> None:
-        assert dtype.itemsize == sizes.itemsize  # both are the model's
+        assert dtype.itemsize == sizes.itemsize  # both are those of the model
         self.sizes = sizes
         num_elements = sizes.num_device_pages * sizes.page_size
         self.pages = torch.empty(num_elements, dtype=dtype, device=device)
@@ -61,19 +62,23 @@ class AdapterPool:
         self._share = share
         self._layers = range(num_layers) if share is None else share.layers
         self._layout = _layout(modules if share is None else share.modules)
-        self._layouts: dict[bytes, Layout] = {}  # of the modules that a step has
-        self._has_modules = np.zeros((sizes.num_device_pages, len(modules)), dtype=bool)  # by slot
+        self._layouts: dict[bytes, Layout] = {}  # by which modules a step uses
+        self._has_modules = np.zeros(
+            (sizes.num_device_pages, len(modules)), dtype=bool
+        )  # which modules the adapter in a slot has
         shape = sizes.num_device_pages, len(self._layers), len(modules), 2
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._num_placed = 0
         self._last_key: tuple[bytes, int] | None = None
-        self._last: StepAdapters | None = None  # of the last step, with what was planned of it
+        self._last: StepAdapters | None = None  # of the last step, including kernels' plans
         self._blocks: dict[int, Tensor] = {}
-        self._written: set[int] = set()  # host pages
-        self._lock = Lock()  # of the two above
+        self._written: set[int] = set()  # host pages that hold adapters
+        self._lock = Lock()  # guards the two above
 
     def kept(self, adapter: Adapter) -> list[Tensor]:
-        """Return the part of each row that `put` writes; nothing of a layer that is not kept."""
+        """Return the part of each row that `put` writes; it is empty for layers that
+        are not kept.
+        """
         rows, share = adapter.rows.values(), self._share
         if share is None:
             return [row.values for row in rows]
@@ -91,7 +96,7 @@ class AdapterPool:
         packing: Packing,
         weights: Sequence[Tensor],
     ) -> None:
-        """Write an adapter's rows at once; see `put_in_pieces`."""
+        """Write an adapter's rows in one call; see `put_in_pieces`."""
         whole(self.put_in_pieces(host_pages, rows, packing, weights))
 
     def put_in_pieces(
@@ -103,11 +108,11 @@ class AdapterPool:
     ) -> Pieces[None]:
         """Write an adapter to its host pages.
 
-        `weights[i]`: what is `kept` of `rows[i]`: A, then B, flattened, of the pool's dtype.
-        AdapterError, before anything is written, where one is not.
+        `weights[i]`: the `kept` part of `rows[i]`: A, then B, flattened, in the pool's dtype.
+        Raises AdapterError for other weights, before anything is written.
         """
         if len(weights) != len(rows):
-            raise AdapterError(f"{len(weights)} tensors are not the {len(rows)} rows of an adapter")
+            raise AdapterError(f"got {len(weights)} tensors for the {len(rows)} rows of an adapter")
         for index, (row, weight) in enumerate(zip(rows, weights, strict=True)):
             is_kept = self._share is None or row.layer in self._share.layers
             size = row.num_elements if is_kept else 0
@@ -121,11 +126,11 @@ class AdapterPool:
             yield from _copy(pages[page][offset : offset + len(weight)], weight)
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
-        """Copy pages at once; see `copy_in_pieces`."""
+        """Copy pages in one call; see `copy_in_pieces`."""
         whole(self.copy_in_pieces(copies))
 
     def copy_in_pieces(self, copies: Iterable[PageCopy]) -> Pieces[None]:
-        """Beginnings of host pages to the device: on a CPU at once, else on the current stream."""
+        """Copy the used part of host pages to the device, on the current stream if there is one."""
         for host_page, device_page, num_elements in copies:
             start = device_page * self.sizes.page_size
             source = self._host_page(host_page)[:num_elements]
@@ -138,7 +143,7 @@ class AdapterPool:
         packing: Packing,
         device_pages: Sequence[int],
     ) -> None:
-        """From now on kernels find this adapter in `slot`; as `copy` does it."""
+        """Register an adapter in `slot` of the kernels' table, in stream order like `copy`."""
         size = self.sizes.page_size
         table = adapter_table(rows, packing, device_pages, size, self._layers, self._modules)
         self._table[slot].copy_(table)
@@ -146,10 +151,10 @@ class AdapterPool:
         self._num_placed += 1
 
     def step(self, rows: Tensor, slots: npt.NDArray[np.int32] | None = None) -> StepAdapters:
-        """For tokens that have the adapters in these slots, int32 `[T]`; -1: none.
+        """Return the adapters of a step's tokens. `rows` int32 `[T]`: their slots; -1: none.
 
-        `slots`: `rows` on the CPU. None: it may have any, and every module is looked at. What is
-        on a CPU is that of the step before if nothing has changed: kernels find their plan there.
+        `slots`: `rows` on the CPU. With None the step may use any module. On a CPU, the last
+        step's object is returned if nothing has changed: kernels keep their plan in it.
         """
         key = None if slots is None or self._pinned else (slots.tobytes(), self._num_placed)
         if key is not None and key == self._last_key and self._last is not None:
@@ -160,7 +165,7 @@ class AdapterPool:
         return step
 
     def _layout_for(self, slots: npt.NDArray[np.int32]) -> Layout:
-        """Return the layout of the modules that these adapters have."""
+        """Return the layout of the modules that the adapters in these slots have."""
         needed: npt.NDArray[np.bool_] = np.logical_or.reduce(
             self._has_modules[np.unique(slots[slots >= 0])], axis=0
         )
@@ -173,7 +178,7 @@ class AdapterPool:
         return self._layouts[key]
 
     def release(self, host_pages: Iterable[int]) -> None:
-        """Nobody needs what these pages hold. Blocks of nothing else are given back."""
+        """Free host pages. Blocks without used pages are freed too."""
         with self._lock:
             self._written.difference_update(host_pages)
             needed = {page // self._pages_per_block for page in self._written}
@@ -187,14 +192,14 @@ class AdapterPool:
 
     @property
     def host_nbytes(self) -> int:
-        """Return the bytes of the blocks that are allocated now."""
+        """Return the bytes of the blocks that are currently allocated."""
         with self._lock:
             return sum(block.nbytes for block in self._blocks.values())
 
     def _allocate(self, host_pages: Sequence[int]) -> list[Tensor]:
         per_block, sizes = self._pages_per_block, self.sizes
         with self._lock:
-            self._written.update(host_pages)  # from now on `release` leaves their blocks alone
+            self._written.update(host_pages)  # `release` must not free their blocks
             missing = {page // per_block for page in host_pages} - self._blocks.keys()
         for number in missing:  # pinning takes long, so it is done without the lock
             num_pages = min(per_block, sizes.num_host_pages - number * per_block)
@@ -202,7 +207,7 @@ class AdapterPool:
                 (num_pages, sizes.page_size), dtype=self.pages.dtype, pin_memory=self._pinned
             )
             with self._lock:
-                self._blocks.setdefault(number, block)  # another thread may have been faster
+                self._blocks.setdefault(number, block)  # keep the block of a faster thread
         return [self._host_page(page) for page in host_pages]
 
     def _host_page(self, page: int) -> Tensor:
@@ -233,10 +238,10 @@ def adapter_table(
     layers: range,
     modules: Mapping[int, int],
 ) -> Tensor:
-    """Where kernels find an adapter: int64 `[layers, modules, 2]`, on the CPU.
+    """Return the kernels' table entry of an adapter: int64 `[layers, modules, 2]`, on the CPU.
 
-    Of each layer and module the element of `AdapterPool.pages` at which A begins, and the rank;
-    rank 0: the adapter has none. `modules`: module id -> its index.
+    The two values are the index in `AdapterPool.pages` at which A begins, and the rank; rank 0 if
+    the adapter does not have the module. `modules`: module id -> its index.
     """
     table = torch.zeros((len(layers), len(modules), 2), dtype=torch.int64)
     found = table.numpy()

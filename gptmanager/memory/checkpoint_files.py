@@ -1,6 +1,7 @@
-"""Files of a checkpoint, which are not trusted: their kind and size are checked before reading.
+"""Checks the kind, size and nesting of checkpoint files, which are not trusted, before reading
+them.
 
-Decides how large and how deeply nested such a file may be; does not interpret its content.
+Does not interpret the content of the files.
 """
 
 from __future__ import annotations
@@ -19,32 +20,31 @@ _TOO_DEEP = f"its values are nested deeper than {_MAX_DEPTH} levels"
 
 
 def check_file(path: Path, max_bytes: int | None = None) -> int:
-    """Its size in bytes. ConfigError unless it is a file that ends.
+    """Return a file's size in bytes. Raises ConfigError unless it is a regular, nonempty file.
 
-    A FIFO would be waited for without an end, as would some files of /proc, which say that they are
-    empty.
+    Reading a FIFO could block forever, and so could some files of /proc, which report size 0.
     """
     try:
         status = path.stat()
     except FileNotFoundError:
         raise ConfigError(f"{quoted_path(path)} does not exist") from None
-    except (OSError, ValueError) as error:  # ValueError: no name that a file can have
+    except (OSError, ValueError) as error:  # ValueError: not a valid file name
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"{quoted_path(path)} cannot be read: {why}") from error
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a FIFO, a socket or a device"
-        raise ConfigError(f"{quoted_path(path)} is {kind}: a file is needed")
+        raise ConfigError(f"{quoted_path(path)} is {kind}: it must be a file")
     if not status.st_size:
         raise ConfigError(f"{quoted_path(path)} is empty")
     if max_bytes is not None and status.st_size > max_bytes:
         raise ConfigError(
-            f"{quoted_path(path)} has {status.st_size} bytes: at most {max_bytes} are read"
+            f"{quoted_path(path)} has {status.st_size} bytes: the limit is {max_bytes}"
         )
     return status.st_size
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds, of at most 64 MiB. ConfigError says what it is instead."""
+    """Return the JSON object in a file of at most 64 MiB. Raises ConfigError for other content."""
     size = check_file(path, _MAX_JSON_BYTES)
     try:
         with path.open("rb") as file:
@@ -58,17 +58,19 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{quoted_path(path)} is not JSON: {error_summary(error)}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{quoted_path(path)}: an object is needed")
+        raise ConfigError(f"{quoted_path(path)}: must be a JSON object")
     check_depth(quoted_path(path), content)
     return content
 
 
 def check_depth(where: str, value: Any) -> None:
-    """ConfigError for what code that recurses could not walk through."""
+    """Raise ConfigError for a value that is nested too deeply for recursive code."""
     level: Iterable[Any] = [value]
     for _ in range(_MAX_DEPTH):
         inner = [child for parent in level for child in _children(parent)]
-        level = {id(child): child for child in inner}.values()  # a host's may hold one twice
+        level = {
+            id(child): child for child in inner
+        }.values()  # a host's value may contain an object twice
         if not level:
             return
     raise ConfigError(f"{where}: {_TOO_DEEP}")
@@ -81,10 +83,10 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of them; a name that stands for two values has no meaning."""
+    """Return the pairs as a dict. Raises ConfigError if a name has two different values."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found and found[name] != value:
-            raise ConfigError(f"{quoted(name)} is there twice, and the values differ")
+            raise ConfigError(f"{quoted(name)} occurs twice, with different values")
         found[name] = value
     return found

@@ -1,7 +1,7 @@
 """`DeviceKvPool`: a `KvPool` on a device. A kernel on the device's stream copies its blocks.
 
-Blocks from `num_blocks` on are in pinned memory, which the kernel reads and writes directly: no
-thread waits.
+Blocks with ids from `num_blocks` on are in pinned host memory. The kernel reads and writes it
+directly, so no thread waits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.memory.kv_pool import KvPool
 
-_VECTOR_BYTES = 16  # what the kernel copies at once
+_VECTOR_BYTES = 16  # the kernel copies vectors of this size
 _MAX_ROWS = 1 << 31
 
 
 class DeviceKvPool(KvPool):
-    """Pages as CUDA kernels read them: token-major.
+    """Pages in the layout that CUDA kernels read: token-major.
 
-    `ConfigError` where a layer has 2^31 rows (tokens of a KV head) or more: kernels count in ints.
+    Raises ConfigError if a layer has 2^31 rows (tokens of a KV head) or more: kernels use int
+    indices.
     """
 
     def __init__(self, launcher: Launcher, *sizes: int, **options: Any) -> None:
@@ -33,16 +34,16 @@ class DeviceKvPool(KvPool):
         if num_rows >= _MAX_ROWS:
             raise ConfigError(
                 f"a KV cache of {num_blocks} blocks of {tokens_per_block} tokens and "
-                f"{num_kv_heads} KV heads has {num_rows} rows of a layer, and CUDA kernels take "
+                f"{num_kv_heads} KV heads has {num_rows} rows per layer, and CUDA kernels support "
                 f"fewer than {_MAX_ROWS}: set KvCacheConfig.max_tokens"
             )
         super().__init__(*sizes, token_major=True, **options)
         self._launcher = launcher
-        for name in PROGRAM.kernels:  # compiled now, and not while requests wait
+        for name in PROGRAM.kernels:  # compiled now, so that no request waits for it
             launcher.kernel(PROGRAM, name)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Enqueue copies of the beginnings of blocks, as if one after the other."""
+        """Enqueue copies of the first tokens of blocks; the result is that of copying in order."""
         head_dim = self.values.shape[-1]
         if head_dim * self.values.itemsize % _VECTOR_BYTES:
             super().copy(copies)
@@ -51,7 +52,7 @@ class DeviceKvPool(KvPool):
             self._copy_together(together)
 
     def _copy_together(self, copies: list[Copy]) -> None:
-        """Copies that do not depend on each other, by where they come from and go to."""
+        """Enqueue independent copies, with one launch for each kind of source and destination."""
         by_ends: dict[tuple[bool, bool], list[Copy]] = {}
         size = self.num_blocks
         for source, destination, num_tokens in copies:
@@ -66,7 +67,7 @@ class DeviceKvPool(KvPool):
                 copy_blocks(self._launcher, to_pages, from_pages, numbers)
 
     def _pages(self, on_host: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values `[layers, blocks, kv_heads, tokens_per_block, head_dim]`."""
+        """Return keys and values `[layers, blocks, kv_heads, tokens_per_block, head_dim]`."""
         if on_host:
             return self._host_keys.mT, self._host_values
         return self.keys.mT, self.values

@@ -1,6 +1,6 @@
-"""`HostMemory`: tensors of the host that a device reads and writes where they are.
+"""`HostMemory`: host tensors that a device can read and write directly.
 
-Decides how memory is pinned. Does not know its content.
+Decides how memory is pinned. It does not know the content.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 
 
 class HostMemory:
-    """Memory for one owner, pinned as long as that owner lives.
+    """Memory for one owner, which stays pinned until the owner is deleted.
 
-    torch rounds a pinned tensor up to a power of two: of 40 GiB it takes 64. Here the pages that a
-    tensor needs are mapped and registered with CUDA, and no more. Where CUDA refuses that, torch
-    pins it. `register` and `unregister` raise where CUDA refuses; None: those of torch's CUDA.
+    torch rounds a pinned tensor up to a power of two, for example 40 GiB to 64 GiB. Here only the
+    pages of the tensor are mapped and registered with CUDA. If CUDA refuses, torch pins the memory.
+    `register` and `unregister` raise if CUDA refuses; None: torch's CUDA functions.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class HostMemory:
         self._unregister = unregister or _unregister
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of whatever values; on a CPU an ordinary one."""
+        """Return an uninitialized tensor; on a CPU an ordinary one."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._device.type != "cuda" or num_bytes == 0:
             is_pinned = self._device.type != "cpu"
@@ -50,14 +50,14 @@ class HostMemory:
             self._register(tensor.data_ptr(), num_bytes)
         except RuntimeError as error:
             logger.warning(
-                "%d bytes of the host cannot be registered with CUDA (%s): torch pins them, in a "
-                "power of two",
+                "cannot register %d bytes of host memory with CUDA (%s): torch pins a "
+                "power of two instead",
                 *(num_bytes, error),
             )
             return torch.empty(shape, dtype=dtype, pin_memory=True)
-        # the arguments hold the memory until it is registered no longer
+        # the arguments keep the memory alive until it is unregistered
         end = weakref.finalize(self, _end, self._unregister, tensor.data_ptr(), memory)
-        end.atexit = False  # the end of the process does the same, in the right order
+        end.atexit = False  # at exit, CUDA unregisters the memory itself
         return tensor
 
 
@@ -65,7 +65,7 @@ def _end(unregister: Callable[[int], object], address: int, memory: mmap.mmap) -
     try:
         unregister(address)
     except RuntimeError as error:
-        logger.warning("memory of the host stays registered with CUDA: %s", error)
+        logger.warning("host memory stays registered with CUDA: %s", error)
 
 
 def _register(address: int, num_bytes: int) -> None:

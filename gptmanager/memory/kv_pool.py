@@ -14,18 +14,18 @@ NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class KvPool:
-    """Paged storage, addressed by block id; which sequence holds a block is not known here.
+    """Paged storage of keys and values, addressed by block id. It does not know which sequence
+    holds a block.
 
     `keys` `[layers, blocks, kv_heads, head_dim, tokens_per_block]`: transposed inside a block, so
-    that the scores of one query against a block run along contiguous memory.
-    `values` `[layers, blocks, kv_heads, tokens_per_block, head_dim]`.
-    With `dtype` float8_e4m3fn, a value is an element times a scale of the model.
-    `token_major`: keys have the memory layout of values, and `keys` is a transposed view; CUDA
-    kernels read whole tokens. `contiguous`: in addition, the values of a block follow its keys, so
-    that both are views of one tensor.
+    that the scores of one query against a block are computed along contiguous memory. `values`
+    `[layers, blocks, kv_heads, tokens_per_block, head_dim]`. With `dtype` float8_e4m3fn, an element
+    is multiplied by a scale of the model. `token_major`: keys have the memory layout of values, and
+    `keys` is a transposed view, because CUDA kernels read whole tokens. `contiguous`: in addition,
+    the values of a block follow its keys, so that both are views of one tensor.
 
-    `num_host_blocks` more are in CPU memory, with the ids from `num_blocks` on: they are copied
-    to and from the device, and never used by a step.
+    `num_host_blocks` more blocks are in CPU memory, with ids from `num_blocks` on. They are copied
+    to and from the device, and steps never use them.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class KvPool:
         self._host_values = pages(host, is_keys=False, empty=self._host_memory.empty)
 
     def contiguous(self, layer: int) -> Tensor:
-        """`[blocks, 2, kv_heads, tokens_per_block, head_dim]`: keys, then values, of a layer.
+        """Return a layer's keys, then values: `[blocks, 2, kv_heads, tokens_per_block, head_dim]`.
 
-        The memory itself in a pool that was made `contiguous`, otherwise a copy. Under V1, where a
-        sequence has one block, this is `[sequences, 2, kv_heads, max_seq_len, head_dim]`, and the
-        row of a sequence is the only entry of its line in `Batch.block_tables`.
+        A view if the pool was created `contiguous`, otherwise a copy. In V1, where a sequence has
+        one block, this is `[sequences, 2, kv_heads, max_seq_len, head_dim]`; the only entry of a
+        sequence's line in `Batch.block_tables` is its row.
         """
         if self._whole is not None:
             return self._whole[layer]
         return torch.stack((self.keys[layer].mT, self.values[layer]), dim=1)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Carry out copies of the beginnings of blocks, one after the other."""
+        """Copy the first tokens of blocks, one copy after the other."""
         for source, destination, num_tokens in copies:
             keys, values = self._block(destination)
             source_keys, source_values = self._block(source)
@@ -89,7 +89,9 @@ class KvPool:
             values[:, :, :num_tokens] = source_values[:, :, :num_tokens]
 
     def _block(self, block: int) -> tuple[Tensor, Tensor]:
-        """Keys `[layers, kv_heads, head_dim, tokens]` and values of a block of either kind."""
+        """Return keys `[layers, kv_heads, head_dim, tokens]` and values of a block on device or
+        host.
+        """
         if block < self.num_blocks:
             return self.keys[:, block], self.values[:, block]
         index = block - self.num_blocks

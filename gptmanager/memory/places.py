@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint go: the rows of a parameter, and the part that is kept."""
+"""The destinations of a checkpoint's tensors: rows of a parameter, and the part that is kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Rows of a tensor, perhaps each n-th one, that go to rows of a parameter in one piece."""
+    """Rows of a tensor, possibly every n-th one, copied to consecutive rows of a parameter."""
 
     source: range
     row: int
@@ -18,12 +18,12 @@ class Place:
     """The destination of one tensor of a checkpoint.
 
     The tensor fills `num_rows` rows of `parameter` from `first_row` on (None: all). `transposed`:
-    the checkpoint holds the transpose. `twin`: another tensor fills this storage (tied
-    embeddings); this one may be missing, and where it is present it must be equal. `scale`: one
-    number for all of the rows, or one for each, kept as float32; it may be missing, which means 1.
-    `runs`: the tensor's rows in another order, if they do not follow each other from `first_row`.
-    `stacked`: the tensor holds that many matrices (or vectors, of a bias), one for each expert;
-    its rows are counted through all of them.
+    the checkpoint stores the transpose. `twin`: another tensor fills this storage (tied
+    embeddings); this tensor may be missing, otherwise it must be equal to the twin. `scale`: one
+    number for all rows, or one per row, kept as float32; a missing scale is 1. `runs`: the order of
+    the tensor's rows, if they are not consecutive from `first_row`. `stacked`: the tensor holds
+    this number of matrices (or bias vectors), one per expert; its rows are numbered through all of
+    them.
     """
 
     parameter: str
@@ -38,10 +38,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a parameter that is kept: ranges of rows, and some columns of these rows."""
+    """The part of a parameter that is kept: ranges of rows, and a range of their columns."""
 
     rows: tuple[range, ...]
-    columns: range | None = None  # None: the parameter has none
+    columns: range | None = None  # None for a vector
 
 
 def whole(shape: tuple[int, ...]) -> Cut:

@@ -1,6 +1,6 @@
-"""`SafetensorsWriter`: a safetensors file written tensor by tensor, in slices.
+"""`SafetensorsWriter`: writes a safetensors file tensor by tensor, in slices.
 
-safetensors itself writes only what is in memory as a whole.
+The safetensors library can only write tensors that are all in memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NAMES = {
 
 
 class SafetensorsWriter:
-    """Writes tensors of announced shapes and dtypes, in their order in `tensors`.
+    """A context manager that writes tensors of announced shapes and dtypes, in the order of
+    `tensors`.
 
-    A context manager. Each tensor is written by one or more calls of `write`, from its first
-    element to its last.
+    Each tensor is written by one or more calls of `write`, from its first element to its last.
     """
 
     def __init__(

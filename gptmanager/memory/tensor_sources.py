@@ -1,6 +1,6 @@
-"""Where tensors of a checkpoint come from: a state dict, or a folder of safetensors.
+"""The sources of a checkpoint's tensors: a state dict, or a folder of safetensors.
 
-Decides how files are found and read in pieces. Does not know how a tensor is used.
+Decides how files are found and read in slices. Does not know how a tensor is used.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 _DTYPES = {**FLOATS, "I8": "int8", "I32": "int32", "I64": "int64"}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_MAX_TENSORS = 200_000  # of 10,000 layers
+_MAX_TENSORS = 200_000  # enough for 10,000 layers
 
 
 class TensorInfo(NamedTuple):
-    """The shape and dtype of a tensor, known before it is read; `dtype` as torch names it.
+    """The shape and dtype of a tensor, known before it is read. `dtype`: torch's name of it.
 
-    `in_groups`: it is a matrix in 4 bits, of a source that is a `GroupedSource`.
+    `in_groups`: the tensor is an int4 matrix of a `GroupedSource`.
     """
 
     shape: tuple[int, ...]
@@ -41,26 +41,26 @@ class TensorSource(Protocol):
     """The tensors of a checkpoint by name, read in slices."""
 
     def describe(self) -> Mapping[str, TensorInfo]:
-        """Return what is known of each tensor before it is read."""
+        """Return the shape and dtype of each tensor, without reading it."""
         ...
 
     def pieces(
         self, name: str, max_bytes: int, region: Sequence[range] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield slices of a tensor along its first dimension: (first index, slice), all in order.
+        """Yield slices of a tensor along its first dimension, (first index, slice), in order.
 
-        `region`: what is wanted, a range for each dimension; indices count from its beginning. A
-        slice is of about `max_bytes`, and valid until the next one is asked for.
+        `region`: the range of each dimension to read; indices count from its beginning. A slice has
+        about `max_bytes`, and is valid until the next one is requested.
         """
         ...
 
     def close(self) -> None:
-        """Let go of files; reading opens them again."""
+        """Close the files. The next read opens them again."""
         ...
 
 
 class GroupedSource(TensorSource, Protocol):
-    """A source with matrices in 4 bits, which it also reads as they are."""
+    """A source with int4 matrices, which it can also return without conversion."""
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
         """Yield these rows of a matrix `[outputs, inputs]` in slices, as `pieces` does."""
@@ -68,19 +68,19 @@ class GroupedSource(TensorSource, Protocol):
 
 
 class StateDict:
-    """Tensors that are in memory already. One that is none, or has no values: `ConfigError`."""
+    """Tensors that are in memory. Raises ConfigError for values that are not dense tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if not isinstance(name, str):
-                raise ConfigError(f"tensor {quoted(name)}: a name is needed that is a str")
+                raise ConfigError(f"tensor {quoted(name)}: the name must be a str")
             if not isinstance(tensor, Tensor):
                 raise ConfigError(
-                    f"{tensor_name(name)}: a torch.Tensor is needed, got {type(tensor).__name__}"
+                    f"{tensor_name(name)}: must be a torch.Tensor, got {type(tensor).__name__}"
                 )
             if tensor.is_meta or tensor.layout is not torch.strided:
                 raise ConfigError(
-                    f"{tensor_name(name)}: a dense tensor with values is needed, got one of layout "
+                    f"{tensor_name(name)}: must be a dense tensor with values, got layout "
                     f"{tensor.layout} on {tensor.device}"
                 )
         self._tensors = tensors
@@ -98,16 +98,17 @@ class StateDict:
         yield 0, tensor if region is None else tensor[tuple(map(_slice, region))]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 class SafetensorsFolder:
     """A Hugging Face checkpoint folder: `model.safetensors`, or the shards that an index names.
 
-    `single`: what the file is called if it is one; a name of its own means that there is no index.
-    Files are memory-mapped. A page that was read stays resident as long as its mapping does, so
-    the mapping is renewed whenever `max_bytes` were read through it.
-    `ConfigError`: no safetensors, a broken file, a tensor in two files or not where the index says.
+    `single`: the name of the file if there is only one; a name other than the default means that
+    there is no index. Files are memory-mapped. A page that was read stays resident as long as its
+    mapping, so the mapping is renewed whenever `max_bytes` were read through it. Raises ConfigError
+    if there are no safetensors, if a file is broken, or if a tensor is in two files or not in the
+    file that the index names.
     """
 
     def __init__(self, folder: Path, single: str = _SINGLE) -> None:
@@ -130,17 +131,17 @@ class SafetensorsFolder:
     def pieces(
         self, name: str, max_bytes: int, region: Sequence[range] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the tensor in slices along its first dimension: (first index, slice), all in order.
+        """Yield slices of a tensor along its first dimension, (first index, slice), in order.
 
-        `region`: what is wanted, a range for each dimension; indices count from its beginning. A
-        slice is valid until the next one is asked for: it may be part of a mapped file.
+        `region`: the range of each dimension to read; indices count from its beginning. A slice may
+        be a part of the mapped file, so it is valid only until the next one is requested.
         """
         shape, dtype, _ = self._tensors[name]
         if not shape:
             yield 0, self._map(self._files[name], max_bytes).get_tensor(name)
             return
         rows, *others = region or [range(size) for size in shape]
-        # of a row that is not wanted whole, pages of memory are
+        # if only a part of a row is read, its memory pages become resident as a whole
         row_bytes = math.prod(shape[1:]) * getattr(torch, dtype).itemsize
         step = max(1, max_bytes // row_bytes)
         for start in range(rows.start, rows.stop, step):
@@ -149,10 +150,10 @@ class SafetensorsFolder:
             piece = mapping.get_slice(name)[tuple(map(_slice, (own, *others)))]
             self._bytes_read += len(own) * row_bytes
             yield start - rows.start, piece
-            del piece, mapping  # or the old mapping would outlive the opening of the next
+            del piece, mapping  # drop the old mapping before the file is mapped again
 
     def close(self) -> None:
-        """Drop the mapping; reading opens one again."""
+        """Unmap the file. The next read maps it again."""
         self._mapped = self._mapping = None
 
     def _map(self, file: Path, max_bytes: int) -> Any:
@@ -196,7 +197,7 @@ def _open(file: Path) -> Any:
 
 
 def _read_index(folder: Path, single: str) -> dict[str, str] | None:
-    """Tensor name -> file name; None: the checkpoint is a single file."""
+    """Return tensor name -> file name; None if the checkpoint is a single file."""
     if os.path.lexists(folder / single):
         return None
     file = folder / _INDEX
@@ -209,10 +210,10 @@ def _read_index(folder: Path, single: str) -> dict[str, str] | None:
         raise ConfigError(text)
     index = read_object(file).get("weight_map")
     if not isinstance(index, dict):
-        raise ConfigError(f"{quoted_path(file)}: weight_map = {quoted(index)}: an object is needed")
+        raise ConfigError(f"{quoted_path(file)}: weight_map = {quoted(index)}: must be an object")
     for name in index.values():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
-            text = f"weight_map names {quoted(name)}, a file of the folder is needed"
+            text = f"weight_map names {quoted(name)}, which must be a file in the folder"
             raise ConfigError(f"{quoted_path(file)}: {text}")
     return index
 

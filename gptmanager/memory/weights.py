@@ -1,8 +1,8 @@
 """`Weights`: a model's parameters, in storage that is owned here and filled by tensor name.
 
-Decides how a tensor reaches its storage: whole, or as rows of a fused parameter, transposed or
-not, converted to the storage's dtype on the way. The storage never moves: a reference to a
-parameter sees what is loaded later. Each `Place` says which parameter a tensor belongs to.
+Decides how a tensor reaches its storage: as a whole, or as rows of a fused parameter; transposed or
+not; converted to the storage's dtype. The storage never moves, so a reference to a parameter sees
+later loads. A `Place` says which parameter a tensor belongs to.
 """
 
 from __future__ import annotations
@@ -49,16 +49,15 @@ class _Part(NamedTuple):
 class Weights:
     """Parameters by our names, filled from tensors by the checkpoint's names.
 
-    `places` has the destination of each tensor; its name may have `prefix` or not, or a key of
-    `prefixes` in place of the value. Tensors with names that match `ignored` are skipped; any
-    other tensor without a place is an error.
-    Those in `wide` are kept in float32 at least. `quantized`: the matrices that are stored in 8
-    bits or in 4. `keeps_groups`: those that the first source has in 4 bits are stored so.
-    `cuts`: the kept part of each parameter; a parameter that it lacks is dropped; None: keep all.
-    Names and shapes are still those of whole tensors.
-    The first `load` makes the storage: tensors, and for those in `matrices` what
-    `new_matrix(rows, columns, dtype, quantized)` returns, if it is not None.
-    `version` counts the loads, so that results of older weights can be recognized.
+    `places`: the destination of each tensor. Its name may have `prefix` or not, or a key of
+    `prefixes` in place of the value. Tensors with names that match `ignored` are skipped; any other
+    tensor without a place is an error. `wide`: parameters that are kept in float32 at least.
+    `quantized`: the matrices that are stored as int8 or int4. `keeps_groups`: the matrices that are
+    stored as int4 if the first source has them as int4. `cuts`: the kept part of each parameter;
+    parameters that it lacks are dropped; None: keep all. Names and shapes are those of whole
+    tensors even so. The first `load` allocates the storage: tensors, or for `matrices` the result
+    of `new_matrix(rows, columns, dtype, quantized)` unless that is None. `version` counts the
+    loads, so that results of older weights can be recognized.
     """
 
     def __init__(
@@ -119,13 +118,14 @@ class Weights:
         partial: bool = False,
         on_progress: ProgressCallback | None = None,
     ) -> None:
-        """Copy tensors into their storage, converting the dtype; the storage stays where it is.
+        """Copy tensors into their storage and convert the dtype. The storage does not move.
 
-        `partial`: tensors may be missing once all were loaded; what they fill is left as it is.
+        `partial`: after a complete load, tensors may be missing; their storage is not changed.
         `on_progress` is called with "weights", the bytes copied so far, and all bytes to copy.
-        `ConfigError` names the tensors that are missing, unknown, double, misshapen, not of a
-        floating dtype, the bytes that there is no memory for (nothing is allocated or copied then),
-        or the tensor that is not equal to its twin.
+
+        Raises ConfigError, which names the tensors that are missing, unknown, duplicated, not of
+        the right shape or a floating dtype, or not equal to their twin; or the number of bytes if
+        memory does not suffice (then nothing is allocated or copied).
         """
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
@@ -150,7 +150,7 @@ class Weights:
     def _in_groups(
         self, names: Mapping[str, str], found: Mapping[str, TensorInfo]
     ) -> dict[str, Quantized]:
-        """Return the quantized matrices that a source has in 4 bits as a whole."""
+        """Return the quantized matrices that a source stores as int4 completely."""
         places = self._places
         others = {places[n].parameter for n, own in names.items() if not found[own].in_groups}
         return dict.fromkeys(self._quantized.keys() - others, "int4")
@@ -163,14 +163,15 @@ class Weights:
         sizes |= {n: _BYTES[kind] for n, kind in self._quantized.items()}
         needed = int(sum(math.prod(shape) * sizes[n] for n, shape in shapes.items()))
         on_cpu = torch.device(self._device).type == "cpu"
-        free = free_memory_bytes() if on_cpu else math.inf  # a device says itself what it has
+        # a device raises by itself if memory does not suffice
+        free = free_memory_bytes() if on_cpu else math.inf
         try:
             if needed > free:
                 raise MemoryError(f"{free} bytes are free")
             self._storage = {
                 name: self._new(name, shape, dtypes[name]) for name, shape in shapes.items()
             }
-        except (RuntimeError, MemoryError) as error:  # torch has both
+        except (RuntimeError, MemoryError) as error:  # torch raises either of them
             raise ConfigError(
                 f"no memory for weights of {needed} bytes in {self._dtype}: {error_summary(error)}"
             ) from error
@@ -189,7 +190,7 @@ class Weights:
         names: Mapping[str, str],
         on_progress: ProgressCallback | None,
     ) -> None:
-        # twins are compared, so what they are compared with must be there
+        # a twin is compared with its parameter, so it comes after it
         order = sorted(names, key=lambda name: self._places[name].twin)
         parts = {name: self._parts(self._places[name]) for name in names}
         total = sum(self._nbytes(name, part) for name in names for part in parts[name])
@@ -212,7 +213,7 @@ class Weights:
         return [Run(range(at, at + size), first + at) for at in range(0, num_rows, size)]
 
     def _parts(self, place: Place) -> list[_Part]:
-        """Return the parts of a tensor that are kept."""
+        """Return the kept parts of a tensor."""
         if place.parameter not in self._cuts:
             return []
         found, row = [], 0
@@ -226,21 +227,21 @@ class Weights:
         return found
 
     def _nbytes(self, name: str, part: _Part) -> int:
-        """Return the bytes of the part that is kept."""
+        """Return the bytes of a kept part."""
         parameter = self._places[name].parameter
         columns = self._cuts[parameter].columns
         num_columns = 1 if columns is None else len(columns)
         return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
 
     def _names(self, given_names: Iterable[str]) -> dict[str, str]:
-        """The places' names -> the names as given."""
+        """Return the names of places -> the names in the checkpoint."""
         names: dict[str, str] = {}
         unknown = []
         for given in given_names:
             name = self._own_name(given)
             name = name if name in self._places else self._prefix + name
             if name in names:
-                raise ConfigError(f"tensor {name} is there twice: as {names[name]} and as {given}")
+                raise ConfigError(f"tensor {name} occurs twice: as {names[name]} and as {given}")
             if name in self._places:
                 names[name] = given
             elif self._ignored is None or not self._ignored.search(given):
@@ -249,7 +250,7 @@ class Weights:
         return names
 
     def _own_name(self, given: str) -> str:
-        """Return a tensor's name as it is without a wrapper around the model."""
+        """Return a tensor's name without the prefix of a wrapper around the model."""
         theirs = next(filter(given.startswith, self._prefixes), "")
         return self._prefixes.get(theirs, "") + given.removeprefix(theirs)
 
@@ -265,7 +266,7 @@ class Weights:
     def _copy_part(
         self, source: TensorSource, given: str, name: str, part: _Part, max_bytes: int
     ) -> Iterator[int]:
-        """Piece by piece; the bytes of each."""
+        """Copy a part slice by slice; yield the bytes of each slice."""
         place, num_bytes = self._places[name], self._nbytes(name, part)
         if place.scale:
             self._copy_scales(source, given, name, part)
@@ -274,7 +275,7 @@ class Weights:
         if place.stacked or part.rows.step != 1:
             yield self._copy_picked(source, given, place, part, max_bytes)
             return
-        # the scale of a row that is quantized is that of the whole
+        # a quantized row has one scale, which must be that of the whole row
         in_rows = place.parameter in self._quantized
         columns = self._cuts[place.parameter].columns
         if columns is None:
@@ -308,7 +309,7 @@ class Weights:
     def _copy_picked(
         self, source: TensorSource, given: str, place: Place, part: _Part, max_bytes: int
     ) -> int:
-        """Copy rows of one expert's matrix, or rows that do not follow each other; their bytes."""
+        """Copy rows of one expert's matrix, or rows that are not consecutive; return the bytes."""
         rows, columns = part.rows, self._cuts[place.parameter].columns
         itemsize = self._storage[place.parameter].dtype.itemsize
         grouped = self._grouped(source, given, place)
@@ -342,7 +343,7 @@ class Weights:
     def _copy_scales(self, source: TensorSource, given: str, name: str, part: _Part) -> None:
         [(_, piece)] = source.pieces(given, sys.maxsize)
         if not (piece.isfinite() & (piece > 0)).all():
-            raise ConfigError(f"tensor {given} holds {piece.tolist()}: scales are positive")
+            raise ConfigError(f"tensor {given} holds {piece.tolist()}: scales must be positive")
         if piece.numel() > 1:
             piece = piece[part.rows.start : part.rows.stop]
         storage = self.tensor(self._places[name].parameter)
@@ -351,9 +352,9 @@ class Weights:
     def _copy(
         self, place: Place, piece: Tensor | Groups, row: int, column: int, columns: range | None
     ) -> bool:
-        """Some columns of `piece`, None: all, from that row and column of the storage on.
+        """Copy columns of `piece` (None: all) to the storage, starting at the given row and column.
 
-        False, of a twin only: they are not what is there.
+        For a twin, nothing is copied; returns False if the values differ from the storage.
         """
         storage = self._storage[place.parameter]
         if isinstance(storage, PackedMatrix):
@@ -377,11 +378,11 @@ def _check(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> None:
     if found.shape not in expected:
         wanted = " or ".join(str(list(shape)) for shape in expected)
         raise ConfigError(
-            f"tensor {name} has shape {list(found.shape)}, the config asks for {wanted}"
+            f"tensor {name} has shape {list(found.shape)}, the config requires {wanted}"
         )
     if found.dtype not in FLOATS.values():
         needed = ", ".join(FLOATS.values())
-        raise ConfigError(f"tensor {name} has dtype {found.dtype}; needed is one of {needed}")
+        raise ConfigError(f"tensor {name} has dtype {found.dtype}; must be one of {needed}")
 
 
 def _refuse(what: str, names: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""A recorded run, once more and without its model: where does it go another way?"""
+"""Runs a recording again without its model, and finds where the new run differs."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""`gptmanager replay` once its arguments are read."""
+"""`gptmanager replay`, after its arguments are parsed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gptmanager.terminal.progress import ProgressBars
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return the exit status."""
+    """Run the command and return its exit status."""
     recording = read_recording(options.recording)
     bars = ProgressBars(options.region)
 
@@ -57,9 +57,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The callable that `MODULE:NAME` names; raises ConfigError if there is none.
+    """Return the callable that `MODULE:NAME` names. Raises ConfigError if it does not exist.
 
-    Modules of the current folder are found, as `python -m` finds them.
+    Modules of the current folder are found, as with `python -m`.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
@@ -68,7 +68,7 @@ def imported(name: str) -> Callable[..., Any]:
         sys.path.insert(0, folder)
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # importing a module may raise anything
         raise ConfigError(f"--scheduler {name}: {response_text(error)}") from error
     if not callable(found):
         raise ConfigError(f"--scheduler {name}: {found!r} is not callable")
@@ -76,7 +76,7 @@ def imported(name: str) -> Callable[..., Any]:
     def create(**options: Any) -> Any:
         try:
             return found(**options)
-        except Exception as error:  # whatever it was written for
+        except Exception as error:  # a host's function may raise anything
             raise ConfigError(f"--scheduler {name}: {response_text(error)}") from error
 
     create.__qualname__ = getattr(found, "__qualname__", type(found).__name__)

@@ -106,10 +106,10 @@ def completed(
     create_scheduler: Callable[..., Any] | None = None,
     wrap: Callable[[RequestScheduler], RequestScheduler] | None = None,
 ) -> Iterator[tuple[Iteration, TokenLoop]]:
-    """Yield each iteration with its schedule and ends, recorded or not, and the loop after it.
+    """Yield each iteration with its schedule and ends, and the loop after it, even if not recorded.
 
-    The caller must only read the loop. `wrap` returns a scheduler that replaces the loop's, with
-    the same decisions. RecordingError at a divergence.
+    The caller must only read the loop. `wrap` returns a scheduler that replaces the loop's and
+    makes the same decisions. Raises RecordingError at a divergence.
     """
     run = _Replay(recording, create_scheduler, wrap)
     for iteration in recording.iterations:
@@ -125,7 +125,7 @@ def completed(
 
 
 class _EndOfRecording(Exception):
-    """The loop wants a result that was never recorded."""
+    """The loop needs a result that was not recorded."""
 
 
 class _Replay:
@@ -162,7 +162,7 @@ class _Replay:
         world, number = self.world, self._num_steps
         self._num_steps += 1
         world.begin(iteration)
-        if iteration.recovered is not None:  # the point at which it raised is not recorded
+        if iteration.recovered is not None:  # the recording does not say where it raised
             where = self._recording.where(number)
             with located(f"{where}: the state after iteration {iteration.index}"):
                 self.loop = self._new_loop(iteration.recovered)
@@ -172,7 +172,7 @@ class _Replay:
             self.loop.iterate()
         except _EndOfRecording:
             return self._broken(iteration, "")
-        except Exception as error:  # an error of the recorded run may occur here, too
+        except Exception as error:  # an error of the recorded run may also occur here
             return self._broken(iteration, response_text(error))
         found = _schedule_difference(iteration, world.schedule)
         if found is None and world.num_taken < len(iteration.results):
@@ -248,7 +248,7 @@ class _RecordedWorld:
         self._iteration = iteration
         self.schedule: Schedule | None = None
         self.ends: list[End] = []
-        self.num_taken = 0  # results
+        self.num_taken = 0  # number of results returned
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
         assert self._iteration is not None  # begin() came first

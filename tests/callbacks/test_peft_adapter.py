@@ -234,7 +234,7 @@ def test_a_folder_without_its_files_says_what_it_needs(tmp_path):
     with pytest.raises(ConfigError, match=r"safetensors has no tensors"):
         load_peft_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps([1]))
-    with pytest.raises(ConfigError, match=r"an object is needed"):
+    with pytest.raises(ConfigError, match=r"must be a JSON object"):
         load_peft_adapter(tmp_path)
 
 

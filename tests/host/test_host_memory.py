@@ -62,7 +62,7 @@ def test_what_cuda_refuses_is_pinned_by_torch(caplog, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", fake)
     assert memory_of(Cuda(refuses=True)).empty((2, 3), torch.float32).shape == (2, 3)
-    assert pinned == [True] and "24 bytes of the host cannot be registered" in caplog.text
+    assert pinned == [True] and "cannot register 24 bytes of host memory" in caplog.text
 
 
 def test_the_plain_way():

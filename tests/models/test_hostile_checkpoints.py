@@ -98,9 +98,9 @@ CONFIG_CASES: list[tuple[dict[str, Any], str]] = [
     ({"max_position_embeddings": True}, f"max_position_embeddings = True: {WRONG}"),
     ({"max_position_embeddings": float("inf")}, f"max_position_embeddings = inf: {WRONG}"),
     ({"vocab_size": 2**40}, f"vocab_size = 1099511627776: .*{LARGE}"),
-    ({"vocab_size": 2**30}, r" has shape \[257, 32\], the config asks"),
+    ({"vocab_size": 2**30}, r" has shape \[257, 32\], the config requires"),
     ({"vocab_size": "257"}, f"vocab_size = '257': {WRONG}"),
-    ({"hidden_size": 64}, "has shape .* the config asks for"),
+    ({"hidden_size": 64}, "has shape .* the config requires"),
     ({"hidden_size": 2**62}, LARGE),
     ({"intermediate_size": -1}, f"intermediate_size = -1: {WRONG}"),
     ({"num_attention_heads": 0}, f"num_attention_heads = 0: {WRONG}"),
@@ -112,7 +112,7 @@ CONFIG_CASES: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must divide the 4 query heads"),
     ({"num_key_value_heads": [2]}, rf"num_key_value_heads = \[2\]: {WRONG}"),
     ({"head_dim": 10**400}, "head_dim = 10+.*: must be a positive integer of at most"),
-    ({"head_dim": 2**31 - 2}, "has shape .* the config asks for"),
+    ({"head_dim": 2**31 - 2}, "has shape .* the config requires"),
     ({"head_dim": 7}, "head_dim = 7: 7 must be even"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan: must be a positive number"),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps = 10+.*: must be a positive number"),
@@ -225,15 +225,15 @@ def test_no_memory_for_positions(folder: Path) -> None:
 def test_a_state_dict_that_has_no_values(sound: Path) -> None:
     config, state = checkpoint(random_model({**CONFIGS["llama"], "vocab_size": 257}))
     for bad, text in (
-        (state[EMBEDDING].to("meta"), "a dense tensor with values is needed, got one of layout"),
-        (state[EMBEDDING].to_sparse(), "embed_tokens.weight: a dense tensor with values is needed"),
+        (state[EMBEDDING].to("meta"), "must be a dense tensor with values, got layout"),
+        (state[EMBEDDING].to_sparse(), "embed_tokens.weight: must be a dense tensor with values"),
         (state[EMBEDDING].int(), "has dtype int32"),
         (state[EMBEDDING].to(torch.complex64), "has dtype complex64"),
-        ([1.0], "a torch.Tensor is needed, got list"),
-        (None, "a torch.Tensor is needed, got NoneType"),
+        ([1.0], "must be a torch.Tensor, got list"),
+        (None, "must be a torch.Tensor, got NoneType"),
     ):
         assert_matches(refusal((config, {**state, EMBEDDING: bad})), text)
-    assert "a name is needed that is a str" in refusal((config, {**state, 5: state[EMBEDDING]}))
+    assert "the name must be a str" in refusal((config, {**state, 5: state[EMBEDDING]}))
     vast = torch.zeros(1, 1).expand(2**31 - 1, 32)
     assert_matches(
         refusal(
@@ -289,12 +289,12 @@ def vast(path: Path) -> None:
 
 
 KINDS: list[tuple[Callable[[Path], None], str]] = [
-    (fifo, "is a FIFO, a socket or a device: a file is needed"),
-    (device, "is a FIFO, a socket or a device: a file is needed"),
+    (fifo, "is a FIFO, a socket or a device: it must be a file"),
+    (device, "is a FIFO, a socket or a device: it must be a file"),
     (endless, "is empty"),
-    (a_socket, "is a FIFO, a socket or a device: a file is needed"),
+    (a_socket, "is a FIFO, a socket or a device: it must be a file"),
     (a_loop, "cannot be read: Too many levels of symbolic links"),
-    (Path.mkdir, "is a folder: a file is needed"),
+    (Path.mkdir, "is a folder: it must be a file"),
     (lambda path: path.write_bytes(b""), "is empty"),
     (lambda path: path.symlink_to("/nowhere"), "does not exist"),
 ]
@@ -316,14 +316,17 @@ CONTENTS: list[tuple[bytes | Callable[[Path], None], str]] = [
     (b"[" * 200_000 + b"]" * 200_000, "nested deeper than 64 levels"),
     (b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "nested deeper than 64 levels"),
     (b'{"a":' * 100 + b"1" + b"}" * 100, "nested deeper than 64 levels"),
-    (b'{"eos_token_id": 1, "eos_token_id": 2}', "'eos_token_id' is there twice, and the values"),
-    (b"\xef\xbb\xbf[]", "an object is needed"),  # a byte order mark is no harm
+    (
+        b'{"eos_token_id": 1, "eos_token_id": 2}',
+        "'eos_token_id' occurs twice, with different values",
+    ),
+    (b"\xef\xbb\xbf[]", "must be a JSON object"),  # a byte order mark is no harm
     (b"\xff\xfe\x00", "is not JSON"),
     (b'{"a": "\xff"}', "is not JSON"),
-    (b"null", "an object is needed"),
+    (b"null", "must be a JSON object"),
     (b"{", "is not JSON"),
     (b"1" * 10_000, "is not JSON: Exceeds the limit"),
-    (vast, "has 1099511627776 bytes: at most 67108864 are read"),
+    (vast, "has 1099511627776 bytes: the limit is 67108864"),
 ]
 
 
@@ -437,7 +440,7 @@ HEADERS: list[tuple[Callable[[Path], None], str]] = [
         lambda f: lies(f, **overlap(f)),
         "cannot be read as safetensors",
     ),
-    (lambda f: lies(f, dtype="I32"), "has dtype int32; needed is one of"),
+    (lambda f: lies(f, dtype="I32"), "has dtype int32; must be one of"),
     (lambda f: lies(f, dtype="X"), "cannot be read as safetensors"),
     (lambda f: vast(f / SINGLE), "cannot be read as safetensors"),
 ]

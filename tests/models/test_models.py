@@ -562,11 +562,15 @@ def test_arguments_that_cannot_work_are_named() -> None:
         ("llama", {"num_hidden_layers": 2}, "unknown: model.layers.2."),
         ("llama", {"num_hidden_layers": 4}, "missing: model.layers.3."),
         ("llama", {"vocab_size": 10**9}, "embed_tokens.weight has shape [96, 32], the config"),
-        ("llama", {"head_dim": 16}, "self_attn.q_proj.weight has shape [32, 32], the config asks"),
+        (
+            "llama",
+            {"head_dim": 16},
+            "self_attn.q_proj.weight has shape [32, 32], the config requires",
+        ),
         (
             "gpt2",
             {"n_inner": 40},
-            "mlp.c_fc.weight has shape [32, 128], the config asks for [32, 4",
+            "mlp.c_fc.weight has shape [32, 128], the config requires [32, 4",
         ),
         ("gpt2_odd", {"n_positions": 99}, "transformer.wpe.weight has shape [160, 32]"),
     ],
@@ -592,7 +596,7 @@ def test_sources_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
         load_model(tmp_path, kernels=Kernels())
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="an object is needed"):
+    with pytest.raises(ConfigError, match="must be a JSON object"):
         load_model(tmp_path, kernels=Kernels())
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]))
     with pytest.raises(ConfigError, match=r"holds neither model\.safetensors"):

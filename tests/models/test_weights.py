@@ -149,13 +149,13 @@ def test_scales_are_one_number_or_one_for_each_row_and_1_without_any(tmp_path: P
 @pytest.mark.parametrize("number", [0.0, -1.0, torch.nan, torch.inf])
 def test_scales_are_positive(number: float) -> None:
     tensors = {"norm.weight": torch.ones(3), "k_scale": torch.tensor(number)}
-    with pytest.raises(ConfigError, match=r"tensor k_scale holds .*: scales are positive"):
+    with pytest.raises(ConfigError, match=r"tensor k_scale holds .*: scales must be positive"):
         new_scaled().load(tensors)
 
 
 def test_scales_of_another_shape_are_named() -> None:
     tensors = {"norm.weight": torch.ones(3), "k_scale": torch.ones(3)}
-    with pytest.raises(ConfigError, match=r"has shape \[3\], the config asks for \[2\] or \[1\]"):
+    with pytest.raises(ConfigError, match=r"has shape \[3\], the config requires \[2\] or \[1\]"):
         new_scaled().load(tensors)
 
 
@@ -165,13 +165,16 @@ def test_scales_of_another_shape_are_named() -> None:
         ({"m.norm.weight": None}, "tensors are missing: m.norm.weight"),
         ({"m.a.weight": None, "m.b.weight": None}, "missing: m.a.weight, m.b.weight"),
         ({"m.a.bias": torch.zeros(2)}, "tensors are unknown: m.a.bias"),
-        ({"norm.weight": torch.zeros(3)}, "m.norm.weight is there twice: as m.norm.weight and as"),
-        ({"m.norm.weight": torch.zeros(4)}, "m.norm.weight has shape [4], the config asks for [3]"),
-        ({"m.norm.weight": torch.zeros(())}, "m.norm.weight has shape [], the config asks for [3]"),
-        ({"m.conv.weight": torch.zeros(4, 2)}, "m.conv.weight has shape [4, 2], the config asks"),
-        ({"m.b.weight": torch.zeros(2, 3)}, "m.b.weight has shape [2, 3], the config asks for [3"),
+        ({"norm.weight": torch.zeros(3)}, "m.norm.weight occurs twice: as m.norm.weight and as"),
+        ({"m.norm.weight": torch.zeros(4)}, "m.norm.weight has shape [4], the config requires [3]"),
+        ({"m.norm.weight": torch.zeros(())}, "m.norm.weight has shape [], the config requires [3]"),
+        (
+            {"m.conv.weight": torch.zeros(4, 2)},
+            "m.conv.weight has shape [4, 2], the config requires",
+        ),
+        ({"m.b.weight": torch.zeros(2, 3)}, "m.b.weight has shape [2, 3], the config requires [3"),
         ({"m.norm.weight": torch.zeros(3, dtype=torch.int8)}, "m.norm.weight has dtype int8"),
-        ({"m.norm.weight": [1.0]}, "m.norm.weight: a torch.Tensor is needed, got list"),
+        ({"m.norm.weight": [1.0]}, "m.norm.weight: must be a torch.Tensor, got list"),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_copied(
@@ -236,12 +239,12 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         ({"m.z.weight": "model-0.safetensors"}, "tensor m.z.weight is not in model-0.safetensors"),
         ({"m.a.weight": "../model-0.safetensors"}, "weight_map names '../model-0.safetensors'"),
         ({"m.a.weight": 3}, "weight_map names 3"),
-        ({"m.a.weight": ".."}, "weight_map names '..', a file of the folder is needed"),
-        ({"m.a.weight": ""}, "weight_map names '', a file of the folder is needed"),
-        ({"m.a.weight": "/etc/passwd"}, "weight_map names '/etc/passwd', a file of the folder"),
+        ({"m.a.weight": ".."}, "weight_map names '..', which must be a file in the folder"),
+        ({"m.a.weight": ""}, "weight_map names '', which must be a file in the folder"),
+        ({"m.a.weight": "/etc/passwd"}, "weight_map names '/etc/passwd', which must be a file in the folder"),
         ({"m.a.weight": "a\0b"}, r"/a\x00b' cannot be read: embedded null byte"),
-        (["model-0.safetensors"], "weight_map = ['model-0.safetensors']: an object is needed"),
-        ("?", "weight_map = '?': an object is needed"),
+        (["model-0.safetensors"], "weight_map = ['model-0.safetensors']: must be an object"),
+        ("?", "weight_map = '?': must be an object"),
     ],
 )
 def test_an_index_that_does_not_hold_is_refused(
