@@ -241,7 +241,10 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         ({"m.a.weight": 3}, "weight_map names 3"),
         ({"m.a.weight": ".."}, "weight_map names '..', which must be a file in the folder"),
         ({"m.a.weight": ""}, "weight_map names '', which must be a file in the folder"),
-        ({"m.a.weight": "/etc/passwd"}, "weight_map names '/etc/passwd', which must be a file in the folder"),
+        (
+            {"m.a.weight": "/etc/passwd"},
+            "weight_map names '/etc/passwd', which must be a file in the folder",
+        ),
         ({"m.a.weight": "a\0b"}, r"/a\x00b' cannot be read: embedded null byte"),
         (["model-0.safetensors"], "weight_map = ['model-0.safetensors']: must be an object"),
         ("?", "weight_map = '?': must be an object"),
