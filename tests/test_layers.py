@@ -549,6 +549,9 @@ bench/                        benchmarks, also of other libraries
     engine                    runs a load through a manager
     peers/                    other libraries on the same load
         transformers_peer     transformers on the same load
+        gguf_writer           writes random weights as a GGUF file
+        own_script            this library in a process of its own: the script
+        llama_cpp_peer        llama.cpp on the same weights: its benchmarks and ours
         vllm_cpu_script       vLLM on the same load: the script (no torch)
         vllm_peer             vLLM on the same load: the process
     throughput                `gptmanager bench`: throughput next to a peer

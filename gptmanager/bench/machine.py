@@ -10,9 +10,11 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
+from llvmlite import binding  # type: ignore[import-untyped]
 
 from gptmanager.cuda.device.device import find_cupy
 from gptmanager.cuda.features import Features
@@ -20,6 +22,7 @@ from gptmanager.environment.distribution import DISTRIBUTION
 from gptmanager.errors import ConfigError
 
 REPORT_VERSION = 1
+_INSTRUCTIONS = ("avx2", "avxvnni", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16", "amx-int8")
 _PACKAGES = (DISTRIBUTION, "torch", "numpy", "numba", "cupy-cuda13x", "cupy-cuda12x",
              "flashinfer-python", "transformers")  # fmt: skip
 _SMI = {"driver_version": "driver_version", "clocks.max.sm": "clock", "power.limit": "power_limit"}
@@ -55,6 +58,19 @@ def _switches() -> dict[str, list[str]]:
 
 def machine() -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+
+
+def processor() -> str:
+    """Return the CPU's name, and which of the instructions it has that matmuls can use."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    features = binding.get_host_cpu_features()
+    found = [word for word in _INSTRUCTIONS if features.get(word)]
+    return ", ".join([name, *found])
 
 
 def card() -> dict[str, Any]:

@@ -47,6 +47,7 @@ def main(options: argparse.Namespace) -> int:
             repeats=options.repeats,
             peer=options.peer,
             peer_python=options.peer_python,
+            peer_binary=options.peer_binary,
             adapters=options.adapters,
             adapter_size=options.adapter_size,
             params=given.params,

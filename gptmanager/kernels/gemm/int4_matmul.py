@@ -27,7 +27,7 @@ from gptmanager.kernels.gemm.matrix_tiles import over_rows, release
 from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_at
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD
 
-FEW_ROWS = 4  # up to here activations are quantized to 16 bits, by each thread
+FEW_ROWS = 8  # up to here activations are quantized to 16 bits, by each thread
 _multiply_lanes = over_rows("float32")
 
 

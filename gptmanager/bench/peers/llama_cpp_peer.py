@@ -1,0 +1,168 @@
+"""llama.cpp's own benchmarks, next to this library on the same weights.
+
+Each engine runs alone, in a process of its own; engines alternate, and the best of the rounds
+counts. A prompt and one request are `llama-bench`'s tests, a batch is `llama-batched-bench`'s.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gptmanager.bench.load import Source
+from gptmanager.bench.peers.gguf_writer import write_gguf
+from gptmanager.errors import ConfigError, GptManagerError, error_summary, quoted
+from gptmanager.models.checkpoint_parts import gguf_checkpoint
+
+PROMPT, ALONE, BATCH = 512, 128, (16, 128, 48)  # tokens; requests, their prompt and output
+TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # of files that `llama-quantize` writes
+_OWN = {"bfloat16": {}, "int8": {"weights_dtype": "int8"}, "int4": {"weights_dtype": "int4"}}
+_PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize")
+_LIMIT_S = 1800.0
+_TRIES = 5  # of `llama-batched-bench`, whose last lines are lost in some runs
+_NOTE = 300  # characters of an error's end that are shown
+Run = Callable[[], Mapping[str, float]]
+
+
+def missing(folder: Path | None) -> str | None:
+    """Return a sentence if the programs are not there, else None."""
+    if folder is None:
+        return "llama.cpp is skipped: pass the folder of its programs as --peer-binary"
+    absent = [name for name in _PROGRAMS if not (folder / name).is_file()]
+    return f"llama.cpp is skipped: {folder} has no {', '.join(absent)}" if absent else None
+
+
+def compare(
+    source: Source,
+    programs: Path | None,
+    folder: Path,
+    *,
+    threads: int,
+    rounds: int,
+    on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
+) -> dict[str, Any]:
+    """Return the report's fields: tokens/s of each engine, and ratios to its types.
+
+    `folder`: an empty folder for the files. Random weights are written in bfloat16 and quantized by
+    llama.cpp; a GGUF file is used as it is.
+    """
+    why = missing(programs)
+    own, theirs = _files(source, None if why else programs, folder)
+    engines: dict[str, Run] = {
+        f"gptmanager {name}": _ours(path, params, threads) for name, (path, params) in own.items()
+    }
+    if programs is not None and why is None:
+        engines |= {
+            f"llama.cpp {name}": _llama_cpp(programs, path, threads)
+            for name, path in theirs.items()
+        }
+    best: dict[str, dict[str, float]] = {}
+    order = [name for _ in range(rounds) for name in engines]
+    for number, name in enumerate(order):
+        on_start(name, number, len(order))
+        for key, value in engines[name]().items():
+            kept = best.setdefault(name, {})
+            kept[key] = round(max(kept.get(key, 0.0), value), 1)
+    report: dict[str, Any] = {"engines": best, "loads": _loads()}
+    return report | ({"ratios": _ratios(best)} if why is None else {"notes": [why]})
+
+
+def _loads() -> dict[str, str]:
+    count, prompt, output = BATCH
+    return {
+        "prompt": f"tokens/s of a prompt of {PROMPT}",
+        "alone": f"tokens/s of one request of {ALONE} tokens",
+        "batch": f"output tokens/s of {count} requests of {prompt} + {output} tokens",
+    }
+
+
+def _files(
+    source: Source, programs: Path | None, folder: Path
+) -> tuple[dict[str, tuple[Path, Mapping[str, Any]]], dict[str, Path]]:
+    """Return the files of our engines with their options, and those of llama.cpp's types."""
+    if not isinstance(source, tuple):
+        if gguf_checkpoint(source) is None:
+            raise ConfigError("--peer llama-cpp needs a GGUF file as --model, or a --shape")
+        file = source if source.is_file() else next(source.glob("*.gguf"))
+        return {"as the file": (file, {})}, {"as the file": file}
+    base = folder / "BF16.gguf"
+    write_gguf(base, source[0], source[1])
+    own = {name: (base, {"dtype": "bfloat16", **given}) for name, given in _OWN.items()}
+    theirs = {"BF16": base}
+    for name in TYPES[1:] if programs is not None else ():
+        theirs[name] = folder / f"{name}.gguf"
+        assert programs is not None
+        _call([programs / "llama-quantize", base, theirs[name], name])
+    return own, theirs
+
+
+def _ours(path: Path, params: Mapping[str, Any], threads: int) -> Run:
+    given = {
+        **{"model": str(path), "params": params, "threads": threads, "rounds": 1},
+        **{"prompt": PROMPT, "alone": ALONE, "batch": BATCH},
+    }
+    command = [sys.executable, "-m", "gptmanager.bench.peers.own_script"]
+
+    def run() -> Mapping[str, float]:
+        return _figures(_call(command, orjson.dumps(given)))[-1]
+
+    return run
+
+
+def _llama_cpp(programs: Path, path: Path, threads: int) -> Run:
+    count, prompt, output = BATCH
+    shared = ["-m", path, "-t", threads]
+    one = ["-p", PROMPT, "-n", ALONE, "-r", 1, "-o", "jsonl"]
+    many = ["-c", 2 * count * (prompt + output), "-npp", prompt, "-ntg", output, "-npl", count]
+
+    def run() -> Mapping[str, float]:
+        single = _figures(_call([programs / "llama-bench", *shared, *one]))
+        speeds = {"prompt" if row["n_prompt"] else "alone": row["avg_ts"] for row in single}
+        command = [programs / "llama-batched-bench", *shared, *many, "--output-format", "jsonl"]
+        batch = next(filter(None, (_figures(_call(command)) for _ in range(_TRIES))), None)
+        if batch is None:
+            raise GptManagerError(f"{command[0]} printed no figures in {_TRIES} runs")
+        return speeds | {"batch": count * output / (batch[-1]["t_pp"] + batch[-1]["t_tg"])}
+
+    return run
+
+
+def _ratios(best: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    ours = {name: row for name, row in best.items() if name.startswith("gptmanager")}
+    theirs = {name: row for name, row in best.items() if name not in ours}
+    return {
+        f"{name.removeprefix('gptmanager ')} to {other.removeprefix('llama.cpp ')}": {
+            key: round(row[key] / theirs[other][key], 2) for key in row
+        }
+        for name, row in ours.items()
+        for other in theirs
+    }
+
+
+def _figures(output: bytes) -> list[dict[str, Any]]:
+    """Return the JSON objects among the lines that a program printed."""
+    try:
+        return [orjson.loads(line) for line in output.splitlines() if line.startswith(b"{")]
+    except orjson.JSONDecodeError as error:
+        end = quoted(output[-_NOTE:])
+        raise GptManagerError(f"figures cannot be read: {error_summary(error)}: {end}") from error
+
+
+def _call(command: Sequence[Any], given: bytes = b"") -> bytes:
+    """Run a program to its end and return what it prints; GptManagerError if it fails."""
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(
+            words, input=given, capture_output=True, timeout=_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise GptManagerError(f"{words[0]} failed: {error_summary(error)}") from error
+    if done.returncode:
+        end = done.stderr[-_NOTE:].decode(errors="replace").strip()
+        raise GptManagerError(f"{words[0]} failed with exit status {done.returncode}: {end}")
+    return done.stdout + done.stderr  # `llama-batched-bench` prints figures as a log does

@@ -1,0 +1,62 @@
+"""Time this library in a process of its own, as llama.cpp's benchmarks time theirs.
+
+Reads a JSON object from standard input, and prints one with tokens/s: of a prompt, of one request,
+and of a batch of requests.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+
+from gptmanager.bench.engine import Session
+from gptmanager.bench.load import read_config
+from gptmanager.config import KvCacheConfig, OptionalParams
+
+
+def measure(given: Mapping[str, Any]) -> dict[str, float]:
+    """Load the model and time the three loads; the best of `rounds` counts."""
+    model = Path(given["model"])
+    vocab = min(10_000, read_config(model)["vocab_size"])
+    size, alone, (count, prompt, output) = given["prompt"], given["alone"], given["batch"]
+    needed = max(size + 1, alone + 1, prompt + output)
+    params = OptionalParams(
+        **given["params"],
+        max_seq_len=needed,
+        max_batch_size=count,
+        kv_cache_config=KvCacheConfig(
+            max_tokens=2 * max(needed, count * (prompt + output)), enable_block_reuse=False
+        ),
+    )
+    made = torch.Generator().manual_seed(0)
+
+    def tokens(number: int) -> list[int]:
+        return torch.randint(vocab, (number,), generator=made).tolist()
+
+    loads = {
+        "prompt": (size, lambda: [(tokens(size), 1)]),
+        "alone": (alone, lambda: [(tokens(1), alone)]),
+        "batch": (count * output, lambda: [(tokens(prompt), output) for _ in range(count)]),
+    }
+    best = dict.fromkeys(loads, 0.0)
+    with Session(model, params) as session:
+        session.warm_up()
+        for _ in range(given["rounds"] + 1):  # the first one touches memory
+            for name, (number, requests) in loads.items():
+                made_requests = requests()
+                start = time.perf_counter()
+                session.results(made_requests)
+                best[name] = max(best[name], number / (time.perf_counter() - start))
+    return best
+
+
+if __name__ == "__main__":
+    options = orjson.loads(sys.stdin.buffer.read())
+    torch.set_num_threads(options["threads"])
+    sys.stdout.buffer.write(orjson.dumps(measure(options)) + b"\n")
