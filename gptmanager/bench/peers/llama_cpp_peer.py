@@ -24,7 +24,7 @@ TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # of files that `llama-quantize` wri
 _OWN = {"bfloat16": {}, "int8": {"weights_dtype": "int8"}, "int4": {"weights_dtype": "int4"}}
 _PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize")
 _LIMIT_S = 1800.0
-_TRIES = 5  # of `llama-batched-bench`, whose last lines are lost in some runs
+_TRIES = 5  # of `llama-batched-bench`: some runs end before the last line is written
 _NOTE = 300  # characters of an error's end that are shown
 Run = Callable[[], Mapping[str, float]]
 

@@ -1,0 +1,168 @@
+"""`bench --peer llama-cpp`: files that are the model, programs that stand for llama.cpp's, and what
+a report says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptmanager.bench.load import SMALL_LLAMA, random_llama
+from gptmanager.bench.peers import llama_cpp_peer
+from gptmanager.bench.peers.gguf_writer import write_gguf
+from gptmanager.bench.throughput import BenchOptions, bench
+from gptmanager.errors import ConfigError, GptManagerError
+from gptmanager.models import load_model
+from gptmanager.models.checkpoint_parts import open_tensors, read_config
+
+TINY = {
+    **SMALL_LLAMA,
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QWEN = {**TINY, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+# each program notes its arguments
+PROGRAMS = {
+    "llama-quantize": "import shutil; shutil.copy(sys.argv[1], sys.argv[2])",
+    "llama-bench": """
+print('{"n_prompt": 512, "n_gen": 0, "avg_ts": 100.0}')
+print('{"n_prompt": 0, "n_gen": 128, "avg_ts": 10.0}')
+""",
+    "llama-batched-bench": """
+lost = pathlib.Path(__file__).with_name("lost")
+print("a log", file=sys.stderr)
+if lost.exists():
+    print('{"t_pp": 1.0, "t_tg": 3.0}', file=sys.stderr)
+lost.touch()
+""",
+}
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    notes = f"open({str(tmp_path / 'notes')!r}, 'a').write(json.dumps(sys.argv) + '\\n')"
+    for name, body in PROGRAMS.items():
+        text = f"#!{sys.executable}\nimport json, pathlib, sys\n{notes}\n{body}\n"
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Any]]:
+    """Runs of this library, which answer at once."""
+    runs: list[tuple[Path, Any]] = []
+
+    def run_later(path: Path, params: Any, threads: int) -> Any:
+        def run() -> dict[str, float]:
+            runs.append((path, params))
+            return {"prompt": 300.0 + len(runs), "alone": 20.0, "batch": 576.0}
+
+        return run
+
+    monkeypatch.setattr(llama_cpp_peer, "_ours", run_later)
+    return runs
+
+
+def source(config: dict[str, Any] = TINY) -> Any:
+    return config, random_llama(config, 0)
+
+
+@pytest.mark.parametrize("config", [TINY, QWEN], ids=["llama", "qwen2"])
+def test_a_written_file_is_the_model(tmp_path: Path, config: dict[str, Any]) -> None:
+    tensors = random_llama(config, 0)
+    write_gguf(tmp_path / "a.gguf", config, tensors)
+
+    read = read_config(tmp_path / "a.gguf")
+    wanted = {k: v for k, v in config.items() if isinstance(v, (int, float)) and k in read}
+    assert {key: read[key] for key in wanted} == {k: pytest.approx(v) for k, v in wanted.items()}
+    found = open_tensors(tmp_path / "a.gguf")
+    for name, tensor in tensors.items():
+        stored = torch.cat([piece.clone() for _, piece in found.pieces(name, 1 << 40)])
+        assert torch.equal(stored.bfloat16(), tensor.bfloat16()), name
+    assert load_model(tmp_path / "a.gguf").spec.vocab_size == 96
+
+
+def test_another_family_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a gemma cannot be written as GGUF; pass a GGUF file"):
+        write_gguf(tmp_path / "a.gguf", {**TINY, "model_type": "gemma"}, {})
+
+
+def test_engines_alternate_and_the_best_counts(
+    programs: Path, ours: list[Any], tmp_path: Path
+) -> None:
+    started: list[str] = []
+    (tmp_path / "files").mkdir()
+    report = llama_cpp_peer.compare(
+        *(source(), programs, tmp_path / "files"),
+        threads=2,
+        rounds=2,
+        on_start=lambda name, number, count: started.append(name),
+    )
+
+    assert started[:7] == started[7:] == list(report["engines"])
+    assert started[:3] == ["gptmanager bfloat16", "gptmanager int8", "gptmanager int4"]
+    assert started[3:7] == [f"llama.cpp {name}" for name in llama_cpp_peer.TYPES]
+    assert report["engines"]["gptmanager int4"]["prompt"] == 306  # of the second round
+    assert report["engines"]["llama.cpp Q4_0"] == {"prompt": 100.0, "alone": 10.0, "batch": 192.0}
+    assert report["ratios"]["int8 to Q8_0"] == {"prompt": 3.05, "alone": 2.0, "batch": 3.0}
+    assert [params.get("weights_dtype") for _, params in ours[:3]] == [None, "int8", "int4"]
+    calls = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
+    quantized = [call[3] for call in calls if call[0].endswith("llama-quantize")]
+    assert quantized == ["Q8_0", "Q4_0", "Q4_K_M"]
+    assert all(call[3:5] == ["-t", "2"] for call in calls if call[0].endswith("-bench"))
+
+
+def test_without_the_programs_the_peer_is_skipped_with_a_sentence(
+    ours: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(bench.__globals__["SHAPES"], "small", TINY)
+    for folder, why in ((None, "as --peer-binary"), (tmp_path, f"{tmp_path} has no llama-bench")):
+        report = bench(BenchOptions(peer="llama-cpp", peer_binary=folder, repeats=1))
+        assert list(report["engines"]) == [f"gptmanager {n}" for n in ("bfloat16", "int8", "int4")]
+        assert report["notes"][0].startswith("llama.cpp is skipped: ") and why in report["notes"][0]
+        assert report["processor"] and "ratios" not in report
+
+
+def test_a_gguf_file_is_run_as_it_is(programs: Path, ours: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    write_gguf(file, *source())
+    report = llama_cpp_peer.compare(file, programs, tmp_path, threads=1, rounds=1)
+
+    assert list(report["engines"]) == ["gptmanager as the file", "llama.cpp as the file"]
+    assert ours == [(file, {})]
+
+
+def test_a_program_that_fails_is_quoted(programs: Path, ours: list[Any], tmp_path: Path) -> None:
+    (programs / "llama-bench").write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
+    with pytest.raises(GptManagerError, match="llama-bench failed with exit status 3: no such"):
+        llama_cpp_peer.compare(source(), programs, tmp_path, threads=1, rounds=1)
+    (programs / "llama-bench").write_text(f"#!{sys.executable}\nprint('{{')\n")
+    with pytest.raises(GptManagerError, match="figures cannot be read"):
+        llama_cpp_peer.compare(source(), programs, tmp_path, threads=1, rounds=1)
+
+
+def test_the_folder_needs_the_peer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--peer-binary needs --peer llama-cpp"):
+        bench(BenchOptions(peer_binary=tmp_path))
+
+
+def test_this_library_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp_peer, "PROMPT", 20)
+    monkeypatch.setattr(llama_cpp_peer, "ALONE", 3)
+    monkeypatch.setattr(llama_cpp_peer, "BATCH", (2, 4, 2))
+    write_gguf(tmp_path / "a.gguf", *source())
+    found = llama_cpp_peer._ours(tmp_path / "a.gguf", {"weights_dtype": "int4"}, 1)()
+    assert found.keys() == {"prompt", "alone", "batch"} and min(found.values()) > 0
