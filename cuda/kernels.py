@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda import activations, norms
+from gptmanager.cuda import activations, moe, norms
 from gptmanager.cuda.attention import cache_write
 from gptmanager.cuda.attention.context_attention import context_attention, plan_context
 from gptmanager.cuda.attention.generation_attention import (
@@ -30,6 +30,8 @@ from gptmanager.cuda.gemm.matmul_choice import MatmulChoice, Seconds
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.experts.mixture import ExpertMatrices
+from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.reference import Ints, Kernels
@@ -62,7 +64,7 @@ class CudaKernels(Kernels):
     other rows, and one kernel computes all matmuls, for any number of rows.
     """
 
-    has_float64 = False
+    has_float64, plans_experts = False, True
 
     def __init__(self, launcher: Launcher, deterministic: bool = False) -> None:
         super().__init__(deterministic)
@@ -268,6 +270,16 @@ class CudaKernels(Kernels):
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
         activations.activate_gated(self._launcher, out, x, activation)
         return out
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        correction: Tensor | None,
+        routing: Routing,
+        experts: ExpertMatrices,
+    ) -> Tensor:
+        return moe.experts(self._launcher, x, logits, correction, routing, experts)
 
     def rope_and_write(
         self,

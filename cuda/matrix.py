@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from gptmanager.cuda import activations, norms
+from gptmanager.cuda import activations, moe, norms
 from gptmanager.cuda.attention import (
     block_copy,
     cache_write,
@@ -43,6 +43,7 @@ PROGRAMS: tuple[Program, ...] = (
     gemm.PROGRAM,
     lora.PROGRAM,
     activations.PROGRAM,
+    moe.PROGRAM,
     cache_write.PROGRAM,
     block_copy.PROGRAM,
     generation_attention.PROGRAM,

@@ -166,7 +166,8 @@ cuda/                         CUDA kernels with their launchers, and an emulator
         own_matmuls           selects the kernel for a number of rows
         lora                  LoRA on the tokens of a step
         matmul_choice         measures whether our matmul or torch's is faster
-    activations               SwiGLU and GELU
+    activations               activations of MLPs, gated or not
+    moe                       mixtures of experts: choice, sort, grouped matmuls
     sampling/                 kernels from logits to tokens and log probabilities
         token_masks           bit masks of permitted tokens, applied to logits
         adjustments           bias, penalties and bans on logits

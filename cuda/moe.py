@@ -1,0 +1,212 @@
+"""Launchers of a mixture of experts: the choice, the sort by expert, grouped matmuls, the sum.
+
+The grids depend on the number of tokens only, so a captured step may choose other experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.cuda import activations
+from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
+from gptmanager.kernels.activation_kinds import Activation
+from gptmanager.kernels.experts.mixture import ExpertMatrices
+from gptmanager.kernels.experts.routing import Routing
+from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
+
+MAX_EXPERTS, MAX_PER_TOKEN = 1024, 32  # as in the .cu
+_SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_best": 2}
+_THREADS, _WARPS, _COLUMNS, _DEPTH = 256, 4, 128, 64  # as in the .cu
+_STAGES = {1: 4, 4: 3}  # by M
+_NARROW = (torch.float16, torch.bfloat16)
+_FUSED: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
+_EPILOGUES = ("false, SILU", *(f"true, {kind.upper()}" for kind in _FUSED))
+PROGRAM = Program(
+    "moe.cu",
+    (
+        "choose_experts",
+        "sort_slots",
+        *(
+            f"mix_outputs<{name}, {width}>"
+            for dtype, name in NAMES.items()
+            for width in (16 // dtype.itemsize, 1)
+        ),
+        *(f"expert_columns<{name}, {kind}>" for name in NAMES.values() for kind in _EPILOGUES),
+        *(
+            f"expert_gemm<{NAMES[dtype]}, {m}, {stages}, {kind}>"
+            for dtype in _NARROW
+            for m, stages in _STAGES.items()
+            for kind in _EPILOGUES
+        ),
+    ),
+    dependent=True,
+)
+
+
+class SortedSlots(NamedTuple):
+    """Slots sorted by expert, int32 `[N]`, and their tiles, int32 `[n, 3]`: expert, first, last.
+
+    Slot `t * per_token + i` is choice i of token t. A tile has up to `rows` slots. Expert -1:
+    nothing to do.
+    """
+
+    sorted: Tensor
+    tiles: Tensor
+    rows: int
+
+
+def choose_experts(
+    launcher: Launcher, logits: Tensor, routing: Routing, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the experts int32 `[T, k]` of each token and their weights float32 `[T, k]`.
+
+    `logits` `[T, E]` and `correction` `[E]` float32, as for `routing.choose_experts`. Of equal
+    scores the first is chosen. ValueError for other tensors, and for more experts than the kernel
+    has memory for.
+    """
+    num_tokens, num_experts = logits.shape
+    per_token = routing.per_token
+    check_tensors(
+        logits=(logits, (num_tokens, num_experts), torch.float32),
+        correction=(correction, (num_experts,), torch.float32),
+    )
+    if num_experts > MAX_EXPERTS or per_token > min(num_experts, MAX_PER_TOKEN):
+        raise ValueError(
+            f"{per_token} of {num_experts} experts for a token: at most {MAX_PER_TOKEN} of "
+            f"{MAX_EXPERTS} are supported"
+        )
+    chosen = torch.empty(num_tokens, per_token, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, per_token, device=logits.device)
+    if num_tokens:
+        sizes = num_experts, per_token, _SCORES[routing.score], routing.groups, routing.top_groups
+        flags = routing.group_score == "two_best", routing.renormalize
+        arguments = (chosen, weights, logits, correction, *ints(*sizes, *flags))
+        kernel = launcher.kernel(PROGRAM, "choose_experts")
+        kernel((num_tokens,), (32,), (*arguments, np.float32(routing.factor)))
+    return chosen, weights
+
+
+def sort_slots(launcher: Launcher, chosen: Tensor, first: int, count: int) -> SortedSlots:
+    """Sort the slots of `chosen` int32 `[T, k]` by expert, for experts `first` to `first + count`.
+
+    Slots of other experts have no tile, and no place among the sorted ones.
+    """
+    check_tensors(chosen=(chosen, (None, None), torch.int32))
+    num_slots = chosen.numel()
+    rows = 128 if num_slots >= 64 * count else 32
+    max_tiles = min(num_slots, num_slots // rows + count)
+    # zeros: places behind the last slot are not read, but must be valid
+    order = torch.empty(num_slots, dtype=torch.int32, device=chosen.device)
+    tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=chosen.device)
+    if num_slots:
+        arguments = order, tiles, chosen, *ints(num_slots, first, count, max_tiles, rows)
+        launcher.kernel(PROGRAM, "sort_slots")((1,), (MAX_EXPERTS,), arguments)
+    return SortedSlots(order, tiles, rows)
+
+
+def multiply(
+    launcher: Launcher,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slots: SortedSlots,
+    count: int,
+    activation: Activation | None = None,
+) -> Tensor:
+    """Return `x[slot // n] @ weight[expert]^T + bias[expert]` for each slot, `[N, O]`.
+
+    `x` `[N / n, I]`; `weight` `[count * O, I]` and `bias` `[count * O]`, one expert after the
+    other; one dtype of float32, float16, bfloat16. With an `activation`, one of silu, gelu_tanh and
+    clamped_swiglu, an expert has 2 O rows, a gate and an up projection, which are not rounded
+    before it. Rows of slots without a tile have no value. ValueError for other tensors.
+    """
+    num_slots, (num_rows, depth), dtype = len(slots.sorted), x.shape, x.dtype
+    num_weights = weight.shape[0]
+    check_tensors(
+        x=(x, (num_rows, depth), dtype),
+        weight=(weight, (num_weights, depth), dtype),
+        bias=(bias, (num_weights,), dtype),
+        sorted=(slots.sorted, (num_slots,), torch.int32),
+        tiles=(slots.tiles, (None, 3), torch.int32),
+    )
+    parts = count * (1 if activation is None else 2)
+    if num_weights % parts or (num_rows and num_slots % num_rows):
+        raise ValueError(f"{num_weights} rows of {count} experts, {num_slots} slots of {num_rows}")
+    width = num_weights // parts
+    out = x.new_empty(num_slots, width)
+    if not out.numel():
+        return out
+    epilogue = "false, SILU" if activation is None else f"true, {activation.upper()}"
+    given = (out, x, weight, bias, slots.sorted, slots.tiles)
+    arguments = (*given, *ints(num_slots // num_rows, width, depth))
+    is_aligned = all(own.data_ptr() % 16 == 0 for own in (x, weight))
+    if dtype not in _NARROW or depth % 8 or not is_aligned:
+        kernel = launcher.kernel(PROGRAM, f"expert_columns<{NAMES[dtype]}, {epilogue}>")
+        kernel((len(slots.tiles), -(-width // _WARPS)), (32 * _WARPS,), arguments)
+        return out
+    m = slots.rows // 32
+    shared = _STAGES[m] * (slots.rows + _COLUMNS) * _DEPTH * 2
+    name = f"expert_gemm<{NAMES[dtype]}, {m}, {_STAGES[m]}, {epilogue}>"
+    columns = _COLUMNS if activation is None else _COLUMNS // 2
+    grid = len(slots.tiles), -(-width // columns)
+    launcher.kernel(PROGRAM, name, shared)(grid, (_THREADS,), arguments, shared)
+    return out
+
+
+def mix_outputs(
+    launcher: Launcher, outputs: Tensor, chosen: Tensor, weights: Tensor, first: int, count: int
+) -> Tensor:
+    """Return the weighted sums `[T, C]` of the `outputs` `[T * k, C]` of each token's slots.
+
+    Experts other than `first` to `first + count` add nothing.
+    """
+    num_tokens, per_token = chosen.shape
+    width = outputs.shape[1]
+    check_tensors(
+        outputs=(outputs, (num_tokens * per_token, width), outputs.dtype),
+        chosen=(chosen, (num_tokens, per_token), torch.int32),
+        weights=(weights, (num_tokens, per_token), torch.float32),
+    )
+    out = outputs.new_empty(num_tokens, width)
+    if not out.numel():
+        return out
+    vector = 1 if width * outputs.itemsize % 16 else 16 // outputs.itemsize
+    name = f"mix_outputs<{NAMES[outputs.dtype]}, {vector}>"
+    arguments = out, outputs, chosen, weights, *ints(per_token, first, count, width)
+    grid = num_tokens, -(-width // (128 * vector))
+    launcher.kernel(PROGRAM, name)(grid, (128,), arguments)
+    return out
+
+
+def experts(
+    launcher: Launcher,
+    x: Tensor,
+    logits: Tensor,
+    correction: Tensor | None,
+    routing: Routing,
+    own: ExpertMatrices,
+) -> Tensor:
+    """Compute `Kernels.experts`, without waiting for the device."""
+    wide = None if correction is None else correction.float()
+    chosen, weights = choose_experts(launcher, logits.float(), routing, wide)
+    slots = sort_slots(launcher, chosen, own.first, own.count)
+    x, up, down = _of(x, own.up), plain(own.up), plain(own.down)
+    fuses = own.gated and own.activation in _FUSED
+    kind = own.activation if fuses else None
+    hidden = multiply(launcher, x, up, own.up_bias, slots, own.count, kind)
+    if not fuses and own.gated:
+        activated = hidden.new_empty(len(hidden), hidden.shape[1] // 2)
+        activations.activate_gated(launcher, activated, hidden, own.activation)
+        hidden = activated
+    elif not fuses:
+        activations.activate(launcher, hidden, hidden, own.activation)
+    outputs = multiply(launcher, hidden, down, own.down_bias, slots, own.count)
+    return mix_outputs(launcher, outputs, chosen, weights, own.first, own.count)
+
+
+def _of(x: Tensor, weight: Matrix) -> Tensor:
+    return x.to(weight.dtype).contiguous()
