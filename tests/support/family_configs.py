@@ -125,9 +125,13 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 
 
 def _widened(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with two heads of 32 dimensions, which kernels for devices have."""
-    heads = {"num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 1, "head_dim": 32}
-    return {**config, **{name: own for name, own in heads.items() if name in config}}
+    """Return two layers of the config, with heads of 32 dimensions, which kernels of devices take."""
+    sizes: dict[str, Any] = {
+        **{"num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 1, "head_dim": 32},
+        **{"num_hidden_layers": 2, "n_layer": 2, "max_window_layers": 1},
+        "layer_types": config.get("layer_types", [])[:2],
+    }
+    return {**config, **{name: own for name, own in sizes.items() if name in config}}
 
 
 WIDE: Mapping[str, dict[str, Any]] = {
