@@ -125,7 +125,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 
 
 def _widened(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return two layers of the config, with heads of 32 dimensions, which kernels of devices take."""
+    """Return two layers of the config, with heads of 32 dimensions, for kernels of devices."""
     sizes: dict[str, Any] = {
         **{"num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 1, "head_dim": 32},
         **{"num_hidden_layers": 2, "n_layer": 2, "max_window_layers": 1},
