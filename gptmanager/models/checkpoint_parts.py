@@ -1,7 +1,7 @@
 """The parts of a checkpoint, from the files of a folder or the keys of a GGUF file.
 
-A path refers to a Hugging Face folder, a GGUF file, or a folder with one GGUF file and no
-`config.json`.
+A path refers to a Hugging Face folder, a GGUF file (of a split model the first one), or a folder
+with one GGUF file, or all files of a split model, and no `config.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from gptmanager.errors import ConfigError, quoted, quoted_path
 from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.memory.tensor_sources import SafetensorsFolder, TensorSource
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
+from gptmanager.models.gguf.split_files import first_of_split
 from gptmanager.models.other_folders import describe_other
 from gptmanager.models.quantized_tensors import QuantizedTensors, without_quantization
 
@@ -87,6 +88,8 @@ def _gguf_file(path: Path) -> Path | None:
     if not path.is_dir() or os.path.lexists(path / "config.json"):
         return None
     found = sorted(file for file in path.glob("*.gguf"))
+    if len(found) > 1 and (first := first_of_split(found)) is not None:
+        return first
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:8])
         raise ConfigError(f"{quoted_path(path)} holds {len(found)} GGUF files, pass one: {names}")

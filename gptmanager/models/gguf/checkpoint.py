@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gptmanager.models.gguf.config import architecture_of, config_of
-from gptmanager.models.gguf.header import read_header
+from gptmanager.models.gguf.split_files import read_model
 from gptmanager.models.gguf.tensors import GgufTensors
 from gptmanager.models.gguf.tokenizer import load_gguf_tokenizer
 from gptmanager.models.gguf.tokens import generation_config_of, tokenizer_config_of
@@ -20,7 +20,7 @@ class GgufCheckpoint:
     """
 
     def __init__(self, path: Path) -> None:
-        self._header = read_header(path)
+        self._header = read_model(path)
         self._parts = {
             "config.json": config_of,
             "generation_config.json": generation_config_of,

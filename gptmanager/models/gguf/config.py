@@ -180,7 +180,7 @@ def _factors(header: Header) -> tuple[list[float], list[float]] | None:
                 f"{quoted_path(header.path)}: tensor {name} of {tensor.type.name}, shape "
                 f"{list(tensor.shape)}: must be F32, with one number for each rotated pair"
             )
-        with header.path.open("rb") as file:
+        with tensor.path.open("rb") as file:
             file.seek(tensor.offset)
             data = bytearray(file.read(count * 4))
         found.append(torch.frombuffer(data, dtype=torch.float32).tolist())

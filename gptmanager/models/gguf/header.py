@@ -45,8 +45,9 @@ _STRING, _ARRAY = 8, 9
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of the file. `shape`: in torch's order. `offset`: from the beginning of the file."""
+    """A tensor in the file `path`. `shape`: in torch's order. `offset`: from the file's start."""
 
+    path: Path
     shape: tuple[int, ...]
     type: BlockType
     offset: int
@@ -69,14 +70,17 @@ class Header(NamedTuple):
     tensors: Mapping[str, StoredTensor]
 
 
-def read_header(path: Path) -> Header:
-    """Read the header of a GGUF file. Raises ConfigError for a file that cannot be used."""
+def read_header(path: Path, *, is_kept: bool = True) -> Header:
+    """Read the header of a GGUF file. Raises ConfigError for a file that cannot be used.
+
+    `is_kept`: the next call for the same file does not read it again.
+    """
     num_bytes = check_file(path)
     status = path.stat()
-    return _read(path, num_bytes, status.st_mtime_ns, status.st_ino)
+    read = _read_once if is_kept else _read
+    return read(path, num_bytes, status.st_mtime_ns, status.st_ino)
 
 
-@functools.lru_cache(maxsize=1)  # each part of a checkpoint reads the header once
 def _read(path: Path, num_bytes: int, *_: int) -> Header:
     try:
         with path.open("rb") as file, _mapped(file.fileno()) as data:
@@ -89,6 +93,9 @@ def _read(path: Path, num_bytes: int, *_: int) -> Header:
         raise ConfigError(
             f"{quoted_path(path)} is not a readable GGUF file: {error_summary(error)}"
         ) from error
+
+
+_read_once = functools.lru_cache(maxsize=1)(_read)  # every part of a checkpoint needs the header
 
 
 def _mapped(descriptor: int) -> mmap.mmap:
@@ -118,7 +125,6 @@ class _Reader:
             if key in metadata:
                 raise self._error(f"has the key {quoted(key)} twice")
             metadata[key] = self._value(key, self._number("<u4"))
-        self._refuse_parts(metadata)
         found = dict(self._tensor() for _ in range(num_tensors))
         if len(found) < num_tensors:
             raise self._error("has two tensors of the same name")
@@ -201,13 +207,6 @@ class _Reader:
         self._at = at
         return found
 
-    def _refuse_parts(self, metadata: Mapping[str, Any]) -> None:
-        parts = metadata.get("split.count", 0)
-        if isinstance(parts, int) and parts > 1:
-            raise self._error(
-                f"is one of {parts} files of a model: merge them with llama-gguf-split --merge"
-            )
-
     def _tensor(self) -> tuple[str, StoredTensor]:
         name = self._string("the name of a tensor")
         own = f"has the tensor {tensor_name(name)} "
@@ -230,7 +229,7 @@ class _Reader:
                 f"{own}with rows of {shape[-1]} elements: {block.name} needs a multiple of "
                 f"{block.size}"
             )
-        return name, StoredTensor(shape, block, offset)
+        return name, StoredTensor(self._path, shape, block, offset)
 
     def _alignment(self, metadata: Mapping[str, Any]) -> int:
         alignment = metadata.get("general.alignment", 32)

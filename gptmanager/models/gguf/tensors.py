@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +62,7 @@ class GgufTensors:
         self._header, self._own = header, own
         self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
         self._tensors: dict[str, _Named] = {}
-        self._mapping: mmap.mmap | None = None
+        self._mappings: dict[Path, mmap.mmap] = {}
         for name, stored in header.tensors.items():
             if name not in _FROM_CONFIG:
                 self._tensors.update(self._place(name, stored))
@@ -114,8 +115,8 @@ class GgufTensors:
             yield start - rows.start, Groups(found.values.view(len(own), -1), scales, minima)
 
     def close(self) -> None:
-        """Unmap the file. The next read maps it again."""
-        self._mapping = None
+        """Unmap the files. The next read maps them again."""
+        self._mappings.clear()
 
     def _place(self, name: str, stored: StoredTensor) -> Iterator[tuple[str, _Named]]:
         """Yield a tensor's name in a checkpoint, and how to read it; each expert is a tensor."""
@@ -199,23 +200,23 @@ class GgufTensors:
 
     def _bytes(self, stored: StoredTensor) -> Tensor:
         """Return the mapped bytes `[rows, bytes per row]`."""
-        if self._mapping is None:
-            with self._header.path.open("rb") as file:
+        if stored.path not in self._mappings:
+            with stored.path.open("rb") as file:
                 # a private mapping, because torch has no read-only tensors
-                self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                own = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._mappings[stored.path] = own
+        mapping = self._mappings[stored.path]
         end = stored.offset + stored.num_rows * stored.row_bytes
-        if end > len(self._mapping):
-            raise ConfigError(f"{quoted_path(self._header.path)} has become shorter")
+        if end > len(mapping):
+            raise ConfigError(f"{quoted_path(stored.path)} has become shorter")
         count = stored.num_rows * stored.row_bytes
-        mapped = torch.frombuffer(
-            self._mapping, dtype=torch.uint8, count=count, offset=stored.offset
-        )
+        mapped = torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=stored.offset)
         return mapped.view(stored.num_rows, stored.row_bytes)
 
     def _forget_pages(self) -> None:
         """Release the pages that were read. Otherwise they stay resident as long as the mapping."""
-        assert self._mapping is not None
-        self._mapping.madvise(mmap.MADV_DONTNEED)
+        for mapping in self._mappings.values():
+            mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _pairs_to_halves(rows: range, head_dim: int) -> Tensor:

@@ -182,7 +182,11 @@ WRONG: dict[str, tuple[bytes, str]] = {
     ),
     "one file of several": (
         gguf_bytes({"split.count": 4}, {}),
-        "is one of 4 files of a model: merge them with llama-gguf-split",
+        "is one of 4 files of a model: pass the first one, .* ends with -00001-of-00004.gguf",
+    ),
+    "far too many files": (
+        gguf_bytes({"split.count": 2**31}, {}),
+        "split.count = 2147483648 must be at most 1000",
     ),
     "a tensor twice": (raw(A + A, 2, 999), "two tensors of the same name"),
     "tensors in one place": (raw(A + B, 2, 999), "the tensor b that overlaps another tensor"),
