@@ -99,6 +99,30 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
+def _quarters(packed: Tensor) -> Tensor:
+    """Return the four two-bit numbers of all bytes: the lowest of 32 bytes, then the next ones."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
+    return ((packed.reshape(-1, packed.shape[1] // 32, 1, 32) >> shifts) & 3).flatten(1)
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales = _halves(blocks, 80) * (blocks[:, :16] & 15).float()
+    minima = _halves(blocks, 82) * (blocks[:, :16] >> 4).float()
+    values = _quarters(blocks[:, 16:80]).float().view(-1, 16, 16)
+    return (scales.unsqueeze(-1) * values - minima.unsqueeze(-1)).flatten(1)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
+    high = ((blocks[:, :32].unsqueeze(1) >> shifts) & 1).flatten(1)  # without it, 4 is subtracted
+    values = (_quarters(blocks[:, 32:96]) | (high << 2)).float() - 4
+    packed = blocks[:, 96:108]
+    last = (packed[:, 8:].unsqueeze(1) >> (shifts[:4] * 2)) & 3
+    scales = (_nibbles(packed[:, :8]) | (last.flatten(1) << 4)).float() - 32
+    scales *= _halves(blocks, 108)
+    return (scales.unsqueeze(-1) * values.view(-1, 16, 16)).flatten(1)
+
+
 def _q4_k(blocks: Tensor) -> Tensor:
     scales, minima = _scales_and_minima(blocks)
     values = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
@@ -134,6 +158,8 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     6: BlockType("Q5_0", 32, 22, _q5_0),
     7: BlockType("Q5_1", 32, 24, _q5_1),
     8: BlockType("Q8_0", 32, 34, _q8_0),
+    10: BlockType("Q2_K", 256, 84, _q2_k),
+    11: BlockType("Q3_K", 256, 110, _q3_k),
     12: BlockType("Q4_K", 256, 144, _q4_k),
     13: BlockType("Q5_K", 256, 176, _q5_k),
     14: BlockType("Q6_K", 256, 210, _q6_k),
@@ -142,8 +168,6 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
 # names of unsupported types, for the error message
 TYPE_NAMES: Mapping[int, str] = {
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
     15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",

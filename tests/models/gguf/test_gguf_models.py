@@ -125,8 +125,8 @@ def quantized_llama(path: Path, number: int, **metadata: Any) -> Path:
             blocks = values.shape[1] // block.size
             raw = random_blocks(generator, values.shape[0] * blocks, block.num_bytes)
             scales = [208] if block.name == "Q6_K" else [0, 2][: 2 if "_1" in block.name else 1]
-            if block.name in ("Q4_K", "Q5_K"):
-                scales = [0, 2]
+            ends = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+            scales = ends.get(block.name, scales)
             for at in scales:
                 raw[:, at : at + 2] = np.float16([0.001]).view(np.uint8)
             tensors[name] = number, raw.reshape(values.shape[0], -1)
