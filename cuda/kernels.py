@@ -207,8 +207,8 @@ class CudaKernels(Kernels):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False
     ) -> Tensor:
-        kind = {"residual": residual, "plus_one": plus_one}
-        norms.rms_norm(self._launcher, x, x, weight, eps, **kind)
+        given = x, x, weight, eps
+        norms.rms_norm(self._launcher, *given, residual=residual, plus_one=plus_one)
         return x
 
     def layer_norm(
@@ -232,8 +232,8 @@ class CudaKernels(Kernels):
         eps: float,
         plus_one: bool = False,
     ) -> Tensor:
-        kind = {"residual": residual, "plus_one": plus_one}
-        norms.layer_norm(self._launcher, x, x, weight, bias, eps, **kind)
+        given = x, x, weight, bias, eps
+        norms.layer_norm(self._launcher, *given, residual=residual, plus_one=plus_one)
         return x
 
     def norm_heads(

@@ -99,7 +99,6 @@ def sort_slots(launcher: Launcher, chosen: Tensor, first: int, count: int) -> So
     num_slots = chosen.numel()
     rows = 128 if num_slots >= 64 * count else 32
     max_tiles = min(num_slots, num_slots // rows + count)
-    # zeros: places behind the last slot are not read, but must be valid
     order = torch.empty(num_slots, dtype=torch.int32, device=chosen.device)
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=chosen.device)
     if num_slots:

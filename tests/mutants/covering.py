@@ -7,6 +7,7 @@ from pathlib import Path
 _CONTEXT = "test_context_attention test_attention_borders test_far_pages"
 # Not intrinsics.cuh: the emulator has other bodies, and test_machine_code.py tells what they are.
 _CUDA = {
+    "activation_kinds.cuh": "test_activations test_moe",
     "activations.cu": "test_activations",
     "adjustments.cu": "test_adjustments_kernel",
     "beam_step.cu": "test_beam_step_kernel",
@@ -21,10 +22,12 @@ _CUDA = {
     " test_far_pages",
     "fp8.cuh": "test_fp8_conversion test_cache_write test_generation_attention",
     "generation_attention.cu": "test_generation_attention test_attention_borders test_far_pages",
+    "gemm_tiles.cuh": "test_gemm test_moe",
     "kth_best.cuh": "test_sampling_kernel",
     "log_probs.cu": "test_log_probs_kernel",
     "logits_row.cuh": "test_sampling_kernel",
     "lora.cu": "test_lora",
+    "moe.cu": "test_moe",
     "norms.cu": "test_norms",
     "numerics.cuh": "test_norms test_activations test_cache_write test_attention_borders",
     "pages.cuh": "test_generation_attention test_attention_borders test_context_attention"
@@ -49,9 +52,10 @@ _LAUNCHES = {
     "generation_attention.py": f"test_generation_plan test_generation_attention {_CHOICES}",
     "generation_plan.py": "test_generation_plan test_generation_attention",
     "graphs.py": "test_device_executor test_step_launches",
-    "kernels.py": "test_step_launches test_matmul_choice test_lora",
+    "kernels.py": "test_step_launches test_matmul_choice test_lora test_families_on_devices",
     "launch.py": "test_launch test_gemv test_sampling_kernel",
     "matrix.py": "test_compiler",
+    "moe.py": "test_moe",
     "own_matmuls.py": "test_matmul_choice test_gemv test_launch_choices",
     "paged_kernels.py": "test_cache_write test_generation_attention test_context_attention",
     "matmul_choice.py": "test_matmul_choice",
