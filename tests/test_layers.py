@@ -110,6 +110,7 @@ kernels/                      all operations of a model in torch, and compiled o
         matmul_task           a matmul with packed weights: its parts, and how each ends
         matmul                the matmul of activations with packed weights
         int4_matmul           the matmul of activations with weights in 4 bits
+        grouped_matmul        many matmuls as one task
         matmul_plan           which instructions a matmul uses, and whether packing pays
     attention/                attention over the pages of the KV cache
         attention_arguments   arguments of attention: pages, rows, shapes
@@ -126,6 +127,7 @@ kernels/                      all operations of a model in torch, and compiled o
         mixture               matmuls of experts over tokens sorted by expert
     reference                 every operation in torch: the specification
     cpu_matmuls               matmuls on the CPU
+    cpu_experts               mixtures of experts on the CPU
     token_masks               sets the logits of forbidden tokens to -inf
     compiled_bodies           which compiled functions a model needs
     cpu                       operations of a model on the CPU, compiled where it is faster
@@ -556,6 +558,7 @@ bench/                        benchmarks, also of other libraries
         llama_cpp_peer        llama.cpp on the same weights: its benchmarks and ours
         vllm_cpu_script       vLLM on the same load: the script (no torch)
         vllm_peer             vLLM on the same load: the process
+    experts                   `gptmanager bench experts`: a mixture of experts on the CPU
     throughput                `gptmanager bench`: throughput next to a peer
     kernels/                  `gptmanager bench kernels`: each kernel next to its peers
         cases                 a case: minimum work, contenders, reference result

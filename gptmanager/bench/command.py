@@ -1,4 +1,4 @@
-"""The arguments of `gptmanager bench`, and of its sub-commands `kernels` and `e2e`."""
+"""The arguments of `gptmanager bench`, and of its sub-commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Without --model: random weights of a small Llama (hidden 256, 8 layers, vocabula
 the shape of Qwen2.5-0.5B. --peer vllm-cpu runs vLLM's CPU build in an interpreter of your choice.
 --peer llama-cpp times three loads of llama.cpp's own benchmarks instead: a prompt, one request, and
 16 requests, with weights in 16, 8 and 4 bits.
-`gptmanager bench kernels` and `gptmanager bench e2e` are for one GPU and have their own options.
+`gptmanager bench kernels` and `gptmanager bench e2e` are for one GPU, `gptmanager bench experts`
+is for the CPU; they have their own options.
 """
 _EXAMPLES = """\
 examples:
@@ -68,6 +69,17 @@ examples:
 exit status: 0 success, 1 logits are wrong or a part failed, 2 no GPU or a wrong call,
 130 interrupted
 """
+_EXPERTS_HELP = """\
+Time the experts of a layer of Qwen3-30B-A3B on the CPU, with random weights, in alternation with a
+dense matmul of as many tokens and bytes. The report has the bytes read per second of both.
+"""
+_EXPERTS_EXAMPLES = """\
+examples:
+  gptmanager bench experts
+  gptmanager bench experts --weights-dtype int8 --tokens 1
+
+exit status: 0 success, 1 the processor has no packed matmuls, 2 the call was wrong
+"""
 
 
 def add_command(commands: Any) -> None:
@@ -76,7 +88,7 @@ def add_command(commands: Any) -> None:
         "bench",
         "gptmanager.bench.main:main",
         help="time a synthetic load, alone or next to a peer",
-        usage="gptmanager bench [kernels | e2e] [options]",
+        usage="gptmanager bench [kernels | e2e | experts] [options]",
         description=_HELP,
         epilog=_EXAMPLES,
     )
@@ -101,10 +113,11 @@ def add_command(commands: Any) -> None:
     add_json(parser)
     add_manager_options(parser)
     subcommands = parser.add_subparsers(
-        prog="gptmanager bench", title="on one GPU", metavar="[kernels | e2e]"
+        prog="gptmanager bench", title="parts of it", metavar="[kernels | e2e | experts]"
     )
     _add_kernels(subcommands)
     _add_end_to_end(subcommands)
+    _add_experts(subcommands)
 
 
 def _add_kernels(commands: Any) -> None:
@@ -152,6 +165,25 @@ def _add_end_to_end(commands: Any) -> None:
     add("--no-graphs", const="no graphs", help=text, **ablation)
     add("--run-ahead", type=int, choices=(0, 1), help="(default 1, on a CPU 0)")
     add("--seed", type=int, default=0, metavar="N", help="seed of random weights (default 0)")
+
+
+def _add_experts(commands: Any) -> None:
+    parser = add_parser(
+        commands,
+        "experts",
+        "gptmanager.bench.main:experts",
+        help="time a mixture of experts on the CPU",
+        usage="gptmanager bench experts [options]",
+        description=_EXPERTS_HELP,
+        epilog=_EXPERTS_EXAMPLES,
+    )
+    add = parser.add_argument
+    add("--tokens", type=numbers, default=(1, 16, 64), metavar="N,N", help="(default 1,16,64)")
+    add("--rounds", type=positive, default=20, metavar="N", help="the best counts (default 20)")
+    add_dtype(parser, "bfloat16")
+    text = "of the matrices (default: that of --dtype)"
+    add("--weights-dtype", choices=("int8", "int4"), help=text)
+    add_json(parser)
 
 
 def _add_shared(parser: argparse.ArgumentParser) -> None:

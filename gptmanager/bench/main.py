@@ -16,6 +16,7 @@ import orjson
 from gptmanager.bench.end_to_end.benchmark import bench_end_to_end
 from gptmanager.bench.end_to_end.workbench import CPU_SCALE, GPU_SCALE, ON_CPU, EndToEndOptions
 from gptmanager.bench.engine import Figures
+from gptmanager.bench.experts import bench_experts, expert_rows
 from gptmanager.bench.kernels.benchmark import KernelOptions, bench_kernels
 from gptmanager.bench.load import Load
 from gptmanager.bench.names import PARTS
@@ -25,7 +26,7 @@ from gptmanager.errors import GptManagerError
 from gptmanager.run.follow import is_follower
 from gptmanager.terminal.options import manager_options
 from gptmanager.terminal.progress import NOTES, ProgressBars
-from gptmanager.terminal.tables import Piece, print_report
+from gptmanager.terminal.tables import Piece, print_report, table
 
 _Options = TypeVar("_Options", KernelOptions, EndToEndOptions)
 
@@ -74,6 +75,17 @@ def kernels(options: argparse.Namespace) -> int:
     bars.close()
     bad = {row["engines"]["gptmanager"]["status"] for row in report["kernels"]} - {"ok", "skipped"}
     return _finish(options, report, kernel_table(report), is_correct=not bad)
+
+
+def experts(options: argparse.Namespace) -> int:
+    """Run `gptmanager bench experts` and return its exit status."""
+    bars = ProgressBars(options.region, patience_s=0)
+    given = options.tokens, options.dtype or "bfloat16", options.weights_dtype, options.rounds
+    report = bench_experts(*given, on_case=partial(bars.update, "cases"))
+    bars.close()
+    head, *rows = expert_rows(report)
+    print_report(report, [table(head, rows, left=())], as_json=options.json)
+    return 0
 
 
 def end_to_end(options: argparse.Namespace) -> int:

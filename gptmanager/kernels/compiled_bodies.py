@@ -11,6 +11,7 @@ from gptmanager.kernels import token_loops
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.embedding_loops import embed
+from gptmanager.kernels.gemm.grouped_matmul import multiply_group
 from gptmanager.kernels.gemm.int4_matrix import INT4
 from gptmanager.kernels.gemm.matmul_plan import can_be_packed, matmul_bodies
 from gptmanager.kernels.gemm.packed_matrix import Quantized
@@ -39,6 +40,7 @@ def bodies_of_model(
     return [
         paged_attention.attention,
         *matmuls,
+        *([multiply_group] if matmuls else []),
         token_loops.rope_and_write,
         token_loops.normalize,
         token_loops.activate,

@@ -27,7 +27,8 @@ from gptmanager.kernels.attention.attention_task import (
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.compiled_bodies import bodies_of_model, compile_for_adapters
-from gptmanager.kernels.cpu_matmuls import PARTS_PER_THREAD, SCATTERED, SMALL_MATMUL, CpuMatmuls
+from gptmanager.kernels.cpu_experts import CpuExperts
+from gptmanager.kernels.cpu_matmuls import PARTS_PER_THREAD, SCATTERED, SMALL_MATMUL
 from gptmanager.kernels.embedding_loops import EmbeddingTask, embed
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix, Quantized
@@ -45,7 +46,7 @@ from gptmanager.kernels.token_loops import (
 )
 
 
-class CpuKernels(CpuMatmuls):
+class CpuKernels(CpuExperts):
     """The ops on the CPU, for pages of any dtype of `DTYPES`; others use the reference.
 
     The first call of an op compiles it (seconds) or loads it from Numba's cache; `warm_up` does

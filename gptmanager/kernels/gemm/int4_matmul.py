@@ -19,13 +19,14 @@ from gptmanager.kernels.gemm.matmul import BLOCK, WIDE_BYTES, multiply_by_tiles
 from gptmanager.kernels.gemm.matmul_task import (
     MATMUL_TASK,
     SCRATCH_BYTES,
+    begin,
     finish,
     panels,
     part_of,
 )
 from gptmanager.kernels.gemm.matrix_tiles import over_rows, release
 from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_at
-from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD
+from gptmanager.kernels.simd.threads import NEXT_PART
 
 FEW_ROWS = 8  # up to here activations are quantized to 16 bits, by each thread
 _multiply_lanes = over_rows("float32")
@@ -64,10 +65,10 @@ def _widen_to_pairs(t: Any, target: int, panel: int) -> None:
 @loop
 def _share_by_lanes(t: Any, address: int) -> None:
     """Compute a thread's share by SIMD lanes: panels are first widened, for any number of rows."""
-    scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+    scratch, counter = begin(t, address)
     w0 = scratch + SCRATCH_BYTES
     w1, w2, w3 = w0 + WIDE_BYTES, w0 + 2 * WIDE_BYTES, w0 + 3 * WIDE_BYTES
-    part = claim(address, NEXT_PART)
+    part = claim(counter, NEXT_PART)
     while part < t.num_parts:
         groups, first, rows = part_of(t, part)
         x, stride = t.x + 4 * first * t.depth, 4 * t.depth
@@ -82,7 +83,7 @@ def _share_by_lanes(t: Any, address: int) -> None:
                 more = k > 0
                 _multiply_lanes(scratch, x + 4 * k, stride, w0, w1, w2, w3, count, more, rows)
             finish(t, scratch, group, first, rows)
-        part = claim(address, NEXT_PART)
+        part = claim(counter, NEXT_PART)
 
 
 def _share_by_dots(levels: int, is_wide: bool) -> Any:
@@ -100,7 +101,7 @@ def _share_by_dots(levels: int, is_wide: bool) -> Any:
 
     @loop_named(f"share_int4_by_dots_{levels}_{512 if is_wide else 256}")
     def share(t: Any, address: int) -> None:
-        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        scratch, counter = begin(t, address)
         depth, minima = t.depth, t.minima
         steps = depth // GROUP
         x, stride = t.x, steps * size
@@ -108,7 +109,7 @@ def _share_by_dots(levels: int, is_wide: bool) -> Any:
             x = scratch + SCRATCH_BYTES
             for row in range(t.rows):
                 quantize_groups(t.dtype, t.x, row, depth, depth, x + row * stride, 2)
-        part = claim(address, NEXT_PART)
+        part = claim(counter, NEXT_PART)
         while part < t.num_parts:
             groups, first, rows = part_of(t, part)
             for group in groups:
@@ -127,7 +128,7 @@ def _share_by_dots(levels: int, is_wide: bool) -> Any:
                         one(c, a, stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, steps)
                         row += 1
                 finish(t, scratch, group, first, rows)
-            part = claim(address, NEXT_PART)
+            part = claim(counter, NEXT_PART)
 
     return share
 
@@ -135,10 +136,10 @@ def _share_by_dots(levels: int, is_wide: bool) -> Any:
 @loop
 def _share_by_unit(t: Any, address: int) -> None:
     """Compute a thread's share by the matrix unit: panels are first widened to bfloat16."""
-    scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+    scratch, counter = begin(t, address)
     w0, size, held = scratch + SCRATCH_BYTES, 2 * LANES * t.depth, -1
     w1, w2, w3 = w0 + size, w0 + 2 * size, w0 + 3 * size
-    part = claim(address, NEXT_PART)
+    part = claim(counter, NEXT_PART)
     while part < t.num_parts:
         groups, first, rows = part_of(t, part)
         for group in groups:
@@ -151,7 +152,7 @@ def _share_by_unit(t: Any, address: int) -> None:
                 held = group
             multiply_by_tiles(t, scratch, w0, w1, w2, w3, first, rows)
             finish(t, scratch, group, first, rows)
-        part = claim(address, NEXT_PART)
+        part = claim(counter, NEXT_PART)
     release()
 
 

@@ -14,6 +14,7 @@ from gptmanager.kernels.gemm.int16_tiles import (
 from gptmanager.kernels.gemm.matmul_task import (
     MATMUL_TASK,
     SCRATCH_BYTES,
+    begin,
     finish,
     panels,
     part_of,
@@ -34,7 +35,7 @@ from gptmanager.kernels.gemm.quantized_activations import (
     row_size,
 )
 from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_at
-from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD
+from gptmanager.kernels.simd.threads import NEXT_PART
 
 BLOCK = 256  # positions of four panels that stay in the L1 cache for all rows
 WIDE_BYTES = 4 * BLOCK * LANES  # of the panel positions that are widened at a time
@@ -74,10 +75,10 @@ def _share_by_lanes(dtype: str) -> Any:
 
     @loop_named(f"share_{name}")
     def share(t: Any, address: int) -> None:
-        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        scratch, counter = begin(t, address)
         w0 = scratch + SCRATCH_BYTES
         w1, w2, w3 = w0 + WIDE_BYTES, w0 + 2 * WIDE_BYTES, w0 + 3 * WIDE_BYTES
-        part = claim(address, NEXT_PART)
+        part = claim(counter, NEXT_PART)
         while part < t.num_parts:
             groups, first, rows = part_of(t, part)
             x, stride = t.x + item * first * t.depth, item * t.depth
@@ -98,7 +99,7 @@ def _share_by_lanes(dtype: str) -> Any:
                             *(count // t.positions, k > 0, rows),
                         )
                 finish(t, scratch, group, first, rows)
-            part = claim(address, NEXT_PART)
+            part = claim(counter, NEXT_PART)
 
     return share
 
@@ -109,10 +110,10 @@ def _share_by_int8() -> Any:
 
     @loop_named("share_int8_by_int8")
     def share(t: Any, address: int) -> None:
-        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        scratch, counter = begin(t, address)
         depth, b, size = t.depth, scratch + SCRATCH_BYTES, LANES * SPAN
         stride = row_size(depth)
-        part = claim(address, NEXT_PART)
+        part = claim(counter, NEXT_PART)
         while part < t.num_parts:
             groups, first, rows = part_of(t, part)
             x = t.x + first * stride
@@ -135,7 +136,7 @@ def _share_by_int8() -> Any:
                     elif rows - row == 1:
                         one(c, a + k, a + left, a + marks, stride, b, fours, more)
                 finish(t, scratch, group, first, rows)
-            part = claim(address, NEXT_PART)
+            part = claim(counter, NEXT_PART)
 
     return share
 
@@ -146,14 +147,14 @@ def _share_by_int16() -> Any:
 
     @loop_named("share_int8_by_int16")
     def share(t: Any, address: int) -> None:
-        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        scratch, counter = begin(t, address)
         depth, stride = t.depth, 2 * t.depth
         x, factors_stride = scratch + SCRATCH_BYTES, 4 * ((depth - 1) // MAX_POSITIONS + 1)
         factors = x + FEW_ROWS * stride
         for row in range(t.rows):  # by each thread, which is faster than waiting for one of them
             to = factors + row * factors_stride
             quantize_to_int16(t.dtype, t.x, row, depth, x + row * stride, to)
-        part = claim(address, NEXT_PART)
+        part = claim(counter, NEXT_PART)
         while part < t.num_parts:
             groups, _, rows = part_of(t, part)
             for group in groups:
@@ -172,7 +173,7 @@ def _share_by_int16() -> Any:
                     else:
                         four(*own, c0, c1, c2, c3, steps, more)
                 finish(t, scratch, group, 0, rows)
-            part = claim(address, NEXT_PART)
+            part = claim(counter, NEXT_PART)
 
     return share
 
@@ -238,9 +239,9 @@ def multiply_by_tiles(
 @loop
 def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
     """Compute a thread's share by the matrix unit; quantized panels are first widened."""
-    scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+    scratch, counter = begin(t, address)
     held = -1  # the group of the widened panels
-    part = claim(address, NEXT_PART)
+    part = claim(counter, NEXT_PART)
     while part < t.num_parts:
         groups, first, rows = part_of(t, part)
         for group in groups:
@@ -251,7 +252,7 @@ def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
                 b0, b1, b2, b3 = panels(t, group)
             multiply_by_tiles(t, scratch, b0, b1, b2, b3, first, rows)
             finish(t, scratch, group, first, rows)
-        part = claim(address, NEXT_PART)
+        part = claim(counter, NEXT_PART)
     release()
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from gptmanager.kernels.gemm.matrix_tiles import PANELS
 from gptmanager.kernels.simd.dtypes import load_as, store_as
-from gptmanager.kernels.simd.lanes import LANES, load, load_part, loop
-from gptmanager.kernels.simd.threads import task_fields
+from gptmanager.kernels.simd.lanes import LANES, claim, load, load_part, loop
+from gptmanager.kernels.simd.threads import NEXT_THREAD, task_fields
 from gptmanager.kernels.token_loops import logistic
 
 CHUNK_ROWS = 192  # their float32 elements of a group fit into the L2 cache together with panels
@@ -33,17 +33,25 @@ class MatmulTask(ctypes.Structure):
     fourth; `second`: the distance from the first to the third. `silu`: the third and fourth panels
     are factors of the SiLU of the first and second. `full`, `tail`: the matrix unit's
     configurations for sixteen rows and for the remaining rows. `groups`: the float16 scales of a
-    matrix in 4 bits, and `minima`: how far behind them its minima are, 0: it has none.
+    matrix in 4 bits, and `minima`: how far behind them its minima are, 0: it has none. `counter`:
+    the task that has the counter of parts, 0: this one.
     """
 
     _fields_ = task_fields(
         "x result bias bias_dtype scratch scratch_bytes rows num_chunks part_groups full tail"
         " matrix scales columns depth num_panels num_groups second silu position_bytes positions"
-        " dtype groups minima"
+        " dtype groups minima counter"
     )
 
 
 MATMUL_TASK = np.dtype(MatmulTask)
+
+
+@loop
+def begin(t: Any, address: int) -> Any:
+    """Return a thread's scratch, and the address of the task that counts the parts."""
+    counter = t.counter if t.counter else address
+    return t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes, counter
 
 
 @loop

@@ -37,7 +37,7 @@ class PackedMatrix:
             self.depth = -(-columns // UNIT_DEPTH) * UNIT_DEPTH
         panels = -(-rows // PANEL_ROWS)
         self.values = torch.zeros(panels, self.depth // pair, PANEL_ROWS, pair, dtype=stored)
-        self.plans: dict[bool, Any] = {}  # derived by `CpuKernels` from its shape and address
+        self.plans: dict[Any, Any] = {}  # derived by `CpuKernels` from its shape and address
         self._parts: tuple[Matrix, ...] = ()
         self.scales = torch.zeros(panels * PANEL_ROWS, dtype=torch.float32) if quantized else None
 

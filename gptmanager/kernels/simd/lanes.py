@@ -214,6 +214,18 @@ def get_long(builder: Any, address: Any, index: Any) -> Any:
     return builder.load(at(builder, address, index, LONG))
 
 
+@intrinsic(nothing, long, long, long)
+def put_long(builder: Any, address: Any, index: Any, value: Any) -> None:
+    builder.store(value, at(builder, address, index, LONG))
+
+
+@intrinsic(nothing, long, long)
+def call_body(builder: Any, body: Any, address: Any) -> None:
+    """Call machine code that `compiled` returned, with the address of a task."""
+    function = ir.FunctionType(ir.VoidType(), [LONG]).as_pointer()
+    builder.call(builder.inttoptr(body, function), [address])
+
+
 @intrinsic(long, long, long)
 def claim(builder: Any, address: Any, index: Any) -> Any:
     """Atomically add one to an int64; return its old value."""
