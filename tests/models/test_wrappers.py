@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import PagedDriver, checkpoint
+from family_configs import FAMILY_CONFIGS
 from family_runs import LONG, family_model
 
 from gptmanager.errors import ConfigError
@@ -119,3 +120,26 @@ def test_a_missing_tensor_is_named(family: str, part: str) -> None:
     state = {name: tensor for name, tensor in state.items() if not name.endswith(f"1.{part}")}
     with pytest.raises(ConfigError, match=f"missing: model.layers.1.{part}"):
         load_model((config, state))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gpt_oss", {"experts_per_token": 4}),
+        ("ernie4_5", {"compression_ratio": 1.0}),
+        ("minimax_m2", {"attn_type_list": [1, 1, 1, 1], "use_mtp": True, "num_mtp_modules": 3}),
+        ("minimax_m2", {"use_routing_bias": True, "mtp_transformer_layers": 1}),
+        ("mistral", {"is_composition": True}),
+    ],
+)
+def test_fields_of_published_configs_that_change_nothing_are_accepted(
+    family: str, fields: dict[str, Any]
+) -> None:
+    config = {"model_type": family, **FAMILY_CONFIGS[family]}
+    assert read_spec({**config, **fields}) == read_spec(config)
+
+
+def test_linear_attention_is_refused_by_the_name_of_its_field() -> None:
+    config = {"model_type": "minimax_m2", **FAMILY_CONFIGS["minimax_m2"]}
+    with pytest.raises(ConfigError, match="attn_type_list"):
+        read_spec({**config, "attn_type_list": [1, 0, 1, 1]})

@@ -19,6 +19,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "attention_chunk_size": None,
     "attn_logit_softcapping": None,
     "clip_qkv": None,
+    "compression_ratio": 1.0,
     "embedding_multiplier": 1.0,
     "final_logit_softcapping": None,
     "is_causal": True,
@@ -47,6 +48,7 @@ _IGNORED = re.compile(
     r"|remove_invalid_values|exponential_decay_length_penalty|forced_.*)"
     r"|embd_layer|bos_token|eos_token|pad_token|language|license|tags|base_model.*|quantization"
     r"|attn_implementation|num_nextn_predict_layers|max_sequence_length|original_.*"
+    r"|is_composition|experts_per_token|use_mtp|num_mtp_modules|mtp_.*"
 )
 
 

@@ -294,7 +294,13 @@ MIXTURES: Mapping[str, Family] = {
             num_experts_per_tok=8,
         ),
         norms=Norms(query_key="all_heads"),
-        neutral={"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"},
+        neutral={
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+        },
+        network=readers.minimax_network,
         experts=experts_of(
             "num_local_experts",
             width="intermediate_size",

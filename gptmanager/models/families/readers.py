@@ -38,6 +38,14 @@ def gemma_network(fields: Fields) -> Mapping[str, Any]:
     }
 
 
+def minimax_network(fields: Fields) -> Mapping[str, Any]:
+    """Refuse the layers of MiniMax with linear attention, and scores without a correction."""
+    kinds = fields.get("attn_type_list")
+    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {1}):
+        raise fields.error("attn_type_list", "must be a list of ones")
+    return {}
+
+
 def opt_network(fields: Fields) -> Mapping[str, Any]:
     """Refuse the variants of OPT with norms after attention, and with projected embeddings."""
     for field, needed in (
