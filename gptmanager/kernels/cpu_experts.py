@@ -156,7 +156,7 @@ class CpuExperts(CpuMatmuls):
 def _sorted(chosen: Tensor, experts: ExpertMatrices) -> tuple[_Chosen, Tensor, Tensor]:
     """Return the experts that are here, the token of each sorted row, and the row of each choice.
 
-    Rows of experts that are not here come last.
+    Rows of experts that are not here are last.
     """
     numbers = chosen.numpy().ravel() - experts.first
     is_here = (numbers >= 0) & (numbers < experts.count)
