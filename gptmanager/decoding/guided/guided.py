@@ -30,6 +30,7 @@ from gptmanager.decoding.guided.grammar_matcher import (
 )
 from gptmanager.decoding.guided.grammar_trial import GrammarTrials
 from gptmanager.decoding.processors.rows import RowProcessor, RowSession
+from gptmanager.environment.cores import num_cores
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError
 from gptmanager.kernels.token_masks import mask_logits
@@ -99,7 +100,7 @@ class GuidedDecoding(RowProcessor):
         # referenced by waiting requests only, so that grammars of closed connections are dropped
         self._waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
         self._waiting = weakref.WeakValueDictionary()
-        num_trials = max(2, min(os.cpu_count() or 1, _MAX_TRIALS))
+        num_trials = max(2, min(num_cores(), _MAX_TRIALS))
         self._threads = ThreadPoolExecutor(num_trials, thread_name_prefix="gptmanager-grammars")
         self._pid = os.getpid()
 
