@@ -24,7 +24,7 @@ from gptmanager.lifecycle import child_loop
 
 _START_S = 30.0  # time limit for the interpreter to start and import libraries
 _LOOK_S = 0.1  # interval of calls of `is_wanted`
-_MOST_KEPT_BYTES = 32 << 20  # that a process may hold between two questions, beyond its start
+_MOST_KEPT_BYTES = 8 << 20  # that a process may hold between two questions, beyond its start
 _PACKAGE = __name__.split(".")[0]  # the package, which has two folders in a checkout
 
 

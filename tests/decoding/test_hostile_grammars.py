@@ -228,7 +228,9 @@ def test_processes_of_a_burst_end_once_they_are_idle(tokenizer, monkeypatch):
     trials.run(GrammarSource("regex", "a"), is_wanted=run_another)
     assert [process.poll() for process in processes] == [None, None]  # another burst may come
     monkeypatch.setattr(grammar_trial, "_IDLE_S", 0.0)
-    trials.run(GrammarSource("regex", "c"))
+    with pytest.raises(RefusedError) as refusal:
+        trials.run(GrammarSource("regex", "("))
+    assert "unclosed group" in str(refusal.value)
     assert len(processes) == 2 and sorted(p.poll() is None for p in processes) == [False, True]
 
 

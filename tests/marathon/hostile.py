@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -181,15 +182,22 @@ def drawn(seed: int, document: dict[str, Any]) -> Iterator[Case]:
 
 
 def fill_caches(target: Target) -> None:
-    """Have as many grammars compiled as the server keeps: a cache that fills is no leak, and memory
-    is judged when it is full.
+    """Have as many grammars compiled as the server keeps, and each of its child processes started:
+    memory is judged when caches are full and all processes run, as neither is a leak.
     """
-    url = f"http://{target.host}:{target.port}/v1/completions"
-    with httpx.Client(timeout=60) as client:
-        for number in range(_NUM_GRAMMARS):
-            schema = {"type": "object", "properties": {f"a{number}": {"type": "string"}}}
-            body = {"prompt": "Tom", "max_tokens": 2, "guided_json": schema}
-            client.post(url, json=body).raise_for_status()
+    url = f"http://{target.host}:{target.port}/v1"
+
+    def post(route: str, **body: Any) -> None:
+        client.post(url + route, json={"max_tokens": 2, **body}).raise_for_status()
+
+    def compile_grammar(number: int) -> None:
+        schema = {"type": "object", "properties": {f"a{number}": {"type": "string"}}}
+        post("/completions", prompt="Tom", guided_json=schema)
+
+    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(4) as threads:
+        for _ in threads.map(compile_grammar, range(_NUM_GRAMMARS)):
+            pass
+        post("/chat/completions", messages=[{"role": "user", "content": "Tom"}])
 
 
 @contextlib.contextmanager

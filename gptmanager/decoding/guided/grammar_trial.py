@@ -56,9 +56,8 @@ class GrammarTrials:
         try:
             text, unenforced = child.ask(orjson.dumps(list(source)), self._timeout_s, is_wanted)
         finally:
-            surplus = self._give_back(child)
-        for idle in surplus:
-            idle.stop()
+            for idle in self._give_back(child):
+                idle.stop()
         return text, unenforced
 
     def _give_back(self, child: ChildProcess) -> list[ChildProcess]:
