@@ -185,19 +185,21 @@ def fill_caches(target: Target) -> None:
     """Have as many grammars compiled as the server keeps, and each of its child processes started:
     memory is judged when caches are full and all processes run, as neither is a leak.
     """
-    url = f"http://{target.host}:{target.port}/v1"
+    url = f"http://{target.host}:{target.port}"
 
     def post(route: str, **body: Any) -> None:
         client.post(url + route, json={"max_tokens": 2, **body}).raise_for_status()
 
     def compile_grammar(number: int) -> None:
         schema = {"type": "object", "properties": {f"a{number}": {"type": "string"}}}
-        post("/completions", prompt="Tom", guided_json=schema)
+        post("/v1/completions", prompt="Tom", guided_json=schema)
 
     with httpx.Client(timeout=60) as client, ThreadPoolExecutor(4) as threads:
         for _ in threads.map(compile_grammar, range(_NUM_GRAMMARS)):
             pass
-        post("/chat/completions", messages=[{"role": "user", "content": "Tom"}])
+        messages = [{"role": "user", "content": "Tom"}]
+        post("/v1/chat/completions", messages=messages)
+        client.post(url + "/tokenize", json={"messages": messages}).raise_for_status()
 
 
 @contextlib.contextmanager
