@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from gptmanager import __version__
-from gptmanager.bench.command import add_command as add_bench
+from gptmanager.bench.arguments import add_command as add_bench
 from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError, GptManagerError, RecordingError
-from gptmanager.picture.command import add_command as add_picture
-from gptmanager.replay.command import add_command as add_replay
-from gptmanager.run.chat.command import add_command as add_chat
-from gptmanager.run.command import add_command as add_run
-from gptmanager.run.convert_command import add_command as add_convert
-from gptmanager.run.models_command import add_command as add_models
-from gptmanager.server.command import add_command as add_serve
-from gptmanager.simulator.command import add_command as add_simulate
+from gptmanager.picture.arguments import add_command as add_picture
+from gptmanager.replay.arguments import add_command as add_replay
+from gptmanager.run.arguments import add_command as add_run
+from gptmanager.run.chat.arguments import add_command as add_chat
+from gptmanager.run.convert_arguments import add_command as add_convert
+from gptmanager.run.models_arguments import add_command as add_models
+from gptmanager.server.arguments import add_command as add_serve
+from gptmanager.simulator.arguments import add_command as add_simulate
 from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
 from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.printable import printable_lines

@@ -188,12 +188,12 @@ ranks/                        one process per rank: its part of the model, and m
     collectives               collectives of tensor and pipeline parallelism
     world                     this rank's number, and the addresses of the others
 memory/                       tensors that outlive a step, and the checkpoint files
-    checkpoint_files          size and depth limits of checkpoint files (no torch)
+    untrusted_files           size and depth limits of checkpoint files (no torch)
     host_memory               pinned host memory
     kv_pool                   tensors of the KV cache
     device_kv_pool            tensors of the KV cache on a device
     adapter_pool              tensors of the LoRA cache
-    tensor_sources            reads tensors from safetensors files or a state dict
+    checkpoint_tensors        reads tensors from safetensors files or a state dict
     safetensors_writer        writes a safetensors file tensor by tensor
     places                    where tensors of a checkpoint go (no torch)
     weights                   parameters of a model, loaded by name
@@ -239,7 +239,7 @@ models/                       decoder networks, and the table of families
     conversion                writes a checkpoint as a folder of safetensors
     layer_tensors             the tensors of a layer, looked up once
     split_norms               norms over all heads, where ranks have some each
-    checkpoint_model          CheckpointModel: the forward pass of a decoder
+    decoder_network           CheckpointModel: the forward pass of a decoder
     model                     the Model protocol, and load_model
 decoding/                     from logits to tokens, and the end of an output
     deferred                  a value that is computed only if it is used (no torch)
@@ -359,8 +359,8 @@ callbacks/                    ready-made callbacks, built on the public names on
         text_stream           decodes tokens to text as they arrive
         stop_strings          stop strings (no torch)
         stopped_text          the text of one output, up to its first stop string
-        template_program      renders chat templates, in this or a child process (no torch)
-        templates             finds chat templates; the process that renders them
+        template_rendering    renders chat templates, in this or a child process (no torch)
+        template_process      finds chat templates; the process that renders them
         control_tokens        keeps control tokens out of clients' texts (no torch)
         chat_template         ChatTemplate: messages as prompt tokens
     queue/                    request queues with futures
@@ -419,7 +419,7 @@ testing/                      helpers for tests of hosts and schedulers
 replay/                       runs a recording again, and finds the first difference
     replaying                 replays a recording
     main                      runs `gptmanager replay`
-    command                   arguments of `gptmanager replay` (no torch)
+    arguments                 arguments of `gptmanager replay` (no torch)
 simulator/                    the real loop with a virtual clock and without a model
     load                      arrival times and lengths of requests
     known_outputs             an executor that returns outputs known in advance
@@ -430,7 +430,7 @@ simulator/                    the real loop with a virtual clock and without a m
     comparison                the simulated manager: recorded or hypothetical options
     report                    the report of `gptmanager simulate`
     main                      runs `gptmanager simulate`
-    command                   arguments of `gptmanager simulate` (no torch)
+    arguments                 arguments of `gptmanager simulate` (no torch)
 picture/                      drawings of a schedule: SVG, zoomable page, Perfetto trace
     trace                     what each request did in each iteration (no torch)
     waiting                   why the first waiting request waits (no torch)
@@ -446,7 +446,7 @@ picture/                      drawings of a schedule: SVG, zoomable page, Perfet
     zoom_page                 a zoomable HTML page
     perfetto                  a trace for Perfetto
     main                      runs `gptmanager picture`
-    command                   arguments of `gptmanager picture` (no torch)
+    arguments                 arguments of `gptmanager picture` (no torch)
 run/                          `gptmanager run`: a file of requests
     text_encoder              tokenizes prompts, and finds those that are too long
     adapter_folders           loads the adapters that requests name
@@ -459,9 +459,9 @@ run/                          `gptmanager run`: a file of requests
     live_view                 the progress display
     watch                     watches a run from the terminal's thread
     main                      runs `gptmanager run`
-    command                   arguments of `gptmanager run` (no torch)
+    arguments                 arguments of `gptmanager run` (no torch)
     convert_main              runs `gptmanager convert`
-    convert_command           arguments of `gptmanager convert` (no torch)
+    convert_arguments         arguments of `gptmanager convert` (no torch)
     chat/                     `gptmanager chat`: a conversation with a model
         conversation          messages of a chat, and the answers to choose from (no torch)
         message_lines         a message from the lines that a person types (no torch)
@@ -473,9 +473,9 @@ run/                          `gptmanager run`: a file of requests
         piped_view            a chat through pipes
         session               asks and answers until the end
         main                  runs `gptmanager chat` (no torch)
-        command               arguments of `gptmanager chat` (no torch)
+        arguments             arguments of `gptmanager chat` (no torch)
     models_main               runs `gptmanager models` (no torch)
-    models_command            arguments of `gptmanager models` (no torch)
+    models_arguments          arguments of `gptmanager models` (no torch)
 server/                       a manager behind HTTP and gRPC
     extras                    imports of optional dependencies (no torch)
     errors                    errors as clients get them
@@ -542,7 +542,7 @@ server/                       a manager behind HTTP and gRPC
     app                       all routes as one application
     serving                   starts and stops a server
     main                      runs `gptmanager serve`
-    command                   arguments of `gptmanager serve` (no torch)
+    arguments                 arguments of `gptmanager serve` (no torch)
 bench/                        benchmarks, also of other libraries
     names                     names of benchmarks' choices (no torch)
     timing                    times a call, and watches the time limit
@@ -559,7 +559,7 @@ bench/                        benchmarks, also of other libraries
         vllm_cpu_script       vLLM on the same load: the script (no torch)
         vllm_peer             vLLM on the same load: the process
     experts                   `gptmanager bench experts`: a mixture of experts on the CPU
-    throughput                `gptmanager bench`: throughput next to a peer
+    peer_throughput           `gptmanager bench`: throughput next to a peer
     kernels/                  `gptmanager bench kernels`: each kernel next to its peers
         cases                 a case: minimum work, contenders, reference result
         paged_rows            sequences in pages, for attention cases
@@ -580,7 +580,7 @@ bench/                        benchmarks, also of other libraries
         benchmark             the whole end-to-end benchmark
     table                     reports as tables
     main                      runs `gptmanager bench`
-    command                   arguments of `gptmanager bench` (no torch)
+    arguments                 arguments of `gptmanager bench` (no torch)
 cli                           the command line (no torch)
 __main__
 """

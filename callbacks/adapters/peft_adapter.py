@@ -14,7 +14,7 @@ import torch
 
 from gptmanager.callbacks.adapters.peft_config import PeftConfig
 from gptmanager.errors import ConfigError, quoted_path
-from gptmanager.memory.tensor_sources import FLOATS, SafetensorsFolder, TensorInfo, tensor_name
+from gptmanager.memory.checkpoint_tensors import FLOATS, SafetensorsFolder, TensorInfo, tensor_name
 from gptmanager.models.checkpoint_parts import read_config
 from gptmanager.models.families import FAMILIES
 from gptmanager.models.families.wrappers import without_wrapper

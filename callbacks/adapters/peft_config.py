@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from gptmanager.callbacks.name_pattern import NamePattern, PatternError, Steps
 from gptmanager.errors import ConfigError, quoted, quoted_path
-from gptmanager.memory.checkpoint_files import read_object
+from gptmanager.memory.untrusted_files import read_object
 
 # Fields about training, bookkeeping, or details of a method that another field enables.
 _IGNORED = frozenset(

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from gptmanager.callbacks.text.checkpoint import load_tokenizer, special_tokens_of
 from gptmanager.callbacks.text.control_tokens import ControlTokens
-from gptmanager.callbacks.text.template_program import TemplateError
-from gptmanager.callbacks.text.templates import TemplateProcess, pick, read_chat_templates
+from gptmanager.callbacks.text.template_process import TemplateProcess, pick, read_chat_templates
+from gptmanager.callbacks.text.template_rendering import TemplateError
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
 from gptmanager.lifecycle.child_process import NotStartedError

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from gptmanager import InferenceRequest
 from gptmanager.errors import ConfigError, error_summary, quoted
-from gptmanager.memory.checkpoint_files import check_file
+from gptmanager.memory.untrusted_files import check_file
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, read_part
 from gptmanager.request.read_tensors import MAX_END_IDS
 

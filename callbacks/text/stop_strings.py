@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gptmanager.errors import InvalidRequestError, quoted
 
-MAX_STOPS, MAX_STOP_LENGTH = 64, 4096
+MAX_STOPS, MAX_STOP_LENGTH = 64, 4096  # limits of a request, also in the server
 
 
 class Found(NamedTuple):

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from gptmanager.bench.engine import Figures, run_manager
     from gptmanager.bench.kernels.benchmark import KernelOptions, bench_kernels
     from gptmanager.bench.load import LLAMA_8B, SHAPES, SMALL_LLAMA, Load, random_llama
+    from gptmanager.bench.peer_throughput import BenchOptions, bench
     from gptmanager.bench.peers.transformers_peer import TransformersPeer
     from gptmanager.bench.peers.vllm_peer import VllmPeer
-    from gptmanager.bench.throughput import BenchOptions, bench
 
 __all__ = [
     "LLAMA_8B",
@@ -51,7 +51,7 @@ __getattr__, __dir__ = lazy_names(
             "SMALL_LLAMA",
             "random_llama",
         ),
-        "gptmanager.bench.throughput": (
+        "gptmanager.bench.peer_throughput": (
             "BenchOptions",
             "bench",
         ),

@@ -20,8 +20,8 @@ from gptmanager.bench.experts import bench_experts, expert_rows
 from gptmanager.bench.kernels.benchmark import KernelOptions, bench_kernels
 from gptmanager.bench.load import Load
 from gptmanager.bench.names import PARTS
+from gptmanager.bench.peer_throughput import BenchOptions, bench
 from gptmanager.bench.table import end_to_end_table, kernel_table
-from gptmanager.bench.throughput import BenchOptions, bench
 from gptmanager.errors import GptManagerError
 from gptmanager.run.follow import is_follower
 from gptmanager.terminal.options import manager_options

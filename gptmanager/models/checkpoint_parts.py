@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gptmanager.errors import ConfigError, quoted, quoted_path
-from gptmanager.memory.checkpoint_files import read_object
-from gptmanager.memory.tensor_sources import SafetensorsFolder, TensorSource
+from gptmanager.memory.checkpoint_tensors import SafetensorsFolder, TensorSource
+from gptmanager.memory.untrusted_files import read_object
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.gguf.split_files import first_of_split
 from gptmanager.models.other_folders import describe_other

@@ -20,12 +20,12 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Ints, Kernels
+from gptmanager.memory.checkpoint_tensors import StateDict, TensorSource
 from gptmanager.memory.kv_pool import KvPool
-from gptmanager.memory.tensor_sources import StateDict, TensorSource
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
-from gptmanager.models.checkpoint_model import CheckpointModel
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
+from gptmanager.models.decoder_network import CheckpointModel
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper
 from gptmanager.models.parameters import (

@@ -18,7 +18,7 @@ from torch import Tensor
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
 from gptmanager.kernels.gemm.packed_matrix import Quantized
-from gptmanager.memory.tensor_sources import FLOATS, TensorInfo, TensorSource, tensor_name
+from gptmanager.memory.checkpoint_tensors import FLOATS, TensorInfo, TensorSource, tensor_name
 
 FIELD = "quantization_config"
 LAYOUT_VERSIONS: Mapping[Quantized, int] = {"int8": 1, "int4": 2}

@@ -15,7 +15,7 @@ import torch
 
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels.activation_kinds import Activation
-from gptmanager.memory.checkpoint_files import check_depth
+from gptmanager.memory.untrusted_files import check_depth
 from gptmanager.models.families import FAMILIES, Family
 from gptmanager.models.families.config_fields import refuse_unread
 from gptmanager.models.families.layer_types import read_windows

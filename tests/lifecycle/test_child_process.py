@@ -19,7 +19,7 @@ from gptmanager.lifecycle.child_process import (
     TooSlowError,
 )
 
-MODULE = "gptmanager.callbacks.text.template_program"
+MODULE = "gptmanager.callbacks.text.template_rendering"
 
 
 def question(template, content=""):

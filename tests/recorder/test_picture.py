@@ -23,8 +23,8 @@ from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.picture import builder as builder_module
+from gptmanager.picture.arguments import add_command
 from gptmanager.picture.builder import TraceBuilder
-from gptmanager.picture.command import add_command
 from gptmanager.picture.drawing import draw, layout_of
 from gptmanager.picture.layout import PANEL
 from gptmanager.picture.observer import observe

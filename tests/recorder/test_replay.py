@@ -27,7 +27,7 @@ from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.recorder.recording import End, RunEnd, read_recording
 from gptmanager.replay import completed, difference, replay
-from gptmanager.replay.command import add_command
+from gptmanager.replay.arguments import add_command
 from gptmanager.replay.main import imported
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.testing import ScriptedModel

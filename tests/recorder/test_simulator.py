@@ -33,7 +33,7 @@ from gptmanager.recorder.recording import Header, Iteration, Recording, read_rec
 from gptmanager.replay import replay
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.simulator import simulate
-from gptmanager.simulator.command import add_command
+from gptmanager.simulator.arguments import add_command
 from gptmanager.simulator.comparison import Machine, hypothetical, variant
 from gptmanager.simulator.cost_model import CostModel, fit, quantities
 from gptmanager.simulator.load import RecordedLoad, SyntheticLoad

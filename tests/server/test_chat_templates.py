@@ -10,13 +10,13 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from gptmanager.callbacks.text.template_program import TemplateError, fill_in
-from gptmanager.callbacks.text.templates import (
+from gptmanager.callbacks.text.template_process import (
     TemplateProcess,
     pick,
     read_chat_templates,
     read_template_file,
 )
+from gptmanager.callbacks.text.template_rendering import TemplateError, fill_in
 from gptmanager.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "chat_templates"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gptmanager.callbacks import LivePage
 from gptmanager.callbacks.processors import banned_texts
-from gptmanager.callbacks.text import templates
+from gptmanager.callbacks.text import stop_strings, template_process
 from gptmanager.decoding.guided import guided
 from gptmanager.server import errors
 from gptmanager.server.chat import chat_prompt
@@ -45,7 +45,7 @@ def in_code():
         "prompts of a completion": completions.MAX_PROMPTS,
         "choices of a prompt": generation_fields.MAX_CHOICES,
         "log probabilities of a token": generation_fields.MAX_TOP_LOG_PROBS,
-        "texts in `stop`": generation_fields.MAX_STOPS,
+        "texts in `stop`": stop_strings.MAX_STOPS,
         "tokens in `logit_bias`": generation_fields.MAX_BIASES,
         "tools": tools.MAX_TOOLS,
         "documents": chat_prompt.MAX_DOCUMENTS,
@@ -67,7 +67,7 @@ def in_code():
     )
     most = inspect.signature(guided.GuidedDecoding).parameters["max_grammars"].default
     grammars = f"{most}, with texts of {amount(guided.MAX_KEPT_BYTES)}"
-    template = f"{templates.MAX_SECONDS:g}, and {amount(templates.MAX_BYTES)}"
+    template = f"{template_process.MAX_SECONDS:g}, and {amount(template_process.MAX_BYTES)}"
     return {
         **{what: (f"{value:,}", None) for what, value in fixed.items()},
         **{what: (default(name), name) for what, name in set_by.items()},

@@ -17,7 +17,7 @@ from gptmanager.callbacks import ChatTemplate, Generation, RequestQueue, broadca
 from gptmanager.callbacks.longest_request import longest_request
 from gptmanager.callbacks.text.checkpoint import special_tokens_of
 from gptmanager.callbacks.text.stop_strings import checked_stops
-from gptmanager.callbacks.text.templates import read_chat_templates, read_template_file
+from gptmanager.callbacks.text.template_process import read_chat_templates, read_template_file
 from gptmanager.config import ModelType
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted_path
 from gptmanager.manager.gpt_manager import GptManager

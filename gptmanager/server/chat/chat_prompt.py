@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from gptmanager.callbacks.text.control_tokens import ControlTokens
-from gptmanager.callbacks.text.template_program import TemplateError
-from gptmanager.callbacks.text.templates import (
+from gptmanager.callbacks.text.template_process import (
     TemplateProcess,
     pick,
     read_chat_templates,
     read_template_file,
 )
+from gptmanager.callbacks.text.template_rendering import TemplateError
 from gptmanager.lifecycle.child_process import NotStartedError
 from gptmanager.server.chat.messages import (
     MESSAGES_SCHEMA,

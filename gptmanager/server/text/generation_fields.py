@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gptmanager.callbacks.processors.banned_texts import MAX_WORD_LETTERS, MAX_WORDS
+from gptmanager.callbacks.text.stop_strings import MAX_STOPS
 from gptmanager.errors import quoted
 from gptmanager.server.fields import (
     AsItIs,
@@ -24,7 +25,6 @@ from gptmanager.server.request_fields import NotSupported
 
 MAX_CHOICES = 128  # for each prompt
 MAX_TOP_LOG_PROBS = 20
-MAX_STOPS = 64
 MAX_BIASES = 1 << 16  # more would block the event loop for a noticeable time
 _MAX_STOP_TOKENS = 1024
 TEMPERATURE = Number(1e-30, 100, or_zero=True)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gptmanager.callbacks.processors.banned_texts import MAX_WORDS
+from gptmanager.callbacks.text.stop_strings import MAX_STOPS
 from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 from gptmanager.server.triton.errors import invalid
 from gptmanager.server.triton.messages import InputTensor
 
 _FLOATS = ("FP16", "FP32", "BF16")
-MAX_STOPS = 64
 
 
 class Sizes(NamedTuple):

@@ -15,8 +15,8 @@ from typing import Any
 
 import orjson
 
-from gptmanager.callbacks.text import template_program
-from gptmanager.callbacks.text.template_program import TemplateError
+from gptmanager.callbacks.text import template_rendering
+from gptmanager.callbacks.text.template_rendering import TemplateError
 from gptmanager.errors import ConfigError
 from gptmanager.lifecycle.child_process import (
     ChildProcess,
@@ -104,7 +104,7 @@ class TemplateProcess:
 
     def __init__(self, max_seconds: float = MAX_SECONDS, max_bytes: int = MAX_BYTES) -> None:
         self._max_seconds = max_seconds
-        self._child = ChildProcess(template_program.__name__, {}, max_bytes)
+        self._child = ChildProcess(template_rendering.__name__, {}, max_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-chat-template")
 
     async def fill_in(
@@ -115,7 +115,7 @@ class TemplateProcess:
         *,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the text of `template_program.fill_in` with these arguments.
+        """Return the text of `template_rendering.fill_in` with these arguments.
 
         Raise TemplateError if the template or its process fails, and NotStartedError if the process
         cannot be started.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
 from gptmanager.kernels.gemm.int4_groups import Groups
-from gptmanager.memory.checkpoint_files import check_file, read_object
+from gptmanager.memory.untrusted_files import check_file, read_object
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPES = {**FLOATS, "I8": "int8", "I32": "int32", "I64": "int64"}
