@@ -159,9 +159,9 @@ class OptionalParams:
 
     The step. `device` None: the CPU. `run_ahead` None: 0 on the CPU and with `enable_trt_overlap`,
     otherwise 1. `cuda_graphs`: generation steps on a device are captured at the start and then
-    replayed. `weights_dtype` "int8", on the CPU: the network's matrices are quantized to 8 bits;
-    "int4": to 4 bits, and the output matrix as `head_dtype`, None: to 8. `weights_dtype` None: as
-    `dtype`, or 8 bits (4 as in the file) for a quantized file if `dtype` is None as well.
+    replayed. `weights_dtype`, on the CPU: "int8" quantizes the network's matrices to 8 bits, "int4"
+    to 4 bits, with the output matrix in `head_dtype` (None: 8 bits). None: `dtype`; for a quantized
+    file, if `dtype` is None too, 8 bits, or 4 bits for matrices that the file has in 4 bits.
     `speculative_decoding_config`: draft tokens for requests of one beam. None: no drafts.
 
     The host. `idle_poll_s` None: an idle manager asks Get only after `notify()`.

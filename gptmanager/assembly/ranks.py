@@ -181,7 +181,9 @@ def report_failed_start(find: Callable[[], World], error: Exception) -> None:
         return
     if world.layout.size > 1:
         text = response_text(error)
-        logger.error("rank %d fails to start, which it reports: %s", world.layout.rank, text)
+        logger.error(
+            "rank %d fails to start, and reports this to the others: %s", world.layout.rank, text
+        )
         # in a thread, because signals do not end a wait inside torch
         reporting = threading.Thread(target=_report, args=(world, error), daemon=True)
         reporting.start()

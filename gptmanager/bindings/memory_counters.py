@@ -14,7 +14,7 @@ class LastRecord:
         self.record = ""
 
 
-_running: set[LastRecord] = set()  # of each running manager
+_running: set[LastRecord] = set()  # one record per running manager
 
 
 class MemoryCounters:

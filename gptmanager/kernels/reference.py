@@ -65,10 +65,10 @@ class Kernels:
         others: Sequence[Callable[[int], None]] = (),
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        """Compile or load now what the first calls would otherwise wait for.
+        """Compile or load now, so that the first calls do not wait for it.
 
-        `dtype`: of matrices; `quantized`: how they are stored if that is in fewer bits.
-        `others`: more bodies for this processor. `on_progress`: as of `compile_all`.
+        `dtype`: of matrices; `quantized`: how they are stored, if with fewer bits. `others`:
+        further bodies for this processor. `on_progress`: as in `compile_all`.
         """
 
     def warm_up_adapters(self) -> None:
@@ -154,9 +154,10 @@ class Kernels:
         return mix_experts(self, x, chosen, weights, experts)
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
-        """Return a step's adapters as the ops of each layer take them; None if no token has one.
+        """Return a step's adapters in the form that the ops of each layer use; None if no token has
+        one.
 
-        Called once a step, before the first layer. Ops also accept adapters without this call.
+        Called once per step, before the first layer. Ops also accept adapters without this call.
         """
         return adapters
 
@@ -169,7 +170,7 @@ class Kernels:
         layer: int,
         matrix: str,
     ) -> Tensor:
-        """`linear_silu_mul` with what `add_adapters` adds before the activation."""
+        """Compute `linear_silu_mul`, with the outputs of adapters added before the activation."""
         full = self.linear(x, weight, bias)
         self.add_adapters(full, x, adapters, layer, matrix)
         return self.silu_mul(full)

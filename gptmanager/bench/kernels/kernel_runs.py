@@ -97,7 +97,7 @@ def run_case(
 
 
 def _reason_not_to_fit(case: Case, rig: Rig) -> str:
-    """Return why memory is too small for all input sets and a peer's copy; "" if it is not."""
+    """Return why memory does not suffice for all input sets and a peer's copy; "" if it does."""
     needed = 2 * rig.num_sets(case.num_bytes) * case.num_bytes
     if rig.free_bytes is None or needed <= rig.free_bytes():
         return ""

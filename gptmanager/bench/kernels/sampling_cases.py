@@ -22,7 +22,7 @@ from gptmanager.request.sampling_params import SamplingParams
 _TOP_K, _TOP_P, _TEMPERATURE = 50, 0.9, 0.8
 _WIDE = 1000  # more than the threads of a block
 _PEAKED = 6.0  # factor on flat logits
-_SLACK = 1e-4  # of the mass: the order of a sum may decide whether a token is inside
+_SLACK = 1e-4  # tolerance of the mass: rounding may decide whether a token is inside
 
 
 def sampling_cases(sizes: Sizes) -> list[Case]:

@@ -38,9 +38,9 @@ from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_a
 from gptmanager.kernels.simd.threads import NEXT_PART
 
 BLOCK = 256  # positions of four panels that stay in the L1 cache for all rows
-WIDE_BYTES = 4 * BLOCK * LANES  # of the panel positions that are widened at a time
-STREAMED_ROWS = 6  # up to here the matrix is read once, in long pieces
-WIDEN_FROM = 32  # rows: for fewer, widening takes longer than it saves
+WIDE_BYTES = 4 * BLOCK * LANES  # bytes of the panel positions that are widened together
+STREAMED_ROWS = 6  # up to this number of rows the matrix is read once, in long pieces
+WIDEN_FROM = 32  # rows: with fewer, widening costs more time than it saves
 
 _thirty_two, _sixteen = unit_tile(2), unit_tile(1)
 
@@ -64,9 +64,10 @@ def _widened(t: Any, scratch: int, group: int, held: int) -> Any:
 
 
 def _share_by_lanes(dtype: str) -> Any:
-    """Return a thread's share by SIMD lanes.
+    """Compile a thread's share that computes in SIMD lanes, for matrices of `dtype`.
 
-    For many rows, panels are first widened to float32, which is exact. Pairs stay pairs.
+    For many rows, panels are first widened to float32, which is exact. Pairs of bfloat16 are not
+    widened.
     """
     is_pairs, name = dtype == "bfloat16 pairs", dtype.replace(" ", "_")
     widens, item = not is_pairs and dtype != "float32", 2 if is_pairs else 4
@@ -105,7 +106,7 @@ def _share_by_lanes(dtype: str) -> Any:
 
 
 def _share_by_int8() -> Any:
-    """Return a thread's share in int8 arithmetic; x holds quantized rows."""
+    """Compile a thread's share in int8 arithmetic; its `x` holds quantized rows."""
     three, two, one = (int8_tile(rows) for rows in (3, 2, 1))
 
     @loop_named("share_int8_by_int8")
@@ -142,7 +143,7 @@ def _share_by_int8() -> Any:
 
 
 def _share_by_int16() -> Any:
-    """Return a thread's share for few rows, which each thread quantizes to int16."""
+    """Compile a thread's share for few rows, which each thread quantizes to int16 itself."""
     four, three, two, one = (int16_tile(rows) for rows in (4, 3, 2, 1))
 
     @loop_named("share_int8_by_int16")
@@ -151,7 +152,7 @@ def _share_by_int16() -> Any:
         depth, stride = t.depth, 2 * t.depth
         x, factors_stride = scratch + SCRATCH_BYTES, 4 * ((depth - 1) // MAX_POSITIONS + 1)
         factors = x + FEW_ROWS * stride
-        for row in range(t.rows):  # by each thread, which is faster than waiting for one of them
+        for row in range(t.rows):  # each thread does this, which is faster than waiting for one
             to = factors + row * factors_stride
             quantize_to_int16(t.dtype, t.x, row, depth, x + row * stride, to)
         part = claim(counter, NEXT_PART)
@@ -186,7 +187,9 @@ _int8_by_int8 = _share_by_int8() if has_int8_dots() else _int8
 
 
 def multiply_float32(address: int) -> None:
-    """Compute `result = x @ matrix.T` for a float32 matrix; the others as their names say."""
+    """Compute `result = x @ matrix.T` for a float32 matrix. The functions below do so for other
+    dtypes.
+    """
     _float32(task_at(address, MATMUL_TASK), address)
 
 
@@ -221,7 +224,7 @@ def multiply_int8_by_int8(address: int) -> None:
 def multiply_by_tiles(
     t: Any, scratch: int, b0: int, b1: int, b2: int, b3: int, first: int, rows: int
 ) -> None:
-    """Compute a chunk of a group by the matrix unit, from bfloat16 panels."""
+    """Compute a chunk of a group with the matrix unit, from bfloat16 panels."""
     span = BLOCK if rows >= 32 else t.depth
     for k in range(0, t.depth, span):
         steps, at = min(span, t.depth - k) // 32, 2 * LANES * k

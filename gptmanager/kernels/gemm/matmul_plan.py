@@ -42,7 +42,7 @@ _kept: list[Any] = []  # memory behind addresses
 
 class Instructions(NamedTuple):
     body: int  # address of the machine code
-    dtype: torch.dtype  # of the rows it reads, unless `quantize` makes them
+    dtype: torch.dtype  # dtype of the rows it reads, if `quantize` is None
     scratch_bytes: int  # per thread
     quantize: Callable[[int], None] | None = None  # a body of `ConversionTask`
     row_bytes: int = 0  # of a quantized row
@@ -52,17 +52,17 @@ class MatmulPlan(NamedTuple):
     """A plan for matmuls with one matrix; with `silu`, see `Kernels.linear_silu_mul`."""
 
     task: MatmulTask  # without the fields of rows
-    columns: int  # of the result
-    depth: int  # of the rows, with padding
+    columns: int  # columns of the result
+    depth: int  # elements of a row, including padding
     num_groups: int
     work: int  # multiplications per row
     few_rows: int
-    for_few: Instructions  # up to `few_rows` rows
+    for_few: Instructions  # for up to `few_rows` rows
     for_many: Instructions
 
 
 def plan_matmul(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> MatmulPlan:
-    """Return the plan; `deterministic`: the same instructions for any number of rows."""
+    """Return the plan. `deterministic`: use the same instructions for any number of rows."""
     num_rows, num_panels = len(matrix), len(matrix.values)
     columns = num_rows // 2 if silu else num_rows
     num_groups = -(-columns // (PANEL_ROWS * (PANELS // 2 if silu else PANELS)))
@@ -146,7 +146,7 @@ def _unit_scratch_bytes(matrix: PackedMatrix) -> int:
 
 
 def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[int], None]]:
-    """Return the bodies that multiply with matrices of that dtype, as `_instructions` selects."""
+    """Return the bodies that `_instructions` selects for matrices of that dtype."""
     if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
         return [bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs]
     found = [_BY_LANES[stored]]
@@ -166,9 +166,9 @@ def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[in
 
 
 def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> bool:
-    """Whether matrices of that dtype are packed.
+    """Return whether matrices of that dtype are packed.
 
-    Those in 8 bits always are; those in 4 bits are where the processor reads float16.
+    int8 matrices always are; int4 matrices if the processor can convert float16.
     """
     if quantized == "int4":
         return dtype in DTYPES and HAS_FLOAT16
@@ -177,7 +177,7 @@ def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> boo
 
 @functools.cache
 def registers(rows: int) -> int:
-    """Return the address of a tile configuration: `rows` rows for sums and x, 16 for a matrix."""
+    """Return the address of the matrix unit's configuration for `rows` rows of sums and x."""
     palette, line, lines = b"\1", (64).to_bytes(2, "little"), bytes([rows] * 5 + [16] * 3)
     table = palette.ljust(16, b"\0") + (8 * line).ljust(32, b"\0") + lines.ljust(16, b"\0")
     _kept.append(ctypes.create_string_buffer(table, 64))
@@ -186,7 +186,7 @@ def registers(rows: int) -> int:
 
 @functools.cache
 def packing_pays() -> bool:
-    """Whether packed matmuls beat torch's: where there are fused multiply-adds of eight lanes.
+    """Return whether packed matmuls are faster than torch's: with 8-lane fused multiply-adds.
 
     This is not measured: a measurement on a busy machine is sometimes wrong, and results would
     then differ in bits from run to run on the same machine.

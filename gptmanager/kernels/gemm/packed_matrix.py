@@ -20,10 +20,11 @@ Quantized = Literal["int8", "int4"]  # how a matrix is stored in fewer bits than
 
 
 class PackedMatrix:
-    """`[rows, columns]` of float32, bfloat16 or float16; not a tensor, but read and written as one.
+    """A matrix `[rows, columns]` of float32, bfloat16 or float16. It is not a tensor, but can be
+    read and written like one.
 
-    `quantized`: stored as int8 with a scale per row; the greatest magnitude of a row is 127, so
-    rows must be written whole. `shape` and `dtype` are those of the values; `len` counts rows.
+    `quantized`: stored as int8 with one scale per row; the largest magnitude of a row becomes 127,
+    so rows must be written whole. `shape` and `dtype` describe the values; `len` counts rows.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class PackedMatrix:
         return self.values.itemsize * PANEL_ROWS
 
     def parts(self, count: int) -> tuple[Matrix, ...]:
-        """Return `count` matrices of equally many rows, as views if parts are whole panels."""
+        """Split into `count` matrices with equal numbers of rows; views if the parts are whole
+        panels.
+        """
         size = len(self) // count
         if size % PANEL_ROWS:
             return tuple(self.unpacked(slice(n * size, (n + 1) * size)) for n in range(count))
@@ -91,9 +94,11 @@ class PackedMatrix:
         first_column: int = 0,
         columns: slice = _ALL,
     ) -> None:
-        """Convert `columns` of `values [n, m]` and write them from that row and column on.
+        """Convert `columns` of `values [n, m]` and write them, starting at the given row and
+        column.
 
-        Scales are those of all columns of `values`, so that parts of a row match.
+        Scales are computed from all columns of `values`, so that parts of a row have the same
+        scale.
         """
         if self.scales is not None:
             values, scales = _quantized(values)
@@ -114,7 +119,7 @@ class PackedMatrix:
         first_column: int = 0,
         columns: slice = _ALL,
     ) -> bool:
-        """Whether `copy_` with the same arguments would change nothing."""
+        """Return whether `copy_` with the same arguments would change nothing."""
         own = self.unpacked(slice(first_row, first_row + len(values)))
         if self.scales is not None:
             ints, scales = _quantized(values)
@@ -133,14 +138,16 @@ def plain(matrix: Matrix) -> Tensor:
 
 
 def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows as integers from -127 to 127, and their scales (0 for a row of zeros)."""
+    """Quantize rows: return integers from -127 to 127, and the scales (0 for a row of zeros)."""
     wide = rows.float()
     scales = wide.abs().amax(dim=1) / 127
     return (wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).round(), scales
 
 
 def copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:
-    """Copy `rows [n, ...]` to `panels [P, 16, ...]` from row `first` on; whole panels at once."""
+    """Copy `rows [n, ...]` to `panels [P, 16, ...]`, starting at row `first`; whole panels in one
+    copy.
+    """
     head = min(-first % PANEL_ROWS, len(rows))
     whole = (len(rows) - head) // PANEL_ROWS
     panel, lane = divmod(first, PANEL_ROWS)

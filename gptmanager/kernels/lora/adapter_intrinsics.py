@@ -33,10 +33,10 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.pairs import add_pairs
 
-ROWS, RANKS = 2 * WIDE, 4  # of a tile of A x: as many sums as there are registers for
-RANKS_OF_ONE = 4 * WIDE  # of a tile with one token
-DEPTH = 8  # of the slabs of B that stay in registers, next to as many sums
-LINE = 64  # bytes of memory that are read together
+ROWS, RANKS = 2 * WIDE, 4  # size of a tile of A x: its sums fit in registers
+RANKS_OF_ONE = 4 * WIDE  # the same for a tile with one token
+DEPTH = 8  # ranks of B that stay in registers, next to the sums
+LINE = 64  # bytes of a cache line
 NAMES = "float32", "bfloat16", *(("float16",) if HAS_FLOAT16 else ())
 
 
@@ -137,7 +137,7 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
 
 
 def _starts(builder: Any, address: Any, num_bytes: Any, last: Any, count: int) -> list[Any]:
-    """Return the addresses of rows of `num_bytes`; after the last row it is repeated."""
+    """Return the addresses of rows of `num_bytes`. Beyond the last row, its address is repeated."""
     rows = [_number(row) for row in range(count)]
     there = [builder.select(builder.icmp_signed("<", row, last), row, last) for row in rows]
     return [builder.add(address, builder.mul(row, num_bytes)) for row in there]
@@ -178,7 +178,7 @@ def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
         return builder.load(pointer, align=size)
 
     def load_lanes(first: int) -> Any:
-        """Load lanes already exchanged by more than `units` lanes: loading does it for free."""
+        """Load lanes. The choice of addresses replaces the exchanges at distances >= `units`."""
         parts = [load_row(first + units * n) for n in range(LANES // units)]
         while len(parts) > 1:
             every = range(2 * parts[0].type.count)

@@ -33,10 +33,10 @@ MOST_BITS = 62
 
 
 class PlanTask(ctypes.Structure):
-    """Addresses and numbers. `found` int64: the number of tokens that have an adapter and of the
-    runs they make; the modules that some of their adapters have in each layer, as bits, then those
-    that all of them have; three numbers for each run,
-    and the order of tokens, as `AdapterTask` has them; room for a number for each slot.
+    """Addresses and sizes. `found` is an int64 array that starts with the number of tokens that
+    have an adapter and the number of their runs. Then, per layer, it has a bit mask of the modules
+    that some of their adapters have, and per layer a bit mask of those that all of them have. Then
+    follow `runs` and `order` as in `AdapterTask`, and one element per slot as scratch.
     """
 
     _fields_ = task_fields("rows table num_tokens num_slots num_layers num_modules found size")
@@ -92,7 +92,7 @@ def plan_runs(address: int) -> None:
 class MatrixPlan(NamedTuple):
     """The plan for one matrix of each layer.
 
-    `modules`: the modules that have an adapter, as bits. `work`: multiplications, a count.
+    `modules`: bit mask of the modules that have an adapter. `work`: number of multiplications.
     """
 
     task: AdapterTask
@@ -107,10 +107,10 @@ class MatrixPlan(NamedTuple):
 
 
 class AdapterPlan:
-    """The plan of one step. Its tensors must not change until the step is over."""
+    """The plan of one step. Its tensors must not change before the step has ended."""
 
     def __init__(self, adapters: StepAdapters, team: Team) -> None:
-        """TypeError for an unsupported layout, KeyError for an unsupported dtype."""
+        """Raises TypeError for an unsupported layout, KeyError for an unsupported dtype."""
         pool, rows, table = adapters.pool, adapters.rows, adapters.table
         check_layout(pool, pool.dtype)
         self._adapters = adapters
@@ -134,7 +134,7 @@ class AdapterPlan:
         self.is_empty = not any(self._found[LAYERS : LAYERS + num_layers])
 
     def of(self, matrix: str, layer: int) -> MatrixPlan | None:
-        """Return the plan of a matrix; None where no token has a module of it in that layer."""
+        """Return the plan of a matrix; None if no token has a module of it in that layer."""
         if matrix not in self._matrices:
             self._matrices[matrix] = self._plan(matrix)
         own = self._matrices[matrix]
@@ -168,7 +168,7 @@ class AdapterPlan:
         return MatrixPlan(task, num_runs, scratch_bytes, bits, work * num_tokens)
 
     def tokens_of(self, matrix: str, layer: int) -> list[int]:
-        """Return the tokens that have a module there, in ascending order."""
+        """Return the tokens that have a module of this matrix, in ascending order."""
         modules, num_layers = self._adapters.layout[matrix], self._adapters.table.shape[1]
         bits = _fields(modules)[1] & ((1 << MOST_BITS) - 1)  # those of one module each
         if bits & self._found[LAYERS + num_layers + layer]:
@@ -185,7 +185,7 @@ class AdapterPlan:
 
 @functools.lru_cache(maxsize=256)
 def _fields(modules: tuple[AdapterModule, ...]) -> tuple[ctypes.Array[ctypes.c_int64], int, int]:
-    """Return the modules for compiled code, their bits, and the estimated work per token."""
+    """Return the modules for compiled code, their bit mask, and the estimated work per token."""
     fields = (ctypes.c_int64 * (4 * len(modules)))(*(it for own in modules for it in own))
     bits, work = 0, 0
     for it in modules:

@@ -39,10 +39,10 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.pairs import has_pairs
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
-BLOCK = 32  # tokens of a run
+BLOCK = 32  # most tokens of a run
 AHEAD = 8192  # prefetch distance in bytes of the pool
-SPAN = 256  # columns that are computed at a time
-STRIDE = SPAN + LANES  # of a token's sums, which are computed in whole sixteens
+SPAN = 256  # columns that are computed together
+STRIDE = SPAN + LANES  # floats between the sums of tokens; columns are computed in blocks of 16
 # Floats of a thread's scratch: a square of lanes to transpose, a transposed span of B, and the sums
 # of a run; after them the rows of x that are multiplied at a time, and h.
 SQUARE, TRANSPOSED, SUMS = LANES * LANES, LANES * STRIDE, BLOCK * STRIDE
@@ -50,13 +50,14 @@ FIXED = SQUARE + TRANSPOSED + SUMS
 
 
 class AdapterTask(ctypes.Structure):
-    """Addresses, and sizes in elements but for scratch.
+    """Addresses, and sizes in elements (`scratch_bytes` in bytes).
 
-    `order`: int64, the tokens that have adapters, each one's side by side. `runs`: int64
-    `[num_parts, 3]`, where it begins in `order`, where the next one does, and the slot; at most
-    BLOCK tokens each. `modules`: int64 `[num_modules, 4]`, as `AdapterModule`. `h_stride`: of a
-    token's h, at least its rank, and whole tiles. `dtype`: of `result`. `pairs`: whether A is
-    bfloat16 and multiplied in pairs, by x that is bfloat16, too.
+    `order`: int64, the tokens that have adapters, sorted by adapter. `runs`: int64 `[num_parts,
+    3]`: where a run begins in `order`, where the next one begins, and the slot; a run has at most
+    BLOCK tokens. `modules`: int64 `[num_modules, 4]`, the fields of `AdapterModule`. `h_stride`:
+    floats between the h of two tokens, a multiple of the tile size that is at least the rank.
+    `dtype`: of `result`. `pairs`: whether A is bfloat16 and is multiplied in pairs with an x in
+    bfloat16.
     """
 
     _fields_ = task_fields(
@@ -91,7 +92,7 @@ def scratch_floats(width: int, num_modules: int, h_stride: int) -> int:
 
 @loop
 def _module(t: Any, slot: int, module: int) -> Any:
-    """Return the pool element at which A of a module begins, and the rank."""
+    """Return the index in the pool at which A of a module begins, and the rank."""
     number = get_long(t.modules, 4 * module)
     entry = slot * t.slot_stride + t.layer * t.layer_stride + 2 * number
     return get_long(t.table, entry), get_long(t.table, entry + 1)
@@ -99,7 +100,9 @@ def _module(t: Any, slot: int, module: int) -> Any:
 
 @loop
 def _following(t: Any, slot: int, module: int) -> int:
-    """Return the address that is read after A of a module: the next A, or the first B."""
+    """Return the address that is read after A of a module, for prefetching: the next A, or the
+    first B.
+    """
     size = 4 if t.pool_dtype == FLOAT32 else 2
     if module + 1 < t.num_modules:
         return int(t.pool + size * _module(t, slot, module + 1)[0])
@@ -109,7 +112,9 @@ def _following(t: Any, slot: int, module: int) -> int:
 
 @loop
 def _rows_of(t: Any, to: int, place: int, rows: int, dtype: int) -> int:
-    """Return the address of x of these tokens, contiguous and in `dtype`: in place, or at `to`."""
+    """Return the address of these tokens' x, contiguous and in `dtype`: in place, or copied to
+    `to`.
+    """
     first, width, size = get_long(t.order, place), t.width, 4 if dtype == FLOAT32 else 2
     if t.x_dtype == dtype and get_long(t.order, place + rows - 1) - first == rows - 1:
         return int(t.x + size * first * width)
@@ -131,7 +136,7 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
     while token < stop:
         rows = min(ROWS, stop - token)
         if rows == 2 and ROWS > 2:
-            rows = 1  # a tile would compute copies of so small a number of rows
+            rows = 1  # a tile would only repeat so few rows
         x = _rows_of(t, xs, token, rows, BFLOAT16 if pairs else FLOAT32)
         for module in range(t.num_modules):
             offset, rank = _module(t, slot, module)
