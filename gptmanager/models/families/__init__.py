@@ -1,4 +1,6 @@
-"""Families of checkpoints as a table: what their configs and tensors are called, and mean."""
+"""A table of checkpoint families: the names of their config fields and tensors, and
+their meaning.
+"""
 
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.places import place_tensors

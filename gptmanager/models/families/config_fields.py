@@ -1,8 +1,8 @@
-"""Which fields of a `config.json` do not matter, and what is said of those that do.
+"""Config fields that are ignored, and the check that no other field is left unread.
 
 A field that no reader has read and that is not listed here is refused, unless its value means that
-something is absent. Otherwise a config that asks for more than its family has would give wrong
-tokens.
+a feature is absent. Otherwise a config with features that its family does not have would lead to
+wrong tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from gptmanager.models.fields import Fields
 
-# Fields that change the mathematics of relatives of these families -> the value that does not.
+# Fields that change the mathematics of related families -> the value that has no effect.
 _NEUTRAL: Mapping[str, Any] = {
     "add_cross_attention": False,
     "attention_chunk_size": None,
@@ -31,7 +31,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "quantization_config": None,
     "residual_multiplier": 1.0,
 }
-# Training, generation, bookkeeping, task heads, and what only reorders the arithmetic.
+# Fields of training, generation, bookkeeping and task heads, and of the order of the arithmetic.
 _IGNORED = re.compile(
     r"_.*|.*(dropout|drop_rate|layerdrop|pdrop|dropout_p|jitter_noise)|.*(initializer|init_std).*"
     r"|.*_token_id|.*_token_ids|.*_token_index|.*loss.*|aux_.*|summary_.*|output_.*|transformers.*"
@@ -53,9 +53,9 @@ _IGNORED = re.compile(
 
 
 def refuse_unread(fields: Fields, neutral: Mapping[str, Any]) -> None:
-    """Raise for a field that nothing has read, and that may change what the network computes.
+    """Raise ConfigError for an unread field that may change what the network computes.
 
-    `neutral`: fields of the family, and the value that each of them must have.
+    `neutral`: fields of the family that must have the given value.
     """
     known = {**_NEUTRAL, **neutral}
     for field, value in fields.unread().items():
@@ -71,5 +71,5 @@ def refuse_unread(fields: Fields, neutral: Mapping[str, Any]) -> None:
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a value says that something is absent."""
+    """Return whether a value means that a feature is absent."""
     return value is None or value is False or value in (0, "", [], {})

@@ -21,21 +21,23 @@ def _nothing(*_: Any) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table: what a family's config and tensors are called, and what they mean.
+    """A row of the table: the names of a family's config fields and tensors, and their meaning.
 
-    `title`: for people. `tensors`: see `names`; a checkpoint may leave out `prefix`. `ignored`:
-    tensors that are not used. `spellings`: our name of a config field -> theirs. `defaults`: of
-    absent fields, by our names. Where a property may be a string, it is the field that decides.
-    `norms` has its epsilon from the config; `qk_norm`: whether `norms.query_key` applies.
-    `interleaved`: rotated pairs are neighbors in a checkpoint. `position_offset`: of learned
-    positions. `activation`: the one that the family has whatever `hidden_act` says.
-    `windows`: no layer has a sliding window, or all have, or those from `max_window_layers` on
-    ("some"), or those that `layer_types` names; a number n: without that field the last of each n
-    layers sees everything, of -n the first, of 0 none. `one_norm`: attention and MLP read the same
-    norm. `neutral`: fields that must have one value. `transposed`: layers store their matrices as
-    [in, out].
-    `network` returns further fields of the `ModelSpec`, `attention` those of a layer's
-    `Attention`, and `experts` the mixture of experts of a layer and the width of each.
+    `title`: the name for users. `tensors`: see `names`; in a checkpoint, `prefix` may be missing.
+    `ignored`: tensors that are not used. `spellings`: our name of a config field -> the family's.
+    `defaults`: values of absent fields, by our names. A property that may be a string can name the
+    config field that has its value. `norms`: their epsilon is read from the config; `qk_norm`:
+    whether `norms.query_key` applies. `interleaved`: rotated pairs are neighbors in a checkpoint.
+    `position_offset`: of learned positions. `activation`: overrides `hidden_act`.
+
+    `windows`: which layers have a sliding window: none, all, "some" (from `max_window_layers` on),
+    or those that `layer_types` names. With a number n, if that field is absent, the last of every n
+    layers has no window; with -n the first; with 0 every layer has one. `one_norm`: attention and
+    MLP read the output of the same norm. `neutral`: fields that must have a certain value.
+    `transposed`: layers store their matrices as [in, out].
+
+    `network` returns further fields of the `ModelSpec`, `attention` further fields of a layer's
+    `Attention`, and `experts` a layer's mixture of experts and the width of an expert.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Which layers have a sliding window, from the fields of a config."""
+"""Reads which layers have a sliding window, from the fields of a config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Concerned = Literal["none", "all", "some"] | int
 def read_windows(
     fields: Fields, concerned: Concerned, num_layers: int, max_seq_len: int
 ) -> tuple[tuple[int | None, ...], list[str]]:
-    """Return a window for each layer, and its type; a window that no position leaves is None.
+    """Return the window and the type of each layer. A window that covers all positions becomes
+    None.
 
     `concerned`: see `Family.windows`.
     """
@@ -49,7 +50,7 @@ def _by_type(
     fields: Fields, pattern: int, num_layers: int, max_seq_len: int
 ) -> tuple[tuple[int | None, ...], list[str]]:
     given = fields.get("sliding_window_pattern")
-    if isinstance(given, str):  # a letter for each layer, over and over: L has a window
+    if isinstance(given, str):  # a repeated pattern, one letter per layer: L has a window
         types = [SLIDING if given[i % len(given)] == "L" else FULL for i in range(num_layers)]
     else:
         if given is None:
@@ -77,7 +78,7 @@ def _by_type(
 
 
 def _is_full(layer: int, each: int) -> bool:
-    """Return whether a layer sees everything; see `Family.windows`."""
+    """Return whether a layer has no window; see `Family.windows`."""
     if each < 0:
         return layer % -each == 0
     return each > 0 and (layer + 1) % each == 0

@@ -1,7 +1,7 @@
 """The names of tensors in each family of checkpoints.
 
-A table maps each module's name in a checkpoint, with {} for the number of its layer and of its
-expert, to our name of the parameter and the part of it that the module fills.
+A table maps the name of a module in a checkpoint, with {} for the layer's and the expert's number,
+to our name of a parameter and the part of it that the module fills.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 Tensors = Mapping[str, tuple[str, str | None]]
 
-# Our word for a module of a layer -> the parameter, and the part of it that is filled.
+# Our name for a module of a layer -> the parameter, and the part of it that the module fills.
 _MODULES: Mapping[str, tuple[str, str | None]] = {
     "attention_norm": ("attention_norm", None),
     "q": ("qkv", "q"),
@@ -71,7 +71,7 @@ def tensor_names(
     positions: str | None = None,
     **modules: str | None,
 ) -> Tensors:
-    """Return a family's table. `modules`: our word for a module of a layer -> theirs."""
+    """Return a family's table. `modules`: our name for a module of a layer -> the family's."""
     found: dict[str, tuple[str, str | None]] = {embedding: ("embedding", None)}
     found[final_norm] = ("final_norm", None)
     if positions is not None:

@@ -18,7 +18,7 @@ _ROTATED = ("q", "k")
 
 
 def place_tensors(spec: ModelSpec) -> dict[str, Place]:
-    """Return every tensor of a checkpoint of this network -> its place in `parameter_shapes`."""
+    """Return each tensor of a checkpoint of this network -> its place in `parameter_shapes`."""
     family = FAMILIES[spec.family]
     shapes = parameter_shapes(spec)
     places: dict[str, Place] = {}
@@ -42,9 +42,9 @@ def place_tensors(spec: ModelSpec) -> dict[str, Place]:
 
 
 def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
-    """Return the order in which layer `index` has a checkpoint's rows of queries and keys.
+    """Return how loading reorders the rows of queries and keys of layer `index`.
 
-    By the names of LoRA's modules; a module without a new order of rows is left out.
+    Keys are names of LoRA modules; modules with unchanged rows are left out.
     """
     own, family = spec.layers[index].attention, FAMILIES[spec.family]
     parts = {part for ours, part in family.tensors.values() if ours == "qkv"}
@@ -71,8 +71,10 @@ def _order(runs: Sequence[Run]) -> Order:
 
 
 def _tensor_name(name: str, layer: int, kind: str, part: str | None) -> str:
-    """Return the tensor's name; stacked experts have no `.weight`, and their biases `_bias`."""
-    if part == "stacked":  # the names in the table are complete
+    """Return a tensor's name. Stacked experts have no `.weight`, and their biases end
+    in `_bias`.
+    """
+    if part == "stacked":  # the table has the complete names
         kind = ""
     elif part == "mixed":
         kind = {".weight": "", ".bias": "_bias"}.get(kind, kind)
@@ -87,7 +89,7 @@ def _in_layer(
     parameter: str,
     shape: Shape,
 ) -> Iterator[tuple[str, Place]]:
-    """Yield the tensors of a module of a layer, with {} for the layer, and their places."""
+    """Yield the tensors of a layer's module, with {} for the layer, and their places."""
     num_rows, experts, family = shape[0], layer.mlp.experts, FAMILIES[spec.family]
     is_matrix = len(shape) == 2 and "norm" not in parameter
     transposed = family.transposed and is_matrix
@@ -119,10 +121,10 @@ def _in_layer(
 
 
 def _pairs(spec: ModelSpec) -> Rope | None:
-    """Return a rope with rotated pairs that are neighbors in a checkpoint; None: there is none.
+    """Return a rope with pairs that are neighbors in a checkpoint; None if there is none.
 
-    Its order of rows is that of all layers, also of those that do not rotate: there it changes
-    queries and keys alike, and so no score.
+    Its row order is used in all layers, even in those without rotation: there it reorders queries
+    and keys in the same way, so the scores do not change.
     """
     return next((rope for rope in spec.ropes if rope is not None and rope.interleaved), None)
 
@@ -153,9 +155,10 @@ def _head_runs(own: Attention, rope: Rope, first: int, count: int) -> tuple[Run,
 
 
 def _fused_by_group(own: Attention, by_head: bool) -> tuple[Run, ...]:
-    """Return the rows of queries, keys and values that alternate by KV head (GPT-NeoX, Falcon).
+    """Return the rows of queries, keys and values that are interleaved by KV head (GPT-NeoX,
+    Falcon).
 
-    A group is the query heads of a KV head, its key and its value; `by_head`: one query head.
+    A group has the query heads of a KV head, its key and its value; `by_head`: one query head.
     """
     dim, heads, kv_heads = own.head_dim, own.num_heads, own.num_kv_heads
     group = 1 if by_head else heads // kv_heads
@@ -174,7 +177,7 @@ def _fused_by_group(own: Attention, by_head: bool) -> tuple[Run, ...]:
 def _experts(
     layer: Layer, theirs: str, part: str | None, parameter: str, shape: Shape
 ) -> Iterator[tuple[str, Place]]:
-    """Yield the tensors of a layer's experts: one for each, or all of them stacked."""
+    """Yield the tensors of a layer's experts: one per expert, or all experts stacked."""
     experts = layer.mlp.experts
     assert experts is not None
     count = experts.count

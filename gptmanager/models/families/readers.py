@@ -26,7 +26,7 @@ def granite_attention(fields: Fields, _: int) -> Mapping[str, Any]:
 
 
 def gemma_network(fields: Fields) -> Mapping[str, Any]:
-    """Return the scale of Gemma's embeddings, and its cap of logits if there is one."""
+    """Return the scale of Gemma's embeddings, and the softcap of its logits if it has one."""
     if fields.get("use_bidirectional_attention"):
         raise fields.error("use_bidirectional_attention", "must be false for text generation")
     other = fields.get("hidden_activation")
@@ -87,7 +87,7 @@ def unrotated_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
 
 
 def query_temperature(fields: Fields, _: int) -> Mapping[str, Any]:
-    """Return the temperature of queries that Ministral 3 keeps with its rotary parameters."""
+    """Return the query temperature, which Ministral 3 stores with the rotary parameters."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     beta = rope.get("llama_4_scaling_beta") if isinstance(rope, dict) else None
     if not beta:
@@ -113,10 +113,10 @@ def experts_of(
     bias: bool = False,
     is_dense: Callable[[Fields, int], bool] = lambda *_: False,
 ) -> ReadExperts:
-    """Return a reader of a layer's experts and the width of each, by the names of the fields.
+    """Return a reader of a layer's mixture of experts and of the width of an expert.
 
-    `shared`: the field with the width of the shared MLP. `num_shared`: the field with its number of
-    experts, each as wide as the others.
+    The arguments name the config fields. `shared`: the width of the shared MLP. `num_shared`: the
+    number of shared experts, each as wide as the others.
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:

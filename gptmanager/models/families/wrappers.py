@@ -1,7 +1,7 @@
-"""Checkpoints of several media: the text model inside of them, and the tensors that it is not.
+"""Multimodal checkpoints: finds the text model in them, and the tensors that do not belong to it.
 
-Only text is computed. Embeddings of images or sounds can take the place of tokens: a request passes
-them as `prompt_embedding_table`.
+Only text is computed. Embeddings of images or sounds can replace tokens: a request passes them as
+`prompt_embedding_table`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from gptmanager.errors import ConfigError, quoted
 
-# The model type of a wrapper, or of the text model in one -> the family of its text model.
+# Model type of a wrapper, or of the text model in it -> the family of the text model.
 TEXT_FAMILIES: Mapping[str, str] = {
     "aya_vision": "cohere2",
     "gemma3": "gemma3_text",
@@ -27,7 +27,7 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "qwen3_vl_text": "qwen3",
     "voxtral": "llama",
 }
-# How the tensors of a text model begin inside of a wrapper -> how they begin without it.
+# Prefix of a text model's tensors in a wrapper -> their prefix without the wrapper.
 PREFIXES: Mapping[str, str] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -42,7 +42,7 @@ _MEDIA_FIELDS = re.compile(r"(vision|audio|image|video|vit|mm|boi|eoi)_.*")
 
 
 def without_wrapper(name: str) -> str:
-    """Return a tensor's name as it is without a wrapper around the model."""
+    """Return a tensor's name without the prefix of a wrapper around the model."""
     theirs = next(filter(name.startswith, PREFIXES), "")
     return PREFIXES.get(theirs, "") + name.removeprefix(theirs)
 
@@ -54,7 +54,7 @@ def is_wrapper(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model: the config itself if nothing wraps one."""
+    """Return the config of the text model; `config` itself if there is no wrapper."""
     if not is_wrapper(config):
         return config
     inner = config.get("text_config")
