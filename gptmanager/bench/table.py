@@ -14,7 +14,7 @@ _DEVICE = {"memory_gib": "{:g} GiB", "driver_version": "driver {}", "driver_cuda
 _SPEED = {"seconds": ".2f", "output_tokens_per_second": ",.0f"}
 _NOTE = 70  # characters; the report has the whole note
 _CHANGED = ("deterministic", "cuda_graphs")  # parameters of managers to show
-_LONG_S = 2.0  # a first use from this on is shown
+_LONG_S = 2.0  # first uses that take at least this long are shown
 _MARKS = {True: "goal met", False: "goal MISSED"}
 
 

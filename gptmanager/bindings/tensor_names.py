@@ -1,4 +1,4 @@
-"""Names of tensors: first of requests, then of responses."""
+"""The names of tensors in requests, and then of tensors in responses."""
 
 INPUT_IDS = "input_ids"
 DRAFT_INPUT_IDS = "draft_input_ids"
