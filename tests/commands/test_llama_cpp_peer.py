@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from gptmanager.bench.load import SMALL_LLAMA, random_llama
+from gptmanager.bench.peer_throughput import BenchOptions, bench
 from gptmanager.bench.peers import llama_cpp_peer
 from gptmanager.bench.peers.gguf_writer import write_gguf
-from gptmanager.bench.peer_throughput import BenchOptions, bench
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
