@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -358,11 +358,11 @@ class Weights:
         """
         storage = self._storage[place.parameter]
         if isinstance(storage, PackedMatrix):
-            assert isinstance(piece, Tensor) or isinstance(storage, Int4Matrix)
+            given: Any = piece  # groups only where the storage is an `Int4Matrix`, see `_grouped`
             own = slice(None) if columns is None else slice(columns.start, columns.stop)
             if place.twin:
-                return storage.holds(piece, row, column, own)
-            storage.copy_(piece, row, column, own)
+                return storage.holds(given, row, column, own)
+            storage.copy_(given, row, column, own)
             return True
         assert isinstance(piece, Tensor)
         region = storage[row : row + len(piece)]

@@ -37,7 +37,11 @@ _PER_INT = 8  # values in an int32
 
 def quantization_config(kind: Quantized) -> dict[str, Any]:
     """Return the value of `quantization_config` in a config.json."""
-    group = {"targets": ["Linear"], "weights": dict(_INT8), "input_activations": None}
+    group: dict[str, Any] = {
+        "targets": ["Linear"],
+        "weights": dict(_INT8),
+        "input_activations": None,
+    }
     groups = {"group_0": group}
     if kind == "int4":
         own = {**group, "weights": dict(_INT4), "format": "pack-quantized"}

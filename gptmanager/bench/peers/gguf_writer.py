@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
-from gptmanager.models.gguf.architectures import ARCHITECTURES, Architecture
+from gptmanager.models.gguf.architecture import Architecture
+from gptmanager.models.gguf.architectures import ARCHITECTURES
 
 _F32, _BF16 = 0, 30  # numbers of types
 _ALIGNMENT = 32

@@ -21,7 +21,11 @@ from gptmanager.models.checkpoint_parts import gguf_checkpoint
 
 PROMPT, ALONE, BATCH = 512, 128, (16, 128, 48)  # tokens; requests, their prompt and output
 TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # of files that `llama-quantize` writes
-_OWN = {"bfloat16": {}, "int8": {"weights_dtype": "int8"}, "int4": {"weights_dtype": "int4"}}
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "bfloat16": {},
+    "int8": {"weights_dtype": "int8"},
+    "int4": {"weights_dtype": "int4"},
+}
 _PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize")
 _LIMIT_S = 1800.0
 _TRIES = 5  # of `llama-batched-bench`: some runs end before the last line is written
@@ -92,7 +96,9 @@ def _files(
         return {"as the file": (file, {})}, {"as the file": file}
     base = folder / "BF16.gguf"
     write_gguf(base, source[0], source[1])
-    own = {name: (base, {"dtype": "bfloat16", **given}) for name, given in _OWN.items()}
+    own: dict[str, tuple[Path, Mapping[str, Any]]] = {
+        name: (base, {"dtype": "bfloat16", **given}) for name, given in _OWN.items()
+    }
     theirs = {"BF16": base}
     for name in TYPES[1:] if programs is not None else ():
         theirs[name] = folder / f"{name}.gguf"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import orjson
 import torch
 
 from gptmanager.bench.engine import Session
-from gptmanager.bench.load import read_config
+from gptmanager.bench.load import Request, read_config
 from gptmanager.config import KvCacheConfig, OptionalParams
 
 
@@ -37,9 +37,10 @@ def measure(given: Mapping[str, Any]) -> dict[str, float]:
     made = torch.Generator().manual_seed(0)
 
     def tokens(number: int) -> list[int]:
-        return torch.randint(vocab, (number,), generator=made).tolist()
+        found: list[int] = torch.randint(vocab, (number,), generator=made).tolist()
+        return found
 
-    loads = {
+    loads: dict[str, tuple[int, Callable[[], list[Request]]]] = {
         "prompt": (size, lambda: [(tokens(size), 1)]),
         "alone": (alone, lambda: [(tokens(1), alone)]),
         "batch": (count * output, lambda: [(tokens(prompt), output) for _ in range(count)]),

@@ -82,7 +82,8 @@ class Int4Matrix(PackedMatrix):
         """
         assert self.scales is not None and first_column == 0
         own = self._own(values, columns)
-        packed = whole_groups(own.values).unflatten(-1, (2, _STEPS, _FOUR))
+        whole = whole_groups(own.values)
+        packed = whole.view(*whole.shape[:2], 2, _STEPS, _FOUR)
         packed = packed[:, :, 0] | packed[:, :, 1] << 4
         copy_rows(self.values.permute(0, 3, 1, 2, 4), first_row, packed)
         copy_rows(self.scales.transpose(1, 2), first_row, own.scales)

@@ -113,8 +113,8 @@ def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructio
         few_bytes = num_bytes + int16_scratch_bytes(matrix.depth)
         few = Instructions(compiled(bodies.multiply_int8_by_int16), matrix.dtype, few_bytes)
     if has_matrix_unit():
-        body = compiled(bodies.multiply_int8_by_unit)
-        many = Instructions(body, torch.bfloat16, _unit_scratch_bytes(matrix))
+        unit = compiled(bodies.multiply_int8_by_unit)
+        many = Instructions(unit, torch.bfloat16, _unit_scratch_bytes(matrix))
     elif has_int8_dots():
         compiled(quantize_rows)  # now, not during the first request
         many = Instructions(

@@ -156,7 +156,7 @@ def copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:
         panel += 1
     middle = rows[head : head + PANEL_ROWS * whole]
     if whole:
-        panels[panel : panel + whole].copy_(middle.unflatten(0, (whole, PANEL_ROWS)))
+        panels[panel : panel + whole].copy_(middle.reshape(whole, PANEL_ROWS, *rows.shape[1:]))
     tail = rows[head + PANEL_ROWS * whole :]
     if len(tail):
         panels[panel + whole, : len(tail)].copy_(tail)
