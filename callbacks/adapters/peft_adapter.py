@@ -53,14 +53,14 @@ _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
 }
 
 
-def _module_ids(family: str | None) -> dict[str, tuple[int, ...]]:
+def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
     """Return a module's name in that family, or in any, -> its ids.
 
     Names have {} in place of the layer, and are listed with and without the family's prefix.
     """
     found = {}
     # a name with several meanings has the one in Llama, which is first in the table
-    families = reversed(FAMILIES.values()) if family is None else [FAMILIES[family]]
+    families = [*FAMILIES.values()][::-1] if name is None else [FAMILIES[name]]
     for family in families:
         for theirs, ours in family.tensors.items():
             if ours in _IDS:

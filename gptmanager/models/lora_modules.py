@@ -46,10 +46,10 @@ def adapter_share(spec: ModelSpec, layout: RankLayout) -> AdapterShare:
         for layer in range(len(spec.layers))
         if (own := module.of(layer)) is not None
     }
-    own = lora_modules(rank_spec(spec, layout))
+    modules = lora_modules(rank_spec(spec, layout))
     stages = layout.pipeline_parallel_size
     first_layers = tuple(evenly(spec.num_layers, stages, it).start for it in range(1, stages))
-    return AdapterShare(own, cuts, shares[0].layers, spec.num_layers, first_layers)
+    return AdapterShare(modules, cuts, shares[0].layers, spec.num_layers, first_layers)
 
 
 def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
