@@ -261,6 +261,7 @@ decoding/                     from logits to tokens, and the end of an output
         schema_reader         turns JSON schemas into enforceable grammars (no torch)
         grammar_matcher       compiles a grammar, in this or a child process (no torch)
         grammar_trial         tries a grammar in a child process (no torch)
+        grammar_start         where the text of a grammar begins after a thought (no torch)
         grammar_masks         token masks of a grammar's state
         guided                GuidedDecoding: grammars compiled in the background
     sampling/                 samples a token from a row of logits
@@ -489,6 +490,7 @@ server/                       a manager behind HTTP and gRPC
         body                  reads bodies within limits (no torch)
         connections           limits the number of connections (no torch)
         http_protocol         HTTP/1.1 with limits (no torch)
+    chat_settings             settings of chats: templates, thoughts (no torch)
     settings                  ServerSettings, checked
     fields                    fields of JSON bodies: types, limits, descriptions (no torch)
     request_fields            checks a body's fields, and lists ignored ones (no torch)
@@ -503,6 +505,7 @@ server/                       a manager behind HTTP and gRPC
     live                      the live page of the server (no torch)
     text/                     shared by the text protocols: outputs, tools, structured answers
         tools                 tool definitions, and grammars of calls
+        harmony_grammar       the grammar of calls in the harmony format
         structured            response formats: schema, pattern, choice, grammar
         generation_fields     sampling and output fields of a body
         log_probs             log probabilities in the shapes of OpenAI
@@ -513,7 +516,12 @@ server/                       a manager behind HTTP and gRPC
     chat/                     chat messages to prompts, and answers to messages
         messages              checks the messages of a chat
         functions             OpenAI's older `functions`, as tools
+        answer_parts          the parts of an answer: thoughts, content, calls (no torch)
+        text_scan             finds tags and ends of JSON objects in pieces of text (no torch)
         tool_parsing          parses tool calls in the model's text (no torch)
+        thought_tags          parses thoughts in <think> tags (no torch)
+        harmony               parses the harmony format of gpt-oss (no torch)
+        reasoning             the format of a model's thoughts, by its chat template
         chat_answer           an answer as a message, or as deltas
         chat_prompt           renders messages as prompt tokens
     openai/                   OpenAI's endpoints

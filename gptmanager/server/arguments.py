@@ -68,6 +68,9 @@ def add_command(commands: Any) -> None:
     add("--chat-template", type=Path, metavar="FILE", help=text)
     text = "allow a chat template in a request"
     add("--trust-request-chat-template", action="store_true", help=text)
+    text = "format of thoughts: auto (by the chat template), none, think, harmony"
+    choices = ("auto", "none", "think", "harmony")
+    add("--reasoning-parser", choices=choices, default="auto", metavar="NAME", help=text)
     text = "treat names of special tokens in clients' texts as plain text"
     add("--no-special-tokens-in-text", action="store_true", help=text)
     text = "ignore unknown fields with a warning instead of a 400"

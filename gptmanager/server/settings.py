@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
+from gptmanager.server.chat_settings import ChatSettings
 from gptmanager.server.http.access import AccessSettings
 from gptmanager.terminal.options import ManagerOptions
 
@@ -16,7 +17,7 @@ def _manager() -> ManagerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings(AccessSettings):
+class ServerSettings(AccessSettings, ChatSettings):
     """The options of `gptmanager serve` by name. Raises ConfigError for a wrong value.
 
     `served_model_name`: None: the name of the model's folder. `max_concurrency`: requests that run
@@ -24,9 +25,7 @@ class ServerSettings(AccessSettings):
     waiting requests and their prompt tokens; None: no limit. `request_timeout`: seconds; None: no
     limit. `shutdown_timeout`: seconds. `adapter_dir`: clients may load adapters from this folder,
     `max_adapters` at once; None: they cannot. `triton`: serve /v2, which `grpc_port` implies.
-    `chat_template`: a file that replaces the checkpoint's template. `trust_request_chat_template`:
-    requests may contain a template. `no_special_tokens_in_text`: clients' texts never become
-    special tokens. `lenient`: unknown fields cause a warning instead of an error. `manager`: the
+    `lenient`: unknown fields cause a warning instead of an error. `manager`: the
     manager's options.
     """
 
@@ -42,9 +41,6 @@ class ServerSettings(AccessSettings):
     shutdown_timeout: float = 20.0
     adapter_dir: Path | None = None
     max_adapters: int = 128
-    chat_template: Path | None = None
-    trust_request_chat_template: bool = False
-    no_special_tokens_in_text: bool = False
     lenient: bool = False
     triton: bool = False
     grpc_port: int | None = None

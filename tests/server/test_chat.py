@@ -1,24 +1,17 @@
 """Chats through OpenAI's own client: text, streams, tools, and answers in a form."""
 
 import json
-from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
-from shutil import copy
 from typing import Literal
 
-import httpx
 import jsonschema
 import openai
 import pytest
 from openai import OpenAI
 from pydantic import BaseModel, Field
-from running_server import MODEL, running_server, settings_of
-
-from gptmanager import GptManager
-from gptmanager.callbacks import load_tokenizer
-from gptmanager.server import serving
-from gptmanager.testing import ScriptedModel
+from running_server import running_server, settings_of
+from scripted_server import scripted_server
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 ADD = [{"role": "user", "content": "17 + 25 ="}]
@@ -197,54 +190,10 @@ def test_a_json_object(chat):
 # Tools: formats by the template, models by a script
 
 
-@contextmanager
-def scripted(tmp_path_factory, template, tags=(), **fields):
-    """Asks a server whose model says the text given, unless something forbids that.
-
-    `tags`: tokens of their own in its vocabulary.
-    """
+def scripted(tmp_path_factory, template, **fields):
+    path = TEMPLATES / f"{template}.jinja"
     folder = tmp_path_factory.mktemp(template)
-    for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "config.json",
-        "generation_config.json",
-    ):
-        copy(MODEL / name, folder)
-    copy(TEMPLATES / f"{template}.jinja", folder / "chat_template.jinja")
-    tokenizer = load_tokenizer(folder)
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.add_tokens(list(tags))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    says = {"prompt": None, "script": []}
-
-    def next_token(history):
-        if says["prompt"] is None:
-            says["prompt"] = len(history)
-        done = len(history) - says["prompt"]
-        return says["script"][done] if done < len(says["script"]) else 0
-
-    def manager(path, *rest):
-        model = ScriptedModel(next_token, vocab_size=700, max_position_embeddings=4096)
-        return GptManager(model, *rest)
-
-    config = json.loads((folder / "config.json").read_text())
-    config.update(max_position_embeddings=4096, vocab_size=700)
-    (folder / "config.json").write_text(json.dumps(config))
-    settings = settings_of(model=folder, served_model_name="scripted", **fields)
-    with ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:  # not of servers that start later
-            patch.setattr(serving, "GptManager", manager)
-            server = stack.enter_context(running_server(settings))
-        client = stack.enter_context(client_of(server))
-
-        def ask(text, **fields):
-            says.update(prompt=None, script=tokenizer.encode(text).ids)
-            fields = {"messages": ADD, "tools": TOOLS, **fields}
-            return client.chat.completions.create(model="scripted", **fields)
-
-        ask.post = lambda path, **given: httpx.post(server.url + path, timeout=30, **given)
-        yield ask
+    return scripted_server(folder, path, messages=ADD, tools=TOOLS, **fields)
 
 
 @pytest.fixture(scope="module")

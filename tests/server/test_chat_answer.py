@@ -3,14 +3,17 @@
 import pytest
 
 from gptmanager.server.chat.chat_answer import ChatAnswer
-from gptmanager.server.text.tools import HERMES, read_tools
+from gptmanager.server.chat.tool_parsing import ToolCallParser
 
-TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "stop")]
 TEXT = (
     "I look.\n<tool_call>\n"
     '{"name": "add", "arguments": {"a": "}é"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 )
+
+
+def answer_of(**options):
+    return ChatAnswer(ToolCallParser({"add", "stop"}, tagged=True), **options)
 
 
 def joined(deltas):
@@ -30,7 +33,7 @@ def joined(deltas):
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_deltas_joined_are_the_message(size):
-    answer = ChatAnswer(read_tools(TOOLS, "auto"), HERMES)
+    answer = answer_of()
     pieces = [TEXT[at : at + size] for at in range(0, len(TEXT), size)]
     deltas = [delta for piece in pieces for delta in answer.push(piece)] + answer.flush()
     message = answer.message()
@@ -59,7 +62,7 @@ def test_deltas_joined_are_the_message(size):
     ],
 )
 def test_a_call_that_was_cut_off_is_no_reason_to_run_it(text, reason):
-    answer = ChatAnswer(read_tools(TOOLS, "auto"), HERMES)
+    answer = answer_of()
     answer.push(text)
     answer.flush()
     assert answer.finish_reason("stop") == reason
@@ -67,14 +70,14 @@ def test_a_call_that_was_cut_off_is_no_reason_to_run_it(text, reason):
 
 
 def test_a_call_that_is_left_out_does_not_count_as_cut_off():
-    answer = ChatAnswer(read_tools(TOOLS, "auto", parallel_tool_calls=False), HERMES)
+    answer = answer_of(is_alone=True)
     answer.push(f'{TEXT}\n<tool_call>\n{{"name": "add", "arguments": {{"a"')
     answer.flush()
     assert answer.finish_reason("stop") == "tool_calls"
 
 
 def test_one_call_where_one_is_wanted():
-    answer = ChatAnswer(read_tools(TOOLS, "auto", parallel_tool_calls=False), HERMES)
+    answer = answer_of(is_alone=True)
     answer.push(TEXT)
     answer.flush()
     assert [call["function"]["name"] for call in answer.message()["tool_calls"]] == ["add"]
@@ -88,6 +91,6 @@ def test_without_tools_all_is_content():
 
 
 def test_a_message_of_calls_alone_has_no_content():
-    answer = ChatAnswer(read_tools(TOOLS, "auto"), HERMES)
+    answer = answer_of()
     answer.push(TEXT.removeprefix("I look.\n"))
     assert answer.message()["content"] is None

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from gptmanager.server.chat.tool_parsing import Arguments, CallBegins, Content, ToolCallParser
+from gptmanager.server.chat.answer_parts import Arguments, CallBegins, Content
+from gptmanager.server.chat.tool_parsing import ToolCallParser
 
 NAMES = ("get_weather", "add")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from gptmanager.cuda.device.streams import Stream
 from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.sampling import token_masks
 from gptmanager.decoding.guided.grammar_matcher import fault_of
+from gptmanager.decoding.guided.grammar_start import GrammarStart
 from gptmanager.decoding.processors.rows import Errors, ProcessedSequence, Rows, RowSession
 from gptmanager.errors import InvalidRequestError, LogitsError, RequestError
 from gptmanager.kernels.token_masks import mask_logits
@@ -61,12 +62,18 @@ class Grammar(BoundProcessor):
     """A grammar that is compiled, or being compiled; several requests may use the same one."""
 
     def __init__(
-        self, owner: Any, kind: str, compiled: CompiledGrammar, bans: TextBans | None = None
+        self,
+        owner: Any,
+        kind: str,
+        compiled: CompiledGrammar,
+        bans: TextBans | None = None,
+        start: GrammarStart | None = None,
     ) -> None:
         super().__init__(owner)
         self.kind = kind
         self.compiled = compiled
         self.bans = bans
+        self.start = start
 
     @property
     def name(self) -> str:
@@ -84,7 +91,11 @@ class Grammar(BoundProcessor):
         """Return the same grammar without texts that contain a banned word:
         `grammar.without(banned.bind(words))` with a `BannedTexts`.
         """
-        return Grammar(self.owner, self.kind, self.compiled, bans)
+        return Grammar(self.owner, self.kind, self.compiled, bans, self.start)
+
+    def after(self, start: GrammarStart) -> Grammar:
+        """Return the same grammar for the text after a thought, which may not end the output."""
+        return Grammar(self.owner, self.kind, self.compiled, self.bans, start)
 
     def prepare(self, device: str) -> Future[Any]:
         if self.bans is None:
@@ -96,16 +107,25 @@ class Grammar(BoundProcessor):
 class _Progress:
     """The position of a sequence in its grammar.
 
-    `num_tokens`: generated tokens that the matcher has consumed. `ended_at`: number of generated
-    tokens up to the one that ended the text; None: not ended.
+    `num_tokens`: generated tokens up to the last one that the matcher has consumed. `ended_at`:
+    number of generated tokens up to the one that ended the text; None: not ended. `start`: where
+    the grammar's text begins; None: with the output. `num_before`: generated tokens before that
+    text; None: it has not begun.
     """
 
     matcher: Any
     num_tokens: int = 0
     ended_at: int | None = None
+    start: GrammarStart | None = None
+    num_before: int | None = 0
 
     def copy(self) -> _Progress:
-        return _Progress(self.matcher.deep_copy(), self.num_tokens, self.ended_at)
+        return replace(self, matcher=self.matcher.deep_copy())
+
+    @property
+    def may_open(self) -> bool:
+        """Whether the next token may open a thought."""
+        return self.num_tokens == 0 and self.start is not None and self.start.opens is not None
 
     def follow(self, generated: npt.NDArray[np.int32], end_ids: frozenset[int]) -> None:
         """Consume the history's new tokens, or roll back to a shorter history after a pause.
@@ -116,9 +136,15 @@ class _Progress:
         if self.ended_at is not None and count < self.ended_at:
             self.ended_at = None
         if count < self.num_tokens:
-            if not self.matcher.rollback(self.num_tokens - count):
+            kept = max(count, self.num_before or 0)
+            if not self.matcher.rollback(self.num_tokens - kept):
                 raise InvalidRequestError(self.matcher.get_error())
-            self.num_tokens = count
+            self.num_tokens = count if count >= (self.num_before or 0) else 0
+        if self.start is not None and not self.num_tokens:
+            self.num_before = self.start.num_before(generated)
+            if self.num_before is None:
+                return
+            self.num_tokens = self.num_before
         if count == self.num_tokens or self.ended_at is not None:
             return
         tokens = generated[self.num_tokens :].tolist()
@@ -178,6 +204,7 @@ class GuidedSession(RowSession):
         self._stream = stream
         self._uploads = None if stream is None else Uploads(stream, _NUM_BUFFERS)
         self._end_ids = end_ids
+        self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._masks: Words = np.empty((0, 0), dtype=np.int32)
         self._address = 0  # of the masks: NumPy takes 3 us to return it
@@ -247,12 +274,24 @@ class GuidedSession(RowSession):
             for token in end_ids or self._end_ids:
                 _set_bit(masks[index], token, True)
             return
+        if progress.num_before is None:
+            self._permit_thought(masks[index], end_ids)
+            return
         address = self._address + index * width * 4
         progress.matcher.unsafe_compute_mask_ptr(address, self._num_words * 4)
         if progress.matcher.is_error():  # the mask permits an end id that the grammar does not
             raise _dead_end(progress)
         for token in end_ids - self._end_ids:
             _set_bit(masks[index], token, progress.matcher.is_accepting())
+        if progress.may_open:
+            assert progress.start is not None and progress.start.opens is not None
+            _set_bit(masks[index], progress.start.opens, True)
+
+    def _permit_thought(self, mask: Words, end_ids: frozenset[int]) -> None:
+        """Permit all tokens of the tokenizer but those that would end the output in its thought."""
+        mask[: self._num_words] = -1
+        beyond = np.arange(self._vocab_size, 32 * self._num_words)
+        _clear_bits(mask, np.array([*(self._end_ids | end_ids), *beyond], dtype=np.int64))
 
     def _followed(self, sequence: ProcessedSequence, history: npt.NDArray[np.int32]) -> _Progress:
         kept, ends = sequence.request.kept, self._end_ids | sequence.end_ids
@@ -304,4 +343,4 @@ def _both(first: Future[Any], second: Future[Any]) -> Future[Any]:
 
 
 def _started(bound: Grammar) -> _Progress:
-    return _Progress(bound.compiled.result().deep_copy())
+    return _Progress(bound.compiled.result().deep_copy(), start=bound.start)

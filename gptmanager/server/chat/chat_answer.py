@@ -1,46 +1,47 @@
 """The text of one answer as a chat message, and as the deltas of a stream.
 
-Separates content from tool calls. Independent of tokens and protocols.
+A parser separates thoughts, content and tool calls. Independent of tokens and protocols.
 """
 
 from __future__ import annotations
 
 import uuid
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
-from gptmanager.server.chat.tool_parsing import (
+from gptmanager.server.chat.answer_parts import (
+    AnswerParser,
     Arguments,
     CallBegins,
     Content,
     Found,
-    ToolCallParser,
+    Thought,
 )
-from gptmanager.server.text.tools import ToolFormat, Tools
 
 
 class ChatAnswer:
     """Takes text in pieces; the deltas, joined, are the message.
 
-    `tools` None: all text is content. If the request allows one call only, later calls are dropped.
+    `parser` None: all text is content. `is_alone`: one call is allowed, and later ones are dropped.
     `is_deprecated`: write the call as the deprecated `function_call`.
     """
 
     def __init__(
         self,
-        tools: Tools | None = None,
-        form: ToolFormat | None = None,
+        parser: AnswerParser | None = None,
         *,
+        is_alone: bool = False,
         is_deprecated: bool = False,
     ) -> None:
-        self._parser = (
-            None
-            if tools is None or form is None
-            else ToolCallParser(tools.parameters, tagged=form.tagged)
-        )
+        self._parser = parser
         self._is_deprecated = is_deprecated
-        self._is_alone = tools is not None and not tools.parallel
+        self._is_alone = is_alone
+        self._thoughts: list[str] = []
         self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
+        # of the thoughts that have ended: their number, and the number of their tokens
+        self._num_ended = self._num_tokens = 0
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """Take new text; return the deltas that the client gets now."""
@@ -56,8 +57,11 @@ class ChatAnswer:
         """Return the whole message; call `flush` first."""
         content = "".join(self._content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self._calls:
+        if self._thoughts:
+            message.update(_thought_fields("".join(self._thoughts)))
+        if self._calls or self._thoughts:
             message["content"] = content or None
+        if self._calls:
             if self._is_deprecated:
                 message["function_call"] = self._calls[0]["function"]
             else:
@@ -74,6 +78,22 @@ class ChatAnswer:
         called = "function_call" if self._is_deprecated else "tool_calls"
         return called if is_call else reason
 
+    def num_reasoning_tokens(self, starts: Sequence[int]) -> int:
+        """Return the number of tokens that begin in a thought.
+
+        `starts`: for each token so far, the number of characters of the answer before it.
+        """
+        thoughts = [] if self._parser is None else self._parser.thoughts
+        running = 0
+        for span in thoughts[self._num_ended :]:
+            end = len(starts) if span.end is None else bisect_left(starts, span.end)
+            running = end - bisect_left(starts, span.begin)
+            if span.end is not None:
+                self._num_ended += 1
+                self._num_tokens += running
+                running = 0
+        return self._num_tokens + running
+
     @property
     def _is_cut(self) -> bool:
         """Whether the arguments of the last call sent to the client are incomplete."""
@@ -85,7 +105,10 @@ class ChatAnswer:
     def _deltas(self, found: list[Found]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         for one in found:
-            if isinstance(one, Content):
+            if isinstance(one, Thought):
+                self._thoughts.append(one.text)
+                deltas.append(_thought_fields(one.text))
+            elif isinstance(one, Content):
                 self._content.append(one.text)
                 deltas.append({"content": one.text})
             elif not (self._is_alone and one.index > 0):
@@ -104,3 +127,8 @@ class ChatAnswer:
         call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
         self._calls.append(call)
         return {"index": found.index, **call, "function": dict(function)}
+
+
+def _thought_fields(text: str) -> dict[str, str]:
+    """Return a thought by the two names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}

@@ -27,7 +27,9 @@ from gptmanager.server.chat.messages import (
     count_items,
     one_call_each,
     read_messages,
+    with_thinking,
 )
+from gptmanager.server.chat.reasoning import AnswerStart, Reasoning, reasoning_of
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import (
@@ -43,7 +45,7 @@ from gptmanager.server.fields import (
 from gptmanager.server.http.body import run_in_thread
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.text.tools import ToolFormat, Tools, format_of
+from gptmanager.server.text.tools import HARMONY, ToolFormat, Tools, format_of
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
 _MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may have its own
@@ -71,11 +73,13 @@ class ChatPrompt:
     """The tokens of a prompt. `tool_format`: how the model writes calls; None: there are no tools.
 
     `one_call`: the template refuses messages with two calls, so an answer must have at most one.
+    `start`: what the prompt says about the thoughts of its answer.
     """
 
     tokens: list[int]
     tool_format: ToolFormat | None
     one_call: bool = False
+    start: AnswerStart = AnswerStart()
 
 
 class ChatPrompts:
@@ -98,6 +102,12 @@ class ChatPrompts:
         tokenizer, hides = engine.card.tokenizer, settings.no_special_tokens_in_text
         self._control_tokens = ControlTokens(tokenizer) if tokenizer and hides else None
 
+    @property
+    def reasoning(self) -> Reasoning | None:
+        """The format of thoughts of the server's template; None if it has no template."""
+        template = pick(self._templates, False)
+        return template and reasoning_of(self._settings.reasoning_parser, template)
+
     async def read(
         self, body: Mapping[str, Any], tools: Tools | None, warnings: Warnings
     ) -> ChatPrompt:
@@ -115,7 +125,8 @@ class ChatPrompts:
         messages = await run_in_thread(reading) if num_items > _MANY else reading()
         template, process = self._template(body, tools is not None)
         warnings.add_ignored(_unknown_variables(body, template), "unknown to the chat template")
-        form = None if tools is None else _known_format(template)
+        reasoning = reasoning_of(self._settings.reasoning_parser, template)
+        form = None if tools is None else _known_format(template, reasoning)
         if "developer" not in template:  # the newer name of the same role
             messages = [
                 {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
@@ -124,10 +135,14 @@ class ChatPrompts:
         one_call = has_calls and await self._accepts_one_call(template, process)
         if one_call:
             messages = one_call_each(messages)
+        if reasoning is Reasoning.HARMONY:
+            messages = with_thinking(messages)
         text = await self._render(template, process, messages, body, tools)
         special = body.get("add_special_tokens", False)  # the template writes them
         tokens = await self._encode(text, special=special)
-        return ChatPrompt(tokens, form, one_call)
+        continued = messages[-1]["content"] if body.get("continue_final_message") else None
+        start = AnswerStart.of_prompt(reasoning, text, continued)
+        return ChatPrompt(tokens, form, one_call, start)
 
     async def _encode(self, text: str, *, special: bool) -> list[int]:
         if self._control_tokens is None:
@@ -270,12 +285,14 @@ def _own_variables(given: Any) -> Mapping[str, Any]:
     return given
 
 
-def _known_format(template: str) -> ToolFormat:
-    form = format_of(template)
+def _known_format(template: str, reasoning: Reasoning) -> ToolFormat:
+    form = HARMONY if reasoning is Reasoning.HARMONY else format_of(template)
+    if form is HARMONY and reasoning is not Reasoning.HARMONY:
+        raise field_error("tools", "calls of this model need --reasoning-parser harmony")
     if form is None:
         raise field_error(
             "tools",
             "the chat template must describe a known format of calls: that of Hermes and Qwen "
-            "(<tool_call> with name and arguments) or of Llama 3 (name and parameters)",
+            "(<tool_call> with name and arguments), of Llama 3 (name and parameters), or harmony",
         )
     return form

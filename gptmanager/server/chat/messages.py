@@ -154,6 +154,19 @@ def _read(message: Any, where: str) -> dict[str, Any]:
     return read
 
 
+def with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which thoughts before calls have the name that harmony's template reads.
+
+    Such a message has either thoughts or content. Thoughts before other messages are not shown.
+    """
+    return [
+        {**one, "thinking": one["reasoning_content"]}
+        if one.get("tool_calls") and one.get("reasoning_content") and not one["content"]
+        else one
+        for one in messages
+    ]
+
+
 def _content(message: Mapping[str, Any], role: str, where: str) -> str:
     content = message.get("content")
     if content is None and role == "assistant":

@@ -16,8 +16,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from enum import Enum
+
+from gptmanager.server.chat.answer_parts import Arguments, CallBegins, Content, Found
+from gptmanager.server.chat.text_scan import ObjectScan, num_tag_letters
 
 OPENER, CLOSER = "<tool_call>", "</tool_call>"
 
@@ -28,34 +30,6 @@ _HEADER = re.compile(
 )
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]*)"')
 _CALL_KEYS = ("name", "type", "id", "arguments", "parameters")
-_BREAKS = re.compile(r'["{}\[\]]')
-_QUOTE = re.compile(r'["\\]')
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text outside of calls."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegins:
-    """A call of the tool `name`; `index` counts the calls of an answer."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The next piece of a call's arguments, JSON exactly as the model writes it."""
-
-    index: int
-    text: str
-
-
-Found = Content | CallBegins | Arguments
 
 
 class _State(Enum):
@@ -81,9 +55,9 @@ class ToolCallParser:
         self._state = _State.CONTENT if tagged else _State.BETWEEN
         self._text = ""  # not returned yet
         self._before = ""  # text skipped before a possible call, returned if it is not a call
-        self._whole = _ObjectScan()  # scans a call's object from its first brace
+        self._whole = ObjectScan()  # scans a call's object from its first brace
         self._num_scanned = 0  # characters that `_whole` has scanned
-        self._arguments = _ObjectScan()  # scans a call's object from its arguments on
+        self._arguments = ObjectScan()  # scans a call's object from its arguments on
         self.num_calls = 0
 
     @property
@@ -127,7 +101,7 @@ class ToolCallParser:
     def _read_content(self, found: list[Found]) -> bool:
         """Return text up to a tag, without the spaces before it; hold back a possible tag."""
         at = self._text.find(OPENER)
-        end = at if at >= 0 else len(self._text) - _num_tag_letters(self._text, OPENER)
+        end = at if at >= 0 else len(self._text) - num_tag_letters(self._text, OPENER)
         stripped = len(self._text[:end].rstrip())
         if stripped or at >= 0:
             said = self._take(stripped)
@@ -161,14 +135,14 @@ class ToolCallParser:
         return True
 
     def _begin(self) -> None:
-        self._state, self._whole, self._num_scanned = _State.HEADER, _ObjectScan(), 0
+        self._state, self._whole, self._num_scanned = _State.HEADER, ObjectScan(), 0
 
     def _read_header(self, found: list[Found]) -> bool:
         """Read a call up to its arguments, or the whole object if its keys are in another order."""
         header = _HEADER.match(self._text)
         if header and header[1] in self._names:
             self._call(header[1], found)
-            self._arguments = _ObjectScan()
+            self._arguments = ObjectScan()
             self._arguments.take(self._take(header.end()))
             self._state = _State.ARGUMENTS
             return True
@@ -222,41 +196,6 @@ class ToolCallParser:
     def _add_content(text: str, found: list[Found]) -> None:
         if text:
             found.append(Content(text))
-
-
-class _ObjectScan:
-    """Finds the end of a JSON object in a text that arrives in pieces."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._is_text = False
-        self._is_escaped = False
-
-    def take(self, text: str, depth: int = 0) -> int | None:
-        """Return the index after the brace that closes down to `depth`, or None."""
-        at = 0
-        if self._is_escaped and text:
-            self._is_escaped, at = False, 1
-        while True:
-            found = (_QUOTE if self._is_text else _BREAKS).search(text, at)
-            if found is None:
-                return None
-            at = found.end()
-            if found[0] == "\\":
-                if at == len(text):
-                    self._is_escaped = True
-                at += 1
-            elif found[0] == '"':
-                self._is_text = not self._is_text
-            else:
-                self._depth += 1 if found[0] in "{[" else -1
-                if self._depth == depth and found[0] in "}]":
-                    return at
-
-
-def _num_tag_letters(text: str, tag: str) -> int:
-    """Return how many characters at the end of `text` may begin `tag`."""
-    return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def _read_call(text: str) -> tuple[str, str] | None:

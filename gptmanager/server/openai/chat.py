@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,11 @@ from gptmanager.server.chat.chat_prompt import (
     MESSAGES,
     OBJECTS,
     TEMPLATE_FIELDS,
+    ChatPrompt,
     ChatPrompts,
 )
 from gptmanager.server.chat.functions import has_functions, read_functions
+from gptmanager.server.chat.reasoning import Reasoning, special_tags
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.fields import AsItIs, Field, Flag, Integer, bad_request, by_name
 from gptmanager.server.http.body import read_json
@@ -41,9 +44,11 @@ from gptmanager.server.text.log_probs import TokenTexts, chat_shape, prompt_shap
 from gptmanager.server.text.outputs import Delta
 from gptmanager.server.text.processors import STRUCTURED, Processors
 from gptmanager.server.text.sampling import GenerationOptions, check
-from gptmanager.server.text.tools import read_tools
+from gptmanager.server.text.tools import HARMONY, Tools, read_tools
 
 _MAX_TOKENS = NewTokens(1)
+
+logger = logging.getLogger("gptmanager")
 
 FIELDS = by_name(
     [
@@ -77,6 +82,7 @@ FIELDS = by_name(
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     chats = Chats(engine, settings)
+    chats.log_reasoning()
     return [Route("/v1/chat/completions", chats.handle, methods=["POST"])]
 
 
@@ -86,9 +92,17 @@ class Chats:
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self._engine = engine
         self._is_lenient = settings.lenient
+        self._reasoning_parser = settings.reasoning_parser
         self._texts = TokenTexts(engine.card.tokenizer)
         self._processors = Processors(engine, lenient=settings.lenient)
         self._prompts = ChatPrompts(engine, settings)
+
+    def log_reasoning(self) -> None:
+        """Log how the server finds thoughts, if the model has a chat template."""
+        found, parser = self._prompts.reasoning, self._reasoning_parser
+        if found is not None:
+            why = "by the chat template" if parser == "auto" else "by --reasoning-parser"
+            logger.info("thoughts in answers: %s, %s", found.value, why)
 
     async def handle(self, request: Request) -> Response:
         read = functools.partial(read_request, fields=FIELDS, lenient=self._is_lenient)
@@ -113,26 +127,46 @@ class Chats:
             # the template must accept the answer in the next prompt
             tools = replace(tools, parallel=False)
         num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
-        processor = await self._processors.of(given, warnings, tools, prompt.tool_format)
+        processor = await self._processor(given, warnings, tools, prompt)
         options = GenerationOptions(given, num_top, given.get("prompt_logprobs"), processor)
         check(options, card)
         left = max(1, card.max_model_len - len(prompt.tokens))
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         most = given.get(name, left)
         self._engine.context_length.check(len(prompt.tokens), most, prompt="messages", most=name)
-        answer = Answer(self._engine, options, [prompt.tokens], [most])
+        tags = () if card.tokenizer is None else prompt.start.reasoning.tags
+        special = special_tags(card.tokenizer, tags) if card.tokenizer and tags else None
+        answer = Answer(self._engine, options, [prompt.tokens], [most], special_texts=special)
         messages = [
-            ChatAnswer(tools, prompt.tool_format, is_deprecated=is_deprecated)
+            ChatAnswer(
+                prompt.start.parser(tools, prompt.tool_format),
+                is_alone=tools is not None and not tools.parallel,
+                is_deprecated=is_deprecated,
+            )
             for _ in answer.outputs
         ]
         texts = self._texts.as_ids() if given.get("return_tokens_as_token_ids") else self._texts
         kind = "chat.completion.chunk" if options.streams else "chat.completion"
         head = answer_head(given, "chatcmpl", kind, card.name)
-        return JsonAnswer(given, answer, _ChatFormat(given, answer, messages, texts), head)
+        thinks = prompt.start.reasoning is not Reasoning.NONE
+        form = _ChatFormat(given, answer, messages, texts, thinks=thinks)
+        return JsonAnswer(given, answer, form, head)
+
+    async def _processor(
+        self, given: Mapping[str, Any], warnings: Warnings, tools: Tools | None, prompt: ChatPrompt
+    ) -> Any:
+        """Return the logits post-processor; a rule begins after the thought of the answer."""
+        form, tokenizer = prompt.tool_format, self._engine.card.tokenizer
+        start = None
+        if tokenizer is not None and form is not HARMONY:  # harmony's grammar has the thought
+            start = functools.partial(prompt.start.grammar_start, tokenizer)
+        return await self._processors.of(given, warnings, tools, form, start)
 
 
 class _ChatFormat:
-    """Writes the choices of a chat. `messages`: one for each output."""
+    """Writes the choices of a chat. `messages`: one for each output. `thinks`: the usage has the
+    number of tokens in thoughts.
+    """
 
     def __init__(
         self,
@@ -140,8 +174,11 @@ class _ChatFormat:
         answer: Answer,
         messages: list[ChatAnswer],
         texts: TokenTexts,
+        *,
+        thinks: bool,
     ) -> None:
         self._given = given
+        self._thinks = thinks
         self._answer = answer
         self._messages = messages
         self._texts = texts
@@ -198,6 +235,14 @@ class _ChatFormat:
             )
             choices.append({"index": index, "delta": one, **self._details(index, own)})
         return choices
+
+    def usage(self) -> dict[str, Any]:
+        usage = self._answer.usage()
+        if self._thinks:
+            outputs = zip(self._messages, self._answer.outputs, strict=True)
+            num = sum(message.num_reasoning_tokens(it.token_starts) for message, it in outputs)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num}
+        return usage
 
     def _details(self, index: int, delta: Delta) -> dict[str, Any]:
         """Return the fields next to the message or delta of a choice."""

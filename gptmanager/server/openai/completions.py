@@ -235,6 +235,9 @@ class _CompletionFormat:
         found = choice() if self._has_begun[index] else await self._answer.shaped(choice)
         return [{"choices": [found]}]
 
+    def usage(self) -> dict[str, Any]:
+        return self._answer.usage()
+
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         """Return a choice of a whole answer or of a chunk, made from `delta`."""
         output, given = self._answer.outputs[index], self._given

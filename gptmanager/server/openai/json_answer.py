@@ -33,6 +33,9 @@ class AnswerFormat(Protocol):
     async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Return the fields of the chunks for the next delta of an output."""
 
+    def usage(self) -> dict[str, Any]:
+        """Return the object `usage`: the tokens so far."""
+
 
 class JsonAnswer:
     """Adds the common fields to what `form` writes. `head`: the first fields of the answer and of
@@ -50,7 +53,7 @@ class JsonAnswer:
     async def whole(self) -> dict[str, Any]:
         async for index, delta in self._answer.deltas():
             self._form.add(index, delta)
-        return {**self._head, **await self._form.whole(), "usage": self._answer.usage()}
+        return {**self._head, **await self._form.whole(), "usage": self._form.usage()}
 
     async def frames(self) -> AsyncIterator[bytes]:
         options = self._given.get("stream_options") or {}
@@ -62,7 +65,7 @@ class JsonAnswer:
                 for fields in await self._form.chunks(index, delta):
                     chunk = {**self._head, **fields}
                     if is_continuous:
-                        chunk["usage"] = self._answer.usage()
+                        chunk["usage"] = self._form.usage()
                     elif has_usage:
                         chunk["usage"] = None
                     has_begun = True
@@ -73,7 +76,7 @@ class JsonAnswer:
             yield event(error.body())
         else:
             if has_usage:
-                yield event({**self._head, "choices": [], "usage": self._answer.usage()})
+                yield event({**self._head, "choices": [], "usage": self._form.usage()})
         yield DONE
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from gptmanager import FinishReason
@@ -29,8 +29,8 @@ class Answer:
     """Prompts and their outputs: with n choices, output p x n + k is choice k of prompt p.
 
     `prompts`: token ids. `max_new_tokens`: one limit per prompt. `offsets`: for each prompt, the
-    number of characters before its outputs. `lists_end`: see `Output`. `is_silent`: generate no
-    text; the request asks only for log probabilities of its prompts.
+    number of characters before its outputs. `lists_end`, `special_texts`: see `Output`.
+    `is_silent`: generate no text; the request asks only for log probabilities of its prompts.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Answer:
         *,
         offsets: Sequence[int] | None = None,
         lists_end: bool = False,
+        special_texts: Mapping[int, str] | None = None,
         is_silent: bool = False,
     ) -> None:
         self.prompts = prompts
@@ -63,6 +64,7 @@ class Answer:
                 skip_special_tokens=options.given.get("skip_special_tokens", True),
                 offset=0 if offsets is None else offsets[index],
                 lists_end=lists_end,
+                special_texts=special_texts,
             )
             for index, prompt in enumerate(prompts)
             for _ in range(count)

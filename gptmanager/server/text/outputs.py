@@ -5,7 +5,7 @@ It decides which text may be sent and why the output ended, independently of req
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,7 +68,8 @@ class Output:
     """Decodes tokens into text. The result does not depend on how the tokens are split into pieces.
 
     `offset`: characters of the answer before this text (an echo of the prompt). `lists_end`: also
-    list the log probability of the token that ended the output. `tokenizer` None: no text is made.
+    list the log probability of the token that ended the output. `special_texts`: token id -> text
+    of special tokens that are not left out. `tokenizer` None: no text is made.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class Output:
         skip_special_tokens: bool = True,
         offset: int = 0,
         lists_end: bool = False,
+        special_texts: Mapping[int, str] | None = None,
     ) -> None:
         self.token_ids: list[int] = []
+        self.token_starts: list[int] = []  # for each token, the characters of the text before it
         self.text = ""
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -92,6 +95,7 @@ class Output:
         self._stream = tokenizer and TextStream(
             tokenizer, prompt, skip_special_tokens=skip_special_tokens
         )
+        self._special_texts = special_texts if skip_special_tokens and special_texts else {}
         self._log_probs: list[TokenLogProb] = []
         self._is_cut = False
         # how many were returned by `take`
@@ -105,6 +109,7 @@ class Output:
             if self.finish_reason is not None:
                 return
             self.token_ids.append(token)
+            self.token_starts.append(len(self.text))
             may_end = len(self.token_ids) > self._ends.min_tokens
             is_end = may_end and token in self._ends.end_ids
             if is_end or (may_end and token in self._ends.stop_ids and not self._ends.keeps_stop):
@@ -114,7 +119,7 @@ class Output:
             else:
                 if log_probs:
                     self._list(log_probs[index])
-                self._read("" if self._stream is None else self._stream.push(token), may_end)
+                self._read(self._text_of(token), may_end)
                 if may_end and token in self._ends.stop_ids and self.finish_reason is None:
                     self._end("stop", token)
 
@@ -148,6 +153,13 @@ class Output:
 
     def _starts_before(self, end: int, index: int) -> bool:
         return self._log_probs[index].start - self._offset < end
+
+    def _text_of(self, token: int) -> str:
+        """Return the text that is complete with this token."""
+        if self._stream is None:
+            return ""
+        special = self._special_texts.get(token)
+        return self._stream.push(token) if special is None else self._stream.flush() + special
 
     def _read(self, text: str, may_end: bool) -> None:
         self.text += text

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gptmanager.decoding.guided.grammar_start import GrammarStart
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.fields import AsItIs, Field, bad_request
 from gptmanager.server.http.warning_header import Warnings
@@ -45,10 +46,12 @@ class Processors:
         warnings: Warnings,
         tools: Tools | None = None,
         form: ToolFormat | None = None,
+        start: Callable[[], GrammarStart | None] | None = None,
     ) -> Any:
         """Return the post-processor of a request; None if its output is unconstrained.
 
-        `tools`: the tools the model may call, in the format `form`. Adds to `warnings` what is not
+        `tools`: the tools the model may call, in the format `form`. `start`: returns where a rule
+        begins; ValueError says why it begins with the output. Adds to `warnings` what is not
         enforced. Raises ApiError 400 for a rule that cannot be compiled.
         """
         rule, words = read_output_rule(given), given.get("bad_words")
@@ -58,6 +61,8 @@ class Processors:
         with self._engine.preparing():
             bans = await self._bans(words)
             grammar = await self._grammar(rule, warnings, tools, form)
+        if grammar is not None and start is not None:
+            grammar = _started(grammar, start, warnings)
         if grammar is None or bans is None:
             return bans if grammar is None else grammar
         return grammar.without(bans)
@@ -83,3 +88,13 @@ class Processors:
         if texts is None:
             raise bad_request("bad_words", "bad_words needs a tokenizer, and the model has none")
         return await prepared("bad_words", lambda: texts.bind(words))
+
+
+def _started(grammar: Any, start: Callable[[], GrammarStart | None], warnings: Warnings) -> Any:
+    """Return the grammar for the text after a thought, if the model can think."""
+    try:
+        found = start()
+    except ValueError as error:
+        warnings.add(f"the answer has no thought, because it must fit a rule: {error}")
+        return grammar
+    return grammar if found is None else grammar.after(found)

@@ -44,10 +44,19 @@ HERMES = ToolFormat(
     "Hermes", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", tagged=True
 )
 LLAMA_3 = ToolFormat("Llama 3", '{"name": "', '", "parameters": ', "}", tagged=False)
+HARMONY = ToolFormat(
+    "harmony",
+    "<|channel|>commentary to=functions.",
+    " <|constrain|>json<|message|>",
+    "<|call|>",
+    tagged=False,
+)
 
 
 def format_of(template: str) -> ToolFormat | None:
     """Return the call format that a chat template describes; None if it is unknown."""
+    if "<|channel|>" in template and "to=functions." in template:
+        return HARMONY
     if "<tool_call>" in template and "arguments" in template:
         return None if "<function=" in template else HERMES  # Qwen3-Coder has calls in XML
     is_llama = "<|start_header_id|>" in template or "<|python_tag|>" in template
@@ -129,8 +138,8 @@ class Tools:
             ]
         lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(self.parameters))))
         for index, name in enumerate(self.parameters):
-            begin = _quoted((form.before + name + form.between).removeprefix(tag), marks)
-            end = _quoted(form.behind, marks)
+            begin = grammar_text((form.before + name + form.between).removeprefix(tag), marks)
+            end = grammar_text(form.behind, marks)
             lines.append(f"call_{index}: {begin} arguments_{index} {end}")
         return "\n".join(lines), schemas
 
@@ -262,9 +271,9 @@ def _named(choice: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _quoted(text: str, marks: Mapping[str, int]) -> str:
+def grammar_text(text: str, marks: Mapping[str, int]) -> str:
     """Return a text as a grammar writes it: quoted, but with tags that are tokens as ids."""
-    parts = filter(None, re.split(f"({_TAG}|{_END_TAG})", text))
+    parts = filter(None, re.split(r"(</?tool_call>|<\|\w+\|>)", text))
     return " ".join(
         f"<[{marks[part]}]>" if part in marks else json.dumps(part, ensure_ascii=False)
         for part in parts

@@ -1,0 +1,68 @@
+"""The parts of an answer that parsers find in the text of a model: thoughts, content and calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Text that the model writes for itself, before or between the parts of its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text outside of thoughts and calls."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """A call of the tool `name`; `index` counts the calls of an answer."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The next piece of a call's arguments, JSON exactly as the model writes it."""
+
+    index: int
+    text: str
+
+
+Found = Thought | Content | CallBegins | Arguments
+
+
+class AnswerParser(Protocol):
+    """Takes the text of one answer in pieces, and returns its parts."""
+
+    def push(self, text: str) -> list[Found]:
+        """Take new text; return what is found so far."""
+
+    def flush(self) -> list[Found]:
+        """Return what was held back at the end of the answer."""
+
+    @property
+    def is_in_arguments(self) -> bool:
+        """Whether the last call's arguments have begun and not ended."""
+
+    @property
+    def num_calls(self) -> int: ...
+
+    @property
+    def thoughts(self) -> list[ThoughtSpan]:
+        """Where the thoughts are in the pushed text."""
+
+
+@dataclass(slots=True)
+class ThoughtSpan:
+    """A thought from the character `begin` of a text up to `end`; None: it has not ended."""
+
+    begin: int
+    end: int | None = None

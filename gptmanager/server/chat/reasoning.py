@@ -1,0 +1,117 @@
+"""How a model writes its thoughts: decided by its chat template, or by `--reasoning-parser`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tokenizers import Tokenizer
+
+from gptmanager.decoding.guided.grammar_start import GrammarStart
+from gptmanager.server.chat import harmony, thought_tags
+from gptmanager.server.chat.answer_parts import AnswerParser
+from gptmanager.server.chat.harmony import HarmonyParser
+from gptmanager.server.chat.thought_tags import ThoughtTags
+from gptmanager.server.chat.tool_parsing import ToolCallParser
+from gptmanager.server.text.tools import ToolFormat, Tools
+
+
+class Reasoning(Enum):
+    """A format of thoughts, by the name that `--reasoning-parser` has for it."""
+
+    NONE = "none"
+    THINK = "think"
+    HARMONY = "harmony"
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The texts that the parser of answers looks for."""
+        if self is Reasoning.HARMONY:
+            return harmony.TAGS
+        tags = (thought_tags.OPENER, thought_tags.CLOSER)
+        return tags if self is Reasoning.THINK else ()
+
+
+PARSERS = ("auto", *(one.value for one in Reasoning))
+
+
+def reasoning_of(parser: str, template: str) -> Reasoning:
+    """Return the format that `--reasoning-parser` names; for `auto`, that of a chat template."""
+    if parser != "auto":
+        return Reasoning(parser)
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return Reasoning.HARMONY
+    return Reasoning.THINK if thought_tags.CLOSER in template else Reasoning.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStart:
+    """Knowledge from a prompt about the thoughts of its answer.
+
+    `is_open`: the answer begins within a thought. `is_closed`: it begins after the thought. Both
+    are for tags; `prompt` is for harmony: the header of the last message in the prompt.
+    """
+
+    reasoning: Reasoning = Reasoning.NONE
+    is_open: bool = False
+    is_closed: bool = False
+    prompt: str = ""
+
+    @staticmethod
+    def of_prompt(reasoning: Reasoning, text: str, continued: str | None) -> AnswerStart:
+        """Read a rendered prompt. `continued`: the content that the answer continues, or None."""
+        if reasoning is Reasoning.HARMONY:
+            begin, found = text.rfind(harmony.START), text.rfind(harmony.MESSAGE)
+            end = found + len(harmony.MESSAGE) if found > begin else len(text)
+            return AnswerStart(reasoning, prompt=text[begin:end] if begin >= 0 else "")
+        if reasoning is Reasoning.NONE:
+            return AnswerStart()
+        if continued is not None:
+            is_open = continued.rfind(thought_tags.OPENER) > continued.rfind(thought_tags.CLOSER)
+            return AnswerStart(reasoning, is_open=is_open, is_closed=not is_open)
+        end = text[-_LONGEST_END:].rstrip()
+        is_closed = end.endswith(thought_tags.CLOSER)
+        return AnswerStart(reasoning, end.endswith(thought_tags.OPENER), is_closed)
+
+    def parser(self, tools: Tools | None, form: ToolFormat | None) -> AnswerParser | None:
+        """Return the parser of an answer; None if all text of the answer is content."""
+        names = () if tools is None or form is None else tools.parameters
+        if self.reasoning is Reasoning.HARMONY:
+            return HarmonyParser(names, self.prompt)
+        calls = None if not names or form is None else ToolCallParser(names, tagged=form.tagged)
+        if self.reasoning is Reasoning.NONE or self.is_closed:
+            return calls
+        return ThoughtTags(calls, is_open=self.is_open)
+
+    def grammar_start(self, tokenizer: Tokenizer) -> GrammarStart | None:
+        """Return where a grammar begins in the answer; None: at its beginning.
+
+        ValueError if the prompt asks for a thought and the tokenizer has no token that closes it.
+        """
+        if self.reasoning is Reasoning.NONE or self.is_closed:
+            return None
+        if self.reasoning is Reasoning.HARMONY:
+            final = tokenizer.encode("final", add_special_tokens=False).ids
+            channel, message = (_id(tokenizer, tag) for tag in (harmony.CHANNEL, harmony.MESSAGE))
+            return GrammarStart((channel, *final), then=message)
+        if self.is_open:
+            return GrammarStart((_id(tokenizer, thought_tags.CLOSER),))
+        opener, closer = map(tokenizer.token_to_id, (thought_tags.OPENER, thought_tags.CLOSER))
+        # a model without these tokens was not trained to think
+        return None if opener is None or closer is None else GrammarStart((closer,), opens=opener)
+
+
+_LONGEST_END = 64  # of a prompt that ends with a tag and spaces
+
+
+def _id(tokenizer: Tokenizer, tag: str) -> int:
+    found = tokenizer.token_to_id(tag)
+    if found is None:
+        raise ValueError(f"the tokenizer has no token {tag}")
+    return int(found)
+
+
+def special_tags(tokenizer: Tokenizer, tags: tuple[str, ...]) -> dict[int, str]:
+    """Return token id -> text of those tags that are special tokens, which decoding leaves out."""
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {index: one.content for index, one in added if one.special and one.content in tags}

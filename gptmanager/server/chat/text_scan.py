@@ -1,0 +1,43 @@
+"""Find tags, and the ends of JSON objects, in a text that arrives in pieces."""
+
+from __future__ import annotations
+
+import re
+
+_BREAKS = re.compile(r'["{}\[\]]')
+_QUOTE = re.compile(r'["\\]')
+
+
+class ObjectScan:
+    """Finds the end of a JSON object in a text that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_text = False
+        self._is_escaped = False
+
+    def take(self, text: str, depth: int = 0) -> int | None:
+        """Return the index after the brace that closes down to `depth`, or None."""
+        at = 0
+        if self._is_escaped and text:
+            self._is_escaped, at = False, 1
+        while True:
+            found = (_QUOTE if self._is_text else _BREAKS).search(text, at)
+            if found is None:
+                return None
+            at = found.end()
+            if found[0] == "\\":
+                if at == len(text):
+                    self._is_escaped = True
+                at += 1
+            elif found[0] == '"':
+                self._is_text = not self._is_text
+            else:
+                self._depth += 1 if found[0] in "{[" else -1
+                if self._depth == depth and found[0] in "}]":
+                    return at
+
+
+def num_tag_letters(text: str, tag: str) -> int:
+    """Return how many characters at the end of `text` may begin `tag`."""
+    return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)

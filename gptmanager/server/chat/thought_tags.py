@@ -1,0 +1,130 @@
+"""Parse thoughts in <think> tags, as Qwen3 and DeepSeek-R1 write them before their answers.
+
+The parser is independent of tokens, and of the format of calls, which another parser reads from the
+text after the thought.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from gptmanager.server.chat.answer_parts import (
+    AnswerParser,
+    Content,
+    Found,
+    Thought,
+    ThoughtSpan,
+)
+from gptmanager.server.chat.text_scan import num_tag_letters
+
+OPENER, CLOSER = "<think>", "</think>"
+
+
+class _State(Enum):
+    BEGIN = "before the first letter"
+    THOUGHT = "a thought, until its tag closes"
+    AFTER = "spaces after a thought"
+    ANSWER = "text to the end"
+
+
+class ThoughtTags:
+    """Takes the text of one answer in pieces, and returns its thought, its content and its calls.
+
+    A thought may be at the beginning only, and spaces around it are dropped. `is_open`: the prompt
+    has opened the thought. `calls`: the parser of the text after the thought; None: all of that
+    text is content.
+    """
+
+    def __init__(self, calls: AnswerParser | None = None, *, is_open: bool = False) -> None:
+        self.thoughts: list[ThoughtSpan] = []
+        self._calls = calls
+        self._is_open = is_open
+        self._state = _State.BEGIN
+        self._has_thought = False  # its first letter has been returned
+        self._text = ""  # not returned yet
+        self._num_taken = 0  # characters before it
+
+    @property
+    def is_in_arguments(self) -> bool:
+        return self._calls is not None and self._calls.is_in_arguments
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._calls is None else self._calls.num_calls
+
+    def push(self, text: str) -> list[Found]:
+        self._text += text
+        found: list[Found] = []
+        while self._step(found):
+            pass
+        return found
+
+    def flush(self) -> list[Found]:
+        if self._state is _State.BEGIN and self._is_open:
+            self._open()
+        rest = self._take(len(self._text))
+        if self._state is _State.THOUGHT:
+            rest = rest.rstrip() if self._has_thought else rest.strip()
+            return [Thought(rest)] if rest else []
+        found = self._answer(rest) if self._state is not _State.AFTER else []
+        return found + ([] if self._calls is None else self._calls.flush())
+
+    def _step(self, found: list[Found]) -> bool:
+        """Take one step in the state table; return False if it needs more text."""
+        if self._state is _State.BEGIN:
+            return self._begin()
+        if self._state is _State.THOUGHT:
+            return self._read_thought(found)
+        if self._state is _State.AFTER:
+            self._take(len(self._text) - len(self._text.lstrip()))
+            if not self._text:
+                return False
+            self._state = _State.ANSWER
+        found += self._answer(self._take(len(self._text)))
+        return False
+
+    def _begin(self) -> bool:
+        rest = self._text.lstrip()
+        is_tagged = rest.startswith(OPENER)
+        if not is_tagged and OPENER.startswith(rest):
+            return False
+        if is_tagged:
+            self._take(len(self._text) - len(rest) + len(OPENER))
+        if is_tagged or self._is_open:
+            self._open()
+        else:
+            self._state = _State.ANSWER
+        return True
+
+    def _open(self) -> None:
+        self._state = _State.THOUGHT
+        self.thoughts.append(ThoughtSpan(self._num_taken))
+
+    def _read_thought(self, found: list[Found]) -> bool:
+        at = self._text.find(CLOSER)
+        end = at if at >= 0 else len(self._text) - num_tag_letters(self._text, CLOSER)
+        begin = 0
+        if not self._has_thought:
+            begin = end - len(self._text[:end].lstrip())
+        said = self._text[begin:end].rstrip()
+        if said:
+            found.append(Thought(said))
+            self._has_thought = True
+            self._take(begin + len(said))
+        if at < 0:
+            return False
+        self._take(self._text.find(CLOSER))
+        self.thoughts[-1].end = self._num_taken
+        self._take(len(CLOSER))
+        self._state = _State.AFTER
+        return True
+
+    def _answer(self, text: str) -> list[Found]:
+        if self._calls is not None:
+            return self._calls.push(text)
+        return [Content(text)] if text else []
+
+    def _take(self, length: int) -> str:
+        taken, self._text = self._text[:length], self._text[length:]
+        self._num_taken += length
+        return taken

@@ -1,0 +1,202 @@
+"""Thoughts in answers: parsed from any pieces of text, told from templates and prompts."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from text_checkpoint import byte_tokenizer
+
+from gptmanager.decoding.guided.grammar_start import GrammarStart
+from gptmanager.server.chat.chat_answer import ChatAnswer
+from gptmanager.server.chat.harmony import HarmonyParser
+from gptmanager.server.chat.reasoning import AnswerStart, Reasoning, reasoning_of, special_tags
+from gptmanager.server.chat.thought_tags import ThoughtTags
+from gptmanager.server.chat.tool_parsing import ToolCallParser
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+HEAD = "<|start|>assistant"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</think>"}}\n</tool_call>'
+TO_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": [1]}'
+NAMES = {"add"}
+
+
+def tags(*, is_open=False):
+    return ThoughtTags(ToolCallParser(NAMES, tagged=True), is_open=is_open)
+
+
+def read(parser, text, size=None):
+    """Thought, content, calls, and the number of characters in thoughts."""
+    answer = ChatAnswer(parser)
+    pieces = [text[at : at + (size or 10**9)] for at in range(0, len(text), size or 10**9)]
+    deltas = [delta for piece in pieces for delta in answer.push(piece)] + answer.flush()
+    message = answer.message()
+    thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    content = "".join(delta.get("content", "") for delta in deltas)
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    assert message.get("reasoning_content", "") == message.get("reasoning", "") == thought
+    assert (message["content"] or "") == content
+    told = [one["tool_calls"][0]["function"] for one in deltas if "tool_calls" in one]
+    assert "".join(it["arguments"] for it in told) == "".join(it["arguments"] for it in calls)
+    calls = [(call["name"], call["arguments"]) for call in calls]
+    return thought, content, calls, answer.num_reasoning_tokens(range(len(text)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, None])
+@pytest.mark.parametrize(
+    ("text", "is_open", "expected"),
+    [
+        ("<think>\nI add.\n</think>\n\nIt is 3.", False, ("I add.", "It is 3.", [], 8)),
+        ("\n<think>a</think>b", False, ("a", "b", [], 1)),
+        ("I add.\n</think>\n\nIt is 3.", True, ("I add.", "It is 3.", [], 7)),
+        ("<think>\nI add.</think>3", True, ("I add.", "3", [], 7)),
+        ("It is <think>3</think>.", False, ("", "It is <think>3</think>.", [], 0)),
+        ("<think>\n\n</think>\n\n3", False, ("", "3", [], 2)),
+        ("<think>cut </thi", False, ("cut </thi", "", [], 9)),
+        ("<think>cut \n", False, ("cut", "", [], 5)),
+        ("  <thi", False, ("", "  <thi", [], 0)),
+        ("  ", True, ("", "", [], 2)),
+        ("<think>a</think>  ", False, ("a", "", [], 1)),
+        (f"<think>{CALL.replace('</think>', '')}</think>{CALL}", False,
+         (CALL.replace("</think>", ""), "", [("add", '{"a": "</think>"}')], 64)),
+        (f"<think>x < y, a </b></think>3 {CALL} 4", False,
+         ("x < y, a </b>", "3 4", [("add", '{"a": "</think>"}')], 13)),
+    ],
+)  # fmt: skip
+def test_thoughts_in_tags(text, is_open, size, expected):
+    assert read(tags(is_open=is_open), text, size) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, None])
+@pytest.mark.parametrize(
+    ("text", "prompt", "expected"),
+    [
+        (f"<|channel|>analysis<|message|>Hm.<|end|>{HEAD}<|channel|>final<|message|>It is 3.",
+         HEAD, ("Hm.", "It is 3.", [], 3)),
+        (f"<|channel|>analysis<|message|>Hm.<|end|>{HEAD}{TO_ADD}", HEAD,
+         ("Hm.", "", [("add", '{"a": [1]}')], 3)),
+        (f"<|channel|>analysis<|message|>Hm.<|end|>{HEAD} to=functions.add<|channel|>commentary "
+         'json<|message|>{"a": [1]}<|call|>', HEAD, ("Hm.", "", [("add", '{"a": [1]}')], 3)),
+        (f"<|channel|>analysis<|message|>A{HEAD}<|channel|>analysis<|message|>B<|end|>{HEAD}"
+         f"<|channel|>commentary<|message|>I call.<|end|>{HEAD}{TO_ADD}<|call|>", HEAD,
+         ("A\nB", "I call.", [("add", '{"a": [1]}')], 2)),
+        (f"<|channel|>commentary<|message|>One<|end|>{HEAD}<|channel|>final<|message|>Two"
+         "<|return|>", HEAD, ("", "One\nTwo", [], 0)),
+        ("<|channel|>commentary to=functions.other<|message|>{}", HEAD, ("", "{}", [], 0)),
+        ("<|message|>Hi", HEAD, ("", "Hi", [], 0)),
+        ("Just text", HEAD, ("", "Just text", [], 0)),
+        ("ass", "", ("", "ass", [], 0)),
+        ("<", "", ("", "<", [], 0)),
+        ("<|channel|>anal", HEAD, ("", "", [], 0)),
+        (f"a<b{'<|'}<|end|>", f"{HEAD}<|channel|>analysis<|message|>", ("a<b<|", "", [], 5)),
+        ("analysis<|message|>Hm.", f"{HEAD}<|channel|>", ("Hm.", "", [], 3)),
+        ("more.", f"{HEAD}<|channel|>final<|message|>", ("", "more.", [], 0)),
+        ('1}', f'{HEAD}{TO_ADD[:-10]}', ("", "1}", [], 0)),
+    ],
+)  # fmt: skip
+def test_harmony(text, prompt, size, expected):
+    assert read(HarmonyParser(NAMES, prompt), text, size) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"), [('{"a": [1', "stop"), ('{"a": [1]}', "tool_calls")]
+)
+def test_a_cut_call_of_harmony_is_no_reason_to_run_it(arguments, reason):
+    answer = ChatAnswer(HarmonyParser(NAMES, HEAD))
+    answer.push(TO_ADD.replace('{"a": [1]}', arguments))
+    answer.flush()
+    assert answer.finish_reason("stop") == reason
+
+
+PIECES = [
+    *("<think>", "</think>", "\n", " ", "a", "<", "</", "<|", "|>", '{"a": 1}', "é", CALL, TO_ADD),
+    *(HEAD, "<|start|>", "<|channel|>", "analysis", "final", "commentary", " to=functions.add"),
+    *("<|message|>", "<|end|>", "<|call|>", "<|return|>", "<tool_call>", "</tool_call>"),
+]
+
+
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    st.sets(st.integers(1, 200)),
+    st.sampled_from([tags, lambda: tags(is_open=True), lambda: HarmonyParser(NAMES, HEAD)]),
+)
+def test_an_answer_in_any_pieces_is_the_whole(text, cuts, make):
+    answer, whole = ChatAnswer(make()), read(make(), text)
+    deltas = []
+    at = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    for begin, end in zip(at, at[1:], strict=False):
+        deltas += answer.push(text[begin:end])
+        answer.num_reasoning_tokens(range(end))
+    deltas += answer.flush()
+    message = answer.message()
+    assert message.get("reasoning", "") == whole[0] and (message["content"] or "") == whole[1]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    assert [(call["name"], call["arguments"]) for call in calls] == whole[2]
+    assert answer.num_reasoning_tokens(range(len(text))) == whole[3]
+
+
+@pytest.mark.parametrize(
+    ("parser", "template", "expected"),
+    [
+        ("auto", "{{ content.split('</think>')[-1] }}", Reasoning.THINK),
+        ("auto", "<|start|>assistant<|channel|>final<|message|>", Reasoning.HARMONY),
+        ("auto", (TEMPLATES / "llama3.jinja").read_text(), Reasoning.NONE),
+        ("none", "</think>", Reasoning.NONE),
+        ("think", "", Reasoning.THINK),
+        ("harmony", "</think>", Reasoning.HARMONY),
+    ],
+)
+def test_the_format_is_told_by_the_template(parser, template, expected):
+    assert reasoning_of(parser, template) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "continued", "is_open", "is_closed"),
+    [
+        ("<|im_start|>assistant\n", None, False, False),
+        ("say <think>.<|im_start|>assistant\n", None, False, False),
+        ("<|im_start|>assistant\n<think>\n", None, True, False),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", None, False, True),
+        ("assistant\n<think>\nHm", "<think>\nHm", True, False),
+        ("assistant\n<think>\nHm</think>\nYes", "<think>\nHm</think>\nYes", False, True),
+        ("assistant\nYes", "Yes", False, True),
+    ],
+)
+def test_what_a_prompt_says(text, continued, is_open, is_closed):
+    found = AnswerStart.of_prompt(Reasoning.THINK, text, continued)
+    assert (found.is_open, found.is_closed) == (is_open, is_closed)
+    assert AnswerStart.of_prompt(Reasoning.NONE, text, continued).parser(None, None) is None
+
+
+def test_where_a_grammar_begins():
+    tokenizer = byte_tokenizer()
+    may, is_open = AnswerStart(Reasoning.THINK), AnswerStart(Reasoning.THINK, is_open=True)
+    assert may.grammar_start(tokenizer) is None
+    for start, tag in ((is_open, "</think>"), (AnswerStart(Reasoning.HARMONY), r"<\|channel\|>")):
+        with pytest.raises(ValueError, match=f"no token {tag}"):
+            start.grammar_start(tokenizer)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    opener, closer = map(tokenizer.token_to_id, ("<think>", "</think>"))
+    assert may.grammar_start(tokenizer) == GrammarStart((closer,), opens=opener)
+    assert is_open.grammar_start(tokenizer) == GrammarStart((closer,))
+    closed = AnswerStart(Reasoning.THINK, is_closed=True)
+    assert (
+        closed.grammar_start(tokenizer) is None and AnswerStart().grammar_start(tokenizer) is None
+    )
+    assert special_tags(tokenizer, may.reasoning.tags) == {}
+    tokenizer.add_special_tokens(list(Reasoning.HARMONY.tags))
+    ids = special_tags(tokenizer, Reasoning.HARMONY.tags)
+    assert {*ids.values()} == {*Reasoning.HARMONY.tags}
+    start = AnswerStart(Reasoning.HARMONY).grammar_start(tokenizer)
+    named = {tag: token for token, tag in ids.items()}
+    final = (named["<|channel|>"], *tokenizer.encode("final").ids)
+    assert start == GrammarStart(final, then=named["<|message|>"])
+
+
+def test_the_last_header_of_a_prompt():
+    text = f"<|start|>user<|message|>{'x' * 99}<|end|>{HEAD}"
+    assert AnswerStart.of_prompt(Reasoning.HARMONY, text, None).prompt == HEAD
+    header = f"{HEAD}<|channel|>final<|message|>"
+    found = AnswerStart.of_prompt(Reasoning.HARMONY, f"{text}{header[len(HEAD) :]}It", "It")
+    assert found.prompt == header
+    assert AnswerStart.of_prompt(Reasoning.HARMONY, "no header", None).prompt == ""
