@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda import activations
-from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
+from gptmanager.cuda.device.launch import (
+    NAMES,
+    Argument,
+    Launcher,
+    Program,
+    check_tensors,
+    ints,
+)
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
@@ -84,7 +91,13 @@ def choose_experts(
     if num_tokens:
         sizes = num_experts, per_token, _SCORES[routing.score], routing.groups, routing.top_groups
         flags = routing.group_score == "two_best", routing.renormalize
-        arguments = (chosen, weights, logits, correction, *ints(*sizes, *flags))
+        arguments: tuple[Argument, ...] = (
+            chosen,
+            weights,
+            logits,
+            correction,
+            *ints(*sizes, *flags),
+        )
         kernel = launcher.kernel(PROGRAM, "choose_experts")
         kernel((num_tokens,), (32,), (*arguments, np.float32(routing.factor)))
     return chosen, weights
@@ -102,7 +115,12 @@ def sort_slots(launcher: Launcher, chosen: Tensor, first: int, count: int) -> So
     order = torch.empty(num_slots, dtype=torch.int32, device=chosen.device)
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=chosen.device)
     if num_slots:
-        arguments = order, tiles, chosen, *ints(num_slots, first, count, max_tiles, rows)
+        arguments: tuple[Argument, ...] = (
+            order,
+            tiles,
+            chosen,
+            *ints(num_slots, first, count, max_tiles, rows),
+        )
         launcher.kernel(PROGRAM, "sort_slots")((1,), (MAX_EXPERTS,), arguments)
     return SortedSlots(order, tiles, rows)
 
@@ -141,7 +159,7 @@ def multiply(
         return out
     epilogue = "false, SILU" if activation is None else f"true, {activation.upper()}"
     given = (out, x, weight, bias, slots.sorted, slots.tiles)
-    arguments = (*given, *ints(num_slots // num_rows, width, depth))
+    arguments: tuple[Argument, ...] = (*given, *ints(num_slots // num_rows, width, depth))
     is_aligned = all(own.data_ptr() % 16 == 0 for own in (x, weight))
     if dtype not in _NARROW or depth % 8 or not is_aligned:
         kernel = launcher.kernel(PROGRAM, f"expert_columns<{NAMES[dtype]}, {epilogue}>")
@@ -175,7 +193,13 @@ def mix_outputs(
         return out
     vector = 1 if width * outputs.itemsize % 16 else 16 // outputs.itemsize
     name = f"mix_outputs<{NAMES[outputs.dtype]}, {vector}>"
-    arguments = out, outputs, chosen, weights, *ints(per_token, first, count, width)
+    arguments: tuple[Argument, ...] = (
+        out,
+        outputs,
+        chosen,
+        weights,
+        *ints(per_token, first, count, width),
+    )
     grid = num_tokens, -(-width // (128 * vector))
     launcher.kernel(PROGRAM, name)(grid, (128,), arguments)
     return out

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 from torch import Tensor
 
-from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
+from gptmanager.cuda.device.launch import (
+    NAMES,
+    Argument,
+    Launcher,
+    Program,
+    check_tensors,
+    ints,
+)
 
 _COUNTS = {True: (1, 2, 4), False: (1, 2, 8)}  # vectors per thread, for wide and narrow vectors
 _MAX_THREADS = 1024
@@ -98,7 +105,7 @@ def norm_heads(
     sizes = columns.start, width, stride
     vector, count, threads = _sizes(width, x.itemsize, is_wide=_are_wide(x.itemsize, *sizes))
     name = f"norm_heads<{NAMES[x.dtype]}, {vector}, {count}, {str(centered).lower()}>"
-    arguments = (x, weight, *ints(*sizes), np.float32(eps))
+    arguments: tuple[Argument, ...] = (x, weight, *ints(*sizes), np.float32(eps))
     launcher.kernel(PROGRAM, name)((num_tokens, parts), (threads,), arguments)
 
 

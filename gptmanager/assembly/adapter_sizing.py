@@ -67,7 +67,9 @@ def adapter_sizes(
         return None
     dtype: torch.dtype = model.spec.dtype
     widths = {module_id: module.width for module_id, module in modules.items()}
-    num_layers, kept, others = model.spec.num_layers, {}, []
+    num_layers: int = model.spec.num_layers
+    kept: dict[int, int] = {}
+    others: list[tuple[int, int, int]] = []
     first_layers: tuple[int, ...] = ()
     share: AdapterShare | None = getattr(model, "adapter_share", None)
     if share is not None:

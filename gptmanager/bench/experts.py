@@ -75,8 +75,8 @@ class _Layer:
         x, logits = drawn(HIDDEN).to(self._dtype), drawn(COUNT)
         chosen = [choose_experts(own, _ROUTING, None)[0] for own in logits]
         row_bytes = self._up.nbytes // len(self._up)
-        of_one = [len(own.unique()) * 3 * WIDTH * row_bytes for own in chosen]
-        touched = sum(len(own.unique()) for own in chosen) / _NUM_SETS
+        of_one = [len(torch.unique(own)) * 3 * WIDTH * row_bytes for own in chosen]
+        touched = sum(map(len, map(torch.unique, chosen))) / _NUM_SETS
         dense = self._dense(round(touched * 3 * WIDTH))
         dense_bytes = len(dense[0]) * row_bytes
         best = [math.inf, math.inf]

@@ -224,7 +224,7 @@ def _copy(target: Tensor, source: Tensor) -> Pieces[None]:
 def _layout(modules: Mapping[int, LoraModule]) -> Layout:
     layout: Layout = {}
     for number, module in enumerate(modules.values()):
-        for it in (module, *module.variants):
+        for it in module.all_variants:
             own = AdapterModule(number, it.first_column, it.num_columns, it.input_width)
             layout[it.matrix] = (*layout.get(it.matrix, ()), own)
     return layout

@@ -173,8 +173,8 @@ def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLa
     experts = mlp.experts
 
     def dense(up: str, down: str) -> DenseLayer:
-        own = (_affine(weights, f"{prefix}.{name}") for name in (up, down))
-        return DenseLayer(mlp, *own, names[up], names[down])
+        tensors = [_affine(weights, f"{prefix}.{name}") for name in (up, down)]
+        return DenseLayer(mlp, tensors[0], tensors[1], names[up], names[down])
 
     if experts is None:
         return dense("up", "down")

@@ -106,7 +106,7 @@ def _check_adapters(sizes: AdapterSizes) -> None:
     _require("num_layers", sizes.num_layers, 1, 1 << 16)
     for module_id, module in sizes.modules:
         _require("module_id", module_id, 0, len(LORA_MODULE_NAMES) - 1)
-        for own in (module, *module.variants):
+        for own in module.all_variants:
             _require("input_width", own.input_width, 1, _INT32)
             _require("num_columns", own.num_columns, 1, _INT32)
     if sizes.dtype not in _ADAPTER_DTYPES:

@@ -71,13 +71,25 @@ class LoraModule(NamedTuple):
     @property
     def width(self) -> int:
         """Number of elements of an adapter's row for each of its ranks, in the widest layer."""
-        return max(it.input_width + it.num_columns for it in (self, *self.variants))
+        return max(own.width for own in self.all_variants)
+
+    @property
+    def all_variants(self) -> tuple[LoraVariant, ...]:
+        """Return this module, as a variant for its own layers, and then its variants."""
+        first = LoraVariant(
+            self.matrix,
+            self.first_column,
+            self.num_columns,
+            self.input_width,
+            self.order,
+            self.layers,
+        )
+        return first, *self.variants
 
     def of(self, layer: int) -> LoraVariant | None:
         """Return the module in a layer; None: the layer does not have it."""
-        if not self.layers or layer in self.layers:
-            return LoraVariant(*self[:6])
-        return next((it for it in self.variants if layer in it.layers), None)
+        own = (it for it in self.all_variants if not it.layers or layer in it.layers)
+        return next(own, None)
 
 
 class LoraCut(NamedTuple):
@@ -348,7 +360,7 @@ def _module(module_id: int) -> str:
 
 def _reordered(values: Tensor, rank: int, module: LoraVariant) -> Tensor:
     """Return A and B, with the rows of B in the order in which the model has its own rows."""
-    a, b = values.split([rank * module.input_width, rank * module.num_columns])
+    a, b = torch.split(values, [rank * module.input_width, rank * module.num_columns])
     order = torch.cat([torch.arange(*run) for run in module.order])
     return torch.cat((a, b.view(module.num_columns, rank)[order].flatten()))
 
