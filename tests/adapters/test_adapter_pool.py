@@ -87,7 +87,7 @@ def test_what_does_not_fit_its_row_is_refused_before_anything_is_written():
     packing = pack(ROWS, 64)
     right = weights(1)
     wrong = {
-        r"2 tensors are not the 3 rows": right[:2],
+        r"got 2 tensors for the 3 rows": right[:2],
         r"row 2 .* \[51\], not torch.bfloat16 \[52\]": [*right[:2], right[2][:51]],
         r"row 1 .* \[1, 33\], not": [right[0], right[1][None], right[2]],
         r"row 0 .*torch.float16 \[22\], not": [right[0].half(), *right[1:]],
