@@ -483,6 +483,7 @@ server/                       a manager behind HTTP and gRPC
     http/                     HTTP: bodies, keys, responses, connections
         access                settings of access: hosts, keys, limits
         warning_header        the Warning header (no torch)
+        request_log           a line of the log for each request, and its id (no torch)
         responses             JSON responses, errors, server-sent events (no torch)
         hosts                 checks the Host and Origin headers (no torch)
         keys                  checks API keys (no torch)
@@ -501,6 +502,7 @@ server/                       a manager behind HTTP and gRPC
         metrics               metrics of the server (no torch)
         call                  all requests of one call
         engine                Engine: runs calls on the manager
+        throughput            a line of the log every ten seconds, while busy
     health                    /health and readiness
     live                      the live page of the server (no torch)
     text/                     shared by the text protocols: outputs, tools, structured answers
@@ -549,6 +551,7 @@ server/                       a manager behind HTTP and gRPC
     openapi                   the OpenAPI document
     app                       all routes as one application
     serving                   starts and stops a server
+    log_output                writes the log without waiting for its reader (no torch)
     main                      runs `gptmanager serve`
     arguments                 arguments of `gptmanager serve` (no torch)
 bench/                        benchmarks, also of other libraries

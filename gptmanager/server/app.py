@@ -21,6 +21,7 @@ from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.http.connections import AddressLimit
 from gptmanager.server.http.hosts import HostGuard, needs_guard
 from gptmanager.server.http.keys import KeyGuard
+from gptmanager.server.http.request_log import CLIENT_GONE, RECORD, RequestRecord
 from gptmanager.server.http.responses import DIRECT_SEND, IS_WHOLE, error_response
 from gptmanager.server.openai import chat, completions, models, tokenization
 from gptmanager.server.settings import ServerSettings
@@ -55,15 +56,24 @@ class _App(Starlette):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
         is_whole = scope.get(IS_WHOLE)
+        record = RequestRecord(scope)
 
         async def start(message: Message) -> None:
-            if message["type"] == "http.response.start" and is_whole and not is_whole():
-                headers = [*message.get("headers", ()), (b"connection", b"close")]
-                message = {**message, "headers": headers}
+            if message["type"] == "http.response.start":
+                message = record.start(message)
+                if is_whole and not is_whole():
+                    headers = [*message["headers"], (b"connection", b"close")]
+                    message = {**message, "headers": headers}
             await send(message)
 
-        await super().__call__({**scope, DIRECT_SEND: send}, receive, start)
+        try:
+            await super().__call__({**scope, DIRECT_SEND: send, RECORD: record}, receive, start)
+        finally:
+            self.state.request_log.end(record)
 
 
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
@@ -92,6 +102,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app.router.redirect_slashes = False  # a 404 with a message is clearer than a redirect
     app.state.settings = settings
     app.state.engine = engine
+    app.state.request_log = engine.metrics.request_log
     app.state.body_budget = engine.body_budget
     app.state.huge_bodies = asyncio.Semaphore(1)
     return app
@@ -125,4 +136,4 @@ def _hint(request: Request) -> str:
 
 
 def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # only logs see it
+    return Response(status_code=CLIENT_GONE)

@@ -68,6 +68,9 @@ def add_command(commands: Any) -> None:
     add("--chat-template", type=Path, metavar="FILE", help=text)
     text = "allow a chat template in a request"
     add("--trust-request-chat-template", action="store_true", help=text)
+    text = "format of the log: text, json (default %(default)s)"
+    add("--log-format", choices=("text", "json"), default="text", metavar="NAME", help=text)
+    add("--log-prompts", action="store_true", help="log the prompts and outputs, too")
     text = "format of thoughts: auto (by the chat template), none, think, harmony"
     choices = ("auto", "none", "think", "harmony")
     add("--reasoning-parser", choices=choices, default="auto", metavar="NAME", help=text)

@@ -11,6 +11,7 @@ import torch
 from gptmanager.environment.cores import num_cores
 from gptmanager.run.follow import follow, is_follower
 from gptmanager.server.extras import load_extra
+from gptmanager.server.log_output import logging_to
 from gptmanager.server.settings import ServerSettings
 from gptmanager.terminal.options import manager_options
 from gptmanager.terminal.progress import NOTES, ProgressBars
@@ -44,5 +45,7 @@ def main(options: argparse.Namespace) -> int:
         follow(*model, settings.max_beam_width)
         return 0
     given.params.on_progress = ProgressBars(options.region, notes=NOTES).update
-    load_extra("server", "gptmanager.server.serving").serve(settings, print_message)
+    serving = load_extra("server", "gptmanager.server.serving")
+    with logging_to(options.region, settings.log_format):
+        serving.serve(settings, print_message)
     return 0

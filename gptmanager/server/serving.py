@@ -26,6 +26,7 @@ from gptmanager.server.app import create_app
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.engine.metrics import ServerMetrics
 from gptmanager.server.engine.model_card import ModelCard
+from gptmanager.server.engine.throughput import log_throughput
 from gptmanager.server.extras import load_extra
 from gptmanager.server.http.connections import Connections, Proxies, default_max_connections
 from gptmanager.server.http.http_protocol import HttpProtocol
@@ -169,8 +170,10 @@ async def _serve(
         lines = welcome(engine, settings, address_of(listener), grpc_port)
         server.on_start = lambda: tell(lines)
         watching = loop.create_task(_end_with_manager(server, engine))
+        telling = loop.create_task(log_throughput(engine))
         await server.serve(sockets=[listener])
         watching.cancel()
+        telling.cancel()
     return server.force_exit
 
 

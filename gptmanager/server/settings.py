@@ -25,8 +25,8 @@ class ServerSettings(AccessSettings, ChatSettings):
     waiting requests and their prompt tokens; None: no limit. `request_timeout`: seconds; None: no
     limit. `shutdown_timeout`: seconds. `adapter_dir`: clients may load adapters from this folder,
     `max_adapters` at once; None: they cannot. `triton`: serve /v2, which `grpc_port` implies.
-    `lenient`: unknown fields cause a warning instead of an error. `manager`: the
-    manager's options.
+    `lenient`: unknown fields cause a warning instead of an error. `log_format`: text or json.
+    `log_prompts`: the log has prompts and outputs. `manager`: the manager's options.
     """
 
     model: Path
@@ -41,6 +41,8 @@ class ServerSettings(AccessSettings, ChatSettings):
     shutdown_timeout: float = 20.0
     adapter_dir: Path | None = None
     max_adapters: int = 128
+    log_format: str = "text"
+    log_prompts: bool = False
     lenient: bool = False
     triton: bool = False
     grpc_port: int | None = None

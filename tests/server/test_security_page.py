@@ -10,9 +10,9 @@ from gptmanager.callbacks import LivePage
 from gptmanager.callbacks.processors import banned_texts
 from gptmanager.callbacks.text import stop_strings, template_process
 from gptmanager.decoding.guided import guided
-from gptmanager.server import errors
+from gptmanager.server import errors, log_output
 from gptmanager.server.chat import chat_prompt
-from gptmanager.server.http import access, body, http_protocol, json_text
+from gptmanager.server.http import access, body, http_protocol, json_text, request_log
 from gptmanager.server.http.body import LARGE_BODY
 from gptmanager.server.openai import completions
 from gptmanager.server.settings import ServerSettings
@@ -49,6 +49,8 @@ def in_code():
         "tokens in `logit_bias`": generation_fields.MAX_BIASES,
         "tools": tools.MAX_TOOLS,
         "documents": chat_prompt.MAX_DOCUMENTS,
+        "characters of a prompt and of an output": request_log.MAX_LOGGED_LETTERS,
+        "lines of the log": log_output.MAX_WAITING_LINES,
         "browsers on the live page": LivePage()._max_viewers,
     }
     set_by = {
@@ -68,6 +70,7 @@ def in_code():
     most = inspect.signature(guided.GuidedDecoding).parameters["max_grammars"].default
     grammars = f"{most}, with texts of {amount(guided.MAX_KEPT_BYTES)}"
     template = f"{template_process.MAX_SECONDS:g}, and {amount(template_process.MAX_BYTES)}"
+    logged = f"{request_log.MAX_ID_LETTERS}; {request_log.MAX_PATH_LETTERS}"
     return {
         **{what: (f"{value:,}", None) for what, value in fixed.items()},
         **{what: (default(name), name) for what, name in set_by.items()},
@@ -75,6 +78,7 @@ def in_code():
         "bytes of a body that may carry": (amount(access.TENSOR_BYTES), "max_body_bytes"),
         "bytes of all bodies": (f"{body.MAX_BODIES_BYTES >> 20:,} MiB", None),
         "bytes of JSON": (json_limits, None),
+        "characters of an `X-Request-Id`": (logged, None),
         "bytes of the logits": (amount(token_model.MAX_LOGITS_BYTES), None),
         "bytes of all lists in `bad_words`": (amount(banned_texts._MAX_SIZE), None),
         "bytes of the request line": (amount(http_protocol.MAX_HEAD_BYTES), None),

@@ -64,6 +64,7 @@ class Engine:
         tokenizer = card.tokenizer
         self.banned_texts = None if tokenizer is None else BannedTexts(tokenizer)
         self.is_draining = False
+        self.logs_prompts = settings.log_prompts
         self._settings = settings
         self.context_length = ContextLength(card.max_model_len)
         self._encoder = TextEncoder(

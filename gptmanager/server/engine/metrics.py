@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import (
@@ -12,7 +12,10 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -20,6 +23,7 @@ from starlette.routing import BaseRoute, Route
 from gptmanager import NamedTensor
 from gptmanager.callbacks import AsyncRequestQueue, Generation, PrometheusSink
 from gptmanager.errors import AdapterError, DuplicateRequestIdError
+from gptmanager.server.http.request_log import RequestLog
 from gptmanager.server.settings import ServerSettings
 
 
@@ -37,6 +41,8 @@ class ServerMetrics(PrometheusSink):
             counts=lambda: counts_of(queue),
             info={"model_type": settings.manager.model_type.name},
         )
+        self.request_log = RequestLog()
+        registry.register(_Refusals(self.request_log, self.labels))
         self._queue = queue
         self._tries: set[int] = set()
         self.get_inference_requests = self.fetching(queue.get_inference_requests)
@@ -98,6 +104,25 @@ class ServerMetrics(PrometheusSink):
             return False
         self._tries.discard(request_id)
         return error.startswith(f"{AdapterError.__name__}: ")
+
+
+class _Refusals(Collector):
+    """Refused requests, by status and code. The name is the same with every prefix."""
+
+    def __init__(self, log: RequestLog, labels: Mapping[str, str]) -> None:
+        self._log = log
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        names = [*self._labels, "status", "code"]
+        metric = CounterMetricFamily(
+            "gptmanager_requests_refused",
+            "Requests that were answered with an error.",
+            labels=names,
+        )
+        for labels, number in list(self._log.refusals.items()):
+            metric.add_metric([*self._labels.values(), *labels], number)
+        yield metric
 
 
 def counts_of(queue: AsyncRequestQueue) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gptmanager.server.errors import ApiError, api_error
+from gptmanager.server.http.request_log import RECORD
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
@@ -33,12 +34,27 @@ def error_response(error: ApiError, path: str = "/") -> Response:
     """Return the response for `error`; for a `path` below /v2, in Triton's format."""
     is_triton = path == "/v2" or path.startswith("/v2/")
     body = {"error": error.message} if is_triton else error.body()
-    return json_response(body, error.status, error.headers)
+    return _Refusal(error, orjson.dumps(body))
 
 
 def event(content: Any) -> bytes:
     """Return `content` as JSON in a server-sent event."""
     return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+class _Refusal(Response):
+    """The response for an error, which the log names by its code."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: ApiError, body: bytes) -> None:
+        super().__init__(body, error.status, error.headers)
+        self._code = str(error.code or error.type)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if RECORD in scope:
+            scope[RECORD].code = self._code
+        await super().__call__(scope, receive, send)
 
 
 class EventStream(Response):

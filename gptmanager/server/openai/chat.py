@@ -25,6 +25,7 @@ from gptmanager.server.chat.reasoning import Reasoning, special_tags
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.fields import AsItIs, Field, Flag, Integer, bad_request, by_name
 from gptmanager.server.http.body import read_json
+from gptmanager.server.http.request_log import RECORD
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.openai.json_answer import JsonAnswer, answer_head, respond
 from gptmanager.server.openai.models import check_model
@@ -111,10 +112,12 @@ class Chats:
         check_model(self._engine, given.get("model"))
         if given.get("top_logprobs") and not given.get("logprobs"):
             raise bad_request("top_logprobs", "top_logprobs needs logprobs = true")
-        preparing = self._prepare(given, warnings)
+        preparing = self._prepare(given, warnings, request.scope[RECORD].id)
         return await respond(request, preparing, warnings, streams=given.get("stream", False))
 
-    async def _prepare(self, given: dict[str, Any], warnings: Warnings) -> JsonAnswer:
+    async def _prepare(
+        self, given: dict[str, Any], warnings: Warnings, request_id: str
+    ) -> JsonAnswer:
         card = self._engine.card
         is_deprecated = has_functions(given)
         if is_deprecated:
@@ -147,7 +150,7 @@ class Chats:
         ]
         texts = self._texts.as_ids() if given.get("return_tokens_as_token_ids") else self._texts
         kind = "chat.completion.chunk" if options.streams else "chat.completion"
-        head = answer_head(given, "chatcmpl", kind, card.name)
+        head = answer_head(given, "chatcmpl", kind, card.name, request_id)
         thinks = prompt.start.reasoning is not Reasoning.NONE
         form = _ChatFormat(given, answer, messages, texts, thinks=thinks)
         return JsonAnswer(given, answer, form, head)

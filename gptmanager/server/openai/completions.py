@@ -22,6 +22,7 @@ from gptmanager.server.fields import (
     check_token_ids,
 )
 from gptmanager.server.http.body import read_json, run_in_thread
+from gptmanager.server.http.request_log import RECORD
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.openai.json_answer import JsonAnswer, answer_head, respond
 from gptmanager.server.openai.models import check_model
@@ -131,10 +132,12 @@ class Completions:
         if "max_completion_tokens" in given:
             given["max_tokens"] = given.pop("max_completion_tokens")
         _check(given, self._engine)
-        preparing = self._prepare(given, warnings)
+        preparing = self._prepare(given, warnings, request.scope[RECORD].id)
         return await respond(request, preparing, warnings, streams=given.get("stream", False))
 
-    async def _prepare(self, given: dict[str, Any], warnings: Warnings) -> JsonAnswer:
+    async def _prepare(
+        self, given: dict[str, Any], warnings: Warnings, request_id: str
+    ) -> JsonAnswer:
         card = self._engine.card
         num_top = given.get("logprobs")
         is_echo = given.get("echo", False)
@@ -158,7 +161,7 @@ class Completions:
             is_silent=most == 0,
         )
         texts = self._texts.as_ids() if given.get("return_tokens_as_token_ids") else self._texts
-        head = answer_head(given, "cmpl", "text_completion", card.name)
+        head = answer_head(given, "cmpl", "text_completion", card.name, request_id)
         return JsonAnswer(given, answer, _CompletionFormat(given, answer, prompts, texts), head)
 
     async def _read_prompts(self, given: Mapping[str, Any]) -> list[_Prompt]:

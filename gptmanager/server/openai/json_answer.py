@@ -6,7 +6,6 @@ Completions and chats share it; an `AnswerFormat` writes the parts in which they
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from starlette.responses import Response
 
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.body import start_stream, until_disconnected
+from gptmanager.server.http.request_log import RECORD
 from gptmanager.server.http.responses import DONE, EventStream, event, json_response
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.text.answer import Answer
@@ -50,6 +50,14 @@ class JsonAnswer:
         self._form = form
         self._head = head
 
+    def log_fields(self) -> dict[str, Any]:
+        """Return what the log tells about the answer so far."""
+        return {
+            "answer": self._head["id"],
+            "model": self._head["model"],
+            **self._answer.log_fields(),
+        }
+
     async def whole(self) -> dict[str, Any]:
         async for index, delta in self._answer.deltas():
             self._form.add(index, delta)
@@ -80,10 +88,14 @@ class JsonAnswer:
         yield DONE
 
 
-def answer_head(given: Mapping[str, Any], prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """Return the head of an answer. `prefix`: of a generated id; `kind`: the value of `object`."""
+def answer_head(
+    given: Mapping[str, Any], prefix: str, kind: str, model: str, request_id: str
+) -> dict[str, Any]:
+    """Return the head of an answer. `kind`: the value of `object`. Unless the request has an id for
+    the answer, that is `prefix` and `request_id`.
+    """
     return {
-        "id": given.get("request_id") or f"{prefix}-{uuid.uuid4().hex}",
+        "id": given.get("request_id") or f"{prefix}-{request_id}",
         "object": kind,
         "created": int(time.time()),
         "model": given.get("model") or model,
@@ -99,6 +111,7 @@ async def respond(
 ) -> Response:
     """Return the response with the prepared answer. A disconnect cancels its requests."""
     answer = await until_disconnected(request, preparing)
+    request.scope[RECORD].details = answer.log_fields
     headers = warnings.headers()
     if streams:
         frames = await until_disconnected(request, start_stream(answer.frames()))

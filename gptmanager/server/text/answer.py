@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from gptmanager.callbacks import GenerationPart
 from gptmanager.server.engine.call import check_in_time
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.http.body import run_in_thread
+from gptmanager.server.http.request_log import MAX_LOGGED_LETTERS
 from gptmanager.server.text.log_probs import TokenLogProb, output_log_probs, prompt_log_probs
 from gptmanager.server.text.outputs import Delta, Output
 from gptmanager.server.text.sampling import GenerationOptions, ends_of, requests_of, scoring_request
@@ -52,6 +54,7 @@ class Answer:
         self._options = options
         self._is_silent = is_silent
         self._num_cached = self._num_generated = 0
+        self._times: dict[str, float] = {}
         self._num_choices = count = options.num_choices
         self._is_search = options.beam_width > 1
         engine.check_number(len(prompts) * options.num_requests)  # before any work for them
@@ -132,6 +135,26 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
 
+    def log_fields(self) -> dict[str, Any]:
+        """Return what the log tells: numbers of tokens, seconds until the first request began and
+        until the first token, how the outputs ended, and with `--log-prompts` texts.
+        """
+        reasons = {output.finish_reason or "cancelled": None for output in self.outputs}
+        fields: dict[str, Any] = {
+            "prompt_tokens": sum(map(len, self.prompts)),
+            "cached_tokens": self._num_cached,
+            "generated_tokens": self._num_generated,
+            **{name: round(value, 4) for name, value in self._times.items()},
+            "finish": ",".join(reasons),
+        }
+        tokenizer = self._engine.card.tokenizer
+        if self._engine.logs_prompts:
+            tokens = self.prompts[0][:MAX_LOGGED_LETTERS]
+            text = str(tokens) if tokenizer is None else tokenizer.decode(tokens, False)
+            output = self.outputs[0].text
+            fields |= {"prompt": text[:MAX_LOGGED_LETTERS], "output": output[:MAX_LOGGED_LETTERS]}
+        return fields
+
     async def _read_prompt(self, request: int, part: GenerationPart) -> None:
         """Store the log probabilities of a prompt if the part contains them."""
         prompt, choice = divmod(request, self._num_requests)
@@ -146,6 +169,10 @@ class Answer:
         """Update the prompt's figures from a part; return the indices of the part's outputs."""
         prompt, choice = divmod(request, self._num_requests)
         if part.result is not None:
+            for name in ("queue_s", "first_token_s"):
+                seconds = float(part.result.metrics.get(name, math.nan))
+                if not math.isnan(seconds):
+                    self._times[name] = min(seconds, self._times.get(name, seconds))
             if choice == 0:
                 self._knows[prompt] = True  # it has no log probabilities if it timed out first
                 self._num_cached += int(part.result.metrics.get("cached_tokens", 0))

@@ -1,0 +1,61 @@
+"""A line of the log every ten seconds while the server is busy: its throughput and its load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from gptmanager.server.engine.engine import Engine
+from gptmanager.server.http.request_log import as_text
+
+_EVERY_S = 10.0
+_logger = logging.getLogger("gptmanager.throughput")
+
+
+class Throughput:
+    """Compares the counters of an engine with those of the last line."""
+
+    def __init__(self, engine: Engine, now: float) -> None:
+        self._engine = engine
+        self._last = self._counts()
+        self._then = now
+
+    def fields(self, now: float) -> dict[str, Any] | None:
+        """Return the fields of a line, or None if nothing has happened and nothing waits."""
+        metrics, counts = self._engine.metrics, self._counts()
+        prompt, generated, queries, hits = (
+            after - before for before, after in zip(self._last, counts, strict=True)
+        )
+        elapsed = max(now - self._then, 1e-9)
+        self._last, self._then = counts, now
+        running, waiting = self._engine.counts
+        if not (prompt or generated or running or waiting):
+            return None
+        record = metrics.record() or {}
+        blocks = record.get("Max KV cache blocks") or 1
+        return {
+            "prompt_tokens_per_s": round(prompt / elapsed, 1),
+            "generated_tokens_per_s": round(generated / elapsed, 1),
+            "running": running,
+            "waiting": waiting,
+            "kv_cache_usage": round(record.get("Used KV cache blocks", 0) / blocks, 3),
+            "prefix_cache_hits": round(hits / queries, 3) if queries else 0.0,
+        }
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        requests = self._engine.metrics.requests
+        computed = self._engine.metrics.iterations.context_tokens
+        return computed, requests.generation_tokens, requests.cache_queries, requests.cache_hits
+
+
+async def log_throughput(engine: Engine, every_s: float = _EVERY_S) -> None:
+    """Write the lines until cancelled."""
+    throughput = Throughput(engine, time.monotonic())
+    while True:
+        await asyncio.sleep(every_s)
+        fields = throughput.fields(time.monotonic())
+        if fields is not None:
+            line = {"event": "throughput", **fields}
+            _logger.info("%s", as_text(fields), extra={"fields": line})

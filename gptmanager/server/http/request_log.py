@@ -1,0 +1,86 @@
+"""One line of the log for each request, and the id by which a client finds it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.types import Message, Scope
+
+logger = logging.getLogger("gptmanager.requests")
+RECORD = "gptmanager.record"  # in a request's scope: its `RequestRecord`
+CLIENT_GONE = 499  # no client sees it
+MAX_ID_LETTERS = 128
+MAX_LOGGED_LETTERS = 4096  # of a prompt, and of an output
+MAX_PATH_LETTERS = 200
+
+_HEADER = b"x-request-id"
+_ID = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,%d}" % MAX_ID_LETTERS)
+_PLAIN = re.compile(r'[^\s"=\\]+')
+# paths that probes and pages ask for again and again: only their errors are logged
+_QUIET = re.compile(r"/|/live/.*|/metrics|/(v2/)?health(/.*)?")
+
+
+class RequestRecord:
+    """Facts for the log about a request. Endpoints set `details`, and refusals set `code`.
+
+    `id`: from the header `X-Request-Id` if that is 1 to 128 letters, digits or `._:/+=@~-`, else
+    random. `details`: called at the end of the request; returns further fields.
+    """
+
+    __slots__ = ("began", "code", "details", "id", "method", "path", "status")
+
+    def __init__(self, scope: Scope) -> None:
+        given = dict(scope["headers"]).get(_HEADER, b"")
+        self.id = given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
+        self.method, self.path = str(scope["method"]), str(scope["path"])
+        self.began = time.monotonic()
+        self.status = 0  # none was sent
+        self.code = ""
+        self.details: Callable[[], Mapping[str, Any]] = dict
+
+    def start(self, message: Message) -> Message:
+        """Note the status of a response that starts, and return it with the id as a header."""
+        self.status = int(message["status"])
+        headers = [*message.get("headers", ()), (_HEADER, self.id.encode())]
+        return {**message, "headers": headers}
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the line; times are in seconds."""
+        path = self.path[:MAX_PATH_LETTERS]
+        fields = {"id": self.id, "method": self.method, "route": path, "status": self.status}
+        if self.code:
+            fields["code"] = self.code
+        total = round(time.monotonic() - self.began, 4)
+        return {**fields, **self.details(), "total_s": total}
+
+
+class RequestLog:
+    """Writes the lines, and counts refusals by status and code."""
+
+    def __init__(self) -> None:
+        self.refusals: Counter[tuple[str, str]] = Counter()
+
+    def end(self, record: RequestRecord) -> None:
+        if record.status >= 400 and record.status != CLIENT_GONE:
+            self.refusals[str(record.status), record.code or "none"] += 1
+        is_quiet = record.status < 400 and _QUIET.fullmatch(record.path)
+        if not is_quiet and logger.isEnabledFor(logging.INFO):
+            fields = record.fields()
+            logger.info("%s", as_text(fields), extra={"fields": {"event": "request", **fields}})
+
+
+def as_text(fields: Mapping[str, Any]) -> str:
+    """Return fields as `name=value ...`; a value with spaces or quotes is written as in Python."""
+    return " ".join(
+        f"{name}={_value(str(value))}" for name, value in fields.items() if value is not None
+    )
+
+
+def _value(text: str) -> str:
+    return text if _PLAIN.fullmatch(text) and text.isprintable() else ascii(text)
