@@ -12,10 +12,13 @@ _FIRST_TASK = 1 << 32  # task ids in lines are usually smaller
 
 
 class AdapterFolders:
-    """Reads adapters from folders. `place`: the folder that relative paths start from."""
+    """Reads adapters from folders. `place`: the folder that relative paths start from. `model`: the
+    checkpoint that the adapters are for; None: any.
+    """
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, model: Path | None) -> None:
         self._place = place
+        self._model = model
         self._read: dict[Path, tuple[int, tuple[Any, Any]] | InvalidRequestError] = {}
 
     def take(self, fields: dict[str, Any]) -> None:
@@ -38,6 +41,6 @@ class AdapterFolders:
 
     def _load(self, folder: Path, given: str) -> tuple[int, tuple[Any, Any]] | InvalidRequestError:
         try:
-            return _FIRST_TASK + len(self._read), load_peft_adapter(folder)
+            return _FIRST_TASK + len(self._read), load_peft_adapter(folder, model=self._model)
         except (ConfigError, OSError) as error:
             return InvalidRequestError(f"lora = {quoted(given)}: {response_text(error)}")

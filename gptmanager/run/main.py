@@ -84,7 +84,8 @@ def serve_file(
     chats = ChatPrompts(options.model)
     lengths = {"max_new_tokens": options.max_new_tokens, "max_tokens": spec.max_seq_len}
     if options.prompt is None:
-        lines = read_file(options.requests, tokenizer, chats=chats, **lengths)
+        own: dict[str, Any] = {"chats": chats, "model": options.model, **lengths}
+        lines = read_file(options.requests, tokenizer, **own)
     else:
         line = orjson.dumps({"prompt": options.prompt})
         lines = list(read_requests([line], tokenizer, **lengths))

@@ -51,16 +51,17 @@ def read_requests(
     max_tokens: int | None = None,
     folder: str = "",
     chats: ChatPrompts | None = None,
+    model: Path | None = None,
 ) -> Iterator[RequestLine]:
     """Yield every line that is not empty. A line without `request_id` uses its line number.
 
     `max_new_tokens`: the default for lines without it. `folder`: where relative adapter paths
     start. `max_tokens`: the limit of any request; a text that cannot fit is not encoded. A long
     line is returned with `build` set: call it to encode the text, in any thread. `chats` renders
-    messages; None: they are refused.
+    messages; None: they are refused. `model`: the checkpoint that adapters are for; None: any.
     """
     first_use: dict[int | None, int] = {}
-    encoder, adapters = TextEncoder(tokenizer, max_tokens), AdapterFolders(Path(folder))
+    encoder, adapters = TextEncoder(tokenizer, max_tokens), AdapterFolders(Path(folder), model)
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from family_configs import FAMILY_CONFIGS
 from safetensors.torch import save_file
 from text_checkpoint import byte_tokenizer, save_text_checkpoint
 
 from gptmanager import FinishReason
 from gptmanager.callbacks import GenerationResult, load_tokenizer
 from gptmanager.errors import CapacityError, ConfigError
+from gptmanager.request.adapter import LORA_MODULE_IDS
 from gptmanager.run.chat_prompts import ChatPrompts
 from gptmanager.run.line_fields import _ALIASES, _NAMES
 from gptmanager.run.requests_file import read_file, read_requests
@@ -448,3 +450,37 @@ def test_lines_name_adapters_by_their_folders(tmp_path):
         wrong, ("nowhere", "lora = 3 is not a folder", "both lora and"), strict=True
     ):
         assert text in str(line.error)
+
+
+def test_adapters_in_lines_are_read_with_the_names_of_the_model(tmp_path):
+    """`up_proj` is the gate's neighbor in Llama, and the whole first matrix where there is none."""
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {
+        "model_type": "nemotron",
+        "architectures": ["NemotronForCausalLM"],
+        "norm_eps": 1e-5,
+        **FAMILY_CONFIGS["nemotron"],
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    peft = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["up_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(peft))
+    module = "base_model.model.model.layers.0.mlp.up_proj"
+    sizes = {"A": (1, config["hidden_size"]), "B": (config["intermediate_size"], 1)}
+    save_file(
+        {f"{module}.lora_{name}.weight": torch.ones(size) for name, size in sizes.items()},
+        folder / "adapter_model.safetensors",
+    )
+    line = json.dumps({"input_ids": [1], "lora": str(folder)}).encode()
+    names = {"any": None, "nemotron": model}
+    found = {
+        name: next(read_requests([line], None, max_new_tokens=5, model=own))
+        for name, own in names.items()
+    }
+    modules = {name: tensors(it)["lora_config"][0][0] for name, it in found.items()}
+    assert modules == {
+        "any": LORA_MODULE_IDS["mlp_gate"],
+        "nemotron": LORA_MODULE_IDS["mlp_h_to_4h"],
+    }
