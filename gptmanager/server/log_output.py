@@ -40,10 +40,14 @@ class _Queued(QueueHandler):
 class _Writer(QueueListener):
     """Writes in a thread. If the reader of the stream is stuck, `stop` gives up after a second."""
 
+    def __init__(self, waiting: queue.Queue[Any], handler: logging.Handler) -> None:
+        super().__init__(waiting, handler)
+        self._waiting = waiting
+
     def stop(self) -> None:
         thread = self._thread
         with contextlib.suppress(queue.Full):
-            self.queue.put(None, timeout=_LAST_LINES_S)
+            self._waiting.put(None, timeout=_LAST_LINES_S)
         if thread is not None:
             thread.join(_LAST_LINES_S)
 

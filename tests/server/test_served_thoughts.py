@@ -137,6 +137,15 @@ def test_json_begins_at_once_after_a_closed_thought(qwen):
     assert whole(qwen, text, response_format=JSON, extra_body=given) == found
 
 
+def test_a_call_after_a_closed_thought(qwen):
+    """The parser of calls alone reads such an answer."""
+    given = {"tools": TOOLS, "extra_body": {"enable_thinking": False}}
+    text = f"<tool_call>\n{CALL}\n</tool_call>"
+    found = whole(qwen, text, **given)
+    assert found[0] is None and found[2] == [("look", '{"city": "Rome"}')] and found[-1] == 0
+    assert streamed(qwen, text, **given) == found
+
+
 def test_a_prompt_that_opens_the_thought(qwen):
     given = {"chat_template": "{{ messages[0].content }}<think>\n</think>A<think>\n"}
     text = "So.\n</think>\n\nRome!"

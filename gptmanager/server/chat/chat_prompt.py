@@ -106,7 +106,9 @@ class ChatPrompts:
     def reasoning(self) -> Reasoning | None:
         """The format of thoughts of the server's template; None if it has no template."""
         template = pick(self._templates, False)
-        return template and reasoning_of(self._settings.reasoning_parser, template)
+        if template is None:
+            return None
+        return reasoning_of(self._settings.reasoning_parser, template)
 
     async def read(
         self, body: Mapping[str, Any], tools: Tools | None, warnings: Warnings

@@ -69,9 +69,9 @@ class AnswerStart:
         if continued is not None:
             is_open = continued.rfind(thought_tags.OPENER) > continued.rfind(thought_tags.CLOSER)
             return AnswerStart(reasoning, is_open=is_open, is_closed=not is_open)
-        end = text[-_LONGEST_END:].rstrip()
-        is_closed = end.endswith(thought_tags.CLOSER)
-        return AnswerStart(reasoning, end.endswith(thought_tags.OPENER), is_closed)
+        last = text[-_LONGEST_END:].rstrip()
+        is_closed = last.endswith(thought_tags.CLOSER)
+        return AnswerStart(reasoning, last.endswith(thought_tags.OPENER), is_closed)
 
     def parser(self, tools: Tools | None, form: ToolFormat | None) -> AnswerParser | None:
         """Return the parser of an answer; None if all text of the answer is content."""

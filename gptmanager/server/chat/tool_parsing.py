@@ -18,7 +18,13 @@ import re
 from collections.abc import Collection
 from enum import Enum
 
-from gptmanager.server.chat.answer_parts import Arguments, CallBegins, Content, Found
+from gptmanager.server.chat.answer_parts import (
+    Arguments,
+    CallBegins,
+    Content,
+    Found,
+    ThoughtSpan,
+)
 from gptmanager.server.chat.text_scan import ObjectScan, num_tag_letters
 
 OPENER, CLOSER = "<tool_call>", "</tool_call>"
@@ -59,6 +65,7 @@ class ToolCallParser:
         self._num_scanned = 0  # characters that `_whole` has scanned
         self._arguments = ObjectScan()  # scans a call's object from its arguments on
         self.num_calls = 0
+        self.thoughts: list[ThoughtSpan] = []  # this parser looks for none
 
     @property
     def is_in_arguments(self) -> bool:
