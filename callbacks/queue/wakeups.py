@@ -1,8 +1,8 @@
 """Wakes asyncio waiters from other threads at low cost.
 
 A call into an event loop needs a system call, and a manager's thread answers many requests in a
-row. So each event loop has a mailbox: wake-ups that are posted before a scheduled call has run are
-handled by that call.
+row. So each event loop has a mailbox. The first wake-up that is posted to it schedules one call in
+the loop, and the wake-ups that are posted until this call runs are handled by the same call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AsyncWakeups:
 
 
 class AsyncWaiter:
-    """Waits in its event loop, for one task at a time. Any thread may wake it. It is reusable."""
+    """Lets one task at a time wait in its event loop until any thread calls `wake`. Reusable."""
 
     __slots__ = ("_loop", "_mailbox", "_waiting", "_is_woken")
 
@@ -61,7 +61,10 @@ class AsyncWaiter:
 
 
 class _Mailbox:
-    """Waiters to wake in an event loop. Has no reference to it, so a closed loop is collected."""
+    """Waiters to wake in an event loop.
+
+    It holds no reference to the loop, so a closed loop can be garbage-collected.
+    """
 
     def __init__(self) -> None:
         self._woken: deque[AsyncWaiter] = deque()

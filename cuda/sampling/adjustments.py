@@ -1,7 +1,8 @@
-"""Apply bias, penalties and bans to rows of logits: `gptmanager.decoding.sampling.adjustments`.
+"""Apply bias, penalties and bans to rows of logits on a device.
 
-The cost of a row is proportional to the length of its history. For a row without adjustments only
-its record is read.
+The rules are those of `gptmanager.decoding.sampling.adjustments`, which does the same on the CPU.
+Penalties and bans of n-grams read the whole history of a row. For a row without adjustments only
+its value of PARAMS is read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PARAMS = np.dtype(  # `Adjustments` of adjustments.cu
     [
         ("prompt_len", np.int64),  # tokens that the host sent
         ("first_end", np.int64),  # the first position at which end ids are allowed
-        ("lists", np.int64),  # index of this slot's first list
+        ("lists", np.int64),  # where this slot's lists begin
         ("num_ends", np.int32),
         ("ngram_size", np.int32),  # 0: none
         ("num_biases", np.int32),
@@ -40,8 +41,9 @@ PROGRAM = Program("sampling/adjustments.cu", ("adjust",), dependent=True)
 def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:
     """Return the lists of a request, concatenated; often empty.
 
-    They are: ids of the bias, its values (as bits), tokens of the bad words, ends of the words, and
-    the end ids if they may be banned.
+    In this order: the token ids of the bias; its values, whose float32 bits are stored as int32;
+    the tokens of all bad words; the offset among them at which each word ends; and, if `min_length`
+    may ban them, the end ids of the request.
     """
     ids, values = split_bias(params.embedding_bias)
     words = [word for word in params.bad_words if word]
@@ -60,7 +62,8 @@ def pack(
 ) -> tuple[object, ...]:
     """Return a value of dtype PARAMS for a sequence with `orig_prompt_len` prompt tokens.
 
-    `lists`: the index of `pack_lists(params)` in the tensor of all lists; on the CPU its address.
+    `lists`: where the result of `pack_lists(params)` begins: its index in the device's tensor of
+    all lists, or its memory address on the CPU.
     """
     words = [word for word in params.bad_words if word]
     num_biases = len(split_bias(params.embedding_bias)[0])
@@ -104,7 +107,8 @@ def adjust(
     lists of `pack_lists`; `histories` `[slots, length]` int32: a row reads the part before its
     position; `seen` `[S or more, V]` int32: zero before and after; `slots` `[S]` int32, -1: the row
     is not changed; `positions` `[S]` int64: the positions of the tokens to be chosen. Ids of a bias
-    are distinct and in the vocabulary. Each beam has its own slot; several rows may share a slot.
+    are distinct and in the vocabulary. Each beam of a request has a slot here, as it has a line in
+    the sampler. Several rows may have the same slot, as the draft positions of one sequence do.
     ValueError for other tensors.
     """
     num_rows, vocab_size = logits.shape
@@ -118,7 +122,9 @@ def adjust(
         positions=(positions, (num_rows,), torch.int64),
     )
     if len(seen) < num_rows:
-        raise ValueError(f"`seen` must have at least {num_rows} rows as `logits`, got {len(seen)}")
+        raise ValueError(
+            f"`seen` must have at least the {num_rows} rows of `logits`, got {len(seen)}"
+        )
     if num_rows == 0:
         return
     sizes = ints(vocab_size, histories.shape[1])

@@ -38,12 +38,10 @@ from gptmanager.scheduler import (
 from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host
 
-# The manager's limits for MAX_UTILIZATION, measured in docs/scheduling.md. After this number of
-# pauses of a request, other requests are preferred as victims. A request resumes only if this
-# number of blocks stays free, and starts only if all running requests could continue for this
-# number of steps.
-_MAX_PAUSES = 3
-_RESUME_HEADROOM_BLOCKS = 1
+# The manager's limits for MAX_UTILIZATION, measured in docs/scheduling.md.
+_MAX_PAUSES = 3  # a request that was paused as often is paused again only if there is no other
+_RESUME_HEADROOM_BLOCKS = 1  # blocks that must stay free when a paused request resumes
+# when a request starts, there must be blocks for this many steps of all running requests
 _START_HEADROOM_STEPS = 16
 
 
@@ -82,18 +80,19 @@ class Blueprint:
 
     @property
     def max_active(self) -> int | None:
-        """The highest number of active requests; None: Get may always return requests."""
+        """The highest number of active requests. None: no limit, so Get may return any number."""
         most = self.params.max_active_requests
         return self.max_num_requests if most == "auto" else most
 
     @property
     def num_slots(self) -> int:
-        # with run-ahead a request keeps its slot for one more step after its last token is launched
+        # With run-ahead, a request keeps its slot for one step after the step of its last token was
+        # launched. The request that follows it needs another slot meanwhile.
         return self.max_num_requests * (1 + (self.params.run_ahead or 0))
 
     def allocator(self) -> Allocator:
         """Return an empty allocator: no block and no slot is in use."""
-        # sink tokens fill whole blocks, and so they need no padding
+        # `sink_token_length` is not passed on: the window reserves whole blocks for sinks already
         window = self.sizes.window
         config = self.params.kv_cache_config
         kv_cache = KvCacheManager(
@@ -185,7 +184,8 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
         max_context_length=sizes.max_context_length,
         context_chunking_policy=chunking if sizes.chunked else None,
         chunk_unit=sizes.chunk_unit if sizes.chunked else None,
-        # "shift": a chunk that starts after the cached prefix keeps its length
+        # "shift": cached tokens move the start of a first chunk and do not shorten it, so only a
+        # chunk that reaches the end of the prompt costs fewer tokens
         reuse_credit_rule="shift",
         mixed_beam_widths=True,
         num_shares=blueprint.num_stages,

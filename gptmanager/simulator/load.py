@@ -21,11 +21,12 @@ from gptmanager.step import BeamCandidates, Schedule, StepResult
 
 logger = logging.getLogger("gptmanager")
 
-# limit of the steps of a recorded load, as a multiple of the recorded request-steps: unfinished
-# requests, another policy or a smaller batch take more than the recorded run did
-_STEPS_PER_STEP = 64
+# A simulation of a recorded load may cost this many times the request-steps (see `request_steps`)
+# of the recorded run, and _SPARE_STEPS more. It may cost more than the recorded run because of
+# unfinished requests, another policy or a smaller batch.
+_MAX_STEPS_RATIO = 64
 _SPARE_STEPS = 1 << 20
-ITERATION_STEPS = 32  # request-steps charged for an iteration, however few it runs
+ITERATION_STEPS = 32  # request-steps charged for each iteration, besides those of its schedule
 
 VOCAB_SIZE = 2**31 - 1  # large enough for a different first token in every prompt
 
@@ -37,8 +38,8 @@ class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
     `arrivals` float64 `[n]`, ascending: seconds since the start, or, with `by_turns`, iterations
-    of the loop. The other events have times of the same kind: `stops` of requests, `clears` of
-    the KV cache, and `forgets`, which drop the adapter of a task.
+    of the loop. The times of the other events have the same unit. `stops`: requests are stopped.
+    `clears`: the KV cache is cleared. `forgets`: the adapter with this `lora_task_id` is dropped.
     """
 
     arrivals: np.ndarray
@@ -50,7 +51,9 @@ class Load(Protocol):
     def request(self, number: int) -> InferenceRequest: ...
 
     def output(self, number: int) -> Sequence[int] | None:
-        """Return the tokens that the request generates; None: any tokens that do not end it."""
+        """Return the tokens that the request generates. None: they are not known, and the simulator
+        generates arbitrary tokens that do not end the request.
+        """
 
     def beams(self, number: int) -> Mapping[int, BeamCandidates]:
         """Return the known candidates of the request's beams, by position."""
@@ -107,11 +110,12 @@ class HostQueue:
 
     `arrivals`: seconds since the start for each request, in the order in which Get returned them.
     Get is never asked for more requests than the loop can accept, so a request may have waited in
-    the host's queue. It arrived at the latest when Get returned it, and that is its arrival here,
-    unless the previous Get returned as many as were asked for. Then it may have waited since the
-    first of the consecutive Gets that did, and its arrival is that one: the last Get that returned
-    fewer had emptied the queue. `num_held`: how many arrive before Get returned them;
-    `longest_s`: by how many seconds at most.
+    the host's queue. If the previous Get returned fewer requests than it was asked for, it emptied
+    the queue, and the arrival is the time of the Get that returned the request. If the previous Get
+    was full, that is, returned all that it was asked for, the request may have been waiting. Its
+    arrival is then the time of the first of the consecutive full Gets: before it the queue was
+    empty. `num_held`: the number of requests that arrived before the Get that returned them.
+    `longest_s`: the longest of their waits.
     """
 
     arrivals: tuple[float, ...]
@@ -120,17 +124,19 @@ class HostQueue:
 
 
 def host_queue(recording: Recording) -> HostQueue:
-    max_active = recording.header.blueprint.max_active  # None: Get was never short of room
+    max_active = recording.header.blueprint.max_active  # None: without a limit no Get is full
     first = recording.iterations[0].intake.now
     arrivals: list[float] = []
-    # the time of the first of the latest consecutive Gets that returned all they were asked for
+    # the time of the first of the current consecutive full Gets; None: the last Get was not full
     full_since: float | None = None
     num_held, longest_s, num_unknown = 0, 0.0, 0
     for iteration in recording.iterations:
         now = iteration.intake.now - first
         if full_since is not None and not iteration.num_active and iteration.idle_turns != 0:
             num_unknown += iteration.idle_turns is None
-            full_since = None  # nothing was active: Get was called again and returned nothing
+            # The loop was idle in between: Get was called and returned nothing, so the queue was
+            # empty. Older recordings do not show this call; it is assumed.
+            full_since = None
         since = now if full_since is None else full_since
         arrivals += [since] * len(iteration.intake.requests)
         if since < now:
@@ -139,16 +145,19 @@ def host_queue(recording: Recording) -> HostQueue:
         full_since = since if _is_full(iteration, max_active) else None
     if num_unknown:
         logger.warning(
-            "an older recording: %d times no request was active, and it does not show whether Get "
-            "returned nothing then; the next requests are assumed to have arrived when Get "
-            "returned them",
+            "the recording has an older format: %d times no request was active, and it is not "
+            "known whether Get was called and returned nothing; the requests after that are "
+            "assumed to have arrived when Get returned them",
             num_unknown,
         )
     return HostQueue(tuple(arrivals), num_held, longest_s)
 
 
 def _is_full(iteration: Iteration, max_active: int | None) -> bool:
-    """Return whether Get returned all it was asked for; it is not called for 0 requests."""
+    """Return whether Get returned all requests that it was asked for.
+
+    Also True if there was room for none: Get is not called then.
+    """
     return (
         max_active is not None
         and iteration.num_active + len(iteration.intake.requests) >= max_active
@@ -161,11 +170,13 @@ class RecordedLoad:
     A policy never changes a request's tokens, so a request that ended early in the recording ends
     early here. `arrivals`: "time", when a request arrived at its host, as far as the recording
     shows (see `host_queue`); "turns", the iteration in which Get returned it; "at_once", all at the
-    start. Stop signals keep their times; failures of the host are left out. `queue`: the data
-    behind "time". `max_request_steps`: far more than the recorded run took. `name`: of the
-    recording.
+    start. Stop signals, clearing of the KV cache and dropped adapters keep their times, but with
+    "at_once" they are left out. Errors of the recorded host's calls are always left out. `queue`:
+    the data that the arrivals of "time" come from, else None. `max_request_steps`: the cost at
+    which a simulation is given up, far above that of the recorded run. `name`: the recording's.
 
-    Raises RecordingError for a black box, because it does not hold whole requests.
+    Raises RecordingError for a recording without iterations, and for a black box (the last
+    iterations before a failure), because it lacks the beginnings of requests.
     """
 
     def __init__(
@@ -201,7 +212,7 @@ class RecordedLoad:
             if iteration.schedule is not None:
                 schedules[iteration.schedule.iteration] = iteration.schedule
                 steps = ITERATION_STEPS + request_steps(iteration.schedule)
-                self.max_request_steps += _STEPS_PER_STEP * steps
+                self.max_request_steps += _MAX_STEPS_RATIO * steps
             for number, result in iteration.results:
                 schedule = schedules.pop(number, None)
                 if schedule is None:
@@ -234,7 +245,7 @@ class RecordedLoad:
         for request in iteration.intake.requests:
             if request.request_id not in refused or request.request_id not in live:
                 live[request.request_id] = len(self._requests)
-            # its answer never changes a schedule
+            # whether responses are streamed does not affect schedules
             copied = InferenceRequest(**{**vars(request), "is_streaming": False})
             self._requests.append(copied)
             self._outputs.append({})
@@ -247,7 +258,8 @@ class RecordedLoad:
         if len(result.tokens) != len(rows) or len(result.beams) != num_searched:
             raise RecordingError(
                 f"schedule {schedule.iteration} has {len(rows)} rows, {num_searched} of them with "
-                f"beams; its result has {len(result.tokens)} and {len(result.beams)}"
+                f"several beams; its result has tokens of {len(result.tokens)} rows and beam "
+                f"candidates of {len(result.beams)}"
             )
         for index, row in enumerate(rows):
             tokens = result.tokens[index, : None if counts is None else counts[index]]
@@ -264,7 +276,10 @@ class RecordedLoad:
 
 
 def request_steps(schedule: Schedule) -> int:
-    """Return the cost of a schedule in rows; beams and long block tables count as more."""
+    """Return the cost of a schedule in request-steps.
+
+    It is the square of the beam width for each row, and one for every 64 appended blocks.
+    """
     rows = (*schedule.context_rows, *schedule.generation_rows)
     num_blocks = sum(len(append.block_ids) for append in schedule.block_appends)
     return sum(row.beam_width * row.beam_width for row in rows) + num_blocks // 64

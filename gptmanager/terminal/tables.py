@@ -1,4 +1,6 @@
-"""Print reports of lines and tables, laid out by rich, without markup.
+"""Print reports that consist of text lines and tables.
+
+rich lays them out; its markup is not interpreted.
 
 A table is as wide as its cells; a narrower terminal wraps its lines.
 """
@@ -21,7 +23,7 @@ from gptmanager.terminal.printable import printable, printable_lines
 Piece = str | Table
 _HIGHLIGHTED = ("WRONG", "FAILED", "MISSED")
 _UNLIMITED = 1 << 20  # columns
-_NAMES = 26  # columns, so that short reports look like long ones
+_NAMES = 26  # minimum width of the column of names: the values of all reports line up
 
 
 def table(
@@ -70,7 +72,10 @@ def show(pieces: Iterable[Piece]) -> None:
 def print_report(
     report: Mapping[str, Any], pieces: Iterable[Piece] | None = None, *, as_json: bool
 ) -> None:
-    """Print a report as JSON, or as `pieces`, by default a table of its names and values."""
+    """Print a report: as JSON with `as_json`, otherwise as `pieces`.
+
+    `pieces` None: a table of the report's names and values.
+    """
     if as_json:
         print(orjson.dumps(report).decode())
         return

@@ -492,7 +492,7 @@ def test_a_request_that_would_run_alone_for_ever_ends_a_simulation_soon(run, tmp
         iterate = TokenLoop.iterate
         patch.setattr(TokenLoop, "iterate", lambda loop: turns.append(None) or iterate(loop))
         patch.setattr(load, "_SPARE_STEPS", 1 << 16)
-        patch.setattr(load, "_STEPS_PER_STEP", 2)
+        patch.setattr(load, "_MAX_STEPS_RATIO", 2)
         assert call("simulate", path, tmp_path) == 2
     told = re.search(r"more than (\d+) request-steps, far more than its", capsys.readouterr().err)
     assert 1000 < len(turns) <= int(told[1]) // load.ITERATION_STEPS + 1

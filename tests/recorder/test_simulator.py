@@ -331,7 +331,7 @@ def test_an_older_recording_is_warned_of(tmp_path, caplog):
     assert {turn.idle_turns for turn in run.iterations} == {0} and not caplog.text
     unknown = [dataclasses.replace(turn, idle_turns=None) for turn in run.iterations]
     RecordedLoad(dataclasses.replace(run, iterations=tuple(unknown)))
-    assert "an older recording: 2 times no request was active" in caplog.text
+    assert "the recording has an older format: 2 times no request was active" in caplog.text
 
 
 def test_room_without_a_bound_holds_nobody_back(tmp_path):

@@ -1,7 +1,8 @@
-"""`GrammarTrials`: compiles a grammar in a child process first, which can be killed.
+"""`GrammarTrials`: compiles a grammar in a child process before the manager compiles it.
 
-A grammar that takes too long or too much memory, or crashes the parser, then does not harm the
-manager. Knows nothing of requests, nor of grammars.
+The child process can be killed. So a grammar that takes too much time or memory, or that crashes
+the parser, cannot harm the manager. This module does not interpret grammars, and knows nothing of
+requests.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from gptmanager.decoding.guided.grammar_matcher import GrammarSource
 from gptmanager.lifecycle.child_process import ChildProcess
 
 MAX_BYTES = 1 << 30  # memory for one grammar
-_IDLE_S = 10.0  # after which a process that nothing has used is ended
+_IDLE_S = 10.0  # seconds after which an idle process may be ended
 
 
 class GrammarTrials:
-    """Child processes for trials, one for each concurrent thread. `tokenizer`: its JSON text.
+    """A pool of child processes that compile grammars; each concurrent `run` uses one of them.
 
-    A grammar may take `timeout_s` seconds and, on Linux, `max_bytes` of memory. A process that is
-    idle for ten seconds while others are in use is ended, so a burst leaves no processes behind.
+    `tokenizer`: the tokenizer as JSON text. A grammar may take `timeout_s` seconds and, on Linux,
+    `max_bytes` of memory. When a trial ends, the processes that have been idle for more than ten
+    seconds are ended, so those of a burst do not stay once other grammars follow.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class GrammarTrials:
     def run(
         self, source: GrammarSource, is_wanted: Callable[[], bool] = lambda: True
     ) -> tuple[str, list[str]]:
-        """Compile a grammar; return what `read_source` returns.
+        """Compile a grammar in a child process; return its text and the dropped keywords.
+
+        See `grammar_matcher.read_source`.
 
         Raises RefusedError for an invalid grammar, NoAnswerError for one that exceeds time or
         memory or is not wanted any more, and NotStartedError if no process can be started.
@@ -61,7 +65,7 @@ class GrammarTrials:
         return text, unenforced
 
     def _give_back(self, child: ChildProcess) -> list[ChildProcess]:
-        """Return the processes that nothing has used for long; `child` is the last one used."""
+        """Return `child` to the pool; remove and return the processes that are idle for long."""
         now = time.monotonic()
         with self._lock:
             self._idle.append((now, child))

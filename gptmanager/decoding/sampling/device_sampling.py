@@ -21,15 +21,18 @@ from gptmanager.request.sampling_params import SamplingParams
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
 _READERS = {"sample": sampling, "log_probs": log_probs, "best_of_rows": beam_step}
-_ADJUSTED_AT_ONCE = 128  # rows: enough to fill a device; marks take 4 bytes per row and token id
+# Rows that are adjusted in one launch. As many occupy a device, and more would only enlarge
+# `_marks`, which takes 4 bytes for each row and token id.
+_ADJUSTED_AT_ONCE = 128
 
 
 class Choice(NamedTuple):
     """The tokens chosen for S rows, on the device.
 
-    `tokens` int32 `[S]`. `log_probs` float32 `[S]`, meaningful for lines that asked for them; None
-    if no line did; `[S, 1 + n]` if the log probabilities of the n best tokens follow.
-    `best_tokens` int32 and `best_log_probs` float32 `[S, most]`: the best continuations of beams.
+    `tokens` int32 `[S]`. `log_probs` float32: None if no line asked for them, else `[S]`, or
+    `[S, 1 + n]` with those of the first n `best_tokens` in columns 1 to n; 0 in the rows of lines
+    that did not ask. `best_tokens` int32 and `best_log_probs` float32 `[S, most]`: the best tokens
+    of beams, and of rows that ask for the top tokens; None if there is no such row.
     """
 
     tokens: Tensor
@@ -41,8 +44,9 @@ class Choice(NamedTuple):
 class DeviceSampler(Sampler):
     """`enqueue` chooses on the device the tokens that `sample` would choose on the CPU.
 
-    The CPU's records are copied to the device. The lists of all lines (biases, bad words) are
-    concatenated there, and uploaded again when one of them changes.
+    The sampling parameters of each line are copied from the CPU's sampler to the device. The lists
+    of all lines (biases, bad words, end ids) are concatenated to one tensor, which is uploaded
+    again when a list changes.
     """
 
     def __init__(
@@ -88,8 +92,9 @@ class DeviceSampler(Sampler):
         self._changed.add(line)
 
     def is_plain(self, cpu_lines: Ints) -> bool:
-        """Return whether these lines need `sample` only: no logits are changed, and no log
-        probabilities are asked for.
+        """Return whether the kernel of `sample_there` is sufficient for these lines.
+
+        It is, if none of them changes its logits or asks for log probabilities.
         """
         return not (self.adjusts(cpu_lines) or self._wanted[cpu_lines].any())
 
@@ -104,8 +109,9 @@ class DeviceSampler(Sampler):
     ) -> None:
         """Choose the next tokens of S rows in one launch, which may be captured.
 
-        The launch reads what `flush` has uploaded, and may read other lines when it is replayed.
-        Arguments are those of `sampling.sample`.
+        The kernel reads the parameters that `flush` has uploaded. It reads `lines` on the device,
+        so each replay of a captured launch can serve other lines. Arguments are those of
+        `sampling.sample`.
         """
         table, workspace = self._choice_table, self._workspace
         sampling.sample(
@@ -129,13 +135,13 @@ class DeviceSampler(Sampler):
     ) -> Choice:
         """Choose the next tokens of S rows, and the best continuations of some, up to `most` each.
 
-        `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed. On the device are
-        `lines` int32, `positions` int64, `cells` int64 and, with `most`, `counts` int32, all `[S]`:
-        `counts` is the number of continuations per row. `log_probs` also cover the first
-        `most_scored` continuations. `histories` int32 `[num_lines, length]` and `inputs` int32 are
-        on the device, too: each row's token is written to its cell of `inputs`, or 0 without a
-        token. `cpu_lines`: the lines on the CPU. `upload` copies everything that has changed since
-        the last call.
+        `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed. Tensors `[S]` on
+        the device: `lines` int32, `positions` int64, `cells` int64, and `counts` int32, the number
+        of continuations of each row (only used if `most` > 0). `most_scored`: the number of
+        continuations of each row for which `Choice.log_probs` is computed, too. `histories` int32
+        `[num_lines, length]` and `inputs` int32 are on the device. The token of a row is written to
+        its cell of `inputs`, 0 if no token could be chosen. `cpu_lines`: the lines on the CPU.
+        `upload` copies everything that has changed since the last call.
         """
         self.flush(upload)
         if self.adjusts(cpu_lines):
@@ -147,7 +153,8 @@ class DeviceSampler(Sampler):
         values = best_tokens = best_log_probs = None
         if counts is not None and most:
             shape = len(cpu_lines), most
-            new = torch.zeros if most_scored else torch.empty  # rows without candidates are read
+            # rows with a count of 0 are not written below, but are read for log probabilities
+            new = torch.zeros if most_scored else torch.empty
             best_tokens = new(shape, dtype=torch.int32, device=logits.device)
             best_log_probs = torch.empty(shape, device=logits.device)
             beam_step.best_of_rows(

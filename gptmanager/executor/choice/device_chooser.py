@@ -1,6 +1,7 @@
-"""`DeviceChooser`: the `TokenChooser` of a device; no call waits before the result is read.
+"""`DeviceChooser`: the `TokenChooser` that works on a device.
 
-Decides which parts of a step's choice stay on the device and which are downloaded; kernels choose.
+`choose` usually only enqueues work, and the function that it returns waits for the tokens. This
+module decides which results stay on the device and which are downloaded. Kernels choose the tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from gptmanager.step import BeamCandidates, SequenceStart
 
 
 class DeviceChooser(TokenChooser):
-    """Enqueues choices; the chosen tokens become the next inputs on the device.
+    """Enqueues the kernels that choose a step's tokens.
 
-    Steps with drafts that must be verified one after the other run on the CPU: drafts of rows with
-    a logits post-processor, and drafts that a host has sampled from its own logits.
+    The tokens are written to the inputs of the next step without leaving the device. Tokens are
+    chosen on the CPU if drafts must be verified one after the other (those of a request with a
+    logits post-processor, or that the host sampled from logits of its own draft model), and if a
+    beam needs more than MAX_CONTINUATIONS candidates.
     """
 
     _tables: DeviceTables
@@ -58,8 +61,11 @@ class DeviceChooser(TokenChooser):
         self._num_starts[self.lines.of(start.slot)] += 1
 
     def is_plain(self, lines: np.ndarray) -> bool:
-        """Return whether `choose_captured` is sufficient for a step of these lines, none of which
-        is one of several beams. Uploads the sampling parameters that the captured step reads.
+        """Return whether `choose_captured` can choose all tokens of a step of these `Lines`.
+
+        Requests with several beams must not be among them. Unless logits post-processors or
+        requested logits rule it out, the sampling parameters that the captured step reads are
+        uploaded.
         """
         slots = lines
         if self._processing.serves(slots) or self.gathered.wants_logits(slots):
@@ -68,7 +74,7 @@ class DeviceChooser(TokenChooser):
         return self._sampler.is_plain(lines)
 
     def choose_captured(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None:
-        """Choose the next tokens of lines without beams; lines of -1 are skipped."""
+        """Choose the next tokens of lines without beams; those of -1 are skipped."""
         places = inputs.lines, inputs.positions, inputs.cells
         self._sampler.sample_there(tokens, self._tables.token_cells, logits, *places)
 
@@ -84,7 +90,7 @@ class DeviceChooser(TokenChooser):
         raw: tuple[tuple[int, Tensor], ...] = ()
         if self.gathered.any_generation or self._processing.sequences:
             with torch.inference_mode():
-                logits = logits.float()  # hosts read and change float32
+                logits = logits.float()  # the dtype of post-processors and of returned logits
         if self.gathered.any_generation:
             raw = self.gathered.generation_logits(
                 rows.slots, rows.firsts, logits, self._downloads.fetch
@@ -146,7 +152,10 @@ class DeviceChooser(TokenChooser):
         counts: np.ndarray,
         top: TopTokens | None,
     ) -> tuple[Choice, np.ndarray]:
-        """Choose for all S, `counts[row]` candidates each; and which rows have a single beam."""
+        """Enqueue S choices, with `counts[row]` candidates for each beam of a row.
+
+        Return the choice, and a mask `[S]`: whether the choice is for a row with a single beam.
+        """
         most_top = most = 0
         if top is not None or self.lines.max_beam_width > 1:
             each = counts.repeat(np.diff(rows.firsts))
@@ -154,7 +163,7 @@ class DeviceChooser(TokenChooser):
                 each, most_top = np.maximum(each, top.wanted), top.most
             most = int(each.max(initial=0))
         tables, upload = self._tables, self._uploads.upload
-        tables.flush(upload)  # the histories of beams that are forked here
+        tables.flush(upload)  # the histories of the beams that `_prepare` has just forked
         is_single = np.ones(len(rows.lines), dtype=np.bool_)
         if inputs is None:
             cells = tables.cells(rows.lines, rows.positions)
@@ -162,7 +171,8 @@ class DeviceChooser(TokenChooser):
             if self.lines.max_beam_width > 1:
                 widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
                 is_single = widths.repeat(np.diff(rows.firsts)) == 1
-                cells[~is_single] = tables.tokens.size  # a fork will write their tokens
+                # the unused last cell: the next beam fork writes the tokens of several beams
+                cells[~is_single] = tables.tokens.size
             if most:
                 arrays.append(each)
             inputs = ChoiceInputs(*upload(arrays))
@@ -197,7 +207,10 @@ def _put(
     best_tokens: np.ndarray | None,
     best_log_probs: np.ndarray | None,
 ) -> None:
-    """Store the log probabilities of the best tokens; for beams, those that the search ranks by."""
+    """Store the top tokens and their log probabilities.
+
+    For beams of a search, the log probabilities are the scores that the search ranks by.
+    """
     assert best_tokens is not None and best_log_probs is not None
     ids = best_tokens[:, : top.most]
     searched = best_log_probs[:, : top.most]

@@ -63,7 +63,10 @@ class StoredTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The part of a file before its data. Arrays in `metadata` are lists of str or NumPy arrays."""
+    """The part of a file before its data.
+
+    An array in `metadata` is a list of str, or a NumPy array of numbers.
+    """
 
     path: Path
     metadata: Mapping[str, Any]
@@ -146,8 +149,10 @@ class _Reader:
         """Return the position of the next bytes, and advance beyond them."""
         start = self._at
         if num_bytes > self._end - start:
-            where = "the file" if self._end == len(self._data) else f"{self._end} bytes of header"
-            raise self._error(f"is cut off or damaged: {what} does not end within {where}")
+            if self._end < len(self._data):
+                most = f"a header of at most {self._end} bytes is supported"
+                raise self._error(f"is damaged or too large: {what} ends beyond it, and {most}")
+            raise self._error(f"is cut off or damaged: {what} does not end within the file")
         self._at = start + num_bytes
         return start
 
@@ -187,7 +192,8 @@ class _Reader:
             raise self._error(f"has an array of type {kind} for {quoted(key)}: not supported")
         if count > self._strings_left:
             raise self._error(
-                f"has {count} strings for {quoted(key)}: at most {_MAX_STRINGS} are supported"
+                f"has {count} strings for {quoted(key)}: at most {_MAX_STRINGS} are supported in "
+                "all arrays together"
             )
         self._strings_left -= count
         return self._strings(key, count)
