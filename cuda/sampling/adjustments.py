@@ -41,9 +41,9 @@ PROGRAM = Program("sampling/adjustments.cu", ("adjust",), dependent=True)
 def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:
     """Return the lists of a request, concatenated; often empty.
 
-    In this order: the token ids of the bias; its values, whose float32 bits are stored as int32;
-    the tokens of all bad words; the offset among them at which each word ends; and, if `min_length`
-    may ban them, the end ids of the request.
+    In this order: the token ids of the bias; its values, as the bits of float32; the tokens of all
+    bad words; the offset among them at which each word ends; and, if `min_length` may ban them, the
+    end ids of the request.
     """
     ids, values = split_bias(params.embedding_bias)
     words = [word for word in params.bad_words if word]

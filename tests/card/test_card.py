@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -66,7 +67,8 @@ def test_commands_that_run_without_a_gpu_fail_as_they_should(tmp_path):
     done = run_card("a", tmp_path, "--anyway", "--only", "kernels-norms,test_norms")
     assert done.returncode == 2, done.stderr  # make's own, for 1
     assert "0 steps ok, 2 not, 0 not run" in done.stdout
-    assert "no CUDA device: torch" in done.stdout and "27 failed" in done.stdout
+    assert "no CUDA device: torch" in done.stdout
+    assert re.search(r"\b[1-9]\d* failed", done.stdout), done.stdout
 
 
 def commands():

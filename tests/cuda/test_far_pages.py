@@ -94,5 +94,5 @@ def test_copies(machine):
 
 def test_a_pool_of_more_rows_than_kernels_count(machine):
     """A row is a token's key of one head. Nothing is allocated."""
-    with pytest.raises(ConfigError, match=r"33554432 blocks .* 2147483648 rows of a layer"):
+    with pytest.raises(ConfigError, match=r"33554432 blocks .* 2147483648 rows per layer"):
         DeviceKvPool(machine.launcher, 1, 2**25, 8, 8, 2**20, device=torch.device("meta"))

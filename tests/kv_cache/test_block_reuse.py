@@ -186,7 +186,7 @@ def test_a_salt_that_is_neither_text_nor_number_is_refused(source):
     with Served(source) as served:
         served.host.submit(InferenceRequest.from_tokens(1, [1, 2], 2, cache_salt=[1]))
         error = served.host.final(1).error
-        assert error.startswith("InvalidRequestError: cache_salt = [1] is neither")
+        assert error.startswith("InvalidRequestError: cache_salt = [1] must be a str or an int")
 
 
 class OddText(str):

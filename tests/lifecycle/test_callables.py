@@ -160,7 +160,7 @@ def test_a_coroutine_that_is_returned_counts_as_an_error_of_that_callback():
     assert [one[0] for one in sorted(finals)] == [1, 2]  # each has one, delivered or not
     ((_, _, error),) = [one for one in finals if one[2]]
     assert error.startswith(
-        "CallbackError: SendResponse returned a coroutine: an ordinary function"
+        "CallbackError: SendResponse returned a coroutine: pass an ordinary function"
     )
 
 

@@ -101,7 +101,8 @@ def attacked(tmp_path_factory):
     command = [sys.executable, "-m", "gptmanager", "serve", "--model", MODEL, "--port", "0"]
     command += ["--threads", "1", "--adapter-dir", str(folder)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        address = re.search(r"http://([\d.]+):(\d+)", process.stderr.readline())
+        found = (re.search(r"http://([\d.]+):(\d+)", line) for line in process.stderr)
+        address = next(filter(None, found))
         connection = http.client.HTTPConnection(address[1], int(address[2]), timeout=60)
         try:
             yield process.pid, connection

@@ -80,4 +80,4 @@ def test_dtypes_have_the_same_perplexity(file: Path) -> None:
     assert 2 < exact < 20
     assert perplexity(file, dtype="bfloat16") == pytest.approx(exact, rel=0.005)
     assert perplexity(file, weights_dtype="int8") == pytest.approx(exact, rel=0.02)
-    assert perplexity(file, weights_dtype="file") == pytest.approx(exact, rel=0.005)
+    assert perplexity(file, weights_dtype="file") == pytest.approx(exact, rel=0.02)

@@ -72,9 +72,6 @@ def test_an_adapter_answers_next_to_its_base(tmp_path: Path) -> None:
     brought = {"lora_task_id": 1, "lora_weights": weights, "lora_config": lora_config}
     records: list[str] = []
     with RequestQueue.for_checkpoint(file) as queue:
-        generations = [
-            queue.submit(prompt, NUM_TOKENS, **lora) for prompt in asked for lora in ({}, brought)
-        ]
         with GptManager(
             file,
             ModelType.INFLIGHT_FUSED_BATCHING,
@@ -84,6 +81,12 @@ def test_an_adapter_answers_next_to_its_base(tmp_path: Path) -> None:
             optional_params=OptionalParams(dtype="float32", max_seq_len=128),
         ) as manager:
             queue.attach(manager)
+            queue.submit(asked[0], 1, **brought).result(60)  # the adapter is loaded then
+            generations = [
+                queue.submit(prompt, NUM_TOKENS, **lora)
+                for prompt in asked
+                for lora in ({}, brought)
+            ]
             found = [list(one.result(60).generated_ids[0]) for one in generations]
 
     # Then each has the answers of transformers and PEFT

@@ -139,7 +139,8 @@ def test_a_conversation_through_pipes(
 ) -> None:
     lines = b"What is the capital of France?\nAnd of Italy?\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
-    assert cli.main(["chat", "--model", str(file), "--temperature", "0"]) == 0
+    exact = ["--dtype", "float32", "--temperature", "0"]
+    assert cli.main(["chat", "--model", str(file), *exact]) == 0
     assert capsys.readouterr().out == f"{ANSWER}\nThe capital of Italy is Rome.\n"
 
 
