@@ -139,5 +139,5 @@ def test_tensors_that_do_not_fit(machine):
     logits, table = machine.empty((2, 8), torch.float32), machine.empty((1, 64), torch.uint8)
     ids = machine.empty((2,), torch.int32)
     texts, seen = machine.empty((1, 9), torch.int32), machine.empty((1, 8), torch.int32)
-    with pytest.raises(ValueError, match="`seen` must have at least 2 rows"):
+    with pytest.raises(ValueError, match="`seen` must have at least the 2 rows"):
         adjust(machine.launcher, logits, table, ids, texts, seen, ids, ids.long())
