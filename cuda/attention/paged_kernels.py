@@ -82,7 +82,7 @@ def check_head_dim(head_dim: int) -> None:
 
 
 def refusal(shape: AttentionShape) -> str | None:
-    """Return why there is no kernel for such attention; None: there is one."""
+    """Return the reason why no kernel computes this attention, or None if one does."""
     if shape.head_dim not in HEAD_DIMS:
         return f"head dimension {shape.head_dim} must be one of {HEAD_DIMS}"
     group, rest = divmod(shape.num_heads, shape.num_kv_heads)

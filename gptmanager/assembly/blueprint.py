@@ -39,7 +39,7 @@ from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host
 
 # The manager's limits for MAX_UTILIZATION, measured in docs/scheduling.md.
-_MAX_PAUSES = 3  # a request that was paused as often is paused again only if there is no other
+_MAX_PAUSES = 3  # after this many pauses of a request, others are preferred as victims
 _RESUME_HEADROOM_BLOCKS = 1  # blocks that must stay free when a paused request resumes
 # when a request starts, there must be blocks for this many steps of all running requests
 _START_HEADROOM_STEPS = 16

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-_UNLIMITED = 1 << 62  # v1 writes a huge number if there is no limit
+_UNLIMITED = 1 << 62  # cgroup v1 reports a huge number if memory is not limited
 
 
 def cpu_quota(root: Path = ROOT) -> float:

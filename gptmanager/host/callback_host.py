@@ -81,7 +81,7 @@ class CallbackHost:
         self.adapter_loader = AdapterLoader(wake)
         self.load = self.adapter_loader.begin
         self.get_failures = GetFailures(max_get_failures)
-        self.is_accepting = True  # False: Get is no longer called
+        self.is_accepting = True  # whether Get may be called
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
         self._get = required(get_inference_requests, "get_inference_requests_cb", may_yield=True)
         self._send: Any = required(send_response, "send_response_cb")

@@ -39,7 +39,7 @@ class Match(NamedTuple):
     """The cached part of a prefix: full `blocks`, then `num_partial` tokens of one more block.
 
     `partial` is the block that holds those tokens, NO_BLOCK if `num_partial` is 0. `end`: the node
-    of the last full block; the root if there is none; None if there is no root.
+    of the last full block. It is the root if no full block matches, and None without a root.
     """
 
     blocks: list[int]

@@ -197,7 +197,7 @@ class Adapters:
         self.requests[request_id].adapter_digest = self.cache.adapter_of(request_id).digest
 
     def _drop(self, job: int) -> Read:
-        """Drop a job: its result is no longer needed."""
+        """Drop a job that is not needed any more, and return its read."""
         self._load(DropAdapter(job))
         return self.reads.pop(job)
 

@@ -104,11 +104,11 @@ class StateDict:
 class SafetensorsFolder:
     """A Hugging Face checkpoint folder: `model.safetensors`, or the shards that an index names.
 
-    `single`: the name of the file if there is only one; a name other than the default means that
-    there is no index. Files are memory-mapped. A page that was read stays resident as long as its
+    `single`: the name of an unsharded checkpoint's file. With a name other than the default, no
+    index is read. Files are memory-mapped. A page that was read stays resident as long as its
     mapping, so the mapping is renewed whenever `max_bytes` were read through it. Raises ConfigError
-    if there are no safetensors, if a file is broken, or if a tensor is in two files or not in the
-    file that the index names.
+    if the folder has no safetensors, if a file is broken, or if a tensor is in two files or not in
+    the file that the index names.
     """
 
     def __init__(self, folder: Path, single: str = _SINGLE) -> None:

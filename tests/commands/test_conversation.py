@@ -46,10 +46,12 @@ def test_a_question_may_be_asked_again():
 
 def test_only_answers_to_the_last_question_can_be_chosen():
     chat = Conversation()
-    with pytest.raises(ConfigError, match="^there is no answer to choose: ask a question first$"):
+    with pytest.raises(
+        ConfigError, match="^no question has been answered yet: ask a question first$"
+    ):
         chat.pick(1)
     chat.add("one?", ["1"])
-    with pytest.raises(ConfigError, match="^there is no answer 2: the last question has 1$"):
+    with pytest.raises(ConfigError, match="^the number of the answer must be 1 to 1, got 2$"):
         chat.pick(2)
 
 
@@ -106,8 +108,8 @@ def test_commands_change_the_conversation(tmp_path):
     [
         ("/nope", "there is no command '/nope': /help lists the commands"),
         ("/", "there is no command '/': /help lists the commands"),
-        ("/pick", "there is no answer to choose: ask a question first"),
-        ("/pick two", "there is no answer to choose: ask a question first"),
+        ("/pick", "no question has been answered yet: ask a question first"),
+        ("/pick two", "no question has been answered yet: ask a question first"),
         ("/save", "/save needs the name of a file: /save chat.json"),
     ],
 )

@@ -32,7 +32,7 @@ class Choice(NamedTuple):
     `tokens` int32 `[S]`. `log_probs` float32: None if no line asked for them, else `[S]`, or
     `[S, 1 + n]` with those of the first n `best_tokens` in columns 1 to n; 0 in the rows of lines
     that did not ask. `best_tokens` int32 and `best_log_probs` float32 `[S, most]`: the best tokens
-    of beams, and of rows that ask for the top tokens; None if there is no such row.
+    of beams, and of rows that ask for the top tokens; None if no row needs them.
     """
 
     tokens: Tensor

@@ -54,7 +54,7 @@ def is_wrapper(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text model; `config` itself if there is no wrapper."""
+    """Return the config of the text model. It is `config` itself for a model without a wrapper."""
     if not is_wrapper(config):
         return config
     inner = config.get("text_config")

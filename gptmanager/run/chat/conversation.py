@@ -51,13 +51,13 @@ class Conversation:
         self._messages += [_message("user", question), _message("assistant", answers[0])]
 
     def pick(self, number: int) -> None:
-        """Continue with this answer to the last question, from 1. ConfigError if there is none."""
+        """Continue with this answer to the last question, from 1. ConfigError if it is missing."""
         if not 1 <= number <= len(self._answers):
             count = len(self._answers)
             raise ConfigError(
-                f"there is no answer {number}: the last question has {count}"
+                f"the number of the answer must be 1 to {count}, got {number}"
                 if count
-                else "there is no answer to choose: ask a question first"
+                else "no question has been answered yet: ask a question first"
             )
         self._messages[-1] = _message("assistant", self._answers[number - 1])
 

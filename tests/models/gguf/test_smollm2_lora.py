@@ -48,7 +48,7 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 def test_an_adapter_answers_next_to_its_base(tmp_path: Path) -> None:
     file = smollm2_file()
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
     # Given an adapter that PEFT has trained, on the weights that we read
     folder = tmp_path / "smollm2"
