@@ -103,7 +103,8 @@ kernels/                      all operations of a model in torch, and compiled o
         quantized_activations activations quantized to int8 or int16
         int16_tiles           int8 weights times few rows, in int16
         int8_tiles            int8 weights times many rows, in int8
-        int4_groups           weights rounded to 4 bits in groups with a scale each
+        int4_groups           weights in 4 bits, in groups with a scale each
+        int4_rounding         floats rounded to groups of 4 bits
         int4_matrix           weights in 4 bits, packed for matmuls
         int4_activations      activations quantized in groups
         int4_tiles            int4 weights times rows, in int8 or int16, and widened

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError, quoted_path
-from gptmanager.kernels.gemm.int4_groups import Groups, round_to_groups
+from gptmanager.kernels.gemm.int4_groups import Groups
+from gptmanager.kernels.gemm.int4_rounding import round_to_groups
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.memory.checkpoint_tensors import GroupedSource, TensorSource
 from gptmanager.memory.safetensors_writer import SafetensorsWriter

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.gemm import int4_matmul, int4_tiles, matmul_plan
-from gptmanager.kernels.gemm.int4_groups import GROUP, Groups, joined, round_to_groups, whole_groups
+from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.matmul_task import MATMUL_TASK
 from gptmanager.kernels.gemm.matrix_tiles import has_matrix_unit
@@ -77,14 +77,6 @@ def packed(groups: Groups, dtype: torch.dtype = torch.float32) -> Int4Matrix:
     matrix = Int4Matrix(*groups.values.shape, dtype)
     matrix.copy_(groups)
     return matrix
-
-
-def q4_0(rows: Tensor) -> Tensor:
-    """What llama.cpp's reference makes of rows in blocks Q4_0."""
-    wide = whole_groups(rows)
-    scale = wide.gather(-1, wide.abs().argmax(-1, keepdim=True)) / -8
-    values = torch.where(scale == 0, 0, wide / scale).add(8.5).floor().clamp(max=15) - 8
-    return (values * scale.half().float()).flatten(1)[:, : rows.shape[1]]
 
 
 def tolerance(kind: str, num_rows: int) -> float:
@@ -193,43 +185,6 @@ def test_groups_are_kept_and_looked_up_as_they_are(
     part = Int4Matrix(rows, columns - start, dtype)
     part.copy_(wanted, columns=slice(start, columns))
     assert torch.equal(part.unpacked(), matrix.unpacked()[:, start:])
-
-
-@given(rows=st.integers(1, 5), columns=st.integers(1, 100), seed=st.integers(0, 99))
-def test_no_group_is_rounded_worse_than_to_q4_0(rows: int, columns: int, seed: int) -> None:
-    values = randn(rows, columns, seed=seed) * torch.logspace(-4, 2, columns)
-    errors = (
-        whole_groups(values - own).square().sum(-1)
-        for own in (round_to_groups(values).floats(), q4_0(values))
-    )
-    ours, theirs = errors
-    assert (ours <= theirs * 1.0001).all()
-
-
-def test_normal_numbers_are_rounded_a_tenth_better_than_to_q4_0() -> None:
-    values = randn(64, 1024)
-    ours, theirs = (
-        (values - own).square().mean() for own in (round_to_groups(values).floats(), q4_0(values))
-    )
-    assert ours < 0.91 * theirs
-
-
-def test_rounding_at_the_ends_of_numbers() -> None:
-    values = torch.zeros(6, 64)
-    values[1], values[2], values[3], values[4] = 1e30, 1e-30, -3.0, 1.0
-    values[4, 3], values[5, 40] = torch.nan, torch.inf
-    floats = round_to_groups(values).floats()
-    assert not floats[0].any() and floats[1].isfinite().all() and floats[2].abs().max() < 1e-7
-    torch.testing.assert_close(floats[3], values[3], rtol=1e-3, atol=0)
-    assert floats[4, :32].isnan().all() and (floats[4, 32:] - 1).abs().max() < 1e-3
-    assert floats[5, 32:].isnan().all() and not floats[5, :32].any()
-
-
-def test_rounding_does_not_depend_on_the_rows_next_to_a_row() -> None:
-    values = randn(3000, 64)
-    whole = round_to_groups(values)
-    parts = joined([round_to_groups(own) for own in values.split(700)])
-    assert torch.equal(whole.values, parts.values) and torch.equal(whole.scales, parts.scales)
 
 
 def test_minima_appear_with_the_first_groups_that_have_them() -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups, round_to_groups, whole_groups
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups, whole_groups
+from gptmanager.kernels.gemm.int4_rounding import round_to_groups
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, copy_rows
 
 INT4 = torch.uint8  # of `values`: two positions in a byte
@@ -84,8 +85,8 @@ class Int4Matrix(PackedMatrix):
         own = self._own(values, columns)
         whole = whole_groups(own.values)
         packed = whole.view(*whole.shape[:2], 2, _STEPS, _FOUR)
-        packed = packed[:, :, 0] | packed[:, :, 1] << 4
-        copy_rows(self.values.permute(0, 3, 1, 2, 4), first_row, packed)
+        packed = (packed[:, :, 0] | packed[:, :, 1] << 4).view(torch.int32)  # four bytes at once
+        copy_rows(self.values.view(torch.int32).permute(0, 3, 1, 2, 4), first_row, packed)
         copy_rows(self.scales.transpose(1, 2), first_row, own.scales)
         if own.minima is not None and self.minima is None:
             self.minima = self.scales * -MIDDLE
