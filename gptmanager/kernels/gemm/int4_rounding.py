@@ -55,7 +55,7 @@ _MASK = ir.IntType(LANES)
 
 
 class RoundingTask(ctypes.Structure):
-    """Addresses of `x` `[num_tokens, width]`, and of what is written: bytes `values`
+    """Addresses of `x` `[num_tokens, width]`, and of the results: bytes `values`
     `[num_tokens, groups, 32]` and float32 `scales` `[num_tokens, groups]`.
     """
 
