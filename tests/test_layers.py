@@ -235,12 +235,13 @@ models/                       decoder networks, and the table of families
         config_fields         fields of a config that do not matter, or that are refused
         layer_types           which layers have a sliding window
         places                the place of each checkpoint tensor in our parameters
-    lora_modules              the modules of a layer that LoRA adapters may change
     read_spec                 makes a ModelSpec from a config.json
     conversion                writes a checkpoint as a folder of safetensors
-    layer_tensors             the tensors of a layer, looked up once
-    split_norms               norms over all heads, where ranks have some each
-    decoder_network           CheckpointModel: the forward pass of a decoder
+    decoder/                  the network of a ModelSpec, on weights and kernels
+        lora_modules          the modules of a layer that LoRA adapters may change
+        layer_tensors         the tensors of a layer, looked up once
+        split_norms           norms over all heads, where ranks have some each
+        network               CheckpointModel: the forward pass of a decoder
     model                     the Model protocol, and load_model
 decoding/                     from logits to tokens, and the end of an output
     deferred                  a value that is computed only if it is used (no torch)

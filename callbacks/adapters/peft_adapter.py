@@ -16,9 +16,9 @@ from gptmanager.callbacks.adapters.peft_config import PeftConfig
 from gptmanager.errors import ConfigError, quoted_path
 from gptmanager.memory.checkpoint_tensors import FLOATS, SafetensorsFolder, TensorInfo, tensor_name
 from gptmanager.models.checkpoint_parts import read_config
+from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.families import FAMILIES
 from gptmanager.models.families.wrappers import without_wrapper
-from gptmanager.models.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
 from gptmanager.request.adapter import LORA_MODULE_IDS

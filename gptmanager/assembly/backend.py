@@ -45,7 +45,7 @@ from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.checkpoint_parts import is_quantized
-from gptmanager.models.decoder_network import CheckpointModel
+from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.model import Dimensions, Model, WeightsDtype, load_model
 from gptmanager.ranks.collectives import Collectives
 

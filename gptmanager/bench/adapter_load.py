@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gptmanager.models.lora_modules import lora_modules
+from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
 from gptmanager.request.adapter import LORA_MODULE_IDS
 

@@ -1,7 +1,7 @@
 """The network: packed inputs, decoder families as a table, and checkpoints."""
 
 from gptmanager.models.batch import Batch
-from gptmanager.models.decoder_network import CheckpointModel
+from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.model import Model, load_model
 from gptmanager.models.rope import Rope
 from gptmanager.models.spec import ModelSpec

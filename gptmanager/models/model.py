@@ -25,7 +25,7 @@ from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
-from gptmanager.models.decoder_network import CheckpointModel
+from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper
 from gptmanager.models.parameters import (

@@ -18,7 +18,7 @@ from gptmanager.callbacks import load_peft_adapter
 from gptmanager.errors import AdapterError, InvalidRequestError
 from gptmanager.kernels import Kernels
 from gptmanager.models import load_model
-from gptmanager.models.lora_modules import lora_modules
+from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.request.adapter import (
     LORA_MODULE_IDS,
     LORA_MODULE_NAMES,

@@ -22,7 +22,7 @@ import torch
 from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.bench.load import SHAPES, random_llama
 from gptmanager.callbacks import RequestQueue
-from gptmanager.models.lora_modules import lora_modules
+from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
 from gptmanager.request.adapter import LoraModule
 

@@ -23,7 +23,7 @@ from gptmanager.bench.load import SMALL_LLAMA, random_llama  # noqa: E402
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters  # noqa: E402
 from gptmanager.memory.kv_pool import KvPool  # noqa: E402
 from gptmanager.models.batch import Batch  # noqa: E402
-from gptmanager.models.lora_modules import lora_modules  # noqa: E402
+from gptmanager.models.decoder.lora_modules import lora_modules  # noqa: E402
 from gptmanager.models.model import load_model  # noqa: E402
 from gptmanager.models.spec import ModelSpec  # noqa: E402
 

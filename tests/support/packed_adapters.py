@@ -11,7 +11,7 @@ from adapter_folders import merge, module_name, random_pair, save_adapter
 
 from gptmanager.callbacks import load_peft_adapter
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
-from gptmanager.models.lora_modules import lora_modules
+from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.spec import ModelSpec
 from gptmanager.request.adapter import Adapter, AdapterLimits, AdapterTensors
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from gptmanager.callbacks import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.text.checkpoint import has_tokenizer, special_tokens_of
 from gptmanager.models.checkpoint_parts import read_config, read_part
-from gptmanager.models.lora_modules import lora_modules
+from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")

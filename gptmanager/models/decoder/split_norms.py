@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.attention.paged_formulas import widened
-from gptmanager.models.layer_tensors import HeadNorm
+from gptmanager.models.decoder.layer_tensors import HeadNorm
 from gptmanager.models.spec import Attention
 from gptmanager.ranks.collectives import Collectives
 

@@ -21,7 +21,7 @@ from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
-from gptmanager.models.layer_tensors import (
+from gptmanager.models.decoder.layer_tensors import (
     Affine,
     DenseLayer,
     ExpertLayer,
@@ -29,10 +29,10 @@ from gptmanager.models.layer_tensors import (
     Norm,
     layer_tensors,
 )
-from gptmanager.models.lora_modules import adapter_share, lora_modules
+from gptmanager.models.decoder.lora_modules import adapter_share, lora_modules
+from gptmanager.models.decoder.split_norms import norm_over_ranks
 from gptmanager.models.rope import Rope, rope_table
 from gptmanager.models.spec import ModelSpec, QueryTemperature
-from gptmanager.models.split_norms import norm_over_ranks
 from gptmanager.models.splits import rank_spec, vocabulary_shares
 from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout

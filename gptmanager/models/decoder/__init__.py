@@ -1,0 +1,1 @@
+"""The network of a `ModelSpec`, on weights and kernels."""
