@@ -51,11 +51,11 @@ marathon-draws: $(DEV)  ## run the tests that draw at random, FUZZ=20 times as l
 
 marathon-soak: $(DEV)  ## soak a manager with a tight cache for MINUTES=15
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
-	  $(BIN)/python tests/marathon/soak.py --minutes $(or $(MINUTES),15) $(ARGS)
+	  $(BIN)/python tests/marathon/marathon_soak.py --minutes $(or $(MINUTES),15) $(ARGS)
 
 marathon-hostile: $(DEV)  ## attack a server at random for MINUTES=10, from SEED=1
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONPATH=tests/support \
-	  $(BIN)/python tests/marathon/hostile.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1) $(ARGS)
+	  $(BIN)/python tests/marathon/marathon_hostile.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1) $(ARGS)
 
 bench: $(DEV)  ## time what the tests only run once
 	$(BIN)/pytest --benchmark-enable --benchmark-only $(ARGS)

@@ -59,19 +59,19 @@ kv_cache/                     block accounting: which sequence holds which block
     eviction                  which cached block is evicted first (no torch)
     offloading                offloading of cached blocks to host memory (no torch)
     needs                     number of blocks that a request will need (no torch)
-    lookups                   cached prefixes of waiting requests (no torch)
-    reuse                     cached blocks for new sequences, and from ended ones (no torch)
+    lookup_cache              cached prefixes of waiting requests (no torch)
+    block_reuse               cached blocks for new sequences, and from ended ones (no torch)
     sequences                 blocks of each sequence (no torch)
     manager                   KvCacheManager: allocates and frees blocks (no torch)
     state                     block accounting as data, and restored from it (no torch)
 peft_cache/                   cache of LoRA adapters: pages, users, eviction
     layout                    page size, and where each row of an adapter is stored (no torch)
-    pages                     pages of one cache level, and their users (no torch)
+    page_eviction             pages of one cache level, and which adapters lose theirs (no torch)
     manager                   which adapters are cached, and which requests use them (no torch)
     state                     page accounting as data, and restored from it (no torch)
     work                      adapters to read, write and copy
 scheduler/                    capacity and micro-batch schedulers: which requests run
-    waiting                   reasons why a request waits
+    wait_reasons              reasons why a request waits
     adapter_pages             checks that the adapters of a batch fit together (no torch)
     bulk_counts               block needs of many requests in one call (no torch)
     reuse_delay               delays a prompt whose prefix another request computes now (no torch)
@@ -192,9 +192,10 @@ memory/                       tensors that outlive a step, and the checkpoint fi
     untrusted_files           size and depth limits of checkpoint files (no torch)
     host_memory               pinned host memory
     kv_pool                   tensors of the KV cache
-    device_kv_pool            tensors of the KV cache on a device
+    cuda_kv_pool              tensors of the KV cache for CUDA kernels
     adapter_pool              tensors of the LoRA cache
-    checkpoint_tensors        reads tensors from safetensors files or a state dict
+    tensor_sources            the tensors of a checkpoint by name; those of a state dict
+    safetensors_reader        reads tensors from a folder of safetensors files
     safetensors_writer        writes a safetensors file tensor by tensor
     places                    where tensors of a checkpoint go (no torch)
     weights                   parameters of a model, loaded by name
@@ -335,7 +336,7 @@ recorder/                     recordings of a loop's inputs and decisions; the b
 host/                         calls the host's four callbacks safely
     turns                     the interfaces between loop, worker and host
     timers                    times of callbacks
-    receiver                  checks and admits what GetInferenceRequests returned
+    received_requests         checks and admits what GetInferenceRequests returned
     retries                   delays GetInferenceRequests after an error
     preparation               prepares logits post-processors
     background_jobs           long jobs in pieces, between or beside steps
@@ -389,7 +390,7 @@ callbacks/                    ready-made callbacks, built on the public names on
         tap                   collects events on the loop's thread
         rows                  events of requests as rows of the page
         feed                  sends events to browsers
-        page                  LivePage: serves the page
+        page_server           LivePage: serves the page
     processors/               ready-made logits post-processors
         token_rules           allows, forbids or prefers tokens
         temperature_schedule  a temperature that changes by position
@@ -436,7 +437,7 @@ simulator/                    the real loop with a virtual clock and without a m
     arguments                 arguments of `gptmanager simulate` (no torch)
 picture/                      drawings of a schedule: SVG, zoomable page, Perfetto trace
     trace                     what each request did in each iteration (no torch)
-    waiting                   why the first waiting request waits (no torch)
+    wait_reporter             why the first waiting request waits (no torch)
     builder                   builds a trace from schedules
     observer                  builds a trace from a running loop
     recorded                  builds a trace from a recording

@@ -14,7 +14,8 @@ import torch
 
 from gptmanager.callbacks.adapters.peft_config import PeftConfig
 from gptmanager.errors import ConfigError, quoted_path
-from gptmanager.memory.checkpoint_tensors import FLOATS, SafetensorsFolder, TensorInfo, tensor_name
+from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsFolder
+from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.checkpoint_parts import read_config
 from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.families import FAMILIES

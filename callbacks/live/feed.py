@@ -20,7 +20,7 @@ from gptmanager.callbacks.live.rows import GENERATION, PAUSED, WAITING, LiveRows
 from gptmanager.callbacks.live.tap import LiveTap
 from gptmanager.errors import ManagerDeadError, response_text
 from gptmanager.manager.inspection import Explanation
-from gptmanager.scheduler.waiting import WaitReason
+from gptmanager.scheduler.wait_reasons import WaitReason
 
 TICK_S = 0.2
 GRACE_S = 30.0  # the loop is watched for this time after the last viewer has left

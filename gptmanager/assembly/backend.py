@@ -42,7 +42,7 @@ from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.threads import keep_within_quota
 from gptmanager.lifecycle.log import logger
 from gptmanager.memory.adapter_pool import AdapterPool
-from gptmanager.memory.device_kv_pool import DeviceKvPool
+from gptmanager.memory.cuda_kv_pool import CudaKvPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.checkpoint_parts import is_quantized
 from gptmanager.models.decoder.network import CheckpointModel
@@ -282,7 +282,7 @@ class DeviceBackend(Backend):
     ) -> tuple[DeviceRunner, DeviceChooser]:
         """Build the parts that run steps, and allocate their memory on the device."""
         lines, stream, vocab_size = options.lines, self.stream, model.spec.vocab_size
-        pool = DeviceKvPool(
+        pool = CudaKvPool(
             stream.launcher,
             *_shape(model.spec, sizes),
             num_host_blocks=sizes.num_host_blocks,

@@ -29,7 +29,7 @@ from gptmanager.errors import ConfigError, RankError, response_text
 from gptmanager.executor.rank_executor import RankPlace
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
-from gptmanager.memory.checkpoint_tensors import StateDict
+from gptmanager.memory.tensor_sources import StateDict
 from gptmanager.models.checkpoint_parts import open_tensors, read_part
 from gptmanager.ranks.collectives import Collectives, GroupCollectives
 from gptmanager.ranks.links import Links, Message

@@ -19,7 +19,7 @@ from gptmanager.errors import CallbackError, InvalidRequestError, response_text
 from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.host.preparation import Preparation
-from gptmanager.host.receiver import Receiver, not_iterable
+from gptmanager.host.received_requests import Receiver, not_iterable
 from gptmanager.host.retries import GetFailures
 from gptmanager.host.timers import HostTimers, optional, required
 from gptmanager.host.turns import Turn

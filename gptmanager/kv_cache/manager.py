@@ -12,9 +12,9 @@ from itertools import takewhile
 from gptmanager.arguments import at_least, flag
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.block import BlockCopy, KvCacheReport, LedgerError, WhatIf
+from gptmanager.kv_cache.block_reuse import BlockReuse, ReuseCounts, ReuseOptions
 from gptmanager.kv_cache.needs import BlockNeeds, CrossBlockNeeds
 from gptmanager.kv_cache.offloading import HostCounts
-from gptmanager.kv_cache.reuse import BlockReuse, ReuseCounts, ReuseOptions
 from gptmanager.kv_cache.sequences import KvSequences
 from gptmanager.request.llm_request import RETENTION_PRIORITIES, LlmRequest, LlmRequestState
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from gptmanager.errors import CapacityError, DuplicateRequestIdError
 from gptmanager.kv_cache.block import NEVER, BlockCopy, BlockPool, BlockTables, KvCacheReport, audit
+from gptmanager.kv_cache.block_reuse import BlockReuse
 from gptmanager.kv_cache.needs import BlockNeeds
-from gptmanager.kv_cache.reuse import BlockReuse
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT

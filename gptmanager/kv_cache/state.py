@@ -11,11 +11,11 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockTables, LedgerError
-from gptmanager.kv_cache.lookups import key_of
+from gptmanager.kv_cache.block_reuse import BlockReuse
+from gptmanager.kv_cache.lookup_cache import key_of
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.kv_cache.offloading import HostTier
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Node, PrefixTree
-from gptmanager.kv_cache.reuse import BlockReuse
 from gptmanager.kv_cache.sequences import KvSequences
 from gptmanager.request.llm_request import RETENTION_PRIORITIES, LlmRequest
 

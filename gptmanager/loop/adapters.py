@@ -14,7 +14,7 @@ from gptmanager.errors import AdapterError, response_text
 from gptmanager.loop.active_request import FOR_ADAPTER, ActiveRequest
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes
 from gptmanager.peft_cache.manager import PeftCacheManager, Put
-from gptmanager.peft_cache.pages import CachedAdapter
+from gptmanager.peft_cache.page_eviction import CachedAdapter
 from gptmanager.peft_cache.work import (
     AdapterDone,
     AdapterWork,

@@ -14,7 +14,7 @@ from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.adapter_state import copied_adapters
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
-from gptmanager.scheduler.waiting import Wait, reported_waits
+from gptmanager.scheduler.wait_reasons import Wait, reported_waits
 
 _PREPARING = LlmRequestState.PREPARING
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS

@@ -23,7 +23,7 @@ from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.peft_cache import PeftCacheReport
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.llm_request import LlmRequestState
-from gptmanager.scheduler.waiting import Wait, WaitReason, unreported_wait
+from gptmanager.scheduler.wait_reasons import Wait, WaitReason, unreported_wait
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@ checkpoints.
 """
 
 from gptmanager.memory.adapter_pool import AdapterPool, adapter_table
-from gptmanager.memory.checkpoint_tensors import SafetensorsFolder
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.places import Place
+from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.weights import Weights
 
 __all__ = ["AdapterPool", "KvPool", "Place", "SafetensorsFolder", "Weights", "adapter_table"]

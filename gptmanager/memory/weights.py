@@ -23,15 +23,15 @@ from gptmanager.errors import ConfigError, error_summary
 from gptmanager.kernels.gemm.int4_groups import GROUP, Groups, joined
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
-from gptmanager.memory.checkpoint_tensors import (
-    FLOATS,
+from gptmanager.memory.places import Cut, Place, Run, kept_shape, whole
+from gptmanager.memory.safetensors_reader import FLOATS
+from gptmanager.memory.tensor_sources import (
     GroupedSource,
     StateDict,
     TensorInfo,
     TensorSource,
     tensor_name,
 )
-from gptmanager.memory.places import Cut, Place, Run, kept_shape, whole
 
 _MIN_PIECE_BYTES = 1 << 20
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gptmanager.errors import ConfigError, quoted, quoted_path
-from gptmanager.memory.checkpoint_tensors import SafetensorsFolder, TensorSource
+from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.tensor_sources import TensorSource
 from gptmanager.memory.untrusted_files import read_object
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.gguf.split_files import first_of_split

@@ -21,8 +21,8 @@ from gptmanager.errors import ConfigError, quoted_path
 from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.kernels.gemm.int4_rounding import round_to_groups
 from gptmanager.kernels.gemm.packed_matrix import Quantized
-from gptmanager.memory.checkpoint_tensors import GroupedSource, TensorSource
 from gptmanager.memory.safetensors_writer import SafetensorsWriter
+from gptmanager.memory.tensor_sources import GroupedSource, TensorSource
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, open_tensors, read_config, read_part
 from gptmanager.models.families import place_tensors
 from gptmanager.models.parameters import quantized_parameters

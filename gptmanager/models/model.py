@@ -20,8 +20,8 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Ints, Kernels
-from gptmanager.memory.checkpoint_tensors import StateDict, TensorSource
 from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.tensor_sources import StateDict, TensorSource
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
 from gptmanager.models.checkpoint_parts import open_tensors, read_config

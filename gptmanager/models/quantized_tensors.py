@@ -18,7 +18,8 @@ from torch import Tensor
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
 from gptmanager.kernels.gemm.packed_matrix import Quantized
-from gptmanager.memory.checkpoint_tensors import FLOATS, TensorInfo, TensorSource, tensor_name
+from gptmanager.memory.safetensors_reader import FLOATS
+from gptmanager.memory.tensor_sources import TensorInfo, TensorSource, tensor_name
 
 FIELD = "quantization_config"
 LAYOUT_VERSIONS: Mapping[Quantized, int] = {"int8": 1, "int4": 2}

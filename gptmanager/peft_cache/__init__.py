@@ -8,7 +8,7 @@ from gptmanager.peft_cache.manager import (
     PeftCacheReport,
     Put,
 )
-from gptmanager.peft_cache.pages import CachedAdapter
+from gptmanager.peft_cache.page_eviction import CachedAdapter
 
 __all__ = [
     "AdapterRow", "CacheSizes", "CachedAdapter", "PageCopy", "PeftCacheCounts", "PeftCacheManager",

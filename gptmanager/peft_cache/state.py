@@ -14,7 +14,7 @@ from gptmanager.errors import AdapterError
 from gptmanager.kv_cache.block import LedgerError
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, pack
 from gptmanager.peft_cache.manager import PeftCacheManager
-from gptmanager.peft_cache.pages import AdapterPages, CachedAdapter
+from gptmanager.peft_cache.page_eviction import AdapterPages, CachedAdapter
 
 
 class AdapterState(NamedTuple):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gptmanager.picture.trace import Bounds, Column, Phase, Reason, RequestRow, Span, Trace
-from gptmanager.picture.waiting import reason_of
-from gptmanager.scheduler.waiting import Wait, unreported_wait
+from gptmanager.picture.wait_reporter import reason_of
+from gptmanager.scheduler.wait_reasons import Wait, unreported_wait
 from gptmanager.step import BlockAppend, Row, Schedule
 
 

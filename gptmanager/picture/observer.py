@@ -9,7 +9,7 @@ from gptmanager.config import FinishReason
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds
-from gptmanager.picture.waiting import WaitReporter
+from gptmanager.picture.wait_reporter import WaitReporter
 from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.request.inference_request import NamedTensor
 from gptmanager.step import Intake, Schedule, Step

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from gptmanager.errors import RecordingError, RequestError
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds, Trace
-from gptmanager.picture.waiting import WaitReporter
+from gptmanager.picture.wait_reporter import WaitReporter
 from gptmanager.recorder.recording import End, Iteration, Recording
 from gptmanager.replay.replaying import completed
 from gptmanager.request.inference_request import TENSOR_ALIASES, InferenceRequest
@@ -24,7 +24,7 @@ from gptmanager.request.read_tensors import (
     read_token_ids,
 )
 from gptmanager.scheduler.simple import RequestScheduler
-from gptmanager.scheduler.waiting import Wait
+from gptmanager.scheduler.wait_reasons import Wait
 
 # ends caused by the intake, before the iteration runs anything
 _EARLY = ("CANCELLED", "TIMED_OUT", "ERROR")

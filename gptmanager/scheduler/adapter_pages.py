@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from gptmanager.request.llm_request import LlmRequest, RequestList
-from gptmanager.scheduler.waiting import Wait, WaitReason, lacking
+from gptmanager.scheduler.wait_reasons import Wait, WaitReason, lacking
 
 
 class PeftCacheManager(Protocol):

@@ -20,7 +20,7 @@ from gptmanager.request.llm_request import LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
 from gptmanager.scheduler.bulk_counts import bulk_counts
 from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
-from gptmanager.scheduler.waiting import (
+from gptmanager.scheduler.wait_reasons import (
     Wait,
     WaitReason,
     Waits,

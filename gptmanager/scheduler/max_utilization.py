@@ -14,7 +14,7 @@ from gptmanager.scheduler.adapter_pages import AdapterPages
 from gptmanager.scheduler.bulk_counts import bulk_counts
 from gptmanager.scheduler.capacity import KvCapacityScheduler
 from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
-from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, full, lacking
+from gptmanager.scheduler.wait_reasons import Wait, WaitReason, Waits, full, lacking
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS

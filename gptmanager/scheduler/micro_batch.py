@@ -25,7 +25,7 @@ from gptmanager.scheduler.chunk_sizes import (
     share_units,
     trim_drafts,
 )
-from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, full, lacking
+from gptmanager.scheduler.wait_reasons import Wait, WaitReason, Waits, full, lacking
 
 _ENCODER_INIT = LlmRequestState.ENCODER_INIT
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT

@@ -12,7 +12,7 @@ from gptmanager.arguments import able
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import LlmRequestState, RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
-from gptmanager.scheduler.waiting import Wait, reported_waits
+from gptmanager.scheduler.wait_reasons import Wait, reported_waits
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 

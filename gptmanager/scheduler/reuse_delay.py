@@ -9,7 +9,7 @@ from collections.abc import Hashable
 
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
-from gptmanager.scheduler.waiting import Wait, WaitReason
+from gptmanager.scheduler.wait_reasons import Wait, WaitReason
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 

@@ -13,7 +13,7 @@ from gptmanager.arguments import able
 from gptmanager.request.llm_request import RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
 from gptmanager.scheduler.micro_batch import MicroBatchScheduler
-from gptmanager.scheduler.waiting import Wait, reported_waits, traced
+from gptmanager.scheduler.wait_reasons import Wait, reported_waits, traced
 
 
 class SchedulerOutput(NamedTuple):

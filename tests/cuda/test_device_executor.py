@@ -35,7 +35,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.sequence_tables import DeviceTables
-from gptmanager.memory.device_kv_pool import DeviceKvPool
+from gptmanager.memory.cuda_kv_pool import CudaKvPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import load_model
 
@@ -92,7 +92,7 @@ def test_nothing_is_compiled_while_requests_wait(device):
         return find(program, name, shared_mem)
 
     launcher.kernel = kernel
-    DeviceKvPool(launcher, 1, 4, 16, 1, 64, device=stream.device)
+    CudaKvPool(launcher, 1, 4, 16, 1, 64, device=stream.device)
     DeviceSampler(2, 96, np.zeros((2, 8), np.int32), launcher, stream.device)
     names = {"adjust", "sample", "log_probs", "best_of_rows", "copy_blocks"}
     assert {name.partition("<")[0] for name in asked} >= names

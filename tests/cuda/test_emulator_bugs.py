@@ -11,14 +11,14 @@ import pytest
 
 from gptmanager.cuda import emulator
 
-SOURCE = Path(__file__).with_name("planted_bugs.cu")
+SOURCE = Path(__file__).with_name("faulty_kernels.cu")
 CUDA = Path(__file__).resolve().parents[2] / "cuda"
 NAMES = tuple(re.findall(r"^__global__ void (\w+)", SOURCE.read_text(), re.MULTILINE))
 
 pytestmark = pytest.mark.usefixtures("toolchain")
 
 NAMED_IN_FAST_MODE = {
-    "divergent_barrier": "divergent __syncthreads: .* waits in __syncthreads at planted_bugs.cu",
+    "divergent_barrier": "divergent __syncthreads: .* waits in __syncthreads at faulty_kernels.cu",
     "early_return": r"deadlock in block .*: .*\) in __syncthreads at .*; 1 thread \(5\) returned$",
     "past_the_array": "access to byte 256 of argument 0, which has 256 bytes",
     "past_dynamic_shared": "access to byte 256 of dynamic shared memory, which has 256 bytes",
@@ -66,7 +66,7 @@ NAMED_IN_CHECK_MODE = {
     "missing_barrier": "read of uninitialized shared memory",
     "missing_wait": "read of the destination of a cp.async before cp_async_wait",
     "missing_sync_warp": "race on shared memory: a write by thread .* not ordered before a read",
-    "missing_atomics": "race on argument 0: .*by thread . of block .* at planted_bugs.cu:",
+    "missing_atomics": "race on argument 0: .*by thread . of block .* at faulty_kernels.cu:",
     "race_after_many_barriers": "race on shared memory: a (read|write) by",
     "rows_without_sync": "race on shared memory: a write by thread .* not ordered before a read",
     "product_changed_after_fence": "wgmma without a warpgroup_fence since its registers",
@@ -120,7 +120,7 @@ def check_error(name, check, pattern):
     assert re.search(pattern, text), text
     lines = SOURCE.read_text().splitlines()
     marked = [i for i, line in enumerate(lines, 1) if line.endswith(f"// HERE {name}")]
-    assert all(f"planted_bugs.cu:{line}" in text for line in marked), text
+    assert all(f"faulty_kernels.cu:{line}" in text for line in marked), text
 
 
 def test_every_kernel_is_tested():

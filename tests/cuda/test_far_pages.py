@@ -17,7 +17,7 @@ from gptmanager.cuda.attention.block_copy import as_tensor, copy_blocks
 from gptmanager.cuda.attention.cache_write import rope_and_write
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.attention.attention_arguments import Pages
-from gptmanager.memory.device_kv_pool import DeviceKvPool
+from gptmanager.memory.cuda_kv_pool import CudaKvPool
 
 FAR = 2**31
 HEAD_DIM, TOKENS = 256, 64
@@ -95,4 +95,4 @@ def test_copies(machine):
 def test_a_pool_of_more_rows_than_kernels_count(machine):
     """A row is a token's key of one head. Nothing is allocated."""
     with pytest.raises(ConfigError, match=r"33554432 blocks .* 2147483648 rows per layer"):
-        DeviceKvPool(machine.launcher, 1, 2**25, 8, 8, 2**20, device=torch.device("meta"))
+        CudaKvPool(machine.launcher, 1, 2**25, 8, 8, 2**20, device=torch.device("meta"))

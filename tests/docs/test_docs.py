@@ -25,7 +25,7 @@ from gptmanager.models import Batch, load_model
 from gptmanager.request.inference_request import TENSORS
 from gptmanager.request.llm_request import NEXT_STATES, LlmRequestState
 from gptmanager.scheduler import KvCacheManager, LlmRequest
-from gptmanager.scheduler.waiting import WaitReason
+from gptmanager.scheduler.wait_reasons import WaitReason
 from gptmanager.simulator import CostModel, Machine, SyntheticLoad, hypothetical, simulate
 from gptmanager.simulator.report import Comparison, figures_table, plain
 from gptmanager.terminal.tables import lines

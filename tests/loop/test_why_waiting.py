@@ -21,7 +21,7 @@ from gptmanager.kv_cache import KvCacheManager
 from gptmanager.manager.inspection import explain
 from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, StaticBatchScheduler
-from gptmanager.scheduler.waiting import WaitReason
+from gptmanager.scheduler.wait_reasons import WaitReason
 
 NUM_TRACES = 36 * FUZZ
 _CONTEXT = LlmRequestState.CONTEXT_INIT

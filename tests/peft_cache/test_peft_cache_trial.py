@@ -15,7 +15,7 @@ from peft_cache_proof import Divergence, PeftCacheProof
 from gptmanager.kv_cache import LedgerError
 from gptmanager.peft_cache import PeftCacheManager, manager
 from gptmanager.peft_cache.layout import Packing, RowPlace
-from gptmanager.peft_cache.pages import AdapterPages, CachedAdapter
+from gptmanager.peft_cache.page_eviction import AdapterPages, CachedAdapter
 
 OPERATIONS = 100_000 * FUZZ
 FOUND = (Divergence, LedgerError, LookupError)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
-from gptmanager.memory.checkpoint_tensors import tensor_name
+from gptmanager.memory.tensor_sources import tensor_name
 from gptmanager.memory.untrusted_files import check_file
 from gptmanager.models.gguf.block_types import BLOCK_TYPES, TYPE_NAMES, BlockType
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gptmanager.errors import ConfigError, quoted, quoted_path
-from gptmanager.memory.checkpoint_tensors import tensor_name
+from gptmanager.memory.tensor_sources import tensor_name
 from gptmanager.models.gguf.header import Header, StoredTensor, read_header
 
 _NAME = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\.gguf)")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError, quoted_path
 from gptmanager.kernels.gemm.int4_groups import Groups
-from gptmanager.memory.checkpoint_tensors import TensorInfo, tensor_name
+from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.gguf.architecture import Architecture
 from gptmanager.models.gguf.header import Header, StoredTensor
 

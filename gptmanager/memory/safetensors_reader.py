@@ -1,6 +1,6 @@
-"""The sources of a checkpoint's tensors: a state dict, or a folder of safetensors.
+"""`SafetensorsFolder`: reads the tensors of a folder of safetensors files, in slices.
 
-Decides how files are found and read in slices. Does not know how a tensor is used.
+Decides how the files are found and mapped. Does not know how a tensor is used.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
-from gptmanager.kernels.gemm.int4_groups import Groups
+from gptmanager.memory.tensor_sources import TensorInfo, as_slice, tensor_name
 from gptmanager.memory.untrusted_files import check_file, read_object
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -24,81 +24,6 @@ _DTYPES = {**FLOATS, "I8": "int8", "I32": "int32", "I64": "int64"}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_TENSORS = 200_000  # enough for 10,000 layers
-
-
-class TensorInfo(NamedTuple):
-    """The shape and dtype of a tensor, known before it is read. `dtype`: torch's name of it.
-
-    `in_groups`: the tensor is an int4 matrix of a `GroupedSource`.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    in_groups: bool = False
-
-
-class TensorSource(Protocol):
-    """The tensors of a checkpoint by name, read in slices."""
-
-    def describe(self) -> Mapping[str, TensorInfo]:
-        """Return the shape and dtype of each tensor, without reading it."""
-        ...
-
-    def pieces(
-        self, name: str, max_bytes: int, region: Sequence[range] | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield slices of a tensor along its first dimension, (first index, slice), in order.
-
-        `region`: the range of each dimension to read; indices count from its beginning. A slice has
-        about `max_bytes`, and is valid until the next one is requested.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the files. The next read opens them again."""
-        ...
-
-
-class GroupedSource(TensorSource, Protocol):
-    """A source with int4 matrices, which it can also return without conversion."""
-
-    def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
-        """Yield these rows of a matrix `[outputs, inputs]` in slices, as `pieces` does."""
-        ...
-
-
-class StateDict:
-    """Tensors that are in memory. Raises ConfigError for values that are not dense tensors."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if not isinstance(name, str):
-                raise ConfigError(f"tensor {quoted(name)}: the name must be a str")
-            if not isinstance(tensor, Tensor):
-                raise ConfigError(
-                    f"{tensor_name(name)}: must be a torch.Tensor, got {type(tensor).__name__}"
-                )
-            if tensor.is_meta or tensor.layout is not torch.strided:
-                raise ConfigError(
-                    f"{tensor_name(name)}: must be a dense tensor with values, got layout "
-                    f"{tensor.layout} on {tensor.device}"
-                )
-        self._tensors = tensors
-
-    def describe(self) -> Mapping[str, TensorInfo]:
-        return {
-            name: TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in self._tensors.items()
-        }
-
-    def pieces(
-        self, name: str, max_bytes: int, region: Sequence[range] | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
-        tensor = self._tensors[name]
-        yield 0, tensor if region is None else tensor[tuple(map(_slice, region))]
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 class SafetensorsFolder:
@@ -147,7 +72,7 @@ class SafetensorsFolder:
         for start in range(rows.start, rows.stop, step):
             mapping = self._map(self._files[name], max_bytes)
             own = range(start, min(start + step, rows.stop))
-            piece = mapping.get_slice(name)[tuple(map(_slice, (own, *others)))]
+            piece = mapping.get_slice(name)[tuple(map(as_slice, (own, *others)))]
             self._bytes_read += len(own) * row_bytes
             yield start - rows.start, piece
             del piece, mapping  # drop the old mapping before the file is mapped again
@@ -182,10 +107,6 @@ class SafetensorsFolder:
             self._tensors[name] = TensorInfo(tuple(header.get_shape()), _DTYPES.get(dtype, dtype))
 
 
-def _slice(indices: range) -> slice:
-    return slice(indices.start, indices.stop)
-
-
 def _open(file: Path) -> Any:
     check_file(file)
     try:
@@ -216,8 +137,3 @@ def _read_index(folder: Path, single: str) -> dict[str, str] | None:
             text = f"weight_map names {quoted(name)}, which must be a file in the folder"
             raise ConfigError(f"{quoted_path(file)}: {text}")
     return index
-
-
-def tensor_name(tensor: str) -> str:
-    """Return the name as it is if it is printable and short, else quoted."""
-    return tensor if tensor.isprintable() and len(tensor) <= 200 else quoted(tensor)

@@ -1,4 +1,4 @@
-"""`DeviceKvPool`: a `KvPool` on a device. A kernel on the device's stream copies its blocks.
+"""`CudaKvPool`: a `KvPool` on a device. A kernel on the device's stream copies its blocks.
 
 Blocks with ids from `num_blocks` on are in pinned host memory. The kernel reads and writes it
 directly, so no thread waits.
@@ -21,7 +21,7 @@ _VECTOR_BYTES = 16  # the kernel copies vectors of this size
 _MAX_ROWS = 1 << 31
 
 
-class DeviceKvPool(KvPool):
+class CudaKvPool(KvPool):
     """Pages in the layout that CUDA kernels read: token-major.
 
     Raises ConfigError if a layer has 2^31 rows (tokens of a KV head) or more: kernels use int

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gptmanager.kv_cache.block import BlockCopy
-from gptmanager.memory.device_kv_pool import DeviceKvPool
+from gptmanager.memory.cuda_kv_pool import CudaKvPool
 from gptmanager.memory.kv_pool import KvPool
 
 SIZES = (2, 5, 8, 3)  # layers, blocks, tokens of a block, KV heads
@@ -23,7 +23,7 @@ def pages(pool):
 def test_copies_are_those_of_the_cpu(machine, head_dim, dtype):
     device = machine.tensor(torch.zeros(1)).device
     options = {"num_host_blocks": 4, "dtype": dtype}
-    own = DeviceKvPool(machine.launcher, *SIZES, head_dim, device=device, **options)
+    own = CudaKvPool(machine.launcher, *SIZES, head_dim, device=device, **options)
     other = KvPool(*SIZES, head_dim, token_major=True, **options)
     for start, (one, two) in enumerate(
         zip(

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import Attack
 from hostile_bars import Bars, Record, judge
 from hostile_calls import Target
 from hostile_case import Case, post
 from hostile_draws import Draws
+from marathon_hostile import Attack
 from server_watch import Memory, Poll, Watched
 
 PLANTED = Path(__file__).with_name("planted_server.py")

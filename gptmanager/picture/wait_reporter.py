@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from gptmanager.picture.trace import Reason
 from gptmanager.request.llm_request import RequestList
 from gptmanager.scheduler.simple import RequestScheduler, SchedulerOutput
-from gptmanager.scheduler.waiting import Wait, WaitReason, reported_waits
+from gptmanager.scheduler.wait_reasons import Wait, WaitReason, reported_waits
 
 _REASONS = {
     WaitReason.BATCH_FULL: Reason.BATCH,

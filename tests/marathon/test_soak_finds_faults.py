@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from soak import soak
+from marathon_soak import soak
 
 pytest.importorskip("llguidance", reason="guided decoding needs llguidance, an extra")
 

@@ -1,0 +1,99 @@
+"""`TensorSource`: the tensors of a checkpoint by name, and `StateDict`, the tensors in memory.
+
+A source finds tensors and reads slices of them. Does not know how a tensor is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gptmanager.errors import ConfigError, quoted
+from gptmanager.kernels.gemm.int4_groups import Groups
+
+
+class TensorInfo(NamedTuple):
+    """The shape and dtype of a tensor, known before it is read. `dtype`: torch's name of it.
+
+    `in_groups`: the tensor is an int4 matrix of a `GroupedSource`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    in_groups: bool = False
+
+
+class TensorSource(Protocol):
+    """The tensors of a checkpoint by name, read in slices."""
+
+    def describe(self) -> Mapping[str, TensorInfo]:
+        """Return the shape and dtype of each tensor, without reading it."""
+        ...
+
+    def pieces(
+        self, name: str, max_bytes: int, region: Sequence[range] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield slices of a tensor along its first dimension, (first index, slice), in order.
+
+        `region`: the range of each dimension to read; indices count from its beginning. A slice has
+        about `max_bytes`, and is valid until the next one is requested.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the files. The next read opens them again."""
+        ...
+
+
+class GroupedSource(TensorSource, Protocol):
+    """A source with int4 matrices, which it can also return without conversion."""
+
+    def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
+        """Yield these rows of a matrix `[outputs, inputs]` in slices, as `pieces` does."""
+        ...
+
+
+class StateDict:
+    """Tensors that are in memory. Raises ConfigError for values that are not dense tensors."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"tensor {quoted(name)}: the name must be a str")
+            if not isinstance(tensor, Tensor):
+                raise ConfigError(
+                    f"{tensor_name(name)}: must be a torch.Tensor, got {type(tensor).__name__}"
+                )
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                raise ConfigError(
+                    f"{tensor_name(name)}: must be a dense tensor with values, got layout "
+                    f"{tensor.layout} on {tensor.device}"
+                )
+        self._tensors = tensors
+
+    def describe(self) -> Mapping[str, TensorInfo]:
+        return {
+            name: TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self._tensors.items()
+        }
+
+    def pieces(
+        self, name: str, max_bytes: int, region: Sequence[range] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        tensor = self._tensors[name]
+        yield 0, tensor if region is None else tensor[tuple(map(as_slice, region))]
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
+
+
+def as_slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)
+
+
+def tensor_name(tensor: str) -> str:
+    """Return the name as it is if it is printable and short, else quoted."""
+    return tensor if tensor.isprintable() and len(tensor) <= 200 else quoted(tensor)
