@@ -2,10 +2,11 @@
 
 import gc
 import signal
-from collections import Counter
+import zlib
+from collections import defaultdict
 
 import pytest
-from fuzz import FUZZ
+from fuzz import ALL_CASES
 from hypothesis import HealthCheck, settings
 
 from gptmanager.callbacks import load_guided_decoding, load_tokenizer
@@ -25,19 +26,27 @@ gc.disable()  # until all tests are collected
 
 
 def pytest_collection_modifyitems(config, items):
-    """Run each k-th case of a test that is marked `every(k)`; `make marathon` runs all of them."""
-    if FUZZ > 1:
+    """Run each k-th case of a test that is marked `every(k)`.
+
+    `make marathon` and `make mutants` run all of them. The name of the test decides the first
+    case, so that tests of one table run different cases.
+    """
+    if ALL_CASES:
         return
-    counts, left_out = Counter(), []
+    cases, every = defaultdict(list), {}
     for item in items:
         marker = item.get_closest_marker("every")
         if marker is not None and item.get_closest_marker("gpu") is None:
             test = item.nodeid.partition("[")[0]
-            if counts[test] % marker.args[0]:
-                left_out.append(item)
-            counts[test] += 1
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in {*left_out}]
+            cases[test].append(item)
+            every[test] = marker.args[0]
+    left_out = set()
+    for test, its_cases in cases.items():
+        first = zlib.crc32(test.encode()) % min(every[test], len(its_cases))
+        left_out.update(its_cases)
+        left_out.difference_update(its_cases[first :: every[test]])
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish():

@@ -57,9 +57,14 @@ def too_large(text):
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_nothing_has_outgrown_its_size(path):
-    assert too_large(path.read_text(encoding="utf-8")) == []
+def found_in(paths, find):
+    """What `find` finds in each of the files in which it finds something."""
+    found = {path.relative_to(ROOT).as_posix(): find(path) for path in paths}
+    return {path: problems for path, problems in found.items() if problems}
+
+
+def test_nothing_has_outgrown_its_size():
+    assert found_in(FILES, lambda path: too_large(path.read_text(encoding="utf-8"))) == {}
 
 
 def test_what_is_too_large_is_found():
@@ -86,9 +91,8 @@ def dangling_docstrings(text):
     ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_docstrings_begin_with_a_subject_or_a_verb(path):
-    assert dangling_docstrings(path.read_text(encoding="utf-8")) == []
+def test_docstrings_begin_with_a_subject_or_a_verb():
+    assert found_in(FILES, lambda path: dangling_docstrings(path.read_text(encoding="utf-8"))) == {}
 
 
 def test_a_dangling_docstring_is_found():
@@ -102,13 +106,8 @@ def forms_of(path):
     return banned_forms(path.read_text(encoding="utf-8"), path.suffix)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*FILES, *SOURCES],
-    ids=lambda path: path.relative_to(ROOT).as_posix(),
-)
-def test_no_text_has_a_banned_form(path):
-    assert forms_of(path) == []
+def test_no_text_has_a_banned_form():
+    assert found_in([*FILES, *SOURCES], forms_of) == {}
 
 
 PLANTED = [

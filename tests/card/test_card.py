@@ -50,6 +50,7 @@ def run_card(phase, tmp_path, *arguments, **environment):
 
 @no_device
 @pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.every(3)
 def test_a_phase_where_there_is_no_gpu(phase, tmp_path):
     done = run_card(phase, tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr

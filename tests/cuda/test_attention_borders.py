@@ -10,6 +10,8 @@ import torch
 from kernel_values import DTYPES
 from paged_rows import PagedRows
 
+pytestmark = pytest.mark.every(4)
+
 BOTH = {"generation": (generation, 1), "context": (context, 8)}  # and new tokens of a row
 SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])
 both = pytest.mark.parametrize(("attention", "num_new"), BOTH.values(), ids=BOTH)

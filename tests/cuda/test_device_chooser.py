@@ -19,6 +19,8 @@ from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.torch_executor import TorchExecutor
 
+pytestmark = pytest.mark.every(2)
+
 from_tokens = InferenceRequest.from_tokens
 
 

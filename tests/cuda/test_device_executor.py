@@ -39,6 +39,8 @@ from gptmanager.memory.cuda_kv_pool import CudaKvPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import load_model
 
+pytestmark = pytest.mark.every(2)
+
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 
 

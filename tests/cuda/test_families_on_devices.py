@@ -20,6 +20,8 @@ from gptmanager.kernels.reference import Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import load_model
 
+pytestmark = pytest.mark.every(3)
+
 pytest.importorskip("transformers", reason="transformers is not installed")
 TEXTS = tokens(24, 1), tokens(7, 2)
 STEPS = ((0, 0), (14, 3)), ((14, 3), (21, 4)), ((21, 4), (22, 5)), ((22, 5), (23, 6))

@@ -124,14 +124,17 @@ def test_no_pinned(monkeypatch):
 
 @pytest.mark.every(2)
 @pytest.mark.timeout(240)  # it compiles a few kernels anew
-def test_the_tokens_are_the_same(toolchain, monkeypatch):
+@pytest.mark.parametrize(
+    "words", ["no-graphs,no-split,no-early,no-warpgroups,no-pinned", "no-async-copies"]
+)
+def test_the_tokens_are_the_same(words, toolchain, monkeypatch):
     def requests():
         return [InferenceRequest.from_tokens(i, prompt(i, 40 + 9 * i), 5) for i in range(3)]
 
     cache = KvCacheConfig(max_tokens=512, tokens_per_block=16)
     answers = []
-    for words in ("", "no-graphs,no-split,no-early,no-async-copies,no-warpgroups,no-pinned"):
-        monkeypatch.setenv(VARIABLE, words)
+    for disabled in ("", words):
+        monkeypatch.setenv(VARIABLE, disabled)
         found = finals(requests(), "emulator", cache=cache, dtype="bfloat16")
         answers.append([response.tensors["output_ids"].tolist() for response in found])
     assert answers[0] == answers[1]

@@ -24,7 +24,7 @@ from gptmanager.testing import ContractChecker, RecordingCallbacks
 FP8 = torch.float8_e4m3fn
 SCALES = [(0.02, 0.01), (0.05, 0.001)]  # of keys and values by layer; beyond 448 times that is cut
 from_tokens = InferenceRequest.from_tokens
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.every(2)]
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.gemm import gemm as tiled_products
 from gptmanager.cuda.gemm.gemm import covers, gemm, new_counters, plan_matmul
 
+pytestmark = pytest.mark.every(3)
+
 NARROW = (torch.float16, torch.bfloat16)
 
 

@@ -7,6 +7,8 @@ from kernel_values import DTYPES, close, randn
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.gemm.gemv import FEW_ROWS, covers, multiply, multiply_silu
 
+pytestmark = pytest.mark.every(2)
+
 # Rows of x, of the weight, and elements of both: odd numbers, parts of tiles and of chunks, more
 # than a round, and so many items that blocks take several.
 SHAPES = [(1, 8, 64), (3, 17, 8), (9, 70, 40), (16, 33, 2056), (8, 240, 136), (0, 8, 8)]

@@ -13,6 +13,8 @@ from gptmanager.cuda.gemm.lora import MAX_MODULES, add_adapters, covers
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule
 
+pytestmark = pytest.mark.every(2)
+
 WIDTH, Q, KV = 136, 130, 33  # parts of a chunk, of a block, and a border of modules inside of it
 COLUMNS = Q + 2 * KV
 # Of the whole matrix, then of its three parts; nothing at all; an adapter that no token has.

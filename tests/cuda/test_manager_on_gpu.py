@@ -35,7 +35,7 @@ from gptmanager.testing import ContractChecker, RecordingCallbacks
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 from_tokens = InferenceRequest.from_tokens
-pytestmark = pytest.mark.timeout(180)  # the emulator beside busy neighbors
+pytestmark = [pytest.mark.timeout(180), pytest.mark.every(2)]  # the emulator beside busy neighbors
 
 
 @pytest.fixture(params=["cpu", "emulator", GPU])

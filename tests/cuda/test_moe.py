@@ -13,6 +13,8 @@ from gptmanager.kernels.experts import routing as reference
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
 
+pytestmark = pytest.mark.every(3)
+
 ROUTINGS = (
     Routing(1),
     Routing(2, "softmax", renormalize=True, factor=1.5),

@@ -6,6 +6,8 @@ from kernel_values import DTYPES, close, randn
 
 from gptmanager.cuda.norms import layer_norm, norm_heads, rms_norm
 
+pytestmark = pytest.mark.every(3)
+
 EPS = 1e-5
 
 

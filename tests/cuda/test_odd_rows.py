@@ -32,6 +32,8 @@ from gptmanager.decoding.search.beam_search import BeamParams, ParallelSampling
 from gptmanager.step import BeamCandidates
 from gptmanager.testing import RecordingCallbacks
 
+pytestmark = pytest.mark.every(3)
+
 NUM_RUNS = 3 * FUZZ
 VOCAB_SIZE = LLAMA["vocab_size"]
 from_tokens = InferenceRequest.from_tokens

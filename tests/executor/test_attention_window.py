@@ -74,6 +74,7 @@ def requests():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("window", [5, 16, 21])
+@pytest.mark.every(2)
 def test_tokens_are_those_of_a_mask(family, window):
     model = random_model(CONFIGS[family])
     host = serve(checkpoint(model), requests(), window, max_batch_size=3)

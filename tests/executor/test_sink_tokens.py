@@ -178,6 +178,7 @@ def check_logits(host, requests, model, seen, size, sink):
 @pytest.mark.parametrize(
     ("size", "sink"), [(20, 0), (16, 4), (24, 8), (21, 13), (5, 0), (1, 0), (100, 3)]
 )
+@pytest.mark.every(2)
 def test_logits_are_those_of_a_dense_mask(models, seen_logits, family, size, sink):
     requests = mixed_requests((1, size, size + 1, 41, 200), 30)
     kv_cache = {"max_attention_window": size, "sink_token_length": sink}
@@ -207,6 +208,7 @@ def alone(source):
 
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@pytest.mark.every(2)
 def test_no_schedule_shows(models, source, alone, seen_logits, options):
     options, kv_cache = dict(options), {"max_attention_window": 20, "sink_token_length": 5}
     for name in ("max_tokens", "enable_block_reuse"):

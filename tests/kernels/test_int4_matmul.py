@@ -89,6 +89,7 @@ def tolerance(kind: str, num_rows: int) -> float:
 
 
 @pytest.mark.parametrize("minima", [False, True], ids=["symmetric", "minima"])
+@pytest.mark.every(2)
 def test_matmuls_are_right_at_every_edge(kind: str, minima: bool) -> None:
     ops = CpuKernels()
     for (outs, depth), num_rows in itertools.product(SHAPES, ROWS):

@@ -111,6 +111,7 @@ CONFORMING = {
 
 
 @pytest.mark.parametrize("name", CONFORMING)
+@pytest.mark.every(2)
 def test_what_is_right_conforms(name):
     create_scheduler, evicts = CONFORMING[name]
     report = check_scheduler(create_scheduler, evicts=evicts, num_scenarios=30 * FUZZ)
@@ -407,6 +408,7 @@ PLANTED = [
 @pytest.mark.parametrize(
     ("mistake", "rule", "text"), PLANTED, ids=lambda v: getattr(v, "__name__", "")
 )
+@pytest.mark.every(2)
 def test_a_planted_mistake_is_found_by_its_name(mistake, rule, text):
     evicts = False if mistake is Pauses else None
     report = check_scheduler(mistake, num_scenarios=30 * FUZZ, evicts=evicts)

@@ -56,6 +56,7 @@ def attack(fault: str, log: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.every(2)
 def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
     report = attack(fault, tmp_path / "log")
     assert any(FAULTS[fault] in failure for failure in report["failures"]), report["failures"]

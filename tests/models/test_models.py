@@ -58,6 +58,7 @@ def test_packed_logits_equal_transformers(name: str, new_kernels: Callable[[], K
 @both_kernels
 @pytest.mark.parametrize("chunk", [None, 6], ids=["in one piece", "in chunks"])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.every(3)
 def test_64_greedy_tokens_equal_transformers(
     name: str, chunk: int | None, new_kernels: Callable[[], Kernels]
 ) -> None:
@@ -626,6 +627,7 @@ for folder in folders:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @both_kernels
+@pytest.mark.every(2)
 def test_loading_peaks_at_the_final_weights_and_a_fifth(
     tmp_path: Path, new_kernels: type[Kernels]
 ) -> None:

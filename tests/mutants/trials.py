@@ -114,6 +114,7 @@ class Tree:
             "XDG_CACHE_HOME": str(self._cache),
             "NUMBA_CACHE_DIR": str(self._cache / "numba"),
             "OMP_NUM_THREADS": "1",
+            "GPTMANAGER_ALL_CASES": "1",
         }
         return {**os.environ, **own}
 

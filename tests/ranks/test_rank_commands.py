@@ -29,19 +29,26 @@ def run_arguments(folder, *more):
     return ["-m", "gptmanager", "run", "--model", MODEL, "--requests", str(requests), *more]
 
 
-def test_a_file_of_requests_runs_on_ranks_as_on_one(tmp_path):
-    written = [str(tmp_path / name) for name in ("alone", "parts", "stages")]
+@pytest.mark.every(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        # What rank 0 alone does need not be the same.
+        ("--tensor-parallel-size", "2", "--pace", "0.001"),
+        ("--pipeline-parallel-size", "2"),
+    ],
+)
+def test_a_file_of_requests_runs_on_ranks_as_on_one(options, tmp_path):
+    written = [str(tmp_path / name) for name in ("alone", "ranks")]
     command = run_arguments(tmp_path, "--json", "--dtype", "float64", "--output")
     assert main([*command[2:], written[0]]) == 0
-    paced = "--pace", "0.001"  # what rank 0 alone does need not be the same
-    outputs(start_ranks([*command, written[1], *paced, "--tensor-parallel-size", "2"], 2))
-    told = outputs(start_ranks([*command, written[2], "--pipeline-parallel-size", "2"], 2))
-    assert json.loads(told[0])["requests"] == 3 and told[1] == ""
-    alone, parts, stages = (
+    reports = outputs(start_ranks([*command, written[1], *options], 2))
+    assert json.loads(reports[0])["requests"] == 3 and reports[1] == ""
+    alone, ranks = (
         [json.loads(line)["output_ids"] for line in Path(path).read_text().splitlines()]
         for path in written
     )
-    assert alone == parts == stages
+    assert alone == ranks
 
 
 def test_a_chat_over_ranks_is_that_of_rank_0(tmp_path):

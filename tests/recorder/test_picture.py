@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -45,6 +46,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import schedule_pictures as scenes  # noqa: E402
+
+outputs_of_512 = functools.cache(scenes.outputs_of_512)
 
 
 def at(trace, column):
@@ -99,7 +102,7 @@ def test_toy_example_with_chunks():
 
 
 def test_guaranteed_no_evict_runs_each_output_of_512_in_512_iterations():
-    trace = scenes.outputs_of_512(scenes.GUARANTEED_NO_EVICT)
+    trace = outputs_of_512(scenes.GUARANTEED_NO_EVICT)
 
     whole = [row for row in trace.rows if row.num_generated == 512]
     assert len(whole) == len(trace.rows) - 3
@@ -112,7 +115,7 @@ def test_guaranteed_no_evict_runs_each_output_of_512_in_512_iterations():
 
 
 def test_static_batch_waits_for_the_whole_batch():
-    trace = scenes.outputs_of_512(scenes.STATIC_BATCH)
+    trace = outputs_of_512(scenes.STATIC_BATCH)
 
     assert sorted({start(row) for row in trace.rows}) == [0, 512, 1024, 1536, 2048]
     assert trace.columns[400].num_running == 1  # three of the four have stopped early
@@ -120,8 +123,8 @@ def test_static_batch_waits_for_the_whole_batch():
 
 
 def test_max_utilization_runs_more_at_once_and_pauses():
-    trace = scenes.outputs_of_512(scenes.MAX_UTILIZATION)
-    no_evict = scenes.outputs_of_512(scenes.GUARANTEED_NO_EVICT)
+    trace = outputs_of_512(scenes.MAX_UTILIZATION)
+    no_evict = outputs_of_512(scenes.GUARANTEED_NO_EVICT)
 
     assert [column.num_running for column in trace.columns[:6]] == [4, 8, 11, 15, 16, 16]
     assert all(column.num_tokens <= 256 for column in trace.columns)
@@ -143,7 +146,7 @@ def test_the_table_of_the_policies_is_true():
     rows = re.findall(r"^\| ([A-Z_]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
     assert len(rows) == 3
     for policy, *written in rows:
-        trace = scenes.outputs_of_512(scenes.CapacitySchedulerPolicy[policy])
+        trace = outputs_of_512(scenes.CapacitySchedulerPolicy[policy])
         columns = trace.columns
         assert list(map(int, written)) == [
             len(columns),
@@ -172,15 +175,16 @@ def local(tag):
 
 
 @pytest.mark.parametrize(
-    "trace",
+    "make",
     [
-        scenes.toy(chunked=True),
-        scenes.outputs_of_512(scenes.MAX_UTILIZATION),
-        scenes.outputs_of_512(scenes.MAX_UTILIZATION).window(500, 520),
+        lambda: scenes.toy(chunked=True),
+        lambda: outputs_of_512(scenes.MAX_UTILIZATION),
+        lambda: outputs_of_512(scenes.MAX_UTILIZATION).window(500, 520),
     ],
     ids=["tokens", "bars", "cells"],
 )
-def test_a_picture_is_well_formed_and_refers_to_nothing_outside(trace):
+def test_a_picture_is_well_formed_and_refers_to_nothing_outside(make):
+    trace = make()
     text = draw(trace, "A & B <i>")
     root = ElementTree.fromstring(text)
 
@@ -203,12 +207,12 @@ def test_every_chunk_has_its_numbers_to_point_at():
 
 
 def test_a_context_after_a_pause_tells_what_was_generated_before():
-    text = draw(scenes.outputs_of_512(scenes.MAX_UTILIZATION))
+    text = draw(outputs_of_512(scenes.MAX_UTILIZATION))
     assert re.search(r"context, \d+ tokens [^<]*; \d+ were generated before a pause", text)
 
 
 def test_the_page_is_one_file():
-    text = page(scenes.outputs_of_512(scenes.MAX_UTILIZATION), "a </script> title")
+    text = page(outputs_of_512(scenes.MAX_UTILIZATION), "a </script> title")
     assert not re.search(r'(src|href)="', text)
     assert "a &lt;/script&gt; title" in text
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
@@ -255,7 +259,7 @@ def test_many_rows_are_compact_and_stand_below_the_panels():
     rows = max(plots, key=lambda plot: float(plot.get("height")))
     others = [float(plot.get("y")) for plot in plots if plot is not rows]
     assert max(others) + PANEL < float(rows.get("y")) == layout.rows_top
-    few = layout_of(scenes.outputs_of_512(scenes.MAX_UTILIZATION))
+    few = layout_of(outputs_of_512(scenes.MAX_UTILIZATION))
     assert not few.panels_first and few.rows_top == few.top < few.panels_top
     assert layout_of(crowd(num_columns=20).build()).full_height < 3600
 
