@@ -1,8 +1,8 @@
 """`Collectives`: the collective operations of a model that is split over ranks, within a step.
 
 `GroupCollectives` implements them with process groups of torch: gloo on a CPU, NCCL on CUDA. NCCL's
-work is enqueued on the current stream and may be captured in a CUDA graph. This module knows
-nothing of layers and weights, of how a group is made or of how a failure is noticed.
+work is enqueued on the current stream and may be captured in a CUDA graph. `world` creates process
+groups, and `watch` notices failed ranks.
 
 Each rank of a stage calls the same methods in the same order, with equal shapes and with equal
 dtypes that gloo and NCCL support.
@@ -20,7 +20,7 @@ from torch import Tensor
 from gptmanager.ranks.layout import RankLayout
 from gptmanager.ranks.small_tensors import MOST_BYTES, SmallTensors
 
-# Number of elements from which gloo's ring is faster. Below, one exchange of all parts is.
+# From this number of elements on, gloo's ring is faster than one exchange of all parts.
 _MIN_RING = 1 << 16
 
 Group = Any  # a torch.distributed.ProcessGroup
@@ -70,7 +70,7 @@ class GroupCollectives:
     `wait` is called with each `Work`. It returns when the work is done, or is enqueued on the
     current CUDA stream, and raises the error that ends the step. `replicates`: `gather` returns its
     result on each rank of the stage. `deterministic`: the sum of an element has the same bits
-    whatever else is in the tensor; a ring adds in an order that depends on the element's position.
+    for any other content of the tensor; a ring adds in an order that depends on an element's position.
     `small_tensors`: a faster exchange of small tensors on a CPU, or None.
     """
 
@@ -91,7 +91,7 @@ class GroupCollectives:
         self._stage, self._from_previous, self._to_next = stage_group, from_previous, to_next
         self._wait = wait
         self._replicates, self._deterministic = replicates, deterministic
-        # sent and not yet waited for; keeps the tensor alive
+        # the work of the last `send`, and its tensor, which must live until the work is done
         self._sent: tuple[Any, Tensor] | None = None
 
     def all_reduce(self, partial: Tensor) -> Tensor:

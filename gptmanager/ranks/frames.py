@@ -1,6 +1,6 @@
 """`Frames`: messages with a kind on a socket, read and written with bounded waits.
 
-Defines the format on the wire. Knows nothing of the contents of messages or of failed ranks.
+This module defines the format on the wire, and does not interpret the messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gptmanager.errors import RankError
 
 _HEAD = struct.Struct("<QB")  # bytes that follow, kind
-_MOST_BYTES = 1 << 36  # of a message, for weights of adapters; memory is taken as bytes arrive
+_MOST_BYTES = 1 << 36  # of a message: adapters' weights are large; memory grows as bytes arrive
 _AT_ONCE = 1 << 16
 _SMALL = 1 << 12
 _LARGE = 1 << 20

@@ -1,8 +1,7 @@
-"""`Links`: the messages between the managers of all ranks. Their models exchange tensors elsewhere.
+"""`Links`: the messages between the managers of all ranks. `Collectives` exchange tensors.
 
-One connection from each rank to rank 0 carries the messages of the loops, in order. A second one
-belongs to the watch. Every wait ends: with the awaited event, or with a RankError that names a
-rank.
+Each rank has two connections to rank 0: one carries the messages of the loops, in order, the other
+is for the watch. A wait for a rank that has failed ends with a RankError that names it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from gptmanager.ranks.frames import Frame, Frames, Wakener
 from gptmanager.ranks.meeting import Blame, Channel, Store, call, is_loopback, meet
 from gptmanager.ranks.watch import Watch
 
-_GRACE_S = 0.3  # added to timeouts: the watch should notice a failure before a timeout does
+_GRACE_S = 0.3  # added to timeouts, so that the watch notices a failure before they expire
 _VERDICT_S = 1.2  # how long a rank that has lost another waits for the watch's verdict
 _SEND_S = 0.2  # how long the watch waits until a connection takes a message
 _PAUSE_S = 0.1  # how often a wait checks whether a rank has failed
@@ -44,7 +43,7 @@ class Message(IntEnum):
 
 
 class _Wait(threading.local):
-    """The event that a thread waits for, and its deadline."""
+    """The event that a thread waits for (`what`, for error texts), and its deadline."""
 
     what = ""
     deadline = math.inf
@@ -53,9 +52,10 @@ class _Wait(threading.local):
 class Links:
     """The connections of one rank to the others.
 
-    All ranks share `store`. `host`: the address of rank 0. `timeout_s`: how long a rank may be
-    silent, or keep others waiting. The constructor returns when all ranks are connected, or raises
-    RankError after `boot_s`. `on_failure` runs in another thread when a rank has failed.
+    All ranks share `store`. `host` is the address of rank 0. `timeout_s` is how long a rank may be
+    silent, or keep others waiting. The constructor returns when all ranks are connected, and raises
+    RankError if they are not after `boot_s`. `on_failure` is called in another thread when a rank
+    has failed.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Links:
     def address(self) -> str:
         """The address at which the others reach this rank.
 
-        It is not a loopback address if a rank is on another machine.
+        If a rank is on another machine, this is not a loopback address.
         """
         known = sorted((it.address for it in self._loops.values()), key=is_loopback)
         return known[0]
 
     def wake(self) -> None:
-        """End a `receive` with `may_be_woken`."""
+        """Make a waiting `receive(may_be_woken=True)` return."""
         self._wakener.ring()
 
     # On the loop's thread; `wait` also on the thread of its forward passes --------------------
@@ -155,7 +155,10 @@ class Links:
             self._end()
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, by rank, without a time limit: ranks start slowly."""
+        """Send `payload` to all ranks, and return the payloads of all ranks, by rank.
+
+        There is no time limit, because ranks may start slowly.
+        """
         kind = Message.EXCHANGE
         if self.rank:
             self.send(kind, payload)
@@ -182,7 +185,7 @@ class Links:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Enclose waits on connections that `frames` has made; `what` is for errors."""
+        """Bound the waits in a `with` block on connections from `frames`; errors name `what`."""
         self._begin(what)
         try:
             yield
@@ -192,29 +195,32 @@ class Links:
             self._end()
 
     def frames(self, connection: socket.socket) -> Frames:
-        """Return `Frames` on another connection to a rank, which `close` closes.
+        """Return `Frames` on a further connection to a rank; `Links.close` also closes it.
 
-        Waits on it end when a rank has failed.
+        A wait on it ends with RankError when a rank has failed.
         """
         frames = Frames(connection, None, self._between, _PAUSE_S)
         self._others.append(frames)
         return frames
 
     def explain_difference(self, explain: Callable[[int, Any], str]) -> None:
-        """Rank 0: set the function that describes how a rank's decisions (`data`) differ.
+        """Set rank 0's function `explain(rank, data)`, which is called in another thread.
 
-        `explain(rank, data)` may be called in any thread.
+        It returns how the decisions of a rank (`data`) differ from those of rank 0.
         """
         self._watch.explain = explain
 
     def blame(self, rank: int, why: str) -> NoReturn:
-        """Raise RankError: every rank has found by itself that `rank` has failed."""
+        """Raise RankError on this rank: `rank` has failed, and every rank knows it already."""
         self._watch.fail(rank, why)
         self.check()
         raise AssertionError
 
     def report_difference(self, text: str, data: bytes) -> NoReturn:
-        """Raise RankError: this rank's decisions (`data`) differ from rank 0's, which says how."""
+        """Raise RankError: this rank's decisions (`data`) differ from rank 0's.
+
+        The error includes rank 0's explanation of the difference.
+        """
         self._watch.report_failure(text, orjson.loads(data))
         self._raise_verdict(text)
 
@@ -231,7 +237,7 @@ class Links:
     # The end ---------------------------------------------------------------------------------
 
     def fail(self, error: BaseException, text: str) -> None:
-        """Report that this rank ends with `error`, which ends the others, and close.
+        """Report that this rank ends with `error`, so that all ranks end, and close.
 
         An error that another rank has caused is not reported again.
         """

@@ -44,10 +44,10 @@ Blame = tuple[int, str]  # the rank that has failed, and how
 
 
 def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blame | None]:
-    """Rank 0: return the connections of all `size` - 1 other ranks.
+    """On rank 0, return the connections of all `size` - 1 other ranks, and None.
 
-    If some are missing after `boot_s` seconds, also return the rank to blame, which the caller
-    reports to the connected ranks.
+    If some are missing after `boot_s` seconds, or a rank connects twice, return the connections so
+    far and the rank to blame; the caller reports it to the connected ranks.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
     with _listener(host) as listener, _Reception(listener, token, size) as reception:
@@ -69,9 +69,9 @@ def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blam
 
 
 def call(store: Store, host: str, rank: int, boot_s: float) -> Found:
-    """Another rank: connect to rank 0 and return the connections. RankError if that fails.
+    """On another rank, connect to rank 0 and return the connections. RankError if that fails.
 
-    `host` "": use the host name that rank 0 has published.
+    If `host` is empty, the host name that rank 0 has published is used.
     """
     found: Found = {}
     try:
@@ -91,7 +91,7 @@ def call(store: Store, host: str, rank: int, boot_s: float) -> Found:
 class _Reception:
     """Accepts connections, and identifies those of ranks.
 
-    Reads from all of them at once, so that a stranger that sends nothing delays no rank.
+    It reads from all of them at once, so that an unknown client that sends nothing delays no rank.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, size: int) -> None:

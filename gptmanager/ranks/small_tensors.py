@@ -1,7 +1,7 @@
 """`SmallTensors`: an all-gather of tensors of a few kilobytes, over direct connections.
 
-In a step of few tokens, latency dominates the time of a sum. Here the computing thread itself sends
-and receives, which takes a fifth of gloo's time: gloo hands the data to threads of its own.
+In a step of few tokens, latency dominates the time of an all-reduce. Here the computing thread
+itself sends and receives. Gloo hands the data to threads of its own, and takes five times as long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gptmanager.ranks.frames import Frames
 from gptmanager.ranks.links import Links
 from gptmanager.ranks.meeting import Channel, call, meet
 
-MOST_BYTES = 1 << 16  # fits into the buffers of a connection, and so no rank waits to send
+MOST_BYTES = 1 << 16  # fits into the buffers of a connection, so that no rank waits to send
 _KIND = 0
 
 
@@ -30,7 +30,8 @@ class SmallTensors:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all parts, by part. RankError if a rank has failed.
 
-        They are on the CPU, have at most MOST_BYTES, and are equal in shape and dtype.
+        The tensors of all parts must be on the CPU, have at most MOST_BYTES, and be equal in shape
+        and dtype.
         """
         own = tensor.contiguous()
         data = own.view(-1).view(torch.uint8).numpy().data
@@ -49,9 +50,9 @@ class SmallTensors:
 def connect_parts(
     store: Any, part: int, size: int, links: Links, boot_s: float, *, prefix: str
 ) -> SmallTensors:
-    """Connect each part with each other part; the lower one listens.
+    """Connect each part of a stage with each other part; the lower one of two listens.
 
-    All parts of a stage call this at once. `prefix` starts the stage's keys in `store`.
+    All parts of the stage call this at the same time. Their keys in `store` begin with `prefix`.
     """
     others: dict[int, Frames] = {}
     for first in range(size - 1):

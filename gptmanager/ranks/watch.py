@@ -1,7 +1,7 @@
 """`Watch`: a thread that notices failed ranks and reports them to all ranks.
 
 Rank 0 is connected to every rank, the others only to rank 0. Rank 0 decides which rank is to blame,
-so that all ranks raise the same text. The watch knows nothing of computations.
+so that all ranks raise the same text.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
 from gptmanager.ranks.frames import Frames, Wakener
 
-_BEATS = 4  # heartbeats in the time after which a silent rank has failed
+_BEATS = 4  # heartbeats per `timeout_s`, after which a silent rank counts as failed
 _ANSWER_S = 0.5  # how long rank 0 waits for the answers to "do you wait for another rank?"
 _KIND = 0
 
 
 class Watch:
-    """The watch of one rank. `timeout_s`: how long another rank may be silent.
+    """The watch of one rank. `timeout_s` is how long another rank may be silent.
 
-    `failure`: the error of the first rank that failed, with the same text on each rank. `waiting`:
-    this rank's threads that currently wait for another rank. `on_failure` is called in the watch's
-    thread.
+    `failure` is the error of the first rank that failed, with the same text on each rank. `waiting`
+    holds this rank's threads that currently wait for another rank. `on_failure` is called in the
+    thread that stores the failure, usually the watch's own.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Watch:
         self._post({"expired": what})
 
     def close(self) -> None:
-        """Leave without blame, after sending the posted messages."""
+        """Send the posted messages, tell the other ranks that this one leaves, and stop."""
         self._is_closing = True
         self._wakener.ring()
         if self._thread.ident is None:
@@ -91,7 +91,7 @@ class Watch:
         try:
             self._watch()
         except Exception as error:
-            logger.exception("the watch over ranks ends")
+            logger.exception("the thread that watches the other ranks ends")
             self.fail(self._rank, f"cannot watch the others: {response_text(error)}")
         finally:
             for connection in self._connections.values():
@@ -201,7 +201,7 @@ class Watch:
             self._blame(busy[0], f"has kept the others waiting {after}")
 
     def _blame(self, rank: int, why: str) -> None:
-        """Report a failed rank to all ranks, also to itself: it may only be paused for a while."""
+        """Report a failed rank to all ranks, also to that rank: it may only have been paused."""
         if self.failure is None and not self._is_closing:
             self._send_all({"verdict": [rank, why]})
             self.fail(rank, why)

@@ -1,6 +1,6 @@
-"""`World`: the rank of this process, and the address of the others.
+"""`World`: the rank of this process, the number of ranks, and the address of rank 0.
 
-Both come from environment variables that torchrun and other launchers set, or from an existing
+They come from environment variables that torchrun and other launchers set, or from an existing
 process group.
 """
 
@@ -17,7 +17,7 @@ from gptmanager.config import ParallelConfig
 from gptmanager.errors import ConfigError, RankError
 from gptmanager.ranks.layout import RankLayout
 
-dist: Any = torch.distributed  # its stubs lack half of it
+dist: Any = torch.distributed  # its type stubs are incomplete
 
 BOOT_S = 60.0  # how long ranks wait for each other at the start, at least
 
@@ -29,16 +29,17 @@ _stores: dict[tuple[Any, ...], Any] = {}  # by process, rank and address
 
 
 class World(NamedTuple):
-    """All ranks. `group`: the process group that existed already, or None."""
+    """All ranks, as this process sees them. `group` is a process group that exists, or None."""
 
     layout: RankLayout
     host: str = ""  # the host of rank 0; "": unknown
     group: Any = None
 
     def store(self, timeout_s: float) -> Any:
-        """Return a `torch.distributed.Store` that the n-th managers of all ranks share.
+        """Return a new `torch.distributed.Store` that one manager of each rank shares.
 
-        RankError if rank 0 cannot be reached.
+        The n-th call on one rank returns the store of the n-th call on every other rank. RankError
+        if rank 0 cannot be reached.
         """
         rank = self.layout.rank
         try:
@@ -56,7 +57,7 @@ class World(NamedTuple):
     def _rendezvous(self, timeout: timedelta) -> Any:
         """Return the store of the launcher or of rank 0's process.
 
-        The store counts managers, and so it lives until the process ends.
+        It is kept until the process ends, because it counts the managers.
         """
         where = os.getpid(), self.layout.rank, *map(os.environ.get, _NEEDED)
         if where not in _stores:
@@ -68,9 +69,9 @@ class World(NamedTuple):
 
 
 def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = os.environ) -> World:
-    """Return the world that `config` describes; None is one rank, whatever the environment says.
+    """Return the world that `config` describes, or a world of one rank if it is None.
 
-    ConfigError names the variable that is missing or wrong.
+    Raises ConfigError if an environment variable is missing or wrong, and names it.
     """
     if config is None:
         return World(RankLayout())
@@ -90,13 +91,13 @@ def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = o
         for name in _NEEDED:
             if not environment.get(name):
                 raise ConfigError(
-                    f"{name} is not set: ranks find each other by it; torchrun sets it"
+                    f"{name} is not set, but ranks need it to find each other; torchrun sets it"
                 )
     return World(RankLayout(rank, parts, stages), environment.get("MASTER_ADDR", ""))
 
 
 def launched_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of processes that a launcher has started; 1 if it does not say."""
+    """Return the number of processes that a launcher has started, or 1 without a launcher."""
     given = next((environment[name] for name in _SIZE if name in environment), "")
     return int(given) if given.isdecimal() else 1
 
@@ -134,9 +135,9 @@ def new_group(
 ) -> Any:
     """Return a new process group of `size` ranks, in which this one is number `rank`.
 
-    `backend`: "gloo" or "nccl". `address`: where the others can reach this rank. By default gloo
-    would use the address of the host name, which may be valid only on this machine.
-    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME select an interface instead.
+    `backend` is "gloo" or "nccl". `address` is where the others can reach this rank. It is passed
+    to gloo, which would otherwise use the address of the host name, even if that is valid only on
+    this machine. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME select an interface instead.
     """
     own, timeout = dist.PrefixStore(name, store), timedelta(seconds=timeout_s)
     if backend == "gloo":

@@ -1,1 +1,1 @@
-"""The parts that commands share: arguments, and text that is safe to show in a terminal."""
+"""Shared by the commands: arguments, tables, progress bars, and text that is safe to show."""

@@ -98,18 +98,18 @@ def folder(text: str) -> Path:
 
 
 def checkpoint(text: str) -> Path:
-    """Return the path of a checkpoint that is given as a path, or by its name on this machine.
+    """Return the path of a checkpoint from its path, or from its name on this machine.
 
-    What is in it is found when it is read.
+    Its content is not checked.
     """
     if Path(text).is_dir() or Path(text).is_file():
         return Path(text)
     if (path := find_model(text)) is not None:
         return path
-    told = f"{text!r} is neither a folder nor a file, nor the name of one of `gptmanager models`"
+    problem = f"{text!r} is not a folder, a file, or a name that `gptmanager models` lists"
     if (command := download_hint(text)) is not None:
-        told += f"; if it is a model of the Hugging Face hub, download it with `{command}`"
-    raise ArgumentTypeError(told)
+        problem += f"; if it is a model of the Hugging Face hub, download it with `{command}`"
+    raise ArgumentTypeError(problem)
 
 
 def writable(text: str) -> Path:

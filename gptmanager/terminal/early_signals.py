@@ -1,8 +1,9 @@
-"""The signal handler of a server that does not serve yet, or no longer.
+"""The signal handler of a server before it starts to serve, and after it has stopped.
 
-No request depends on the process then, so it exits at once. An exception would not do: some imports
-swallow it. As the first process of a container, a process without a handler ignores SIGTERM. This
-module imports little, because the handler is set before anything else is imported.
+No request depends on the process at these times, so the handler exits at once. It does not raise an
+exception, because some imports would swallow it. A handler is needed because the first process of a
+container ignores SIGTERM without one. This module imports little, because the handler is set before
+anything else is imported.
 """
 
 from __future__ import annotations

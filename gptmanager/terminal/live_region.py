@@ -1,7 +1,7 @@
 """`LiveRegion`: the last lines of a terminal, redrawn in place, below the written text.
 
-Decides which streams are terminals, and removes control characters from written text. rich draws;
-it is imported with the first drawing.
+This module decides which streams are terminals, and removes control characters from written text.
+It draws with rich, which is imported at the first drawing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class LiveRegion:
     """A region of `stream` to draw in, and a stream itself, for log handlers in any thread.
 
-    On other streams than terminals it draws nothing and writes text unchanged. `stream` None: it
-    neither draws nor writes.
+    If `stream` is not a terminal, nothing is drawn, but text is written. If it is None, neither.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -56,7 +55,7 @@ class LiveRegion:
         return size.columns or 80, size.lines or 24  # some pseudo-terminals report 0
 
     def draw(self, drawing: RenderableType, above: Sequence[RenderableType] = ()) -> None:
-        """Replace the last drawing. `above`: drawings to print above it, which stay."""
+        """Replace the drawing. The drawings `above` are printed above it, and stay."""
         from rich.console import Group
 
         with _uninterrupted(), self._lock:
@@ -92,7 +91,7 @@ class LiveRegion:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C: interrupted in a drawing, rich would lose track of the lines it has drawn."""
+    """Delay Ctrl-C until the block ends: rich would lose track of the lines that it has drawn."""
     caught: list[Any] = []
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -114,7 +113,7 @@ def can_draw(stream: TextIO) -> bool:
 def console(stream: TextIO) -> Console:
     """Return a console that prints text unchanged: no markup, no emoji codes, no highlighting.
 
-    It draws as for a terminal on any `stream`, without styles if NO_COLOR is set.
+    It treats any `stream` as a terminal. If NO_COLOR is set, it uses no colors.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the manager's parameters they set."""
+"""Options that several commands share, and the parameters of a manager that they set."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in Model
 def add_parser(commands: Any, name: str, call: str, **texts: Any) -> argparse.ArgumentParser:
     """Add a command to `commands`, the result of `add_subparsers`, and return its parser.
 
-    `call`: MODULE:NAME of the function that runs the command and returns its exit status; it is
-    only imported when the command runs. `texts`: help, usage, description and epilog, shown
-    unchanged.
+    `call` is MODULE:NAME of the function that runs the command and returns its exit status; it is
+    only imported when the command runs. `texts` are help, usage, description and epilog.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts

@@ -23,9 +23,10 @@ _REFRESH_S = 0.1
 class ProgressBars:
     """Draws a bar in `region` for each kind of work that lasts at least `patience_s` seconds.
 
-    Draws only in `update`, on the caller's thread, and so does not disturb measurements. `wanted`
-    True: without a terminal, a line when the work is done; False: no output at all. `notes`: kind
-    of work -> a line that announces it on any stream.
+    It draws only in `update` and `close`, on the caller's thread, so that measurements are not
+    disturbed. If `wanted` is True, streams that are not terminals get a line when the work is done;
+    if it is False, there are no bars and no such lines. `notes` maps a kind of work to a line that
+    announces it on any stream.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class ProgressBars:
         self._drawn_at = 0.0
 
     def update(self, what: str, done: int, total: int, note: str = "") -> None:
-        """Update the work called `what`: `done` of `total`. Its bar is removed when all is done."""
+        """Show that `done` of `total` units of the work `what` are done; at the end, remove its bar.
+
+        `note` is shown next to the bar.
+        """
         if what in self._notes and done == 0 < total:
             self._region.write(self._notes[what] + "\n")
         if self._wanted is False or not (self._region.can_draw or self._wanted):

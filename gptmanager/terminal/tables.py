@@ -1,8 +1,7 @@
 """Print reports that consist of text lines and tables.
 
-rich lays them out; its markup is not interpreted.
-
-A table is as wide as its cells; a narrower terminal wraps its lines.
+Reports are laid out with rich, but its markup is printed as it is. A table is as wide as its cells
+need; a narrower terminal wraps its lines.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ def table(
     left: Collection[int] = (0, -1),
     widths: Sequence[int] = (),
 ) -> Table:
-    """Return a table. Columns are right-aligned, except those with an index in `left`.
+    """Return a table with right-aligned columns, except those with an index in `left`.
 
-    `left`: indices of columns with text; -1 is the last. `widths`: minimum widths, so that several
-    tables line up.
+    Index -1 is the last column. `widths` are minimum widths, with which several tables line up.
     """
     drawn = Table(
         box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(head), header_style=""
@@ -54,7 +52,7 @@ def table(
 
 
 def lines(pieces: Iterable[Piece], *, styled: bool = False) -> list[str]:
-    """Return the lines of a report as text for a file; `styled`: for a terminal."""
+    """Return the lines of a report as plain text, or with a terminal's styles if `styled`."""
     console = Console(width=_UNLIMITED, color_system="standard" if styled else None)
     with console.capture() as capture:
         for piece in pieces:
@@ -74,7 +72,7 @@ def print_report(
 ) -> None:
     """Print a report: as JSON with `as_json`, otherwise as `pieces`.
 
-    `pieces` None: a table of the report's names and values.
+    If `pieces` is None, a table of the report's names and values is printed.
     """
     if as_json:
         print(orjson.dumps(report).decode())

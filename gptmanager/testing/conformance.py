@@ -1,7 +1,7 @@
-"""Checks that a user's scheduler keeps its contract, on random scenarios; reports in words.
+"""Checks on random scenarios that a user's scheduler keeps its contract, and reports violations.
 
-`rules` decides what breaks the contract. This module selects which broken scenario is reported: the
-one with the smallest seed, without the requests that it does not need.
+`rules` defines the contract. For each broken rule, this module reports the scenario with the
+smallest seed, reduced to the requests that are needed to break the rule.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gptmanager.testing.scenarios import Scenario, random_scenario
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A rule that a scheduler breaks, and the smallest scenario that showed it.
+    """A rule that a scheduler breaks, and the smallest scenario that shows it.
 
-    `rule` is a name in `RULES`. `scenario` is that of `seed` without the requests that it does not
-    need. `num_scenarios`: the number of scenarios that broke the rule.
+    `rule` is a name in `RULES`. `scenario` is the scenario of `seed`, reduced to the requests that
+    are needed to break the rule. `num_scenarios` is the number of scenarios that broke it.
     """
 
     rule: str
@@ -80,11 +80,13 @@ def check_scheduler(
     evicts: bool | None = None,
     where: Callable[[Scenario], bool] = lambda scenario: True,
 ) -> ConformanceReport:
-    """Check a scheduler, as for `SchedulerConfig(create_scheduler=...)`, without model and device.
+    """Check a scheduler without a model or a device, and return a report.
 
-    The scenarios are those of the seeds from `seed` on for which `where` is true; small seeds have
-    small scenarios. Each runs twice. `evicts` False: the scheduler never pauses a request. That is
-    checked, and requests may then be too long to run again as one context.
+    `create_scheduler` is as in `SchedulerConfig`. There is a scenario for each of `num_scenarios`
+    seeds, starting with `seed`; small seeds have small scenarios. Scenarios for which `where` is
+    false are skipped. The others run twice, and both runs must make the same decisions.
+    `evicts=False` means that the scheduler never pauses a request. This is checked, and scenarios
+    may then have requests that are too long to run again as one context after a pause.
     """
     may_pause = evicts is not False
     run = functools.partial(_run_twice, create_scheduler, may_pause=may_pause)
@@ -159,7 +161,8 @@ def _difference(one: Outcome, other: Outcome) -> list[tuple[int, Complaint]]:
     for first, second in zip_longest(one.decisions, other.decisions):
         if first != second:
             text = (
-                f"in two runs of it, one decided {_describe(first)}, the other {_describe(second)}"
+                f"one run decided {_describe(first)}, another run of the same scenario "
+                f"{_describe(second)}"
             )
             return [((first or second)[0], ("same-decisions", None, text))]
     return []

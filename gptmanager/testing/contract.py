@@ -28,7 +28,7 @@ _ATTRIBUTES = ("is_streaming", "priority", "deadline_s", "queue_timeout_s", "cac
 
 
 class ContractViolation(AssertionError):
-    """A response, or a host, broke the contract between manager and host."""
+    """Raised when a manager or a host has broken the contract between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,10 @@ class _Taken:
     tensors: dict[str, Any]
 
     def change(self) -> str:
-        """Return the name of an attribute or tensor that has changed, or ""."""
+        """Return the name of an attribute or tensor that has changed, or "" if there is none.
+
+        If tensors were added or removed, return all of their names.
+        """
         request = self.request
         for name, value in zip(_ATTRIBUTES, self.attributes, strict=True):
             if getattr(request, name) != value:
@@ -56,13 +59,14 @@ class ContractChecker:
 
     The manager: every request that Get returns has exactly one final response; streamed offsets
     are contiguous; log probabilities match the tokens, and a prompt's are sent once; nothing
-    follows a final response. The host: Get returns an iterable of InferenceRequests, each once,
-    with ids that are not in use (unless `tolerates_duplicates`: a manager answers them), does not
-    change them afterwards, and does not raise; SendResponse does not raise for a final response;
-    Poll returns request ids and does not raise; no callback returns a coroutine, which would never
-    be awaited, or takes longer than `callback_budget_s`, because it blocks the loop. `check` raises
-    ContractViolation with a sentence for each violation and each missing response. `notes` lists
-    what is allowed but may be unintended: more requests than were asked for.
+    follows a final response. The host: Get returns an iterable of InferenceRequests, each once, and
+    does not raise; their ids are not in use (`tolerates_duplicates` permits ids in use, which a
+    manager answers with an error), and they do not change afterwards; SendResponse does not raise
+    for a final response; Poll returns request ids and does not raise; no callback returns a
+    coroutine, which would never be awaited, or takes longer than `callback_budget_s`, because that
+    blocks the loop. `check` raises ContractViolation with a sentence for each violation and each
+    missing response. `notes` lists calls of Get that returned more requests than were asked for:
+    this is allowed, but may be unintended.
     """
 
     def __init__(
@@ -93,7 +97,10 @@ class ContractChecker:
     # The host's callbacks -------------------------------------------------------------------
 
     def get_inference_requests(self, max_num_requests: int) -> Iterator[InferenceRequest]:
-        """Call the host's Get, item by item: items yielded before it raises count."""
+        """Call the host's Get and yield its requests one by one.
+
+        Requests that Get has yielded before it raises an exception are accepted.
+        """
         count = 0
         answer = self._called("Get", self._get, max_num_requests)
         try:
@@ -147,7 +154,11 @@ class ContractChecker:
         return answer
 
     def check(self, manager: GptManager | None = None) -> None:
-        """Raise for all violations, when the manager is idle or has ended; audits its blocks."""
+        """Raise ContractViolation with all violations, if there are any.
+
+        Call this when the manager is idle or has ended. If `manager` is passed, its KV cache blocks
+        are audited too.
+        """
         violations = [f"{text} ({times} times)" if times > 1 else text
                       for text, times in self._complaints.items()]  # fmt: skip
         violations += self.violations
@@ -280,7 +291,7 @@ class ContractChecker:
             expected = 0 if was_sent else 1
             self._prompts_sent.add(request.request_id)
         if ("prompt_log_probs" in tensors) != expected:
-            text = "lacks" if expected else "has again, or was not asked for,"
+            text = "lacks" if expected else "has unexpected"
             self.violations.append(
                 f"request {request.request_id}: a response {text} prompt_log_probs"
             )
@@ -295,7 +306,10 @@ def _number(request: InferenceRequest, name: str, default: int) -> int:
 def _wrong_log_probs(
     request: InferenceRequest, tensors: dict[str, Tensor], length: int
 ) -> Iterator[str]:
-    """Yield the errors in a response's top log probabilities, for at most `length` tokens."""
+    """Yield what is wrong with the top log probabilities of a response that has `length` tokens.
+
+    If there are several beams, `length` is that of the longest.
+    """
     count = _number(request, "num_top_log_probs", 0)
     rows = tensors["sequence_length"].shape[1]
     for name, dtype in (("top_log_probs", torch.float32), ("top_log_prob_ids", torch.int32)):
@@ -315,7 +329,7 @@ def _copied(value: Any) -> Any:
     """Return a copy of `value` to compare with: a tensor's dtype, shape and (unless meta) bytes."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
-            return value  # no request may hold such a value
+            return value  # managers refuse sparse and other unusual layouts
         held = value.detach()[_once_each(value.shape, value.stride())]
         if held.is_meta:
             return str(value.dtype), value.shape, None
@@ -328,8 +342,9 @@ def _copied(value: Any) -> Any:
 
 
 def _once_each(shape: Sequence[int], strides: Sequence[int]) -> tuple[slice, ...]:
-    """Return an index of a tensor's distinct elements: an expanded tensor may show the same element
-    more often than memory could hold copies.
+    """Return an index that selects only one of the repeated elements of an expanded tensor.
+
+    An expanded tensor may repeat an element so often that a full copy would not fit into memory.
     """
     sizes = zip(shape, strides, strict=True)
     return tuple(slice(0, 1) if size and not stride else slice(None) for size, stride in sizes)

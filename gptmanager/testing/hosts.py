@@ -23,7 +23,7 @@ from gptmanager.testing.scripted_executor import NextToken
 
 @dataclass(frozen=True, slots=True)
 class ScriptedSpec:
-    """The fields of a model that a manager needs; without layers the KV cache has no bytes."""
+    """The fields of a model that a manager reads. The KV cache of 0 layers takes no memory."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -80,7 +80,7 @@ class Response:
 class RecordingCallbacks:
     """The four callbacks of a host that records all calls.
 
-    `submit` and `stop` may be called from any thread; `manager`, once set, is woken by them.
+    `submit` and `stop` may be called from any thread. `submit` wakes `manager`, if it is set.
     """
 
     def __init__(self, requests: Iterable[InferenceRequest] = ()) -> None:
@@ -140,7 +140,10 @@ class RecordingCallbacks:
             return [r for r in self.responses if r.request_id == request_id]
 
     def final(self, request_id: int, timeout: float = 10.0) -> Response:
-        """Wait for the final response to a request; TimeoutError if it does not arrive in time."""
+        """Wait for the final response to a request, and return it.
+
+        Raises TimeoutError if it does not arrive within `timeout` seconds.
+        """
         with self._condition:
             finals = self._condition.wait_for(
                 lambda: [r for r in self.of(request_id) if r.is_final], timeout
@@ -152,7 +155,7 @@ class RecordingCallbacks:
     def output(self, request_id: int) -> list[int]:
         """Return the tokens of `output_ids` in all responses to a request, without padding.
 
-        Of several beams, only the best one is returned.
+        If there are several beams, these are the tokens of the best one.
         """
         tokens: list[int] = []
         for response in self.of(request_id):

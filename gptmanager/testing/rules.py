@@ -1,7 +1,7 @@
 """The rules of a scheduler's contract, and the check of one answer against them.
 
-Judges one call of `RequestScheduler.schedule_request` at a time. The effects of an answer, such as
-whether requests end and with which tokens, are checked elsewhere.
+This module checks single calls of `RequestScheduler.schedule_request`. Whether requests end, and
+with which tokens, is checked elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RULES: dict[str, str] = {
     "not-in-flight": "no request in inflight_request_ids is scheduled",
     "right-list": "context requests are in CONTEXT_INIT, generation requests in "
     "GENERATION_IN_PROGRESS",
-    "chunk-size": "a chunk has a token or more, and is a multiple of tokens_per_block unless it "
+    "chunk-size": "a chunk has at least one token, and is a multiple of tokens_per_block unless it "
     "ends the context",
     "batch-size": "no more than max_batch_size requests run in a step",
     "token-budget": "no more than max_num_tokens tokens run in a step",
@@ -64,10 +64,11 @@ class Breach(Exception):
 
 @dataclass(slots=True, eq=False)
 class JudgedScheduler(RequestScheduler):
-    """Checks each answer of a scheduler; the first that breaks a rule raises Breach.
+    """Checks each answer of a scheduler, and raises Breach if it breaks a rule.
 
-    `decisions` has the answers that broke none, each with the iteration number from `now`. `minor`:
-    the first change of a list, which has no immediate effect.
+    `now` returns the number of the iteration. `decisions` has the answers that broke no rule, each
+    with its iteration. `minor` has the first change of active_requests, if any: the scenario can
+    continue after it.
     """
 
     scheduler: RequestScheduler
@@ -90,7 +91,7 @@ class JudgedScheduler(RequestScheduler):
             raise Breach("raises-nothing", None, f"it raised {response_text(error)}") from error
         self._check_untouched(requests, fields, memory)
         if not self.minor and [*map(id, given)] != [*map(id, requests)]:
-            text = f"it was given {_ids(requests)}, and changed that to {_ids(given)}"
+            text = f"it received requests {_ids(requests)}, and left {_ids(given)} in the list"
             self.minor.append((self.now(), ("list-untouched", None, text)))
         output = _three_lists(answer)
         for complaint in self._complaints(output, requests, inflight_request_ids):
@@ -116,7 +117,7 @@ class JudgedScheduler(RequestScheduler):
     def _complaints(
         self, output: SchedulerOutput, given: RequestList, in_flight: Set[int]
     ) -> Iterator[Complaint]:
-        """Yield the broken rules of an answer, causes before consequences."""
+        """Yield the rules that an answer breaks, causes before consequences."""
         params = self.blueprint.params
         yield from _foreign(output, given)
         yield from _in_flight_or_wrong_list(output, in_flight)
@@ -150,7 +151,7 @@ class JudgedScheduler(RequestScheduler):
         for request in contexts:
             size, remaining = request.context_chunk_size, request.context_remaining_length
             if size == 0:
-                text = f"{remaining} tokens of its context remain, and a chunk of 0 is to run"
+                text = f"{remaining} tokens of its context remain, but its chunk has 0 tokens"
                 yield "chunk-size", request.request_id, text
             elif size is not None and size < remaining and size % unit:
                 text = (
@@ -166,7 +167,7 @@ class JudgedScheduler(RequestScheduler):
         if starting and len(started) + len(starting) > self.blueprint.num_slots:
             text = (
                 f"requests {_ids(starting)} are to start while {_ids(started)} have "
-                f"started and not ended: {self.blueprint.num_slots} may be started at a time"
+                f"started and not ended: at most {self.blueprint.num_slots} slots exist"
             )
             yield "slots", starting[-1].request_id, text
 
@@ -175,7 +176,7 @@ def _three_lists(answer: Any) -> SchedulerOutput:
     try:
         context, generation, paused = map(list, answer)
     except (TypeError, ValueError):
-        raise Breach("three-lists", None, f"it answered {answer!r}") from None
+        raise Breach("three-lists", None, f"it returned {answer!r}") from None
     for request in (*context, *generation, *paused):
         if not isinstance(request, LlmRequest):
             raise Breach("three-lists", None, f"{request!r} in its answer must be an LlmRequest")
@@ -205,11 +206,12 @@ def _in_flight_or_wrong_list(output: SchedulerOutput, in_flight: Set[int]) -> It
                 text = f"{request!r} is to run while it is in flight with {sorted(in_flight)}"
                 yield "not-in-flight", request.request_id, text
             if request.state is not state:
-                yield "right-list", request.request_id, f"{request!r} is a {name} request"
+                text = f"{request!r} is in the list of {name} requests"
+                yield "right-list", request.request_id, text
 
 
 def _cost(request: LlmRequest) -> int:
-    """Return the tokens of a context in this step; its cached beginning is free."""
+    """Return the number of tokens of a context in this step; cached ones do not count."""
     size, remaining = request.context_chunk_size, request.context_remaining_length
     if not request.context_current_position:
         remaining -= request.estimated_reusable_tokens

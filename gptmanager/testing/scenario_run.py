@@ -29,14 +29,16 @@ from gptmanager.testing.scripted_executor import ScriptedExecutor
 CreateScheduler = Callable[..., Any]
 
 MAX_IDLE = 8  # iterations in a row in which no request runs and nothing is in flight
-PATIENCE = 4  # limit of a request's iterations, as a multiple of all requests run one by one
+# A request must end within this many times the iterations of all requests run one by one.
+PATIENCE = 4
 
 
 @dataclass(slots=True)
 class Outcome:
     """The result of a scenario.
 
-    `complaints`: broken rules by iteration. `decisions`: answers by iteration.
+    `complaints` are broken rules, `decisions` are answers of the scheduler; each is preceded by its
+    iteration. `chunks` is the number of chunks that did not end their context.
     """
 
     complaints: list[tuple[int, Complaint]] = field(default_factory=list)
@@ -50,9 +52,9 @@ class Outcome:
 def run_scenario(
     create_scheduler: CreateScheduler, scenario: Scenario, *, may_pause: bool = True
 ) -> Outcome:
-    """Run a scenario to its end, or to the first broken rule after which it cannot continue.
+    """Run a scenario to its end, or until a broken rule prevents it from continuing.
 
-    Exceptions that `create_scheduler` itself raises pass through.
+    An exception of `create_scheduler` is passed on to the caller.
     """
     run = _Run(create_scheduler, scenario, may_pause)
     outcome = Outcome(decisions=run.judged.decisions)
@@ -72,7 +74,11 @@ def run_scenario(
 
 
 class _ScenarioHost:
-    """The host of a scenario. `now` counts iterations; `accepted`: iterations of the fetches."""
+    """The host of a scenario.
+
+    `now` is the number of the current iteration. `accepted` maps the id of each fetched request to
+    the iteration of its fetch.
+    """
 
     def __init__(self, requests: tuple[PlannedRequest, ...]) -> None:
         self.now = -1
@@ -188,14 +194,14 @@ class _Run:
         generated = output if request.is_streaming else output[len(request.prompt) :]
         expected = request.output()
         if int(final.tensors["finish_reasons"]) == FinishReason.CANCELLED:
-            # includes tokens that an end_id or a stop word would still cut off
+            # these tokens may include some that an end_id or a stop word would have cut off later
             uncut = replace(request, end_id=None, stop_word=())
             expected = uncut.output()[: len(generated)]
         if generated != expected:
             raise Breach(
                 "same-tokens",
                 request_id,
-                f"it generated {generated}, but {expected} when run alone",
+                f"it generated {generated}, but generates {expected} when it runs alone",
             )
 
     def _complain_of_idleness(self) -> None:
@@ -234,7 +240,7 @@ def _created(create_scheduler: CreateScheduler, keywords: dict[str, Any]) -> Req
 
 
 def _breach(error: SchedulerError) -> Breach:
-    """Return the rule that an answer broke when the loop refused it."""
+    """Return the rule that an answer broke, for the error with which the loop refused it."""
     if isinstance(error.__cause__, Breach):
         return error.__cause__
     named = re.search(r"request (\d+)", str(error))

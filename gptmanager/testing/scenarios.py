@@ -1,6 +1,7 @@
-"""Random scenarios for schedulers: limits, a pool of blocks, and the requests with their times.
+"""Random scenarios for tests of schedulers.
 
-Decides which inputs a scheduler is tested with; rules and execution are elsewhere.
+A scenario has limits, a pool of blocks, and requests with their arrival times. `rules` has the
+rules that a scheduler must keep, `scenario_run` runs a scenario.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.testing.hosts import ScriptedSpec
 
 VOCAB_SIZE = 100
-_SIZES = 40  # scenarios grow with the seed up to this one, then start small again
+_SIZES = 40  # this many seeds have ever larger scenarios; the next seed has a small one again
 
 
 def next_token(history: list[int]) -> int:
@@ -33,9 +34,10 @@ def next_token(history: list[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request that arrives at iteration `arrives` and is stopped at iteration `stopped`.
+    """A request that arrives at iteration `arrives`.
 
-    `end_id` and `stop_word` end it early, if `next_token` produces them.
+    It is stopped at iteration `stopped`, if that is not None. It ends before `max_new_tokens` if
+    `next_token` returns `end_id` or the tokens of `stop_word`.
     """
 
     request_id: int
@@ -88,9 +90,10 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One test case for a scheduler. Lengths in tokens, the pool in blocks.
+    """One test case for a scheduler.
 
-    `chunking` None: contexts run whole. `run_ahead` and `overlap` are as in `OptionalParams`.
+    If `chunking` is None, each context runs as a whole. `run_ahead` and `overlap` are the options
+    `run_ahead` and `enable_trt_overlap` of `OptionalParams`.
     """
 
     seed: int
@@ -121,7 +124,7 @@ class Scenario:
 
     @property
     def most_iterations(self) -> int:
-        """Return the iterations that all requests take if they run one after the other."""
+        """The most iterations that all requests can take if they run one after the other."""
         unit = self.tokens_per_block if self.chunking is not None else self.max_seq_len
         return sum(
             -(-len(request.prompt) // unit) + request.max_new_tokens for request in self.requests
@@ -152,8 +155,8 @@ class Scenario:
 def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
     """Return the scenario of this seed; small seeds have small scenarios.
 
-    `evicts`: a request may be paused, so where contexts run whole, it must fit into one context
-    with all its tokens.
+    With `evicts`, the scheduler may pause requests. If contexts are not chunked, all tokens of a
+    request except the newest then fit into one context, so that it can run again.
     """
     generator = random.Random(seed)
     tokens_per_block = generator.choice([2, 4, 4, 8])
@@ -167,7 +170,7 @@ def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
     chunking = generator.choice([None, *ContextChunkingPolicy])
     max_num_tokens = generator.randint(10, 2 * max_seq_len)
     overlap_or_ahead = generator.choice(["neither", "run_ahead", "overlap"])
-    # one context must fit into a step: a prompt, or after a pause all tokens but the newest
+    # A context is a prompt, or after a pause all tokens but the newest. It must fit into a step.
     one_context = max_num_tokens if chunking is None else max_seq_len
     longest = min(max_seq_len, one_context + 1) if evicts else max_seq_len
     return Scenario(

@@ -1,7 +1,7 @@
-"""`ScriptedExecutor`: steps without a network; a function of the history returns the tokens.
+"""`ScriptedExecutor` runs steps without a network: a function of the history returns the tokens.
 
-It checks everything: it refuses a schedule that no executor could run, and every position that a
-row reads must hold the value computed from that row's own tokens.
+It refuses a schedule that no executor could run, and checks that each position of the KV cache that
+a row reads was computed from that row's own tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOTHING = 0  # the value of a position that was never written
 
 @dataclass(slots=True)
 class _Sequence:
-    """A running sequence. `expected`: the value that each position of the KV cache must hold."""
+    """A running sequence. `expected` has the value that the KV cache must hold per position."""
 
     tokens: list[int]
     num_computed: int | None = None  # None: its first row sets the position
@@ -36,7 +36,10 @@ class _Sequence:
         self.expected.extend(list(mixed)[1:])
 
     def accept(self, next_token: NextToken, num_drafts: int) -> list[int]:
-        """Append and return the next tokens; drafts at the end of `tokens` stay if they match."""
+        """Append the next tokens and return them.
+
+        `tokens` ends with `num_drafts` draft tokens: those before the first wrong one are accepted.
+        """
         drafts = self.tokens[len(self.tokens) - num_drafts :]
         del self.tokens[len(self.tokens) - num_drafts :]
         found: list[int] = []
@@ -54,7 +57,10 @@ class _Sequence:
         del self.block_ids[-(-self.num_computed // tokens_per_block) :]
 
     def fork(self, token: int, *, same: bool) -> _Sequence:
-        """Return a beam that continues this one; `same`: return this one itself."""
+        """Return a beam that continues this one with `token`.
+
+        `same` means that it keeps the index of this beam, and so its blocks.
+        """
         block_ids = self.block_ids if same else []
         return _Sequence([*self.tokens, token], self.num_computed, block_ids, self.expected.copy())
 
@@ -73,7 +79,7 @@ class ScriptedExecutor:
     sequence, a token that is not known yet, a position without a block. It tracks the content of
     each block, and refuses a row that would read the values of other tokens: shared or copied
     blocks must hold exactly what the sequence would have computed. The candidates of a beam are the
-    scripted token and those above it.
+    scripted token and the token ids that follow it.
     """
 
     def __init__(self, next_token: NextToken, tokens_per_block: int) -> None:
@@ -180,7 +186,10 @@ class ScriptedExecutor:
 
 
 def candidates(tokens: Sequence[int], count: int) -> BeamCandidates:
-    """Return for each beam `count` tokens from its scripted one up, in order of probability."""
+    """Return `count` candidates of each beam, the most probable first.
+
+    They are the beam's scripted token and the token ids that follow it.
+    """
     return BeamCandidates(
         tuple(tuple(range(token, token + count)) for token in tokens),
         tuple(

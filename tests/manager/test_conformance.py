@@ -365,15 +365,15 @@ class LearnsFromOthers(Planted):
 
 PLANTED = [
     (ExpectsSomebody, "raises-nothing", r"it raised IndexError: list index out of range"),
-    (AnswersNone, "three-lists", r"it answered None"),
-    (TwoLists, "three-lists", r"it answered \(\["),
+    (AnswersNone, "three-lists", r"it returned None"),
+    (TwoLists, "three-lists", r"it returned \(\["),
     (Invents, "own-requests", r"LlmRequest\(0, .* was not among \[0"),
     (Remembers, "own-requests", r"LlmRequest\(\d+, GENERATION_COMPLETE.* was not among \["),
     (Repeats, "each-once", r"it is in generation_requests twice"),
     (IgnoresFlight, "not-in-flight", r"is to run while it is in flight with \[\d"),
-    (WrongList, "right-list", r"LlmRequest\(0, CONTEXT_INIT.* is a generation request"),
+    (WrongList, "right-list", r"LlmRequest\(0, CONTEXT_INIT.* is in the list of generation requests"),
     (OddChunks, "chunk-size", r"a chunk of 3 of the \d+ tokens that remain is to run, tokens_per_"),
-    (EmptyChunks, "chunk-size", r"\d+ tokens of its context remain, and a chunk of 0 is to run"),
+    (EmptyChunks, "chunk-size", r"\d+ tokens of its context remain, but its chunk has 0 tokens"),
     (Crowds, "batch-size", r"(\d+) requests are to run \(contexts .*\), max_batch_size = \d"),
     (
         StartsOnly,
@@ -384,7 +384,7 @@ PLANTED = [
     (Overcommits, "memory", r"request \d+ needs \d+ more KV cache blocks, \d+ of \d+ are free"),
     (PausesTheWaiting, "pauses-the-started", r"is to be paused, but holds no KV cache blocks"),
     (Pauses, "never-pauses", r"LlmRequest\(.* is to be paused"),
-    (Sorts, "list-untouched", r"it was given \[.*\], and changed that to \["),
+    (Sorts, "list-untouched", r"it received requests \[.*\], and left \["),
     (Ages, "requests-untouched", r"priority was 0.\d+ before the call and is 0.\d+ after it"),
     (Hurries, "requests-untouched", r"times was TimesState\(.* and is TimesState\(.*1000000000.0"),
     (AllocatesItself, "memory-untouched", r"the blocks that requests hold changed during the call"),
@@ -396,11 +396,11 @@ PLANTED = [
     ),
     (Favours, "progress", r"no request has run for 8 iterations: LlmRequest\(\d*[13579], "),
     (TakesTurns, "no-starvation", r"was accepted \d+ iterations ago, paused \d+ times since"),
-    (Dices, "same-decisions", r"in two runs of it, one decided contexts \[.*, the other contexts"),
+    (Dices, "same-decisions", r"one run decided contexts \[.*, another run of the same scenario contexts"),
     (
         LearnsFromOthers,
         "same-decisions",
-        r"in two runs of it, one decided .* at iteration \d+, the other",
+        r"one run decided .* at iteration \d+, another run of the same scenario",
     ),
 ]
 
