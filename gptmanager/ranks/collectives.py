@@ -70,7 +70,7 @@ class GroupCollectives:
     `wait` is called with each `Work`. It returns when the work is done, or is enqueued on the
     current CUDA stream, and raises the error that ends the step. `replicates`: `gather` returns its
     result on each rank of the stage. `deterministic`: the sum of an element has the same bits
-    for any other content of the tensor; a ring adds in an order that depends on an element's position.
+    for any other content of the tensor; a ring's order of addition depends on the position.
     `small_tensors`: a faster exchange of small tensors on a CPU, or None.
     """
 

@@ -96,37 +96,19 @@ class Frames:
 
         With `returns_when_rung`, return None when the wakener is rung.
         """
-        while True:
-            frame = self._taken()
-            if frame is not None:
-                return frame
-            try:
-                piece = self._connection.recv(min(max(_SMALL, self._missing()), _LARGE))
-            except BlockingIOError:
-                if self._rest(self._wait_in) and returns_when_rung:
-                    return None
+        while (frame := self._taken()) is None:
+            if self._read(min(max(_SMALL, self._missing()), _LARGE)):
                 continue
-            except OSError as error:
-                raise EOFError(str(error)) from error
-            if not piece:
-                raise EOFError("the connection was closed")
-            self._buffer += piece
+            if self._rest(self._wait_in) and returns_when_rung:
+                return None
+        return frame
 
     def poll(self) -> Frame | None:
         """Return a message that has already arrived, else None. EOFError as in `receive`."""
         frame = self._taken()
-        if frame is not None:
-            return frame
-        try:
-            piece = self._connection.recv(_AT_ONCE)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise EOFError(str(error)) from error
-        if not piece:
-            raise EOFError("the connection was closed")
-        self._buffer += piece
-        return self._taken()
+        if frame is None and self._read(_AT_ONCE):
+            frame = self._taken()
+        return frame
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -148,6 +130,19 @@ class Frames:
                 self._rest(self._wait_out)
             except OSError as error:
                 raise EOFError(str(error)) from error
+
+    def _read(self, size: int) -> bool:
+        """Read at most `size` bytes. Return whether any had arrived."""
+        try:
+            piece = self._connection.recv(size)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise EOFError(str(error)) from error
+        if not piece:
+            raise EOFError("the connection was closed")
+        self._buffer += piece
+        return True
 
     def _missing(self) -> int:
         """Return how many bytes of the current message have not arrived yet."""

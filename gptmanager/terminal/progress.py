@@ -47,7 +47,7 @@ class ProgressBars:
         self._drawn_at = 0.0
 
     def update(self, what: str, done: int, total: int, note: str = "") -> None:
-        """Show that `done` of `total` units of the work `what` are done; at the end, remove its bar.
+        """Show that `done` of `total` units of the work `what` are done; remove its bar at the end.
 
         `note` is shown next to the bar.
         """

@@ -371,7 +371,11 @@ PLANTED = [
     (Remembers, "own-requests", r"LlmRequest\(\d+, GENERATION_COMPLETE.* was not among \["),
     (Repeats, "each-once", r"it is in generation_requests twice"),
     (IgnoresFlight, "not-in-flight", r"is to run while it is in flight with \[\d"),
-    (WrongList, "right-list", r"LlmRequest\(0, CONTEXT_INIT.* is in the list of generation requests"),
+    (
+        WrongList,
+        "right-list",
+        r"LlmRequest\(0, CONTEXT_INIT.* is in the list of generation requests",
+    ),
     (OddChunks, "chunk-size", r"a chunk of 3 of the \d+ tokens that remain is to run, tokens_per_"),
     (EmptyChunks, "chunk-size", r"\d+ tokens of its context remain, but its chunk has 0 tokens"),
     (Crowds, "batch-size", r"(\d+) requests are to run \(contexts .*\), max_batch_size = \d"),
@@ -396,7 +400,11 @@ PLANTED = [
     ),
     (Favours, "progress", r"no request has run for 8 iterations: LlmRequest\(\d*[13579], "),
     (TakesTurns, "no-starvation", r"was accepted \d+ iterations ago, paused \d+ times since"),
-    (Dices, "same-decisions", r"one run decided contexts \[.*, another run of the same scenario contexts"),
+    (
+        Dices,
+        "same-decisions",
+        r"one run decided contexts \[.*, another run of the same scenario contexts",
+    ),
     (
         LearnsFromOthers,
         "same-decisions",
