@@ -8,8 +8,9 @@ from gptmanager import GptManager, InferenceRequest
 
 
 def longest_request(manager: GptManager, at_most: int) -> int:
-    """Return the longest prompt with output that the manager accepts, in tokens: memory may have
-    made it lower its own limit.
+    """Return how many tokens, prompt and output together, a request of `manager` may have.
+
+    The result is at most `at_most`. The manager may have lowered its limit to fit into memory.
     """
 
     def is_taken(length: int) -> bool:

@@ -1,8 +1,8 @@
 """`NamePattern`: a regular expression of an adapter's config, matched in a bounded number of steps.
 
-Supports the syntax that PEFT and its users write. A backtracking matcher takes exponential time
-for some patterns and blocks the interpreter meanwhile. This one simulates the automaton: it keeps
-the set of positions that it may have reached, as the bits of an integer, and counts its steps.
+It supports the syntax that PEFT and its users write. A backtracking matcher takes exponential time
+for some patterns, and blocks the interpreter meanwhile. This matcher simulates the automaton: it
+keeps the set of positions that it may have reached as the bits of an integer, and counts its steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class PatternError(ValueError):
 
 @dataclass(slots=True)
 class Steps:
-    """The steps that patterns share. A usual match takes dozens; a million take a second."""
+    """Counts the steps that several patterns take together, up to `limit`.
+
+    A usual match takes dozens of steps; a million steps take a second.
+    """
 
     limit: int
     taken: int = 0
@@ -46,7 +49,7 @@ class Steps:
 
 @dataclass(slots=True)
 class _Name:
-    """The text that is matched. Places are the bits of an integer: bit i is before character i."""
+    """The text that is matched. Bit i of a set of places is the place before character i."""
 
     text: str
     steps: Steps
@@ -65,9 +68,9 @@ _Step = Callable[[_Name, int], int]  # from the places reached so far to those a
 
 
 class NamePattern:
-    """A compiled pattern. Raise PatternError for a pattern that is invalid or not supported.
+    """A compiled pattern. The constructor raises PatternError if it is invalid or not supported.
 
-    `steps`: the steps for compiling and matching, shared with other patterns.
+    `steps` counts the steps of compiling and matching; several patterns may share it.
 
     Supported are characters, classes, groups, alternatives, repeats, `^`, `$` and look-ahead.
     Backreferences, look-behind, flags and atomic groups are not. `matches` agrees with

@@ -1,7 +1,4 @@
-"""`generate`: completions of prompts in three lines, with a manager for this one call.
-
-Decides nothing about the model. Besides the public contract it needs only a tokenizer.
-"""
+"""`generate`: completions of prompts in three lines, with a manager for this one call."""
 
 from __future__ import annotations
 
@@ -171,7 +168,7 @@ def _run(
 
 
 def _max_beam_width(sampling: Mapping[str, Any]) -> Any:
-    """Return the beams that the requests need. Each sampled completion needs one."""
+    """Return the `max_beam_width` that the requests need. Each sampled completion needs a beam."""
     width, count = sampling.get("beam_width", 1), sampling.get("num_return_sequences", 1)
     return max(width, count) if isinstance(width, int) else width
 

@@ -27,7 +27,7 @@ from gptmanager.request.adapter import LORA_MODULE_IDS
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PIECE_BYTES = 64 << 20
 _PREFIX = "base_model.model."  # which PEFT adds to the names of modules
-# a parameter, and the part of it that a module fills -> its ids: two have half of the rows each
+# (a parameter, the part of it that a module has) -> module ids; each of two has half of the rows
 _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
     ours: tuple(LORA_MODULE_IDS[name] for name in names.split())
     for ours, names in {
@@ -55,9 +55,9 @@ _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
 
 
 def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
-    """Return a module's name in that family, or in any, -> its ids.
+    """Return the ids of modules, by the names of modules in the family `name`, or in all families.
 
-    Names have {} in place of the layer, and are listed with and without the family's prefix.
+    The names have {} in place of the layer, and are listed with and without the family's prefix.
     """
     found = {}
     # a name with several meanings has the one in Llama, which is first in the table
@@ -72,7 +72,7 @@ def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
 class _Pair(NamedTuple):
     """The tensors A and B of a module: their names in the file, and their shapes.
 
-    `first_column`: of the `num_columns` rows of B that are used.
+    Of B, `num_columns` rows are used, from row `first_column` on.
     """
 
     module: str
@@ -99,8 +99,8 @@ def load_peft_adapter(
     padded with zeros. Rows are sorted by layer and module id. All modules of the library's model
     families are supported, by their names in transformers. `model` is optional: the manager refuses
     a request with rows that are too short for its model. But a row of a wider model looks like a
-    row with padding, so pass the checkpoint's folder as `model` to have all widths compared. Of a
-    family without gates (Nemotron, Arcee, Jais 2) `mlp.up_proj` is only understood with `model`.
+    row with padding, so pass the checkpoint's folder as `model` to have all widths compared. For
+    families without gates (Nemotron, Arcee, Jais 2), `mlp.up_proj` is only supported with `model`.
 
     Raise ConfigError, which quotes the entry, for everything except plain LoRA (DoRA, biases,
     embeddings, saved modules, other methods), for other modules, and for files that are broken or
@@ -175,7 +175,7 @@ def _find_pairs(
 def _check_widths(
     where: str, pairs: Mapping[tuple[int, int], _Pair], spec: ModelSpec, model: str
 ) -> None:
-    """Raise ConfigError for an adapter of a model with other widths."""
+    """Raise ConfigError if the widths of an adapter are not those of the model."""
     modules = lora_modules(spec)
     for (layer, module_id), pair in pairs.items():
         known = modules.get(module_id)  # None: the manager refuses the request

@@ -1,8 +1,8 @@
 """`PeftConfig`: reads the `adapter_config.json` of a plain LoRA adapter, as PEFT writes it.
 
-Decides whether the adapter is plain LoRA, and the rank and the scale of a module by its name, as
-PEFT does. Does not read tensors. The file may contain regular expressions of an untrusted author,
-so they are matched in a bounded number of steps.
+It checks that the adapter is plain LoRA, and finds the rank and the scale of a module by its name,
+as PEFT does. The file may contain regular expressions of an untrusted author, so they are matched
+in a bounded number of steps.
 """
 
 from __future__ import annotations

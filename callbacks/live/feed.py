@@ -25,9 +25,9 @@ from gptmanager.scheduler.wait_reasons import WaitReason
 TICK_S = 0.2
 GRACE_S = 30.0  # the loop is watched for this time after the last viewer has left
 _STATUS_S = 1.0
-_HANG_S = 1.0  # without a step for this time, though requests are active, the page says so
-_WHY_S = 2.0  # time between two questions to the scheduler why requests wait
-_ANSWER_S = 0.5  # the longest wait for its answer, at the end of an iteration
+_HANG_S = 1.0  # the page shows that the loop hangs if active requests get no step for this time
+_WHY_S = 2.0  # time between two questions to the manager why requests wait
+_ANSWER_S = 0.5  # the longest wait for its answer, which it gives at the end of an iteration
 _LATENCY_S = 60.0
 _MAX_LATENCIES = 1 << 13
 _MAX_WAITS, _MAX_TEXT = 256, 400
@@ -63,8 +63,8 @@ class Viewer:
 class LiveFeed:
     """The events of one manager for all viewers.
 
-    `num_outside` returns how many requests wait in the host; None: unknown. `manager` is set once,
-    before or after the first viewer enters.
+    `num_outside` returns how many requests wait in the application; None means unknown. `manager`
+    is set once, before or after the first viewer enters.
     """
 
     def __init__(self, num_outside: Callable[[], int] | None, max_viewers: int) -> None:
@@ -182,9 +182,9 @@ class LiveFeed:
 
 
 class _Picture:
-    """The data of a page besides the rows.
+    """The data of a page, apart from the rows.
 
-    `all`: the latest value by name. `points`: the numbers of the last ticks.
+    `all` has the latest value of each name. `points` has the numbers of the last ticks.
     """
 
     def __init__(self) -> None:
@@ -258,7 +258,10 @@ class _Picture:
         self.put("why", [[*key, ranges(sorted(numbers))] for key, numbers in groups.items()])
 
     def take(self, rows: LiveRows, tap: LiveTap, now: float) -> dict[str, Any]:
-        """Return the values that have changed, by name; "p": the current numbers."""
+        """Return the values that have changed, by name, with the current numbers as "p".
+
+        "p" is omitted if no iteration has ended and a beat is not due; "g" has rows' new tokens.
+        """
         if rows.outcomes:
             self.put("ended", dict(rows.outcomes))
         news, self._news = self._news, {}
@@ -299,7 +302,7 @@ def _reasons(manager: GptManager) -> list[_Reason] | None:
 
 
 def _missing(explanation: Explanation) -> str:
-    """Return the missing resource; for a request behind another one, that of the other one."""
+    """Return the missing resource. If a request waits for another, return what the other lacks."""
     if explanation.needed_tokens:
         return WaitReason.TOKEN_BUDGET.value
     return WaitReason.KV_BLOCKS.value if explanation.needed_blocks else explanation.reason

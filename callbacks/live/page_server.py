@@ -37,8 +37,8 @@ class LivePage:
             print(page.serve(port=8080))
 
     Without viewers the loop does no work for the page. The page shows ids and numbers, and no text
-    of requests. `num_outside` returns how many requests wait in the host, which the manager does
-    not know; a thread of the page calls it. `max_viewers`: the most open pages at a time.
+    of requests. `num_outside` returns how many requests wait in the application, which the manager
+    does not know; a thread of the page calls it. `max_viewers` limits the number of open pages.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class LivePage:
     def serve(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Serve the page on separate threads until `close`; return its address.
 
-        `port` 0: any free port. The page has no password: other machines can open it unless `host`
-        is a loopback address. On a loopback address the server accepts only names of
-        this machine in the Host header, which prevents DNS rebinding. Raise OSError if the port is
-        in use, ValueError if the page is served already.
+        Port 0 selects any free port. The page has no password: other machines can open it unless
+        `host` is a loopback address. On a loopback address the server accepts only names of this
+        machine in the Host header, which prevents DNS rebinding. Raise OSError if the port is in
+        use, and ValueError if the page is served already, or closed.
         """
         if self._server is not None or self.is_closed:
             raise ValueError("the page is served already, or closed")

@@ -1,7 +1,7 @@
 """`LiveRows`: the requests of a watched loop as rows of spans, and their changes for a page.
 
-A page first gets `snapshot`, then each `take_changes`. Both are plain lists and numbers, which
-`docs/live_page.md` describes. The viewers are not known here.
+A page first gets `snapshot`, then the result of each `take_changes`. Both consist of plain lists
+and numbers, which `docs/live_page.md` describes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _request_id = itemgetter(0)  # of a row
 class LiveRow:
     """The row of one request.
 
-    `number` identifies it in changes, because ids may be reused, and may be long. `spans`: [kind,
-    first iteration, tokens]; each lasts until the next begins. `reported`: the part of the
-    `generated` tokens that pages know.
+    `number` identifies it in changes, because ids may be reused, and may be long. `spans` is a list
+    of [kind, first iteration, tokens]; each span lasts until the next begins. `reported` is how
+    many of the `generated` tokens pages know.
     """
 
     __slots__ = ("arrival", "begin", "end", "generated", "kind", "number", "reported", "spans")
@@ -44,7 +44,7 @@ class LiveRow:
         self.end: list[Any] | None = None
 
     def shown(self) -> list[Any]:
-        """Return the row as a list for a page. JavaScript would round a large id, so it is text."""
+        """Return the row as a list for a page. The id is text: JavaScript would round large ones."""
         it = self.arrival
         lengths = it.prompt_len, it.max_new_tokens, self.reported
         head = [self.number, str(it.request_id), *lengths, it.priority, it.beam_width]
@@ -52,7 +52,10 @@ class LiveRow:
 
 
 class LiveRows:
-    """The rows of one watch, which is fed in order. `kinds`: the number of active rows by kind."""
+    """The rows of one watch. `feed` gets all changes, in order.
+
+    `kinds` has the number of active rows by kind.
+    """
 
     def __init__(self) -> None:
         self.beginning: Beginning | None = None
@@ -102,8 +105,9 @@ class LiveRows:
     def take_changes(self) -> dict[str, list[Any]]:
         """Return the changes since the last call.
 
-        "n": new rows; "c": [row, kind, iteration, tokens] of older rows; "e": [row, *end]. Empty
-        lists are omitted, and so are the first of many rows that began and ended in the meantime.
+        "n" has the new rows, "c" [row, kind, iteration, tokens] of older rows, and "e" [row, *end].
+        Empty lists are omitted. If many rows began and ended since the last call, only the newest
+        of them are included.
         """
         short_lived = [row.number for row in self._new if row.end is not None][:-_MAX_NEW]
         hidden, changes = frozenset(short_lived), dict[str, list[Any]]()
@@ -121,9 +125,9 @@ class LiveRows:
         return changes
 
     def take_progress(self, last: Iterable[Ran]) -> list[list[Any]]:
-        """Return [tokens, rows as ranges]: the tokens that rows generated since the last call.
+        """Return how many tokens rows have generated since the last call: [tokens, rows as ranges].
 
-        `last`: the last iteration of each micro batch.
+        `last` has the last iteration of each micro batch.
         """
         grown: dict[int, list[int]] = {}
         for ran in last:

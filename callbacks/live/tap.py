@@ -1,6 +1,6 @@
 """`LiveTap`: records changes of the schedule on the loop's thread, with as little work as possible.
 
-Most iterations run the same requests as the one before. Of these only the latest is kept, so
+Most iterations run the same requests as the previous one. Only the latest of these is kept, so that
 nothing accumulates for other threads to process. Other events are added to a bounded deque.
 """
 
@@ -23,9 +23,9 @@ _request_id = itemgetter(0)  # of a row
 
 
 class Step(NamedTuple):
-    """An iteration that ran other requests than the one before.
+    """An iteration that did not run the same requests as the previous one.
 
-    `generation`: ids of the requests in the generation phase.
+    `generation` has the ids of the requests in the generation phase.
     """
 
     iteration: int
@@ -41,8 +41,9 @@ Change = tuple[int, Beginning | Arrival | Step | Ending]  # with the number of t
 class LiveTap:
     """One watch of a manager, which begins with `open`.
 
-    `column`: the next iteration. `latest`: the counts of the last iteration that has ended. `ran`:
-    the last iteration of each micro batch. Tokens are counted from the beginning of the watch.
+    `column` is the next iteration, `latest` has the counts of the last iteration that has ended,
+    and `ran` the last iteration of each micro batch. Tokens are counted from the beginning of the
+    watch.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Bans words from a text, for any split of the text into tokens.
+"""`BannedTexts`: bans words from outputs, for any split of the text into tokens.
 
 A token is banned if it completes a word that begins in the token or in the text before it. These
 tokens depend only on the *state*: the longest suffix of the text that is a proper prefix of a word.
@@ -45,7 +45,7 @@ class BannedTexts:
     prompt counts as text: after "a red ba" the word "ball" is not completed. Special tokens do not
     count as text. A list has at most 1,024 words of at most 256 letters, and 8,192 letters in all.
     The last `max_word_lists` lists are cached for other requests, fewer if they are long. The lists
-    in use have at most 256 MiB together, a list of 8,192 letters up to 7 MiB.
+    in use take at most 256 MiB together; a list of 8,192 letters takes up to 7 MiB.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:
@@ -133,7 +133,7 @@ class _Used:
 
 
 def _release(looking_up: Future[_States], used: _Used, size: int) -> None:
-    """Count a list that no request uses any more as free; it must not delay other lists."""
+    """Free the bytes of a list that no request uses, and cancel its look-up if it is queued."""
     looking_up.cancel()
     used.add(-size)
 
@@ -170,7 +170,7 @@ class BannedWords:
 
 
 class _Vocabulary:
-    """The tokens with text, sorted by their bytes. `of_id`: the bytes of each token."""
+    """The tokens with text, sorted by their bytes. `of_id` has the bytes of each token id."""
 
     def __init__(self, of_id: Sequence[bytes]) -> None:
         self.of_id = of_id

@@ -1,8 +1,8 @@
 """`Watermark`: marks sampled text, with a CUDA kernel and a NumPy twin, and detects the mark.
 
 After each token, a keyed hash selects the green part of the vocabulary. Green tokens become
-slightly more likely, and the key allows to count them. From Kirchenbauer et al., "A Watermark for
-Large Language Models" (2023), with a hash of the last token.
+slightly more likely, and they can be counted with the key. The method is from Kirchenbauer et al.,
+"A Watermark for Large Language Models" (2023), with a hash of the last token.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ extern "C" __global__ void watermark(
 
 
 class Watermark(RawKernelLogitsPostProcessor):
-    """Adds `delta` to the logits of a share `gamma` of the vocabulary, which each token changes.
+    """Adds `delta` to the logits of a share `gamma` of the vocabulary, chosen anew for each token.
 
-    `key`: a secret of 32 bits. The mark is in sampled text. Greedy text hardly changes where the
-    model is certain of a token.
+    `key` is a secret of 32 bits. Sampled text carries the mark. Greedy text carries less of it,
+    because it hardly changes where the model is certain of a token.
     """
 
     def __init__(self, key: int, gamma: float = 0.25, delta: float = 2.0) -> None:

@@ -1,8 +1,7 @@
-"""`Generation`: the handle of a submitted request. A future, and a stream of new tokens.
+"""`Generation`: the handle of a submitted request, a future and a stream of new tokens.
 
-`GenerationPart`: a piece of the same stream, with its tensors. The module waits for responses, in
-threads and in event loops. It does not know queues or the manager, except for the function that
-cancels a request.
+A `GenerationPart` is a piece of the same stream, with its tensors. Threads and event loops can wait
+for responses. Of the queue and the manager, a handle uses only the function that cancels a request.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class GenerationPart(NamedTuple):
 
 @dataclass(slots=True)
 class ReadPosition:
-    """How much of a generation a reader has got from `Generation.next_part`."""
+    """How much of a generation `Generation.next_part` has returned to a reader."""
 
     num_tokens: int = 0
     num_pieces: int = 0
@@ -205,10 +204,10 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     def next_part(
         self, position: ReadPosition, waiter: AsyncWaiter | None = None
     ) -> GenerationPart | None:
-        """Return the part after `position`, and move it there; None if there is nothing new.
+        """Return the part after `position`, and advance `position`; None if there is nothing new.
 
-        Never waits, for a caller that waits for several generations at once: `waiter` is woken when
-        there is more. Raise the error of the request after the last part.
+        This never waits, so that a caller can wait for several generations at once: `waiter` is
+        woken when there is more. Raise the error of the request after the last part.
         """
         with self._lock:
             done = self._has_ended
@@ -308,7 +307,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             self._end(lambda: self.set_exception(error))
 
     def _publish(self, tokens: Sequence[int]) -> None:
-        """Let readers find these tokens, and the text that is released. Needs the lock."""
+        """Make these tokens and the released text visible to readers. The caller holds the lock."""
         self._tokens.extend(tokens)
         if self._has_text:
             self._pieces.extend(self._responses.text_pieces[len(self._pieces) :])

@@ -1,7 +1,7 @@
 """`PendingRequests`: requests that wait for the manager, in the order of their priority.
 
 Requests of equal priority are in the order of their arrival. The class also checks whether another
-request fits. It is not thread-safe, and has nothing to do with responses.
+request fits. It is not thread-safe.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Size(NamedTuple):
 class PendingRequests:
     """A priority queue from which any request can be removed.
 
-    `limits`: by the names of their options, in the order of `Size`; None: no limit.
+    `limits` maps the names of options to limits, in the order of `Size`'s fields. None means no
+    limit.
     """
 
     def __init__(self, limits: dict[str, int | None] | None = None) -> None:

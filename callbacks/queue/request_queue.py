@@ -1,7 +1,7 @@
 """`RequestQueue`: three of the four callbacks as a thread-safe bounded queue with futures.
 
-Decides which request is fetched next, and which handle gets a response. Does not interpret
-requests: the manager checks and answers them.
+It decides which request is fetched next, and which handle gets a response. It does not check
+requests: the manager does.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class RequestQueue:
     queue also closes when the manager ends or dies, so no handle waits forever. One queue serves
     one manager.
 
-    `max_pending`: the most requests that may wait for the manager. `max_pending_tokens` and
-    `max_pending_bytes`: the most tokens of their prompts and bytes of their tensors, in total.
-    None: no limit. Requests with a higher priority are fetched first, requests of equal priority
-    in the order of their arrival. `default_end_id` (an id or several, see `TokenDefaults`) and
+    `max_pending` limits the number of requests that wait for the manager, `max_pending_tokens` the
+    tokens of their prompts, and `max_pending_bytes` the bytes of their tensors. None means no
+    limit. Requests with a higher priority are fetched first, requests of equal priority in the
+    order of their arrival. `default_end_id` (an id or several, see `TokenDefaults`) and
     `default_pad_id` are for requests without these tensors. Set `exclude_input_in_output` as in
-    the manager's `OptionalParams`. `tokenizer` decodes the output of requests with `stop`: an
+    the manager's `OptionalParams`. `tokenizer` decodes the output of requests with `stop`. It is an
     object, or a checkpoint folder, which is read at the first such request.
     """
 
@@ -120,7 +120,7 @@ class RequestQueue:
         """Number of requests without a final response, including pending ones."""
         return len(self._open)
 
-    # For the host, from any thread ----------------------------------------------------------
+    # For the application, from any thread ---------------------------------------------------
 
     def submit(
         self,
@@ -136,14 +136,14 @@ class RequestQueue:
         whole `InferenceRequest`, on which the queue's defaults are set.
 
         A full queue blocks for up to `timeout` seconds (None: forever), then raises `queue.Full`.
-        It never blocks on the manager's own thread, that is in a done callback. In asyncio use
+        It never blocks on the manager's own thread, on which done callbacks run. In asyncio use
         `timeout=0`, or `asyncio.to_thread`. Without `request_id` the ids count from 1, so a
         repeated run has the same ids and the same seeds.
 
         `stop`: at most 64 stop strings of 1 to 4,096 characters. The output ends when its text, not
         the prompt's, contains one of them, in any split into tokens. Its finish reason is then
         STOP_WORDS, its text is cut before the stop string, and its tokens are those up to the one
-        that completes the stop string, inclusive. With an empty list the text is decoded, too. A
+        that completes the stop string, inclusive. An empty list only decodes the text. A
         request of several outputs runs until all of them have ended, and each is cut on its own.
         Raise ConfigError without a `tokenizer`, InvalidRequestError for an invalid `stop`.
 
@@ -351,7 +351,7 @@ class RequestQueue:
         try:
             generation.deliver(tensors, is_final, error)
         except Exception as malformed:
-            # an exception would only end the request; this also gives the handle the reason
+            # the manager would end the request after an exception; this also ends its handle
             with self._changed:
                 was_open = self._open.pop(generation.request_id, None) is not None
                 if was_open:

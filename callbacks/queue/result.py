@@ -1,6 +1,6 @@
 """Combines the responses to a request into a `GenerationResult`, or into an error to raise.
 
-Interprets the tensors of responses by name. Does not use threads, queues or waiting.
+It interprets the tensors of responses by name. Threads and waiting are in `generation`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class GenerationResult:
         return MappingProxyType({name: _joined(name, parts) for name, parts in self._parts.items()})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy the tensors: those of a step share memory, which a pickle would hold as a whole."""
+        """Copy the tensors: those of a step share memory, which a pickle would store as a whole."""
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         parts = {name: [part.clone() for part in own] for name, own in self._parts.items()}
         return {**state, "metrics": dict(self.metrics), "_parts": parts}
@@ -129,8 +129,8 @@ class ResponseCollector:
     def new_tensors(self, seen: dict[str, int]) -> dict[str, torch.Tensor]:
         """Return the tensors by name that were added since the last call with the same `seen`.
 
-        Parts are joined. Tokens are not included: `add` has returned them. `seen`: the number of
-        parts of each tensor that the caller has; updated here.
+        Parts are joined. Tokens are not included: `add` has returned them. `seen` has the number of
+        parts of each tensor that the caller has got, and is updated.
         """
         found = {}
         for name, parts in self._parts.items():
@@ -174,7 +174,7 @@ class ResponseCollector:
     def _take_rows(self, by_name: dict[str, torch.Tensor]) -> list[list[int]]:
         """Return the generated tokens of a response, one list for each beam.
 
-        They are removed from the response, unless it is that of a request without streaming.
+        If the request streams, the tensors with tokens are removed from `by_name`.
         """
         ids, lengths = by_name.get("output_ids"), by_name.get("sequence_length")
         if self._request.is_streaming:
@@ -188,7 +188,7 @@ class ResponseCollector:
 
     def _without_prompt(self, rows: list[list[int]]) -> list[list[int]]:
         prompt = prompt_of(self._request).tolist()
-        # a host may have forgotten exclude_input: so the tokens are compared
+        # `exclude_input` may differ from the manager's option, so the tokens are compared
         if self._exclude_input or any(row[: len(prompt)] != prompt for row in rows):
             return rows
         return [row[len(prompt) :] for row in rows]

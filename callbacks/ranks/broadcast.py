@@ -24,9 +24,9 @@ def broadcast(
     """Return `(get, poll)` for the manager of each rank, with the answers of rank 0's callbacks.
 
     Rank 0 passes its GetInferenceRequests, and its PollStopSignal if it has one; the other ranks
-    pass none. `transport` None: the managers send the answers in the message that they exchange in
-    each iteration. "mpi": mpi4py sends them, for hosts under mpirun; extra `mpi`. Raise ConfigError
-    without mpi4py, and ValueError for an unknown `transport`.
+    pass none. By default the managers send the answers in the message that they exchange in each
+    iteration. With `transport="mpi"` mpi4py sends them, for applications under mpirun; install the
+    extra `mpi`. Raise ConfigError without mpi4py, and ValueError for an unknown `transport`.
     """
     for name, callback in (("get", get), ("poll", poll)):
         if callback is not None:

@@ -1,4 +1,4 @@
-"""Sends rank 0's answers to all ranks by MPI, for hosts under mpirun, without pickle.
+"""Sends rank 0's answers to all ranks by MPI, for applications under mpirun, without pickle.
 
 Each call is two collective operations: the length of a message, and its bytes. So the callbacks
 must be called on all ranks in the same order, as the managers of ranks do.

@@ -59,7 +59,7 @@ class Histogram:
 
 
 class IterationCounts:
-    """Counts from statistics records. `last`: the last record, parsed; the others are sums."""
+    """Counts from statistics records. `last` is the last record, parsed; the others are sums."""
 
     def __init__(self) -> None:
         self.last: dict[str, Any] | None = None
@@ -155,7 +155,7 @@ class _Open:
 
 
 class RequestCounts:
-    """Counts from responses. `finished`: the number of requests that ended, by finish reason.
+    """Counts from responses. `finished` has the number of requests that ended, by finish reason.
 
     A request is open from `arrive`, `fetch`, or its first response until its final response. A
     request that its caller ends also stays open until `end_as`.

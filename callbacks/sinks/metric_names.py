@@ -36,9 +36,9 @@ Kind = Literal["gauge", "counter", "histogram", "info"]
 class Metric(NamedTuple):
     """The description of one metric.
 
-    `name`: without the prefix, and without the suffix `_total` of a counter or `_info` of an info.
-    `labels`: in addition to model_name and rank. `vllm`: vLLM's names of the metric, the current
-    name first; empty if vLLM does not have it. `buckets`: the upper bounds of a histogram.
+    `name` has no prefix, and no suffix `_total` of a counter or `_info` of an info. `labels` are in
+    addition to model_name and rank. `vllm` has vLLM's names of the metric, the current name first;
+    it is empty if vLLM does not have the metric. `buckets` are the upper bounds of a histogram.
     """
 
     name: str

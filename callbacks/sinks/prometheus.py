@@ -41,10 +41,10 @@ class PrometheusSink:
             sink.attach(manager)
             prometheus_client.start_http_server(9400, "127.0.0.1")
 
-    `prefix` "vllm" selects vLLM's names. `registry` None: the default of prometheus_client. One
+    `prefix="vllm"` selects vLLM's names. The default `registry` is that of prometheus_client. One
     sink serves one manager; sinks of one registry must differ in `model_name` or `rank`, which are
     labels. `counts` returns how many requests run and wait in the application; without it the
-    numbers are those of the attached manager, or of the last record. `info`: labels of
+    numbers are those of the attached manager, or of the last record. `info` has labels of
     `config_info`.
 
     Raise ConfigError without prometheus_client, for an invalid `prefix`, and if the registry has

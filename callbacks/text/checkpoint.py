@@ -1,6 +1,6 @@
 """The end tokens and the tokenizer of a checkpoint folder.
 
-The manager does not read them: the host decides. This module implements the usual choice.
+The manager does not read them: the application decides. This module makes the usual choice.
 """
 
 from __future__ import annotations

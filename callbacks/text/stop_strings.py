@@ -28,7 +28,7 @@ class StopStrings:
     """Searches for several stop strings in one output."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        # with the failure function, as far as it was needed
+        # each with its failure function, as far as it has been needed
         self._stops: list[tuple[str, list[int]]] = [(stop, []) for stop in stops]
         self._states = [0] * len(stops)
         self._num_seen = 0  # characters
@@ -41,7 +41,7 @@ class StopStrings:
     def push(self, text: str, *, may_end: bool = True) -> Found | None:
         """Read more text; return the first complete stop string, the longest of several at once.
 
-        `may_end` False: stop strings that are complete now are ignored.
+        With `may_end=False`, stop strings that are complete in this text are ignored.
         """
         for character in text:
             self._num_seen += 1

@@ -1,7 +1,4 @@
-"""`TextStream`: decodes token ids to text incrementally.
-
-Decides how much of the text is complete. Does not know requests or models.
-"""
+"""`TextStream`: decodes token ids to text incrementally, and holds back incomplete characters."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ class TextStream:
         return self._decode(self._window)[len(returned) :]
 
     def _flush(self, text: str) -> str:
-        """Let go of `text`, the text of the held-back tokens; return the rest of it."""
+        """Release the held-back tokens. Return the part of their `text` that is still missing."""
         piece, self._num_characters = text[self._num_characters :], 0
         del self._window[: self._num_returned]
         self._num_returned = len(self._window)

@@ -17,7 +17,10 @@ _DEVIATION = 0.01
 
 
 class AdapterLoad(NamedTuple):
-    """`adapters`: lora_weights and lora_config, by task id. `tasks`: each request's id, or None."""
+    """Adapters and their use: lora_weights and lora_config by task id, and a task id per request.
+
+    The task id of a request without an adapter is None.
+    """
 
     adapters: Sequence[tuple[Tensor, Tensor]]
     tasks: Sequence[int | None]

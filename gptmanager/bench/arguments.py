@@ -26,9 +26,9 @@ from gptmanager.terminal.options import (
 )
 
 _HELP = """\
-Time a synthetic load: greedy requests of random tokens, submitted at once, that never end early.
-Without --model: random weights of a small Llama (hidden 256, 8 layers, vocabulary 4096), or with
-the shape of Qwen2.5-0.5B. --peer vllm-cpu runs vLLM's CPU build in an interpreter of your choice.
+Time a synthetic load: greedy requests of random tokens, all submitted at once; none ends early.
+Without --model the weights are random, with the shape of a small Llama (hidden 256, 8 layers,
+vocabulary 4096) or of Qwen2.5-0.5B. --peer vllm-cpu runs vLLM's CPU build in any interpreter.
 --peer llama-cpp times three loads of llama.cpp's own benchmarks instead: a prompt, one request, and
 16 requests, with weights in 16, 8 and 4 bits.
 `gptmanager bench kernels` and `gptmanager bench e2e` are for one GPU, `gptmanager bench experts`
@@ -113,7 +113,7 @@ def add_command(commands: Any) -> None:
     add_json(parser)
     add_manager_options(parser)
     subcommands = parser.add_subparsers(
-        prog="gptmanager bench", title="parts of it", metavar="[kernels | e2e | experts]"
+        prog="gptmanager bench", title="other benchmarks", metavar="[kernels | e2e | experts]"
     )
     _add_kernels(subcommands)
     _add_end_to_end(subcommands)

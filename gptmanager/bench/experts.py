@@ -1,8 +1,8 @@
 """`gptmanager bench experts`: the experts of a layer on the CPU, next to a dense matmul.
 
 The layer is one of Qwen3-30B-A3B. The dense matmul has as many tokens, and reads as many bytes as
-the experts that these tokens have chosen. Both are timed in alternation, on weights that the calls
-before have not read.
+the experts that these tokens have chosen. Both are timed in alternation, on weights that are not in
+the processor's cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def bench_experts(
     rounds: int,
     on_case: Callable[[int, int], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Return the report. `on_case` is called with the number of finished cases and of all."""
+    """Return the report. `on_case` is called with the number of finished cases and their total."""
     kernels = CpuKernels()
     layer = _Layer(kernels, getattr(torch, dtype), weights_dtype)
     cases = []
@@ -95,7 +95,7 @@ class _Layer:
         }
 
     def _dense(self, num_rows: int) -> Sequence[Matrix]:
-        """Return equal parts of `up` of about that many rows, at least one."""
+        """Return the up matrix in equal parts of about `num_rows` rows."""
         panels, most = len(self._up.values), max(1, len(self._up) // num_rows)
         return self._up.parts(next(it for it in range(most, 0, -1) if panels % it == 0))
 

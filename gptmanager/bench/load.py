@@ -22,7 +22,7 @@ from gptmanager.models import checkpoint_parts
 from gptmanager.models.checkpoint_parts import gguf_checkpoint
 from gptmanager.models.fields import Fields
 
-# the model of CPU figures when no checkpoint is given
+# the model for figures on a CPU, if no checkpoint is given
 SMALL_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -56,7 +56,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = dict(
     zip(SHAPE_NAMES, (SMALL_LLAMA, QWEN2_HALF_B), strict=True)
 )
 
-# the model of figures on one large GPU
+# the model for figures on one large GPU
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -147,7 +147,7 @@ def random_llama(
 class RandomLlama(Mapping[str, Tensor]):
     """The tensors of `random_llama`, drawn when they are read, with the same values each time.
 
-    None of them is kept here, so a manager's copy of the weights is the only one on the device.
+    They are not kept here, so a manager's copy of the weights is the only one on the device.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's config and check its vocab_size; ConfigError for both."""
+    """Return a checkpoint's config. ConfigError if it cannot be read or has no valid vocab_size."""
     config = checkpoint_parts.read_config(folder)
     Fields(config, {}, {}, f"--model {folder}: config.json: ").size("vocab_size")
     return config

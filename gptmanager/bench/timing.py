@@ -30,7 +30,7 @@ class Stopwatch:
 
 class Timer(Protocol):
     def prepare(self, run: Run, num_sets: int) -> Stopwatch:
-        """Call `run` on each set of inputs, so that all code is compiled, and return its watch."""
+        """Call `run` on each set of inputs, so that all code is compiled. Return its stopwatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
 
 
 class ClockTimer:
-    """Times with the host's clock calls that return when their work is done."""
+    """Times calls with the CPU's clock. They must return only when their work is done."""
 
     def prepare(self, run: Run, num_sets: int) -> Stopwatch:
         for number in range(num_sets):
@@ -133,7 +133,7 @@ class Spread:
 
 
 class Budget:
-    """A time limit of `seconds` from now on; None: no limit."""
+    """A time limit of `seconds` from now on; None means no limit."""
 
     def __init__(
         self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic

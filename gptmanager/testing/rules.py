@@ -167,7 +167,7 @@ class JudgedScheduler(RequestScheduler):
         if starting and len(started) + len(starting) > self.blueprint.num_slots:
             text = (
                 f"requests {_ids(starting)} are to start while {_ids(started)} have "
-                f"started and not ended: at most {self.blueprint.num_slots} slots exist"
+                f"started and not ended: the manager has {self.blueprint.num_slots} slots"
             )
             yield "slots", starting[-1].request_id, text
 

@@ -34,9 +34,9 @@ _POLICIES = (CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolic
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A started manager, its limits, and the rates its figures are compared with.
+    """A started manager, its limits, and the rates with which its figures are compared.
 
-    `trace`: traces the GPU for the given seconds; None without a GPU.
+    `trace(seconds)` traces the GPU; it is None without a GPU.
     """
 
     session: Session
@@ -67,9 +67,10 @@ class Pressure:
 def time_steps(
     target: Target, batch_size: int, context: int, num_steps: int, goal: float | None = None
 ) -> dict[str, Any]:
-    """Time generation steps of a batch with about `context` tokens per sequence, on the host.
+    """Time generation steps of a batch with about `context` tokens per sequence.
 
-    `goal`: the allowed multiple of the floor. A batch that the KV cache cannot hold is skipped.
+    The times are those between the statistics of two iterations. `goal` is the allowed multiple of
+    the floor. A batch that the KV cache cannot hold is skipped.
     """
     requests = _equal_requests(target, batch_size, context, num_steps)
     reason = _reason_not_to_fit(target, requests)

@@ -40,10 +40,10 @@ SATURATED = ((128, 128, 4096), (1000, 1000, 512), (2048, 128, 768))  # in, out, 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The size of the benchmark, lengths in tokens.
+    """The size of the benchmark. Lengths are in tokens.
 
-    Steps are timed at all `batches` with the first of `contexts`, and at all but the largest with
-    the others.
+    Steps are timed at all `batches` with the first of `contexts`, and at all `batches` except the
+    largest with the other ones.
     """
 
     requests: int
@@ -72,9 +72,9 @@ CPU_SCALE = Scale(16, (16, 128), (1, 8), (128,), 16, 16, 64, 1024, 1024, 64 << 2
 class EndToEndOptions:
     """The options of `bench_end_to_end`.
 
-    `device`: as in OptionalParams. `dtype` None: the checkpoint's; for random weights bfloat16 on a
-    GPU, float32 on a CPU. `run_ahead` None: the device's default. `ablations`: keys of
-    `benchmark.ABLATIONS`.
+    `device` is as in OptionalParams. If `dtype` is None, it is that of the checkpoint; for random
+    weights, bfloat16 on a GPU and float32 on a CPU. If `run_ahead` is None, it is the device's
+    default. `ablations` are keys of `benchmark.ABLATIONS`.
     """
 
     device: str = "cuda"

@@ -167,8 +167,10 @@ def _generation(rig: Rig, rows: PagedRows) -> Run:
 
 
 def _generation_plan(rig: Rig, rows: PagedRows) -> tuple[int, Tensor, Tensor, Tensor]:
-    """Plan the step: the number of partial results; on the device the work items, the first item
-    of each block, and the first partial result of each row.
+    """Return the plan of the step: the number of partial results, and three tensors on the device.
+
+    These are the work items, the first item of each thread block, and the first partial result of
+    each row.
     """
     size = rows.shape.num_kv_heads, find_places(rig.launcher, rows.shape)
     stretch = None if rig.launcher.features.split else WHOLE

@@ -1,7 +1,7 @@
 """Run a kernel case and its peers: check each result, then time all of them in alternation.
 
-Decides how failed, absent and wrong contenders and skipped cases are reported. Independent of any
-kernel.
+This module decides how failed, absent and wrong contenders and skipped cases are reported. It does
+not depend on any kernel.
 """
 
 from __future__ import annotations

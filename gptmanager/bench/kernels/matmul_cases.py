@@ -1,6 +1,6 @@
 """Kernel benchmark cases for the matmuls of a generation step, of a small and a large model.
 
-They are computed as a manager does where our kernel is the fastest.
+They are computed as in a manager when it chooses our kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptmanager.cuda.activations import activate_gated
 from gptmanager.cuda.gemm.gemv import FEW_ROWS
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 
-_LARGE = 32 << 20  # bytes of a weight; smaller ones mostly take the time of a launch
+_LARGE = 32 << 20  # bytes of a weight; a matmul of a smaller one hardly takes longer than a launch
 _SHARE_OF_COPY = 0.85  # goal for few rows
 _TIMES_ROOFLINE = 1.3  # goal for more rows
 

@@ -24,7 +24,8 @@ _QUERIES = 512  # per call of the reference
 class PagedRows:
     """Rows of a step over one layer's pages: the last `num_new[r]` of `lengths[r]` tokens are new.
 
-    `queries` `[T, H, D]`. Row r uses line r of the block tables. float8_e4m3fn pages have scales 1.
+    `queries` is `[T, H, D]`. Row r uses row r of the block tables. Pages of float8_e4m3fn have the
+    scale 1.
     """
 
     num_new: np.ndarray
