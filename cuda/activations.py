@@ -1,4 +1,4 @@
-"""Launchers of the activations: of each element, and of a gate times up."""
+"""Launchers of activation functions: of each element, and of a gate times an up projection."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ PROGRAM = Program(
 def activate_gated(
     launcher: Launcher, out: Tensor, gate_up: Tensor, activation: Activation = "silu"
 ) -> None:
-    """Compute `out = activation(gate) * up`; "clamped_swiglu" as in `activation_kinds`.
+    """Compute `out = activation(gate) * up`; `activation_kinds` defines "clamped_swiglu".
 
-    `gate_up` `[T, 2F]`: gate, then up; `out` `[T, F]` in other memory; one dtype of float32,
-    float16, bfloat16. ValueError for other tensors.
+    `gate_up` `[T, 2F]` has the gate, then up. `out` `[T, F]` must not overlap it. Both have one
+    dtype: float32, float16 or bfloat16. ValueError for other tensors.
     """
     num_tokens, width = out.shape
     check_tensors(
@@ -53,9 +53,10 @@ def activate_gated(
 
 
 def activate(launcher: Launcher, out: Tensor, x: Tensor, activation: Activation) -> None:
-    """Compute `out = activation(x)`; "clamped_swiglu" is only for gates.
+    """Compute `out = activation(x)`, except for "clamped_swiglu", which needs a gate.
 
-    Same shape; dtypes as in `activate_gated`; `out` may be `x`. ValueError for other tensors.
+    `out` may be `x`. Both have the same shape and one dtype, as in `activate_gated`. ValueError for
+    other tensors.
     """
     shape = tuple(x.shape)
     check_tensors(x=(x, shape, x.dtype), out=(out, shape, x.dtype))

@@ -1,7 +1,6 @@
 """The folder for compiled kernels: in the user's cache, or a private temporary one.
 
-Each file ends with its digest, because a damaged library would run. This module does not know
-what the files contain.
+Each file ends with its digest, so that a damaged library is never run.
 """
 
 from __future__ import annotations

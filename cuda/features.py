@@ -20,7 +20,6 @@ class Features:
     """The parts of the CUDA code that are in use.
 
     `no-NAME` switches off a part that is on by default, `NAME` switches on one that is off.
-
     """
 
     early: bool = True  # a kernel begins while the previous one ends
@@ -66,9 +65,6 @@ class Features:
 def _words() -> dict[str, tuple[str, bool]]:
     """Map each word to the field that it sets and the value."""
     return {
-        ("no-" if field.default else "") + field.name.replace("_", "-"): (
-            field.name,
-            not field.default,
-        )
-        for field in fields(Features)
+        ("no-" if one.default else "") + one.name.replace("_", "-"): (one.name, not one.default)
+        for one in fields(Features)
     }

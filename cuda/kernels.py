@@ -1,8 +1,7 @@
 """`CudaKernels`: the ops of the network as CUDA kernels, large matmuls by torch.
 
-It chooses the kernel for each call; calls that no kernel covers fall back to the reference. It does
-not know about batches and models. The launcher decides where the kernels run: on a GPU, or on the
-CPU in the emulator.
+It chooses the kernel for each call; calls that no kernel covers fall back to the reference. The
+launcher decides where the kernels run: on a GPU, or on the CPU in the emulator.
 """
 
 from __future__ import annotations
@@ -333,7 +332,7 @@ class CudaKernels(Kernels):
 
 
 def _kind(shape: AttentionShape) -> _Kind:
-    """Return what the plan of a layer depends on."""
+    """Return the kind of a layer: all that its plan depends on."""
     return (*shape[:3], shape.window)
 
 

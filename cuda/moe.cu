@@ -36,7 +36,7 @@ __device__ inline float warp_max(float x) {
 
 __device__ inline float taken() { return __int_as_float(0x7FC00000); }  // NaN
 
-// -inf for NaN: `best_of` then finds as many as there are.
+// Returns x, or -inf for NaN, which `best_of` would leave out.
 __device__ inline float ranking(float x) { return x == x ? x : -INFINITY; }
 
 // Sets the rank of the experts to -inf in all groups except the best.
@@ -64,7 +64,7 @@ __device__ inline void keep_best_groups(float* ranks, float* quality, int num_ex
     __syncwarp();
 }
 
-// Grid: (tokens), a warp each. The experts of a token, the best first.
+// Chooses the experts of each token, the best first. Grid: (tokens), a warp each.
 __global__ void __launch_bounds__(32) choose_experts(
     int* chosen,              // [tokens, per_token]
     float* weights,           // [tokens, per_token]

@@ -1,4 +1,4 @@
-"""Launchers of RMSNorm and LayerNorm: of rows, perhaps with an addition, and of heads."""
+"""Launchers of RMSNorm and LayerNorm: of rows, optionally after an addition, and of heads."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def norm_heads(
     *,
     centered: bool = False,
 ) -> None:
-    """Norm each `width` of these columns of `x [T, N]` in place, by an RMSNorm or a LayerNorm.
+    """Normalize each group of `width` of these columns of `x [T, N]` in place.
+
+    The norm is an RMSNorm, or a LayerNorm if `centered`.
 
     `weight` has an element for each column. Dtypes and widths are those of `rms_norm`. ValueError
     for other tensors.

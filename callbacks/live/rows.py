@@ -44,7 +44,7 @@ class LiveRow:
         self.end: list[Any] | None = None
 
     def shown(self) -> list[Any]:
-        """Return the row as a list for a page. The id is text: JavaScript would round large ones."""
+        """Return the row as a list for a page. The id is a string: JavaScript rounds large ints."""
         it = self.arrival
         lengths = it.prompt_len, it.max_new_tokens, self.reported
         head = [self.number, str(it.request_id), *lengths, it.priority, it.beam_width]

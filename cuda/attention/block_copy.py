@@ -36,9 +36,9 @@ def rounds(copies: Iterable[Copy]) -> list[list[Copy]]:
 def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies: Tensor) -> None:
     """Copy the first n tokens of block a of `source` to block b of `destination`, in every layer.
 
-    `destination`, `source` `[L, P, K, B, D]`, of one dtype, may be the same pool; `copies` `[N, 3]`
-    int32: a, b, n; independent of each other (`rounds`). D elements are a multiple of 16 bytes.
-    ValueError for other tensors.
+    `destination` and `source` `[L, P, K, B, D]` have one dtype, and may be the same pool. `copies`
+    `[N, 3]` int32 has a, b and n of each copy; no copy may write a block that another one uses (see
+    `rounds`). D elements are a multiple of 16 bytes. ValueError for other tensors.
     """
     num_layers, num_blocks, num_kv_heads, tokens_per_block, head_dim = source.shape
     if head_dim * source.itemsize % 16:

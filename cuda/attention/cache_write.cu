@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(128) rope_and_write(
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) values[j] *= scale * (PLUS_ONE ? factors[j] + 1 : factors[j]);
     };
-    // `weight`: of the norm that precedes the rotation; null: none does.
+    // `weight` is that of the norm that precedes the rotation, or null if no norm does.
     auto rotate = [&](int i, int element, int half, const float* rotation, const T* weight,
                       float scale) {
         bool low = element < half;

@@ -86,7 +86,7 @@ def rope_and_write(
     `[T]` int64 index `cos_sin` `[max_pos, N]` float32: cosines of N / 2 frequencies, then their
     sines; dimensions i < N / 2 and i + N / 2 of a head are rotated together, those from N on are
     unchanged. `cells` `[T]` int32: from `locate_tokens`; tokens with a negative one are not written
-    to pages. D is one of HEAD_DIMS. Except in float8_e4m3fn, ties round to even and NaN stays NaN.
+    to pages. D is one of HEAD_DIMS. Ties round to even, and NaN stays NaN; float8_e4m3fn saturates.
     ValueError for other tensors.
     """
     num_tokens, num_heads, head_dim = queries.shape

@@ -55,7 +55,7 @@ class GenerationPlan:
         return int(self.partial_starts[-1])
 
     def padded(self, num_items: int, num_rows: int) -> GenerationPlan:
-        """Return the plan, padded by items and rows that do nothing: graphs have fixed sizes."""
+        """Return the plan, padded with items and rows that do nothing: graphs have fixed sizes."""
         if num_items < len(self.items) or num_rows < len(self.partial_starts) - 1:
             raise ValueError(
                 f"{len(self.items)} items of {len(self.partial_starts) - 1} rows do not fit into "
@@ -107,9 +107,9 @@ def plan_generation(
 
     `window`: only the last `window` positions are visible, and the first `sink`. `stretch`: the
     most tokens of an item, a multiple of PASS. By default each block has one item, unless one would
-    be much longer than the others; then all blocks have equal shares of the work, across rows. By
-    rounding, a row's result depends on its cuts: a fixed stretch makes it independent of the other
-    rows.
+    be much longer than the others; then all blocks have equal shares of the work, across rows. A
+    row's result depends on its cuts, because of rounding: a fixed stretch makes it independent of
+    the other rows.
     """
     spans = _spans(kv_lengths.astype(np.int64), window, sink)
     num_blocks = places.blocks(num_kv_heads)
@@ -138,7 +138,7 @@ def max_num_items(
 ) -> int:
     """Return the most items that `plan_generation` creates for rows of any lengths.
 
-    Without a given stretch, these are all spans, and a cut between any two blocks.
+    Without a given stretch, each span is an item, and each cut between two blocks adds one.
     """
     spans = num_rows * (1 + (window is not None and sink > 0))
     return spans and spans + places.blocks(num_kv_heads) - 1

@@ -47,7 +47,10 @@ def check_attention(
     sinks: Tensor | None,
     **others: Expected,
 ) -> Cache:
-    """Raise ValueError if attention has no kernel for them. `others`: as in `check_tensors`."""
+    """Return the cache; raise ValueError if no kernel computes attention of these tensors.
+
+    `others` are further tensors to check, as in `check_tensors`.
+    """
     num_heads, num_kv_heads, head_dim = shape[:3]
     num_rows, dtype = rows.slots.shape[0], queries.dtype
     num_blocks, _, tokens_per_block, _ = pages.values.shape

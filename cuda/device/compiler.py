@@ -76,9 +76,7 @@ def find_nvrtc() -> Any:
         ) from error
     try:
         nvrtc.getVersion()
-    except (
-        Exception
-    ) as error:  # CuPy's error for this is private to the package that finds libraries
+    except Exception as error:  # CuPy's error class for this is private
         raise ConfigError(
             f"compiling kernels needs NVRTC: pip install nvidia-cuda-nvrtc ({error})"
         ) from error
@@ -95,8 +93,8 @@ def compile(
 ) -> Cubin:
     """Compile the kernels `names` (as `decode<128, 4>`) for `arch` (as `sm_90a`).
 
-    `source`: a file, or text that may include the headers of this package. `options` are NVRTC's.
-    `CompilationError` with the log; `ConfigError` if there is no compiler.
+    `source` is a file, or text that may include the headers of this package. `options` are NVRTC's.
+    Raise `CompilationError` with the log if that fails, and `ConfigError` without a compiler.
     """
     nvrtc = find_nvrtc()
     file = source.name if isinstance(source, Path) else "kernel.cu"

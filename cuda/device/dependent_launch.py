@@ -1,6 +1,6 @@
-"""Launches by which a kernel may begin while the previous one ends.
+"""`DependentLaunch`: launches that let a kernel begin before the previous one has ended.
 
-CuPy does not support them. They use the driver through cuda-bindings, with programmatic stream
+CuPy does not support them. They call the driver through cuda-bindings, with programmatic stream
 serialization (CUDA programming guide, "Programmatic Dependent Launch"). `wait_for_previous` in
 intrinsics.cuh explains why this is correct.
 """
@@ -25,7 +25,7 @@ _CODES = {"i": "i4x", "u": "I4x", "f": "f4x"}  # 4 bytes, padded to 8
 def find_driver(major: int) -> Any:
     """Return `cuda.bindings.driver`; None if it, the device or the driver is unsuitable (logged).
 
-    `major`: of the device's compute capability.
+    `major` is the first number of the device's compute capability.
     """
     if major < _OLDEST_DEVICE:
         return None

@@ -1,4 +1,4 @@
-"""Import CuPy, only once a host asks for a CUDA device, and report what is missing."""
+"""Import CuPy, but not before a CUDA device is needed, and report what is missing."""
 
 from __future__ import annotations
 

@@ -27,9 +27,8 @@ from gptmanager.lifecycle.log import logger
 NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 Argument = Tensor | np.generic | None
 Expected = tuple[Tensor | None, tuple[int | None, ...], torch.dtype]
-_COMPILED_AT_ONCE = (
-    16  # kernels: g++ compiles a few almost as fast as one, but all of a file are slow
-)
+# Number of kernels: g++ compiles a few almost as fast as one, but all of a file are slow.
+_COMPILED_AT_ONCE = 16
 _MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
@@ -77,8 +76,8 @@ class Launcher(Protocol):
 class DeviceLauncher:
     """Kernels on the current CUDA device, launched on torch's current stream.
 
-    `has_warpgroups`: whether to choose kernels with warpgroup matmuls; None: if the device supports
-    them. `features` None: those of the environment variable.
+    Kernels with warpgroup matmuls are chosen if `has_warpgroups`; by default, if the device has
+    them. The default `features` are those of the environment variable.
     """
 
     def __init__(
@@ -142,13 +141,14 @@ class DeviceKernel:
         self._dependent: DependentLaunch | None = None
 
     def begin_early(self, driver: Any) -> None:
-        """Let it begin while the previous kernel ends; the kernel itself must wait for that."""
+        """Let the kernel begin before the previous one has ended; its code must wait for that."""
         self._dependent = DependentLaunch(driver, self._name, self._function.ptr)
 
     def allow(self, shared_mem: int, has_carveout: bool = False) -> None:
-        """Allow `shared_mem` bytes of dynamic shared memory; the default is 48 KiB less the static.
+        """Allow `shared_mem` bytes of dynamic shared memory.
 
-        `has_carveout`: as in `Features`. ConfigError if the device has less.
+        The default is 48 KiB, minus the static shared memory. `has_carveout` is as in `Features`.
+        ConfigError if the device has less.
         """
         if shared_mem <= self._allowed:
             return
@@ -207,10 +207,10 @@ def _emulated(
 
 
 class EmulatorLauncher:
-    """Kernels on the CPU, thread by thread, for tests. Options as those of `emulator.Module`.
+    """Kernels on the CPU, thread by thread, for tests. The options are those of `emulator.Module`.
 
-    `has_matmuls` is off by default, since torch's matmuls are much faster here. `features` None:
-    those of the environment variable. ConfigError without g++ or NVIDIA's headers.
+    `has_matmuls` is off by default, since torch's matmuls are much faster here. By default,
+    `features` are those of the environment variable. ConfigError without g++ or NVIDIA's headers.
     """
 
     num_multiprocessors = 4

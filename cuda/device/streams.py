@@ -32,7 +32,7 @@ class Event(Protocol):
 class Stream(Protocol):
     """A queue of work on one device. `with stream:` makes it the current stream of this thread."""
 
-    name: str  # of the device, as hosts write it
+    name: str  # of the device, as in `OptionalParams`
     device: torch.device
     launcher: Launcher
 
@@ -119,9 +119,7 @@ class DeviceStream:
 
     def seconds(self, run: Callable[[], Tensor]) -> float:
         """Return the median time of `run`, captured so that launches cost nothing. Waits for it."""
-        graph, _ = self._capture(
-            run, None
-        )  # a private pool, which is freed together with the graph
+        graph, _ = self._capture(run, None)  # a private pool, which is freed with the graph
         events: Any = torch.cuda.Event
         begin, end = events(enable_timing=True), events(enable_timing=True)
         times = []
@@ -146,7 +144,7 @@ class DeviceStream:
                 graph,
                 pool=memory,
                 stream=self._stream,
-                capture_error_mode="thread_local",  # the host's threads may use the device
+                capture_error_mode="thread_local",  # other threads may use the device
             ),
         ):
             result = run()

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ThreadContexts:
-    """The context of one device, for any number of threads. `runtime`: CuPy's."""
+    """The context of one device, for any number of threads. `runtime` is CuPy's."""
 
     def __init__(self, runtime: Any, device: int) -> None:
         self._runtime = runtime

@@ -64,7 +64,7 @@ def _tensor(tensor: Any, what: str) -> tuple[str, int, int, int]:
 
 
 def _check_elements(kind: str, size: int, parameter: Parameter, what: str) -> None:
-    """Check the size and the kind of elements. For bfloat16 integers of the same size will do."""
+    """Check the size and the kind of elements; bfloat16 may also be passed as integers."""
     if (
         parameter.pointee_size == 0
         or parameter.pointee_kind == "V"

@@ -88,7 +88,7 @@ def _encoding(function: str) -> str:
 
 
 class Library:
-    """A loaded library. `order` 0: blocks, warps and lanes forward; -1: reverse; else a seed."""
+    """A loaded library. `order` of blocks, warps and lanes: 0 forward, -1 reverse, else a seed."""
 
     def __init__(self, path: Path, checked: bool, order: int) -> None:
         self._path = path

@@ -1,7 +1,7 @@
 """`Module`: kernels in CUDA C++ that run on the CPU, with the interface of CuPy's RawModule.
 
 It rejects arguments that CuPy would silently misinterpret, and launches that a driver would reject.
-It does not depend on the kernels of this package: a host's own kernels run as well.
+It does not depend on the kernels of this package: an application's own kernels run as well.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class MatmulPlan(NamedTuple):
 
 
 def covers(launcher: Launcher, x: Tensor, weight: Tensor) -> bool:
-    """Return whether `gemm` supports them: 16 bits, rows in aligned pieces of 16 bytes."""
+    """Return whether `gemm` supports them: 16-bit elements, rows in aligned pieces of 16 bytes."""
     fits = weight.dtype in _DTYPES and gemv.covers(x, weight)
     return fits and len(x) <= _most_rows(launcher.max_shared_mem)
 

@@ -20,17 +20,8 @@ Run = Callable[[], Tensor]
 Seconds = Callable[[Run], float]
 Key = tuple[torch.Size, torch.dtype]
 
-_NUMBERS = (
-    1,
-    2,
-    4,
-    8,
-    FEW_ROWS,
-    32,
-    64,
-    128,
-    256,
-)  # of rows; other numbers are rounded up to the next one
+# Numbers of rows that are measured; others are rounded up to the next one.
+_NUMBERS = (1, 2, 4, 8, FEW_ROWS, 32, 64, 128, 256)
 _UNMEASURED = frozenset(number for number in _NUMBERS if number <= FEW_ROWS)
 _MARGIN = 0.97  # smaller differences are noise
 _AT_ONCE = 8  # weights of one size, timed in sequence: together larger than a cache
@@ -41,9 +32,8 @@ class MatmulChoice:
     """The choice of matmul kernels for one model."""
 
     def __init__(self) -> None:
-        self._ours: dict[
-            Key, frozenset[int]
-        ] = {}  # numbers of rows at which ours are at least as fast
+        # numbers of rows at which our kernels are at least as fast as torch
+        self._ours: dict[Key, frozenset[int]] = {}
 
     def is_ours(self, num_rows: int, weight: Tensor) -> bool:
         """Return whether `OwnMatmuls` is to compute a matmul of `num_rows` with `weight`."""

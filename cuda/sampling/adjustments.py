@@ -19,9 +19,9 @@ from gptmanager.request.sampling_params import SamplingParams
 _THREADS = 256
 PARAMS = np.dtype(  # `Adjustments` of adjustments.cu
     [
-        ("prompt_len", np.int64),  # tokens that the host sent
+        ("prompt_len", np.int64),  # of the prompt as submitted: later tokens were generated
         ("first_end", np.int64),  # the first position at which end ids are allowed
-        ("lists", np.int64),  # where this slot's lists begin
+        ("lists", np.int64),  # where the lists of this request begin
         ("num_ends", np.int32),
         ("ngram_size", np.int32),  # 0: none
         ("num_biases", np.int32),
@@ -107,9 +107,9 @@ def adjust(
     lists of `pack_lists`; `histories` `[slots, length]` int32: a row reads the part before its
     position; `seen` `[S or more, V]` int32: zero before and after; `slots` `[S]` int32, -1: the row
     is not changed; `positions` `[S]` int64: the positions of the tokens to be chosen. Ids of a bias
-    are distinct and in the vocabulary. Each beam of a request has a slot here, as it has a line in
-    the sampler. Several rows may have the same slot, as the draft positions of one sequence do.
-    ValueError for other tensors.
+    are distinct and in the vocabulary. A slot is the index of one sequence in `params` and
+    `histories`, so each beam of a request has its own. Several rows have the same slot if they are
+    draft positions of one sequence. ValueError for other tensors.
     """
     num_rows, vocab_size = logits.shape
     check_tensors(

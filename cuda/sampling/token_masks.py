@@ -13,7 +13,7 @@ PROGRAM = Program("sampling/token_masks.cu", ("mask_logits",), dependent=True)
 
 
 def mask_logits(launcher: Launcher, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """Set the logits of all tokens to -inf for which the mask has a 0; other logits stay.
+    """Set to -inf the logits of all tokens for which the mask has a 0; other logits stay.
 
     `logits` `[S, vocab]` float32 are changed in place in the rows `rows` `[n]` int32 (distinct; -1:
     the mask is not used). `masks` `[n, words]` int32: the lowest bit of the first word is for token

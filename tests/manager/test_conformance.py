@@ -382,7 +382,7 @@ PLANTED = [
     (
         StartsOnly,
         "slots",
-        r"requests \[\d+\] are to start while \[\d.* started and not ended: the manager has \d+ slots",
+        r"requests \[\d+\] are to start while \[\d.* not ended: the manager has \d+ slots",
     ),
     (WholeContexts, "token-budget", r"(\d+) tokens are to run \(contexts \d+ of request"),
     (Overcommits, "memory", r"request \d+ needs \d+ more KV cache blocks, \d+ of \d+ are free"),
