@@ -12,7 +12,7 @@ from typing import Any
 class Deferred:
     """`make()` returns the value; every call returns the same value.
 
-    `num_values`: approximate number of values that it keeps alive until then.
+    `num_values`: approximate number of values that stay in memory until `make` is called.
     """
 
     __slots__ = ("make", "num_values")

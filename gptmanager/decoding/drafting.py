@@ -1,7 +1,7 @@
 """Draft tokens: proposed in advance, so that one step computes several positions of a sequence.
 
-Decides which tokens and how many to propose from a request's own tokens. The results of earlier
-drafts are passed in. A wrong draft costs computation, but never changes the output.
+Decides from a request's own tokens which tokens to propose. The results of earlier drafts, which
+the caller reports, decide how many. A wrong draft costs computation, but never changes the output.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class DrafterState(NamedTuple):
 class Drafter:
     """Proposes the drafts of one request by prompt lookup (see `config.PromptLookup`).
 
-    The length of a draft depends on the last one: twice as long if it was fully accepted, otherwise
-    one more than was accepted. After a fully rejected draft there are steps without drafts, more
-    after each further rejection, so that text without repeats costs little. Virtual tokens, ids
-    from `vocab_size` on, are looked up but never proposed, because they are never chosen.
+    After a draft that was fully accepted, the next one is twice as long; otherwise it has one token
+    more than were accepted. After each fully rejected draft in a row, twice as many steps run
+    without drafts, so that text without repeats costs little. Virtual tokens (ids from `vocab_size`
+    on) are looked up but never proposed, because they are never chosen.
     """
 
     __slots__ = ("_config", "_length", "_found", "_rest", "_seen", "_vocab_size", "_wrong")
@@ -67,7 +67,7 @@ class Drafter:
         return DrafterState(self._length, self._wrong, self._rest)
 
     def restore(self, state: DrafterState) -> None:
-        """Restore a state; raises ValueError for values that no sequence of drafts leads to."""
+        """Restore a state. Raises ValueError if a value is out of range."""
         longest = self._config.max_draft_tokens
         if (
             not 0 <= state.length <= longest
@@ -89,7 +89,7 @@ class Drafter:
             self._length = 1
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Index all n-grams but those at the end of the text, which have no next token yet."""
+        """Index the new n-grams, except those at the end of the text: no token follows them yet."""
         found, config = self._found, self._config
         for end in range(max(self._seen, config.min_ngram), len(tokens)):
             for size in range(config.min_ngram, min(config.max_ngram, end) + 1):
@@ -107,9 +107,9 @@ class DraftsState(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestDrafts:
-    """The drafts of one request: the host's, which follow the prompt, or those of a drafter.
+    """The drafts of one request: from its host, for the first step, or from a drafter.
 
-    `tokens`: the drafts to run next. `logits`: those that the host's drafts were sampled from.
+    `tokens`: the drafts to run next. `logits`: the logits that the host's drafts were sampled from.
     """
 
     tokens: tuple[int, ...] = ()

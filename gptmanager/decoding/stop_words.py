@@ -16,9 +16,9 @@ class StopWords:
     """The automaton of `words`; empty words are ignored, repeated ones count once.
 
     A state is an int, 0 before the first token. It depends on the tokens only, so replaying a
-    history restores it. The match that ends first is reported, because a request stops there. Of
-    words that end at the same token the longest is reported, so that cutting it off removes all of
-    them. `last_tokens`: the tokens that can end a word, whatever precedes them.
+    history restores it. The match that ends first is reported, because a request stops there. If
+    several words end at the same token, the longest is reported, so that cutting it off removes all
+    of them. `last_tokens`: the last token of each word.
     """
 
     __slots__ = ("words", "_depth", "_least", "_matched", "_next", "_suffix", "last_tokens")
@@ -50,7 +50,7 @@ class StopWords:
     def held(self, state: int, room: int = _NEVER - 1) -> int:
         """Return how many of the last tokens may still become part of a word.
 
-        `room`: how many tokens may follow.
+        At most `room` tokens may follow.
         """
         while state and self._least[state] > room:
             state = self._suffix[state]

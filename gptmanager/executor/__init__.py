@@ -1,1 +1,1 @@
-"""One step on a device."""
+"""Runs one step: writes its inputs to tables, computes the logits, and chooses the tokens."""

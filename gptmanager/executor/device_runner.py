@@ -42,11 +42,11 @@ class CapturedChooser(Protocol):
 class DeviceRunner(Runner):
     """Runs a model on `stream`; calls return before the work is done.
 
-    Generation steps of a `PlanningModel` are captured at start for each number of rows in
-    `graph_sizes`, and with an `adapter_pool` a second time for rows with adapters. A step replays
-    the smallest capture with enough rows. `has_beams`: lines may belong to beams. `chooser`:
-    chooses the tokens at the end of a captured step if all lines are plain; None: captured steps
-    end with the logits. `on_progress`: see `GenerationGraphs.record`.
+    Generation steps of a `PlanningModel` are captured in advance for each number of rows in
+    `graph_sizes`. With an `adapter_pool` they are captured a second time, for rows with adapters. A
+    step replays the smallest capture with enough rows. `has_beams`: lines may belong to beams.
+    `chooser`: chooses the tokens at the end of a captured step if all lines are plain; if it is
+    None, captured steps end with the logits. `on_progress`: see `GenerationGraphs.record`.
     """
 
     stream: Stream
@@ -73,9 +73,8 @@ class DeviceRunner(Runner):
         self._uploads = uploads
         self._downloads = downloads
         self._has_beams = has_beams
-        self._chooser = (
-            None if has_beams else chooser
-        )  # beams also choose for lines outside of the batch
+        # with beams, tokens are also chosen for lines that are not in the batch
+        self._chooser = None if has_beams else chooser
         self._planning = model if isinstance(model, PlanningModel) else None
         self._graphs = GenerationGraphs(stream, uploads, graph_sizes)
         self._adapter_graphs = GenerationGraphs(stream, uploads, graph_sizes)
@@ -132,7 +131,7 @@ class DeviceRunner(Runner):
         )
 
     def run_largest(self, num_tokens: int, num_sampled: int) -> None:
-        """Run prompts of `num_tokens` tokens in total. They access block 0 only."""
+        """Run prompts of `num_tokens` tokens in total, which access block 0 only."""
         longest = self.tables.tokens.shape[1]
         counts = np.full(-(-num_tokens // longest), longest, dtype=np.int64)
         counts[-1] = num_tokens - counts[:-1].sum()
@@ -149,7 +148,7 @@ class DeviceRunner(Runner):
             num_context_rows=len(counts),
         )
         with self.stream, torch.inference_mode():
-            self._launch(rows).float()  # the float32 copy of requests that change logits
+            self._launch(rows).float()  # requests that change their logits need this copy
 
     def run_captured(self, num_rows: int) -> None:
         """Run the step that is captured for `num_rows` rows; it reads and writes no block."""
@@ -166,7 +165,7 @@ class DeviceRunner(Runner):
         else:
             logits, tensors = self._adapter_graphs.run(size, (slots, *arrays))
             tensors = tensors[1:]
-        if self._has_beams:  # beams choose for other lines than those of the batch
+        if self._has_beams:  # tokens are also chosen for lines that are not in the batch
             return Computed(logits[:num_rows])
         _, positions, cells, _, lines = (tensor[:num_rows] for tensor in tensors[:5])
         inputs = ChoiceInputs(lines, positions, cells)
@@ -175,14 +174,14 @@ class DeviceRunner(Runner):
         return Computed(logits[:num_rows], inputs)
 
     def _step(self, tensors: Sequence[Tensor], adapter_slots: Tensor | None = None) -> Tensor:
-        """Run the part of a step that is captured: one without context rows.
+        """Run the part of a generation step that is captured.
 
         All captured steps share one logits buffer and one token buffer. The first capture, which
         has the most rows, allocates them in its trial run.
 
         The capture contains the sampling that most steps need. Other sampling is launched
-        separately: its kernels, its copy of the logits and its downloads depend on the requests of
-        a step. The lines of the captured sampling are then -1, and it does nothing.
+        separately, because its kernels, its copy of the logits and its downloads depend on the
+        requests of a step. Then all lines of the captured sampling are -1, so it does nothing.
         """
         chosen, positions, cells, *others = tensors
         adapters = None
@@ -201,15 +200,16 @@ class DeviceRunner(Runner):
         return logits
 
     def _fixed_arrays(self, rows: PackedRows, chooses: bool = False) -> tuple[Array, ...]:
-        """Return the inputs of a captured step: lines to choose for, positions and cells of the
-        chosen tokens, and the arrays of the batch. One copy uploads them all.
+        """Return the inputs of a captured step, which are uploaded in one copy.
+
+        They are the lines to choose for, the positions and cells of the chosen tokens, and the
+        arrays of the batch.
         """
         positions = rows.positions + 1
         cells = self.tables.cells(rows.token_lines, positions)
         chosen = rows.token_lines.astype(np.int32)
-        chosen[
-            rows.row_starts[-1] if chooses else 0 :
-        ] = -1  # padding, or all rows without a captured choice
+        num_chosen = rows.row_starts[-1] if chooses else 0
+        chosen[num_chosen:] = -1  # the rows without a captured choice
         arrays = super()._arrays(rows)
         return (chosen, positions, cells, *arrays, *self._plan(rows, fixed=True))
 
@@ -217,7 +217,7 @@ class DeviceRunner(Runner):
         return (*super()._arrays(rows), *self._plan(rows))
 
     def _inputs(self, rows: PackedRows) -> Array:
-        """Return the indices of the tokens' cells: the CPU may not know the tokens yet."""
+        """Return the indices of the tokens' cells, because the CPU may not know the tokens yet."""
         cells = self.tables.cells(rows.token_lines, rows.positions)
         # padding reads the spare last cell: another cell may hold a virtual token, which has no
         # row in the embedding
@@ -239,7 +239,7 @@ class DeviceRunner(Runner):
 
 
 def _for_kernels(logits: Tensor) -> Tensor:
-    """Return logits in a dtype that the kernels read: the model's if supported, else float32."""
+    """Return the logits in a dtype that the kernels support: their own, otherwise float32."""
     return logits if logits.dtype in NAMES else logits.float()
 
 

@@ -19,12 +19,12 @@ _Queue = SimpleQueue[tuple[Schedule, Future[StepInFlight]] | threading.Event | N
 class ForwardThread:
     """Calls `forward`, which may wait for other ranks, in the order of `submit`.
 
-    The thread ends when this object is closed or garbage-collected. A call that hangs never ends
-    the thread, but does not keep the process alive.
+    The thread ends when this object is closed or garbage-collected. If a call hangs, the thread
+    never ends, but it does not keep the process alive.
     """
 
     def __init__(self, forward: Forward) -> None:
-        # the forward thread gets all cores: the loop's thread, which calls this, needs only one
+        # the forward thread gets all cores; the caller, which is the loop's thread, needs only one
         end_threads_of_caller()
         compute_alone()
         self._queue: _Queue = SimpleQueue()
@@ -46,7 +46,7 @@ class ForwardThread:
         return mark
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread once everything submitted has run; False if it has not ended in time."""
+        """End the thread after everything submitted has run. Return False if it takes too long."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""`BatchSplitter`: runs a batch that exceeds memory in parts, and fails rows that never fit."""
+"""`BatchSplitter`: runs a batch that exceeds memory in parts, and reports rows that never fit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gptmanager.step import Failure, Schedule
 
 
 class BatchSplitter:
-    """Splits batches in two, and logs a warning the 1st, 2nd, 4th, 8th ... time.
+    """Splits batches in two. Logs a warning for the 1st, 2nd, 4th, 8th ... batch.
 
-    `vocab_size` and `device` are those of the logits.
+    `vocab_size`: the number of logits per token. `device`: where the logits are.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 class PackedRows(NamedTuple):
     """A batch as CPU arrays: R sequences with T tokens in total, S of which get logits.
 
-    `row_starts` `[R + 1]` and `kv_lengths` `[R]` are int32, the others int64: `lines` `[R]`,
-    `positions` and `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]`, as in `Batch`. A
-    line is a row of the executor's tables.
+    `row_starts` `[R + 1]` and `kv_lengths` `[R]` are int32. `lines` `[R]`, `positions` and
+    `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]` are int64. See `models.batch.Batch`
+    for their meaning. A line is a row of the executor's tables.
     """
 
     lines: np.ndarray
@@ -29,14 +29,14 @@ class PackedRows(NamedTuple):
 
 
 def offsets(counts: np.ndarray) -> np.ndarray:
-    """Return 0, 1, 2 ... up to each of these counts, concatenated."""
+    """Return the concatenation of range(count) for each of these counts."""
     ends = np.cumsum(counts)
     found: np.ndarray = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
     return found
 
 
 def padded(rows: PackedRows, num_rows: int) -> PackedRows:
-    """Pad to `num_rows` rows. The added rows have no tokens; ignore their logits."""
+    """Pad to `num_rows` rows. The added rows have no tokens, and their logits mean nothing."""
     missing = num_rows - len(rows.lines)
 
     def pad(array: np.ndarray, value: int = 0) -> np.ndarray:
@@ -76,7 +76,7 @@ def halves(rows: PackedRows) -> tuple[tuple[PackedRows, np.ndarray], ...]:
 
 
 def _part(rows: PackedRows, own: slice, first: int, last: int) -> tuple[PackedRows, np.ndarray]:
-    """Return the packed tokens `first` to `last` (excluded), which belong to the rows `own`."""
+    """Return the tokens `first` to `last` (excluded) of the rows `own`, and their samples."""
     ends = np.clip(rows.row_starts[own.start : own.stop + 1] - first, 0, last - first)
     samples = np.flatnonzero((rows.sample_index >= first) & (rows.sample_index < last))
     tokens = slice(first, last)

@@ -1,7 +1,7 @@
-"""The executor of a rank: every rank runs each schedule, and rank 0 chooses the tokens for all.
+"""The executor of a rank. Every rank runs each schedule, and rank 0 chooses the tokens for all.
 
-Decides when a result is sent, and which of its tokens are still needed. A `ResultLink` sends it.
-The model itself exchanges tensors within a step.
+Decides when a result is sent, and which of its tokens are written to the tables. A `ResultLink`
+sends it. The model itself exchanges tensors within a step.
 
 | stages | device | rank 0 chooses | other ranks get the tokens |
 | --- | --- | --- | --- |
@@ -34,7 +34,8 @@ from gptmanager.ranks.layout import RankLayout
 from gptmanager.statistics import Memory
 from gptmanager.step import Schedule, StepResult
 
-Broadcast = Callable[[Tensor], None]  # overwrites a tensor with its values on part 0 of the stage
+# overwrites a tensor with the values that it has on the first rank of a pipeline stage
+Broadcast = Callable[[Tensor], None]
 
 
 class ResultLink(Protocol):
@@ -87,7 +88,7 @@ class InnerExecutor(Protocol):
 
 
 class SharedChoice:
-    """Copies the tokens that part 0 of a stage chooses to the devices of the other parts.
+    """Copies the tokens that rank 0 chooses to the devices of the other ranks of its stage.
 
     The next forward pass can then be enqueued before the tokens are known on the CPU.
     """
@@ -97,7 +98,7 @@ class SharedChoice:
         self._has_beams = runner.tables.tokens.shape[0] > num_slots
 
     def exchange(self, step: StepInFlight, *, writes: bool) -> None:
-        """Send the tokens that the next forward pass may read; `writes`: receive and write them."""
+        """Send the tokens that the next forward pass may read, or receive them and write them."""
         with self._runner.stream, torch.inference_mode():
             cells = self._cells(step)
             if cells is None:
@@ -121,10 +122,10 @@ class SharedChoice:
 
 @dataclass(slots=True, eq=False)
 class RankStep:
-    """A step of a `RankExecutor`. `inner`: the step of the executor that runs it.
+    """A step of a `RankExecutor`. `inner`: the step of the `InnerExecutor`.
 
-    `num_starts`: number of sequences that had started in the slot of each sampling row. `result`:
-    None until it is known on this rank.
+    `num_starts`: for each sampling row, the number of sequences that have started in its slot.
+    `result`: None until it is known on this rank.
     """
 
     schedule: Schedule
@@ -167,9 +168,9 @@ class RankExecutor(ABC):
         return self._executor.close(timeout_s)
 
     def mark(self) -> threading.Event | None:
-        """Return an event that is set when the forward passes that have begun have run.
+        """Return an event that is set when all forward passes that were submitted have run.
 
-        None: they have run already, or a stream orders accesses to the same memory.
+        Returns None if they have run already, or if a stream orders accesses to the same memory.
         """
         return self._executor.mark()
 
@@ -189,9 +190,9 @@ class RankExecutor(ABC):
     def _write(self, step: RankStep, result: StepResult) -> None:
         """Write the tokens of a result as the next inputs of their sequences.
 
-        Skip a sequence that ended during its step if another sequence has started in its slot. The
-        next schedule writes the tokens of several beams with its forks. Tokens after a wrong draft
-        are overwritten before they are read.
+        A sequence is skipped if another one has started in its slot since. Sequences with several
+        beams are skipped, too: the next schedule writes their tokens with its forks. Tokens after a
+        wrong draft are overwritten before they are read.
         """
         rows = step.inner.computed().rows
         is_current = step.num_starts == self._starts[rows.slots]
@@ -203,12 +204,12 @@ class RankExecutor(ABC):
         written = lines[fits], positions[fits], np.maximum(tokens[fits], 0)
         if self._shared is None:
             self._tables.write_cells(*written)
-        else:  # only on the CPU: the device has the tokens already
+        else:  # only to the CPU's tables, because the device has the tokens already
             SequenceTables.write_cells(self._tables, *written)
 
 
 def _cells(rows: SamplingRows, result: StepResult) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the lines and positions (int64) of all tokens of a result, and the tokens."""
+    """Return all tokens of a result, with their lines and positions (int64) before them."""
     heads, width = rows.firsts[:-1], result.tokens.shape[1]
     positions = (rows.positions[heads][:, None] + np.arange(width)).ravel()
     return rows.lines[heads].repeat(width), positions, result.tokens.ravel()
@@ -312,8 +313,9 @@ def _valid_tokens(result: StepResult) -> list[list[int]]:
 class RankPlace:
     """The place of an executor among the ranks.
 
-    `broadcast`: the broadcast of its stage, if ranks are on devices. `replicates`: each rank that
-    has logits calls the logits post-processors of its own host, and samples.
+    `broadcast`: the broadcast of its stage, if ranks are on devices. `sends_extras`: rank 0 also
+    sends log probabilities and logits. `replicates`: each rank that has logits calls the logits
+    post-processors of its own host, and samples.
     """
 
     layout: RankLayout

@@ -1,6 +1,7 @@
-"""A `StepResult` as bytes, sent from the rank that chooses tokens to the others: data only.
+"""A `StepResult` as bytes, which the rank that chooses tokens sends to the others.
 
-A header of fixed size, the raw arrays, and JSON for the parts that few steps have.
+The bytes are a header of fixed size, JSON for the parts that few steps have, and the raw arrays.
+They are plain data, so reading them runs no code.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gptmanager.step import (
     TopLogProbs,
 )
 
-# number of the schedule, clock, rows and columns of tokens, flags, bytes of JSON
+# iteration of the schedule, clock, rows and columns of tokens, flags, number of bytes of JSON
 _HEADER = struct.Struct("<qdIIBI")
 _COUNTED, _STALE = 1, 2
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
@@ -37,7 +38,7 @@ _CLASSES = {
 
 
 def pack(iteration: int, result: StepResult, *, with_extras: bool = False) -> bytes:
-    """Pack the result of schedule `iteration`; `with_extras`: with log probabilities and logits."""
+    """Pack the result of a schedule, with log probabilities and logits if `with_extras`."""
     rows, columns = result.tokens.shape
     flags = _STALE if result.stale else 0
     arrays = [_bytes(result.tokens, _INT32)]
@@ -54,7 +55,7 @@ def pack(iteration: int, result: StepResult, *, with_extras: bool = False) -> by
 
 
 def unpack(message: bytes, iteration: int, num_rows: int) -> StepResult:
-    """Unpack a message; RankError if it is malformed, or the result of another schedule."""
+    """Unpack a message. RankError if it is malformed, or is the result of another schedule."""
     try:
         number, now, rows, columns, flags, num_bytes = _HEADER.unpack_from(message)
         if (number, rows) != (iteration, num_rows):
@@ -137,7 +138,7 @@ def _rest(result: StepResult, extras: Extras | None) -> tuple[bytes, list[bytes]
 
 
 def _legible(error: BaseException) -> str:
-    """Return an error's text without its class name, with surrogates escaped for UTF-8."""
+    """Return the text of an error without its class name; surrogates are escaped for UTF-8."""
     text = response_text(error).removeprefix(f"{type(error).__name__}: ")
     return text.encode(errors="backslashreplace").decode()
 

@@ -1,4 +1,4 @@
-"""`Runner`: computes the logits of packed rows on the CPU, where the tables are."""
+"""`Runner`: computes the logits of packed rows on the CPU; base class of `DeviceRunner`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from gptmanager.statistics import Memory
 class Computed(NamedTuple):
     """The result of a batch: `logits` `[S, vocab]`, float32, or the model's dtype on a device.
 
-    `inputs`: the S choices in the device's tables, if they are uploaded already. `lost`: (line,
-    reason) of sequences that ran out of memory; their logits are NaN.
+    `inputs`: the places of the S choices in the device's tables, if they are uploaded already.
+    `lost`: (line, reason) of sequences that ran out of memory; their logits are NaN.
     """
 
     logits: Tensor
@@ -39,12 +39,13 @@ class Computed(NamedTuple):
 class Runner:
     """Runs a model on the CPU; every call has finished when it returns.
 
-    A caller must enter `stream` around the whole step. Token id `vocab_size` + i of a sequence is
-    row i of the prompt table of its line. `adapter_pool` None: no sequence uses an adapter.
+    A caller must enter `stream` around the whole step. Token id `vocab_size` + i of a sequence
+    stands for row i of the prompt table of its line. `adapter_pool`: None if no sequence uses an
+    adapter.
     """
 
     stream: AbstractContextManager[Any] = nullcontext()
-    tokens_on_device = False  # True: chosen tokens are on the device first, `result` waits for them
+    tokens_on_device = False  # whether tokens are chosen on a device, so that `result` must wait
 
     def __init__(
         self,
@@ -86,15 +87,15 @@ class Runner:
             self._prompt_tables.pop(line, None)
 
     def run(self, rows: PackedRows) -> Computed:
-        """Return the logits of the sampled tokens; torch's out-of-memory errors pass through."""
+        """Return the logits of the sampled tokens. Raises torch's out-of-memory errors."""
         return Computed(self._launch(rows).float())
 
     def to_cpu(self, logits: Tensor) -> Tensor:
-        """Copy logits to the CPU, as float32; the copy is complete when the step's result is."""
+        """Return the logits on the CPU, as float32, complete when the step's result is."""
         return logits
 
     def score(self, logits: Tensor, targets: Array, count: int, normalized: bool) -> Scores:
-        """Score prompt tokens, see `PromptScorer.score`; the scores are copied to the CPU."""
+        """Score prompt tokens as `PromptScorer.score` does; the scores are copied to the CPU."""
         if self._scorer is None:
             self._scorer = PromptScorer(logits.shape[1])
         return self._scorer.score(logits, targets, count, normalized=normalized)
@@ -152,7 +153,10 @@ class Runner:
         return [torch.from_numpy(array) for array in arrays]
 
     def _batch(self, tensors: Sequence[Tensor], num_context_rows: int, **given: Any) -> Batch:
-        """Make a batch of the tensors of `_arrays` and the model's plan; `given`: other fields."""
+        """Make a batch of the tensors of `_arrays` and the model's plan.
+
+        `given`: the other fields of the batch.
+        """
         token_ids, lines, positions, starts, lengths, index, sample_rows, *plan = tensors
         return Batch(
             *(token_ids, positions, starts, lengths, lines),

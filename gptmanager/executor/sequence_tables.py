@@ -1,6 +1,6 @@
 """`SequenceTables`: the tokens and the blocks of each started sequence, one line per beam.
 
-Arrays on the CPU, and their copies on a device. Knows nothing of schedules and models.
+The tables are arrays on the CPU, with copies on a device. Knows nothing of schedules and models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Written = tuple[Ints, npt.NDArray[Any]]  # cells, and the values written to them
 class SequenceTables:
     """`tokens` int32 `[lines, max_seq_len]`, `blocks` int32 `[lines, blocks_per_sequence]`.
 
-    `token_tensor` and `block_tensor` are the tables on the device; on the CPU they share memory.
+    `token_tensor` and `block_tensor` are the tables as tensors. On the CPU they share the arrays'
+    memory; `DeviceTables` has copies on its device.
     """
 
     def __init__(self, num_lines: int, max_seq_len: int, blocks_per_sequence: int) -> None:
@@ -55,8 +56,9 @@ class SequenceTables:
 class DeviceTables(SequenceTables):
     """Tables with a copy on a device, which `flush` updates with everything written.
 
-    Tokens chosen on the device are written to its copy first, and to the CPU's later. The last
-    element of `token_cells`, the flat token table of the device, is unused: padding points to it.
+    Tokens chosen on the device are written to its copy first, and later to the CPU's arrays.
+    `token_cells`: the token table of the device as a vector, with one unused element at the end, to
+    which padding points.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class DeviceTables(SequenceTables):
         self.block_tensor = torch.zeros(self.blocks.shape, dtype=torch.int32, device=device)
         self._written_tokens: list[Written] = []
         self._written_blocks: list[Written] = []
-        self._may_repeat = False  # whether a cell was written twice: a line that was reused
+        self._may_repeat = False  # whether a cell may have been written twice
         self._forks: list[Written] = []  # lines, and the lines that they are copied from
 
     def write_tokens(self, line: int, first: int, tokens: Sequence[int]) -> None:
@@ -94,7 +96,10 @@ class DeviceTables(SequenceTables):
         self._forks.append((lines, first_line + np.array(parents)))
 
     def cells(self, lines: Ints, positions: Ints) -> Ints:
-        """Return the indices of these positions in `token_cells`; past a line's end, the unused."""
+        """Return the indices of these positions in `token_cells`.
+
+        A position past the end of its line has the index of the unused element.
+        """
         width = self.tokens.shape[1]
         return np.where(positions < width, lines * width + positions, self.tokens.size)
 
@@ -114,7 +119,7 @@ class DeviceTables(SequenceTables):
             self.token_cells.index_copy_(0, sent[2], sent[3])
         if len(blocks):
             self.block_tensor.view(-1).index_copy_(0, sent[4], sent[5])
-        # not before: a step that runs out of memory here is run again in parts
+        # only now, because a step that runs out of memory above is run again in parts
         self._forks, self._written_tokens, self._written_blocks = [], [], []
         self._may_repeat = False
 

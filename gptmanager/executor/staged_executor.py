@@ -1,8 +1,8 @@
-"""`StagedExecutor`: a pipeline stage on the CPU. Its forward passes run in parallel with the loop.
+"""`StagedExecutor`: runs a pipeline stage on the CPU, in parallel with the loop.
 
-The loop launches micro batches while earlier ones are computed. When it chooses the tokens of a
-step, forward passes of later steps may have run already. So the choice reads its own tables, which
-are updated with each result, in the order of the steps.
+The loop submits micro batches while earlier ones are computed. When it chooses the tokens of a
+step, the forward passes of later steps may have run already. So the chooser reads tables of its
+own, which are updated with each result, in the order of the steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NoChooser:
 
 @dataclass(slots=True, eq=False)
 class StagedStep:
-    """A step of a stage. `computed` waits for its forward pass and returns or raises its result."""
+    """A step of a stage. `computed` waits for its forward pass, and raises its errors."""
 
     schedule: Schedule
     computed: Callable[[], StepInFlight]
@@ -48,8 +48,8 @@ class StagedStep:
 class StagedExecutor:
     """Runs the forward passes of `executor`, which has a `NoChooser`, in a thread.
 
-    `chooser` reads and writes `histories`, tables of its own; None: this rank receives its tokens.
-    It does not write the tokens to the tables of `executor`, which the rank's executor does.
+    `chooser` reads and writes `histories`, its own tables; it is None if this rank receives its
+    tokens. The `RankExecutor` writes the tokens to the tables of `executor`.
     """
 
     settles_in_sample = writes_tokens = False
@@ -70,7 +70,7 @@ class StagedExecutor:
         return StagedStep(schedule, self._forwards.submit(schedule))
 
     def sample(self, step: StagedStep) -> None:
-        """Do nothing: `result` chooses the tokens, because this would wait for the logits."""
+        """Do nothing: `result` chooses the tokens, because choosing waits for the logits."""
 
     def result(self, step: StagedStep) -> StepResult:
         """Wait for the logits, choose tokens and return the result."""

@@ -1,7 +1,7 @@
 """`StepInFlight`: a step that is being computed, from its rows to the tokens chosen for them.
 
-Maps each of the S choices to its row, and to its meaning there: a token, a verified draft, or a
-beam's continuation. Does not make the choices.
+Maps each of the S choices to its row, where it is a token, a verified draft, or a beam's
+continuation. Does not make the choices.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ PendingTokens = Callable[[], ChosenTokens]  # waits for the tokens; called once
 class StepInFlight:
     """A step being computed. `logits` `[S, vocab]`: float32, or the model's dtype on a device.
 
-    `inputs`: the S choices in the device's tables, if they are uploaded already. `out_of_memory`:
-    requests with a row that could not be computed.
+    `inputs`: the places of the S choices in the device's tables, if they are uploaded already.
+    `out_of_memory`: requests with a row that could not be computed.
     """
 
     schedule: Schedule
@@ -98,12 +98,15 @@ class StepInFlight:
     pending: PendingTokens | None = None  # once the step is sampled
 
     def computed(self) -> StepInFlight:
-        """Return this step: its forward has run, or is enqueued."""
+        """Return this step, because its forward pass has run or is enqueued."""
         return self
 
 
 def num_right_drafts(rows: SamplingRows, tokens: np.ndarray) -> np.ndarray:
-    """Return how many first drafts of each row equal the tokens `[S]` chosen there, `[rows]`."""
+    """Return how many drafts of each row precede the first one that differs, int32 `[rows]`.
+
+    A draft is compared with the token that `tokens` `[S]` has at its position.
+    """
     drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
     counts = np.zeros(len(rows.rows), dtype=np.int32)
     for index, row in enumerate(rows.rows):
@@ -116,9 +119,9 @@ def num_right_drafts(rows: SamplingRows, tokens: np.ndarray) -> np.ndarray:
 def accepted(
     rows: SamplingRows, tokens: np.ndarray, log_probs: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return tokens, counts and log probabilities, as in `ChosenTokens`, of choices `[S]`.
+    """Return the tokens, counts and log probabilities of `ChosenTokens`, from choices `[S]`.
 
-    A row with drafts keeps its right drafts, and the choice after them.
+    A row with drafts has its right drafts, and the choice after them.
     """
     counts = 1 + num_right_drafts(rows, tokens)
     choices = rows.firsts[:-1].repeat(counts) + offsets(counts)
@@ -141,11 +144,12 @@ def candidates(
     best_tokens: np.ndarray | None,
     best_log_probs: np.ndarray | None,
 ) -> tuple[BeamCandidates, ...]:
-    """Return the candidates of each row with several beams: sampled `[S]`, or the best `[S, n]`.
+    """Return the candidates of each row with several beams.
 
-    `counts` `[rows]`: number of best tokens to use; 0: the row is sampled, not searched.
-    `log_probs` None: not requested, 0 is used. `best_tokens` and `best_log_probs` None: no row is
-    searched. If a searched beam has the token NOT_FINITE, the row's only candidate is NOT_FINITE.
+    For a sampled row they are its sampled `tokens` and `log_probs` `[S]`, for a searched row its
+    `best_tokens` and `best_log_probs` `[S, n]`. `counts` `[rows]`: number of best tokens per beam;
+    0 for a sampled row. If `log_probs` is None, 0 is used. If a searched beam has the token
+    NOT_FINITE, the row's only candidate is NOT_FINITE.
     """
     found = []
     if log_probs is None:
@@ -170,7 +174,7 @@ def candidates(
 def part_of(
     rows: SamplingRows, logits: Tensor, chosen: np.ndarray, offset: int
 ) -> tuple[SamplingRows, Tensor]:
-    """Return only the rows `chosen` and their logits; of rows with drafts, the choice `offset`."""
+    """Return the rows `chosen` and their logits. A row with drafts keeps only choice `offset`."""
     pieces = []
     for index in chosen:
         first, end = rows.firsts[index] + offset, rows.firsts[index + 1]

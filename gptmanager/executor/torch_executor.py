@@ -1,7 +1,7 @@
 """`TorchExecutor`: one step of a model over the paged KV cache, on any device.
 
-Preallocated tables hold what a device needs of each started sequence. A step writes the changes,
-packs its rows, computes them and chooses tokens. Does not decide which requests run.
+Preallocated tables hold the tokens and blocks of each started sequence. A step writes the changes
+to them, packs its rows, computes them and chooses tokens. Does not decide which requests run.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ Rows = tuple[Row, ...]
 
 
 class TorchExecutor:
-    """Runs schedules on a torch model: `runner` computes, `chooser` chooses, over the same tables.
+    """Runs schedules on a torch model. `runner` computes logits, and `chooser` chooses tokens.
 
     `fused`: context and generation rows run in one pass of the model, otherwise in two.
-    `splits_batches`: split a batch that does not fit into memory and run it in parts; otherwise the
-    error is raised.
-    On the CPU every call has finished when it returns. On a device no call before `result` waits,
-    except where the chooser's documentation says so.
+    `splits_batches`: a batch that does not fit into memory runs in parts, otherwise the error is
+    raised. On the CPU every call has finished when it returns. On a device no call before `result`
+    waits, except where the chooser's documentation says so.
     """
 
     writes_tokens = True
@@ -83,7 +82,7 @@ class TorchExecutor:
         return step
 
     def sample(self, step: StepInFlight) -> None:
-        """Choose tokens for each sampling row and write them as its sequence's next input."""
+        """Choose the tokens of each sampling row and write them as inputs of the next step."""
         before = _off_cpu_ns()
         with self.runner.stream:
             step.pending = self._chooser.choose(step)
@@ -126,13 +125,13 @@ class TorchExecutor:
         return True
 
     def mark(self) -> None:
-        """Return None: forwards have run, or a stream orders them. See `RankExecutor.mark`."""
+        """Return None: forward passes have run, or a stream orders them (`RankExecutor.mark`)."""
 
     def take_gil_wait_us(self) -> int:
-        """Microseconds since the last call in which the loop thread was off the CPU in a step.
+        """Return the microseconds since the last call in which a step kept the loop thread waiting.
 
-        On the CPU a step computes all the time. Wall time beyond the thread's CPU time is therefore
-        time spent waiting, for the interpreter lock or for a core.
+        On the CPU a step computes all the time. Wall time in excess of the thread's CPU time is
+        therefore spent waiting for the interpreter lock or for a core.
         """
         stalled, self._stalled_ns = self._stalled_ns, 0
         return stalled // 1000
@@ -198,7 +197,7 @@ class TorchExecutor:
     def _prompt_outputs(
         self, part: ContextPart, logits: Tensor
     ) -> Iterator[ContextLogits | PromptLogProbs]:
-        """Yield the logits and log probabilities that are requested of a part of a prompt."""
+        """Yield the logits and the log probabilities that are requested for a part of a prompt."""
         row = part.row
         name = row.request_id, row.epoch, row.position
         if part.num_logits:
@@ -212,7 +211,7 @@ class TorchExecutor:
             yield PromptLogProbs(*name, *scores)
 
     def _batches(self, schedule: Schedule) -> Iterator[tuple[Rows, Rows]]:
-        """Yield the context and generation rows that run in one pass."""
+        """Yield the context and generation rows of each pass of the model."""
         most = self._most_scored
         context, generation = schedule.context_rows, schedule.generation_rows
         if self._window is not None:
@@ -230,7 +229,7 @@ class TorchExecutor:
             yield (), generation
 
     def _run(self, rows: PackedRows) -> Computed:
-        """Return the logits of the sampled tokens of `rows`; split them if memory is short."""
+        """Return the logits of the sampled tokens. Rows that exceed memory run in parts."""
         try:
             return self.runner.run(rows)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -242,7 +241,7 @@ class TorchExecutor:
         return self._splitter.run(rows, reason, self._run)
 
     def _pack(self, context: Rows, generation: Rows) -> PackedRows:
-        """Pack the rows. A context is one sequence for all its beams, then each beam is one."""
+        """Pack the rows. A context row is one sequence, a generation row one for each beam."""
         rows = (*context, *generation)
         lines = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.position for row in rows], dtype=np.int64)
@@ -285,7 +284,7 @@ def load_tokens(schedule: Schedule, lines: Lines, tables: SequenceTables) -> Non
 
 
 def _sampling_rows(schedule: Schedule, lines: np.ndarray, positions: np.ndarray) -> SamplingRows:
-    """Return the rows that sample; `lines` and `positions` `[S]` are those of the choices."""
+    """Return the rows that sample. `lines` and `positions` `[S]`: the places of the choices."""
     rows, num_generating = schedule.sampling_rows, len(schedule.generation_rows)
     firsts = np.arange(len(rows) + 1)
     if len(lines) > len(rows):  # a context has one choice for all its beams

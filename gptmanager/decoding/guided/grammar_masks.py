@@ -1,7 +1,7 @@
-"""`Grammar`: a request's guided decoding; and the token masks of a step's requests.
+"""`Grammar` is a request's guided decoding; `GuidedSession` makes the token masks of a step.
 
-Decides which tokens may follow, and applies that to the logits. Knows nothing of how a grammar is
-compiled, nor of sampling: sampled tokens are checked when they are part of the history.
+Decides which tokens may follow, and applies the masks to the logits. Knows nothing of how a grammar
+is compiled, nor of sampling. A sampled token is checked in the next step, as part of the history.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Words = npt.NDArray[np.int32]
 
 
 class TextBans(Protocol):
-    """Bans tokens depending on the text before them; a processor to combine with a grammar."""
+    """A processor that bans tokens by the text before them, and can be combined with a grammar."""
 
     def prepare(self, device: str) -> Future[Any]: ...
 
@@ -39,9 +39,9 @@ class TextBans(Protocol):
 
 
 class CompiledGrammar(Future[Any]):
-    """A future of a grammar's matcher at its start.
+    """A future of a grammar's matcher in its initial state.
 
-    An error is raised for every request that waits. Its traceback is dropped each time, because it
+    Every request that waits gets the same error. Its traceback is dropped each time, because it
     would keep the objects of all these requests alive.
     """
 
@@ -88,13 +88,14 @@ class Grammar(BoundProcessor):
         return self.compiled.unenforced
 
     def without(self, bans: TextBans) -> Grammar:
-        """Return the same grammar without texts that contain a banned word:
-        `grammar.without(banned.bind(words))` with a `BannedTexts`.
+        """Return this grammar, restricted to texts without a banned word.
+
+        With a `BannedTexts` `banned`, write `grammar.without(banned.bind(words))`.
         """
         return Grammar(self.owner, self.kind, self.compiled, bans, self.start)
 
     def after(self, start: GrammarStart) -> Grammar:
-        """Return the same grammar for the text after a thought, which may not end the output."""
+        """Return this grammar for the text after a thought, in which the output may not end."""
         return Grammar(self.owner, self.kind, self.compiled, self.bans, start)
 
     def prepare(self, device: str) -> Future[Any]:
@@ -107,10 +108,10 @@ class Grammar(BoundProcessor):
 class _Progress:
     """The position of a sequence in its grammar.
 
-    `num_tokens`: generated tokens up to the last one that the matcher has consumed. `ended_at`:
-    number of generated tokens up to the one that ended the text; None: not ended. `start`: where
-    the grammar's text begins; None: with the output. `num_before`: generated tokens before that
-    text; None: it has not begun.
+    All numbers count generated tokens. `num_tokens`: up to the last one that the matcher has
+    consumed. `ended_at`: up to the one that ended the text; None if it has not ended. `start`:
+    where the grammar's text begins; None if it begins with the output. `num_before`: before the
+    grammar's text; None if it has not begun.
     """
 
     matcher: Any
@@ -167,7 +168,7 @@ class _Progress:
 class _Beams:
     """Positions of the beams of one request, keyed by their texts, so that beams may fork freely.
 
-    A beam continues from a copy of the matcher of one step ago; after a pause, from the start.
+    A beam continues with a copy of the matcher of the previous step; after a pause it starts again.
     """
 
     def __init__(self) -> None:
@@ -178,7 +179,7 @@ class _Beams:
     def follow(
         self, bound: Grammar, generated: npt.NDArray[np.int32], end_ids: frozenset[int]
     ) -> _Progress:
-        """Return a text's position; raises InvalidRequestError if it does not fit the grammar."""
+        """Return the position of a text. Raises InvalidRequestError if the grammar forbids it."""
         if len(generated) != self._length:
             self._length = len(generated)
             self._last, self._now = self._now, {}
@@ -207,10 +208,10 @@ class GuidedSession(RowSession):
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._masks: Words = np.empty((0, 0), dtype=np.int32)
-        self._address = 0  # of the masks: NumPy takes 3 us to return it
+        self._address = 0  # of `_masks`, kept because NumPy takes 3 us to return it
 
     def load(self, line: int, bound: Grammar) -> None:
-        """Do nothing: all state of a sequence is kept with its request."""
+        """Do nothing, because the state of a sequence is kept with its request."""
 
     def process(self, rows: Rows) -> Errors:
         errors: dict[int, BaseException] = {}
@@ -229,7 +230,7 @@ class GuidedSession(RowSession):
             except BaseException as error:  # noqa: B036 - includes panics of llguidance
                 errors[index] = error
                 masks[index] = 0
-        if self._apply(masks, rows) > len(errors):  # a mask permits nothing without an error
+        if self._apply(masks, rows) > len(errors):  # a row without an error has an empty mask
             for index in np.flatnonzero(~masks.any(axis=1)).tolist():
                 if index in progresses:
                     bound = rows.sequences[index].bound
@@ -250,9 +251,9 @@ class GuidedSession(RowSession):
         return len(masks) - int(masks.any(axis=1).sum())
 
     def _masks_for(self, rows: Rows) -> Words:
-        """Return memory for one mask per row; the masks of the last step are overwritten."""
+        """Return the memory for one mask per row, which has the masks of the previous step."""
         count = len(rows.sequences)
-        if len(self._masks) < count:  # the width is that of the manager's model, or the tokenizer's
+        if len(self._masks) < count:  # as wide as the larger vocabulary, the model's or tokenizer's
             width = max(-(-rows.logits.shape[1] // 32), self._num_words)
             self._masks = np.zeros((count, width), dtype=np.int32)
             self._address = self._masks.ctypes.data
@@ -263,8 +264,8 @@ class GuidedSession(RowSession):
     ) -> None:
         """Compute the mask of one row. Tokens beyond the tokenizer's vocabulary are not permitted.
 
-        `end_ids` are the request's. They are permitted where the text is complete, and after them
-        nothing else.
+        The request's `end_ids` are permitted where the text is complete. After an end id only end
+        ids are permitted.
         """
         width = masks.shape[1]
         if width > self._num_words:
@@ -288,7 +289,7 @@ class GuidedSession(RowSession):
             _set_bit(masks[index], progress.start.opens, True)
 
     def _permit_thought(self, mask: Words, end_ids: frozenset[int]) -> None:
-        """Permit all tokens of the tokenizer but those that would end the output in its thought."""
+        """Permit all tokens of the tokenizer except end ids: the output may not end here."""
         mask[: self._num_words] = -1
         beyond = np.arange(self._vocab_size, 32 * self._num_words)
         _clear_bits(mask, np.array([*(self._end_ids | end_ids), *beyond], dtype=np.int64))

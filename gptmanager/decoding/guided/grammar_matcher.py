@@ -19,8 +19,8 @@ _FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}  # used up in
 class GrammarSource(NamedTuple):
     """The source of a grammar. `schemas`: (rule, JSON schema) pairs of a Lark grammar.
 
-    `lenient`: names of the rules that leave out keywords which cannot be enforced; "" if the whole
-    grammar is one JSON schema.
+    `lenient`: names of the rules with schemas that leave out keywords that cannot be enforced. If
+    the whole grammar is one JSON schema, its name is "".
     """
 
     kind: str
@@ -35,10 +35,10 @@ class GrammarSource(NamedTuple):
 
 
 def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
-    """Return a matcher in its initial state. Callers copy it and never advance it.
+    """Return a matcher in its initial state, which callers copy and never advance.
 
-    `text`: the result of `read_source`. Raises ValueError for an invalid grammar, or one that
-    permits no text.
+    `text`: the result of `read_source`. Raises ValueError if the grammar is invalid or permits no
+    text.
     """
     make = llguidance.LLMatcher
     if kind == "regex":
@@ -57,7 +57,7 @@ def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def _first_fault(matcher: Any, end_ids: list[int]) -> str:
-    """Run the first two steps and return their error, or "". The first step takes the longest."""
+    """Run the first two steps, the slowest ones, and return their error, or ""."""
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
     fault = fault_of(matcher)
     for end_id in end_ids:
@@ -67,13 +67,12 @@ def _first_fault(matcher: Any, end_ids: list[int]) -> str:
     lowest = mask & -mask
     matcher.consume_token(lowest.bit_length() - 1)
     fault = fault_of(matcher)
-    return (
-        "" if fault == NO_TEXT and mask != lowest else fault
-    )  # with another first token it may continue
+    # another first token may still lead to a text
+    return "" if fault == NO_TEXT and mask != lowest else fault
 
 
 def fault_of(matcher: Any) -> str:
-    """Return why a matcher cannot continue; empty if it can, or is at its end."""
+    """Return why a matcher cannot continue; empty if it can, or if its text is complete."""
     fault = str(matcher.get_error()).removesuffix("\n<non-verbose/>")
     return NO_TEXT if fault.startswith("NoExtension") else fault
 
@@ -91,10 +90,10 @@ def text_of(schema: Any) -> str:
 def read_source(
     llguidance: Any, source: GrammarSource, *, expands: bool = True
 ) -> tuple[str, list[str]]:
-    """Return the text that the parser can enforce, and the dropped keywords.
+    """Return the grammar as text that the parser can enforce, and the keywords left out of it.
 
-    Each dropped keyword is a rule and a JSON pointer, such as "x#/items/uniqueItems". Raises
-    ValueError for an invalid schema, or one that cannot be enforced.
+    A keyword is given as the name of its rule and a JSON pointer, such as "x#/items/uniqueItems".
+    Raises ValueError for a schema that is invalid or cannot be enforced.
     """
     make = llguidance.LLMatcher
     unenforced: list[str] = []
@@ -124,12 +123,11 @@ def new_tokenizer(llguidance: Any, text: str, end_ids: list[int]) -> Any:
 
 
 def answerer(tokenizer: str, end_ids: list[int]) -> Callable[[list[Any]], tuple[str, list[str]]]:
-    """Return the request handler of the child process, which compiles grammars on trial."""
+    """Return the function that the child process calls to compile a grammar on trial."""
     llguidance = importlib.import_module("llguidance")
     made = new_tokenizer(llguidance, tokenizer, end_ids)
-    new_matcher(
-        llguidance, made, "regex", "a"
-    )  # llguidance starts its threads here, before the memory limit
+    # llguidance starts its threads here, before the memory is limited
+    new_matcher(llguidance, made, "regex", "a")
 
     def answer(question: list[Any]) -> tuple[str, list[str]]:
         source = GrammarSource(*question)

@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 
 class GrammarStart(NamedTuple):
-    """The text of a grammar begins after a thought; the tokens of the thought are free.
+    """The end of the thought before a grammar's text. The grammar does not restrict the thought.
 
-    `closes`: consecutive tokens that close the thought. `then`: the text begins after the next such
-    token; None: at once. `opens`: a token that may open a thought as the first one of the output,
-    which otherwise begins with the grammar's text; None: the thought is open already.
+    `closes`: consecutive tokens that close the thought. `then`: if not None, the text begins after
+    the next token with this id, otherwise right after `closes`. `opens`: the token that opens a
+    thought if the output begins with it, otherwise the output begins with the grammar's text; None
+    if the prompt has already opened the thought.
     """
 
     closes: tuple[int, ...]

@@ -1,6 +1,6 @@
 """`GrammarTrials`: compiles a grammar in a child process before the manager compiles it.
 
-The child process can be killed. So a grammar that takes too much time or memory, or that crashes
+The child process can be killed, so a grammar that takes too much time or memory, or that crashes
 the parser, cannot harm the manager. This module does not interpret grammars, and knows nothing of
 requests.
 """
@@ -25,8 +25,8 @@ class GrammarTrials:
     """A pool of child processes that compile grammars; each concurrent `run` uses one of them.
 
     `tokenizer`: the tokenizer as JSON text. A grammar may take `timeout_s` seconds and, on Linux,
-    `max_bytes` of memory. When a trial ends, the processes that have been idle for more than ten
-    seconds are ended, so those of a burst do not stay once other grammars follow.
+    `max_bytes` of memory. When a trial ends, processes that have been idle for more than ten
+    seconds are stopped, so the processes of a burst do not remain while other grammars follow.
     """
 
     def __init__(
@@ -40,15 +40,13 @@ class GrammarTrials:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        # (when it became idle, process): the one that is idle for longest is first
+        # (when it became idle, process), the one that has been idle the longest first
         self._idle: deque[tuple[float, ChildProcess]] = deque()
 
     def run(
         self, source: GrammarSource, is_wanted: Callable[[], bool] = lambda: True
     ) -> tuple[str, list[str]]:
-        """Compile a grammar in a child process; return its text and the dropped keywords.
-
-        See `grammar_matcher.read_source`.
+        """Compile a grammar in a child process; return the results of `read_source`.
 
         Raises RefusedError for an invalid grammar, NoAnswerError for one that exceeds time or
         memory or is not wanted any more, and NotStartedError if no process can be started.
@@ -65,7 +63,7 @@ class GrammarTrials:
         return text, unenforced
 
     def _give_back(self, child: ChildProcess) -> list[ChildProcess]:
-        """Return `child` to the pool; remove and return the processes that are idle for long."""
+        """Return `child` to the pool; remove and return processes that were idle for too long."""
         now = time.monotonic()
         with self._lock:
             self._idle.append((now, child))

@@ -43,8 +43,7 @@ from gptmanager.lifecycle.child_process import (
 
 MAX_TEXTS = 10_000  # in a choice
 MAX_GRAMMAR_BYTES = 1 << 20
-# For the grammars that are kept: a compiled one takes up to ten times the bytes of its text.
-MAX_KEPT_BYTES = 4 << 20
+MAX_KEPT_BYTES = 4 << 20  # of texts; a compiled grammar takes up to ten times as many
 _MAX_TRIALS = 4  # at once
 logger = logging.getLogger("gptmanager")
 
@@ -52,12 +51,12 @@ logger = logging.getLogger("gptmanager")
 class GuidedDecoding(RowProcessor):
     """Grammars for one tokenizer; each method returns a request's post-processor.
 
-    `tokenizer`: a `tokenizers.Tokenizer`. `end_ids`: tokens that end a text; empty: those that the
-    names of the tokenizer's special tokens suggest. These and a request's own end ids are permitted
-    only where the output is complete. Equal grammars are compiled once. The last `max_grammars` are
-    kept, fewer if their texts exceed 4 MiB. A grammar that does not compile within
-    `compile_timeout_s` seconds ends its request. A grammar that is no longer referenced is not
-    compiled. Raises ConfigError without llguidance.
+    `tokenizer`: a `tokenizers.Tokenizer`. `end_ids`: tokens that end a text; if empty, they are
+    found by the names of the tokenizer's special tokens. These and a request's own end ids are
+    permitted only where the output is complete. Equal grammars are compiled once. The last
+    `max_grammars` are kept, or fewer if their texts exceed 4 MiB. A grammar that does not compile
+    within `compile_timeout_s` seconds ends its request. A grammar that is no longer referenced is
+    not compiled. Raises ConfigError if llguidance is not installed.
 
     A grammar has at most 1 MiB, and a choice 10,000 texts: the methods raise ValueError for more.
     """
@@ -96,7 +95,7 @@ class GuidedDecoding(RowProcessor):
         mask_logits(torch.zeros(1, 1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
 
     def _start(self) -> None:
-        """Start threads, with nothing waiting; again in a forked process, which has no threads."""
+        """Start the threads. A forked process, which has none, starts its own."""
         # referenced by waiting requests only, so that grammars of closed connections are dropped
         self._waiting: weakref.WeakValueDictionary[GrammarSource, CompiledGrammar]
         self._waiting = weakref.WeakValueDictionary()
@@ -125,7 +124,7 @@ class GuidedDecoding(RowProcessor):
         return self._grammar(GrammarSource("regex", pattern))
 
     def choice(self, options: Sequence[str]) -> Grammar:
-        """Guide to one of these texts, at most 10,000, of any characters."""
+        """Guide to one of at most 10,000 texts, which may have any characters."""
         if isinstance(options, str):
             raise TypeError(f"options must be a list of texts, got the text {options!r}")
         if not options:
@@ -146,9 +145,9 @@ class GuidedDecoding(RowProcessor):
         """Guide by a grammar in llguidance's variant of Lark syntax; its start rule is `start`.
 
         `schemas`: rule -> JSON schema, for rules that the grammar uses but does not define. Their
-        JSON has a space after commas and colons, as `json.dumps` writes it. `lenient`: the rules
-        among them in which keywords that cannot be enforced are left out. ValueError for an object
-        that is nested too deeply.
+        JSON has a space after commas and colons, as `json.dumps` writes it. `lenient`: the names of
+        those of `schemas` in which keywords that cannot be enforced are left out. ValueError for an
+        object that is nested too deeply.
         """
         rules = tuple((name, text_of(schema)) for name, schema in (schemas or {}).items())
         return self._grammar(GrammarSource("lark", grammar, rules, tuple(sorted(lenient))))
@@ -211,7 +210,7 @@ class GuidedDecoding(RowProcessor):
     def _compile(
         self, source: GrammarSource, is_wanted: Callable[[], bool]
     ) -> tuple[Any, tuple[str, ...]]:
-        """Return a matcher at its start, which is only copied, and the keywords not enforced."""
+        """Return a matcher in its initial state, and the keywords that are not enforced."""
         kind, where = source.kind, f"logits_post_processor {source.kind}"
         try:
             text, unenforced = self._trials.run(source, is_wanted)

@@ -1,6 +1,7 @@
 """Complements of JSON schemas, as schemas: for `not`, `if`, and branches of `oneOf`.
 
-Decides which complements can be written exactly, given the enclosing schema; None for the others.
+Decides which complements can be written. The complement of a schema depends on the schema around
+it, because values that this one excludes do not matter.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ Alternatives = list[dict[str, Any]]  # a value must fit one of them
 def complement(
     schema: Any, around: Any, resolve: Resolve, depth: int = 6, *, partial: bool = False
 ) -> Alternatives | None:
-    """Return schemas such that one fits if `schema` does not, given that `around` fits.
+    """Return alternatives to `schema` for a value that fits `around`.
 
-    `partial`: leave out alternatives that cannot be written; otherwise return None for these.
+    A value that fits an alternative does not fit `schema`. Each value that does not fit `schema`
+    fits an alternative, except for arrays (see `_of_items`). If an alternative cannot be written,
+    it is left out if `partial`, otherwise None is returned.
     """
     schema, around = resolve(schema), resolve(around)
     if schema == around:
@@ -53,7 +56,7 @@ def complement(
 
 
 def _of_additional(schema: Mapping[str, Any], around: Any) -> Alternatives | None:
-    """Complement of a closed object: it has one of the properties that only `around` has."""
+    """Return the complement of a closed object: objects with a property that only `around` has."""
     if schema["additionalProperties"] is True:
         return []
     is_closed = isinstance(around, Mapping) and around.get("additionalProperties") is False
@@ -123,7 +126,7 @@ def _of_properties(value: Any, around: Any, resolve: Resolve, depth: int) -> Alt
 
 
 def _of_items(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
-    """Arrays in which no item fits: exact if the items around have the types of one branch."""
+    """Return arrays in which no item fits; those in which only some items fit are left out."""
     given = around.get("items", True) if isinstance(around, Mapping) else True
     own = complement(value, given, resolve, depth)
     if own is None or isinstance(value, list) or isinstance(given, list):

@@ -1,8 +1,8 @@
 """Numbers of a JSON schema, adapted to the parser's number types.
 
-The parser has bounds of 64 bits and constants of double precision, and silently rounds others, so
-that it would permit values that do not fit the schema. Bounds are narrowed to the nearest number
-that it can hold; others raise an error with the keyword's name.
+The parser supports bounds of 64 bits and constants of double precision. It silently rounds other
+numbers, and would then permit values that do not fit the schema. So bounds are narrowed to the
+nearest number that the parser supports. Other numbers raise an error with the keyword's name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decides whether two JSON schemas exclude each other, so that `oneOf` may be read as `anyOf`.
 
-Compares what needs no search: types, values, ranges, and required properties. If these do not
-decide, two schemas are assumed to overlap.
+Compares types, listed values, ranges and required properties, which needs no search. If these do
+not exclude each other, the schemas are assumed to overlap.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Resolve = Callable[[Any], Any]  # follows the references of a schema
 
 
 def excluding_property(one: Any, other: Any, resolve: Resolve) -> str | None:
-    """Return a property by which two objects exclude each other if both have it, or None.
+    """Return a property that can never fit both schemas, such as the tag of a tagged union.
 
-    Only for schemas of objects, such as the members of a tagged union.
+    None if no property is known to, or if a schema permits values other than objects.
     """
     one, other = resolve(one), resolve(other)
     if not all(types_of(it) == {"object"} for it in (one, other)):
@@ -98,7 +98,7 @@ def _misses(value: Any, schema: Mapping[str, Any]) -> bool:
 def _excludes_by(
     name: str, one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, depth: int
 ) -> bool:
-    """Return whether the property `name`, which `one` requires, keeps objects from fitting both."""
+    """Return whether the property `name`, which `one` requires, can never fit both schemas."""
     own, theirs = (it.get("properties") or {} for it in (one, other))
     if name in theirs:
         is_needed = name in _required(other) or theirs[name] is False
@@ -113,7 +113,7 @@ def _required(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """Return the types of the values that a schema may permit."""
+    """Return the types of the values that a schema permits, by its types and listed values."""
     if not isinstance(schema, Mapping):
         return _TYPES if schema is not False else frozenset()
     given = schema.get("type", list(_TYPES))

@@ -1,8 +1,8 @@
-"""Rewrites a JSON schema into one that the parser can enforce, and reports what it cannot.
+"""Rewrites a JSON schema into one that the parser can enforce.
 
-The parser rejects some keywords, and follows references only within a document. In the new schema
-keywords without effect are left out, and each reference points to a definition of its own. Keywords
-that cannot be enforced raise an error or, if the reader is `lenient`, are left out and reported.
+The parser rejects some keywords, and follows references only within a document. The new schema has
+no keywords without effect, and each reference in it points to a definition. A keyword that cannot
+be enforced raises an error or, if the reader is `lenient`, is left out and reported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORMATS = frozenset(
         "uri",
     }
 )
-_KNOWN = ("type", "enum", "const", "properties", "required")  # the keywords complements depend on
+_KNOWN = ("type", "enum", "const", "properties", "required")  # complements depend on these
 _NOTHING: Mapping[str, Any] = {}
 _NAMED = ("properties", "patternProperties")
 _SHAPES: Mapping[str, tuple[Any, str]] = {
@@ -53,9 +53,9 @@ _SHAPES: Mapping[str, tuple[Any, str]] = {
     **dict.fromkeys(("minItems", "maxItems"), (int | float, "an integer")),
     **dict.fromkeys(("format", "$ref"), (str, "a string")),
 }
-_MAX_BRANCHES = 30  # of `oneOf`, to be made exclusive in pairs
-_MAX_SET = 6  # values of unique items, to be listed in all combinations
-_MAX_LISTED = 20  # properties, to be listed as alternatives
+_MAX_BRANCHES = 30  # branches of `oneOf` that are made to exclude each other
+_MAX_SET = 6  # values of unique items, to list all combinations
+_MAX_LISTED = 20  # properties that are listed as alternatives
 TOO_DEEP = "the schema is nested too deeply"
 HOW = (
     "pass lenient=True, or in the server strict: false or --lenient, to leave it out and report it"
@@ -65,8 +65,8 @@ HOW = (
 class SchemaReader:
     """Reads one schema. `unenforced`: pointers to the keywords that were left out, in order.
 
-    `regex_fault`: returns the error of a regular expression, for a lenient reader; "" if valid.
-    `expands`: replace keywords by equivalent schemas where possible, which may become large.
+    `regex_fault`: returns the error of a regular expression, or "" if it is valid. `expands`:
+    replace keywords by equivalent schemas where possible, which may become large.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class SchemaReader:
     # Keywords -----------------------------------------------------------------------------------
 
     def _read(self, schema: Any, at: str, around: Mapping[str, Any] = _NOTHING) -> Any:
-        """Rewrite a schema. `around`: the schema with this one in its `allOf`: both must fit."""
+        """Rewrite a schema. `around`: the schema with this one in its `allOf`; both must fit."""
         if not isinstance(schema, dict):
             return schema
         schema, own = self._joined(around, schema), schema
@@ -162,16 +162,16 @@ class SchemaReader:
         return found
 
     def _demand(self, found: dict[str, Any], at: str, keyword: str, made: list[Any] | None) -> None:
-        """Replace a keyword by requiring one of the schemas `made`; drop it if there are none."""
+        """Require one of the schemas `made` in place of a keyword; drop it if that fails."""
         if not made or not self._enforces(found, at, made):
             self._drop(at, keyword)
 
     def _enforces(self, found: dict[str, Any], at: str, made: list[Any]) -> bool:
-        """Require one of the schemas `made` in addition; False if they cannot be enforced."""
+        """Require one of the schemas `made`; return False if they cannot be enforced."""
         if not self._expands:
             return False
         before = dict(self._names), dict(self._definitions), self._lenient
-        self._lenient = False  # a keyword in `made` has no place in the schema to be reported by
+        self._lenient = False  # a keyword in `made` has no pointer by which it could be reported
         try:
             read = [self._read(it, at) for it in made]
         except ValueError:
@@ -212,7 +212,7 @@ class SchemaReader:
         found[name] = value
 
     def _read_format(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """Leave out an unknown format: it is an annotation, according to the specification."""
+        """Leave out an unknown format, which is an annotation according to the specification."""
         if value in FORMATS:
             found["format"] = value
 
@@ -260,7 +260,7 @@ class SchemaReader:
         self._demand(found, at, "contains", made if is_free else None)
 
     def _read_min_properties(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """Read a minimum of 1 as one of the named properties being required."""
+        """Enforce a minimum of 1 by requiring one of the named properties."""
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         if value <= len(set(required)):
             return
@@ -272,7 +272,7 @@ class SchemaReader:
             self._demand(found, at, "minProperties", made)
 
     def _read_max_properties(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """Read a maximum of 1 as at most one of the named properties being there."""
+        """Enforce a maximum of 1 by a closed object for each of the named properties."""
         properties, patterns = schema.get("properties") or {}, schema.get("patternProperties")
         if schema.get("additionalProperties") is False and not patterns:
             if len(properties) <= value:
@@ -290,7 +290,7 @@ class SchemaReader:
         self._demand(found, at, "not", complement(value, schema, self._references.resolve))
 
     def _read_if(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """Read as: the condition and `then`, or the condition's complement and `else`."""
+        """Require the condition and `then`, or the condition's complement and `else`."""
         others = complement(value, schema, self._references.resolve)
         made = None
         if others is not None:
@@ -319,7 +319,7 @@ class SchemaReader:
             self._demand(found, at, "dependentSchemas", made)
 
     def _read_property_names(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """Leave out one without effect; rewrite a list of names, or a pattern, as properties."""
+        """Leave out a keyword without effect; rewrite a list of names, or a pattern."""
         value = self._references.resolve(value)
         says = (
             {k: v for k, v in value.items() if k in ENFORCED | SOMETIMES | DROPPED}
@@ -346,7 +346,7 @@ class SchemaReader:
             self._drop(at, "propertyNames")
 
     def _read_one_of(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        """Read `oneOf` as `anyOf`, with branches that exclude each other."""
+        """Read `oneOf` as `anyOf` of branches that exclude each other."""
         if not isinstance(value, list):
             found["oneOf"] = value
             return
@@ -359,10 +359,10 @@ class SchemaReader:
         return _add(found, {"anyOf": branches})
 
     def _exclusive(self, given: list[Any]) -> list[Any] | None:
-        """Return the branches, made to exclude each other; None if that is not possible.
+        """Return the branches, changed so that they exclude each other; None if that fails.
 
-        A tag that distinguishes two branches becomes required. Otherwise each branch is limited to
-        values known not to fit the other.
+        If a property such as a tag distinguishes two branches, both require it. Otherwise each
+        branch is limited to values that are known not to fit the other.
         """
         more: list[list[Any]] = [[] for _ in given]
         for index, one in enumerate(given):

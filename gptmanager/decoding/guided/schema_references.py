@@ -1,4 +1,4 @@
-"""Resolves the references of a JSON schema: by pointers, anchors, and addresses of parts."""
+"""Resolves the references of a JSON schema, which are pointers, anchors, or addresses of parts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,11 @@ class SchemaReferences:
         return part, at
 
     def resolve(self, schema: Any) -> Any:
-        """Follow the reference of a schema that has no other keywords with an effect."""
+        """Return the schema that `schema` refers to, or `schema` if it is not a reference.
+
+        Returns True, which permits any value, if the reference cannot be followed, or if keywords
+        next to it have an effect.
+        """
         for _ in range(10):
             if not (isinstance(schema, Mapping) and "$ref" in schema):
                 return schema

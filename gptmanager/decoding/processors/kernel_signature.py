@@ -1,6 +1,6 @@
 """The parameters of a kernel over rows of logits, checked by the compiler.
 
-A launch passes bytes: with a missing parameter, or one of another type, the kernel would read
+A launch passes bytes. A kernel with a missing parameter, or with one of another type, would read
 arbitrary memory. The check only needs a compiler that reports which `static_assert` failed.
 """
 
@@ -61,7 +61,7 @@ template <class F> struct Check;
 
 
 def with_signature(source: str, kernel_name: str) -> str:
-    """Return `source` with a check that fails to compile if the parameters are not as passed."""
+    """Return `source` with a check that fails to compile unless the kernel has `PARAMETERS`."""
     tests = "".join(
         f"    static_assert({_TESTS[kind]}<typename At<{index}, P...>::type>::value,\n"
         f'        "parameter {index + 1} {_MARK}");\n'
@@ -75,7 +75,10 @@ def with_signature(source: str, kernel_name: str) -> str:
 
 
 def difference(log: str, source: str, kernel_name: str) -> str:
-    """Return how the kernel's parameters differ from those passed, by a compiler's `log`, or ''."""
+    """Return how the kernel's parameters differ from `PARAMETERS`; '' if `log` reports nothing.
+
+    `log`: what the compiler printed for the source with the check.
+    """
     failed = [int(number) for number in _FAILED.findall(log)]
     if not failed:
         return ""

@@ -3,9 +3,9 @@
 Decides which processor gets which rows and arguments. If one fails, its own rows end and all others
 continue. Knows nothing of the loop, nor of how processors change logits.
 
-There are three forms. A *callable* is called for each row. An object with `process_batch` is called
-once per step with all rows that share it. A `RowProcessor` is too, and changes the rows in place in
-one operation.
+A processor has one of three forms. A *callable* is called for each row. An object with
+`process_batch` is called once per step with all rows that share it. A `RowProcessor` is also called
+once per step, and changes its rows in place in one operation.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from gptmanager.step import SequenceStart
 class PostProcessing:
     """The processors of started sequences, and how they are applied to a step.
 
-    `batched` serves sequences without a processor of their own. A call that takes longer than
-    `budget_s` seconds is logged the 1st, 2nd, 4th, 8th ... time. `stream`: that of the logits'
-    device; None: they are on the CPU. `watches_streams`: a processor that works on another stream
-    than the model's ends its requests; this check waits for the device. `sequences`, by slot, is
-    empty if no sequence has a processor.
+    `batched` serves sequences without a processor of their own. Calls that take longer than
+    `budget_s` seconds are counted for each processor, and the 1st, 2nd, 4th, 8th ... is logged.
+    `stream`: the stream that computes the logits; None if they are on the CPU. `watches_streams`: a
+    processor that works on another stream than the model's ends its requests; this check waits for
+    the device. `sequences`, by slot, is empty if no sequence has a processor.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PostProcessing:
         return any(slot in self.sequences for slot in slots.tolist())
 
     def start(self, start: SequenceStart) -> None:
-        """Register the processor of a sequence that starts; the slot's last one is dropped."""
+        """Register the processor of a sequence that starts, in place of the slot's previous one."""
         request = start.processor
         if request is None and self._batched is not None:
             request = RequestProcessor(self._batched)
@@ -234,14 +234,14 @@ class PostProcessing:
         if count & (count - 1) == 0:
             logger.warning(
                 "logits_post_processor %s took %.3f s for %d requests (the first: %d), its budget "
-                "is %g s (logits_post_processor_budget_s); no token is generated meanwhile. It has "
-                "exceeded its budget %d times",
+                "is %g s (logits_post_processor_budget_s); during the call no token is generated. "
+                "It has exceeded its budget %d times",
                 *(name, taken_s, len(sequences), sequences[0].request_id, self._budget_s, count),
             )
 
     @staticmethod
     def _request_error(error: BaseException, shared: Any) -> BaseException:
-        """Return the error that ends a request, without a traceback, which holds its frames."""
+        """Return the error that ends a request, without a traceback, which keeps frames alive."""
         text = f"logits_post_processor {name_of(shared)}"
         if isinstance(error, _Misuse):
             return CallbackError(f"{text} {error}")
@@ -258,7 +258,7 @@ class PostProcessing:
 
 @dataclass(slots=True, eq=False)
 class _Guard:
-    """Times a call and catches its errors. A class, because generators are slow for every row."""
+    """Times a call and catches its errors. A generator would be too slow for every row."""
 
     processing: PostProcessing
     sequences: Sequence[ProcessedSequence]
@@ -313,7 +313,7 @@ class _Step:
         return Rows(self.logits, index, sequences, lines, lengths, self.tokens, histories)
 
     def beams_of(self, row: int) -> range:
-        """Return the indices among the S of a row's beams; a context has one for all its beams."""
+        """Return the indices of a row's beams among the S. The beams of a context share one."""
         return range(self.bounds[row], self.bounds[row + 1])
 
     def view(self, row: int) -> Tensor:

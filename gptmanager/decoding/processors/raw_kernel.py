@@ -1,7 +1,7 @@
 """A logits post-processor given as CUDA C++ source.
 
-Decides when the kernel is compiled and how it is launched: once per step for all its rows, on a
-CUDA device by CuPy, on the CPU by the emulator or as a Python twin.
+Decides when the kernel is compiled, and launches it once per step for all its rows. CuPy runs it on
+a CUDA device. On the CPU the emulator runs it, or a Python function (a twin) runs in its place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gptmanager.errors import ConfigError, response_text
 from gptmanager.request.post_processor import BoundProcessor
 
 _NUM_BUFFERS = 6  # a step copies two, and only a few steps are in flight
-# (grid, block, arguments): how CuPy's and the emulator's kernels are called
+# called with (grid, block, arguments), as CuPy's and the emulator's kernels are
 Launch = Callable[[tuple[int], tuple[int], tuple[Any, ...]], None]
 
 
@@ -52,13 +52,14 @@ class RawKernelLogitsPostProcessor(RowProcessor):
             int max_seq_len,
             int vocab_size)
 
-    `params_dtype`: the fields of Params, a structured dtype with `align=True`; its size is the
-    macro PARAMS_SIZE. `options`: macros, as `-DNAME=1`. `twin`: a callable on the same arguments as
-    NumPy arrays and ints, which a manager on the CPU runs instead of emulating the kernel.
+    `params_dtype`: the fields of Params, a structured dtype with `align=True`; the macro
+    PARAMS_SIZE is its size in bytes. `options`: macros, such as `-DNAME=1`. `twin`: a callable that
+    takes the same arguments as NumPy arrays and ints, which a manager on the CPU calls instead of
+    emulating the kernel.
 
-    The kernel is compiled once per device, in a thread of its own. A request waits for it, or ends
-    with the compiler's log or with the first wrong parameter. `compile` compiles in the caller's
-    thread. Raises ConfigError for invalid arguments.
+    The kernel is compiled once per device, in a thread of its own, and requests wait for it. If it
+    cannot be compiled, they end with the compiler's log or with the first wrong parameter.
+    `compile` compiles it before requests need it. Raises ConfigError for invalid arguments.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         return BoundKernel(self, params)
 
     def compile(self, device: str = "cpu") -> None:
-        """Compile now, unless compiled already; ConfigError with the compiler's log on failure."""
+        """Compile the kernel now. Raises ConfigError with the compiler's log if that fails."""
         if not DEVICE.fullmatch(device):
             raise ConfigError(
                 f"device = {device!r} must be 'cpu', 'emulator', or 'cuda:N' with a number N"
@@ -164,8 +165,9 @@ class BoundKernel(BoundProcessor):
 class _Session(RowSession):
     """Parameters by line, and the arguments of a step's rows, in device memory that never moves.
 
-    `launch` allocates nothing, reads nothing on the CPU and does not wait. It can be captured in a
-    CUDA graph after a first step, and replayed after any `update` with at most as many rows.
+    `launch` allocates nothing, reads nothing on the CPU and does not wait. After a first step it
+    can be captured in a CUDA graph. The graph can be replayed after an `update` with at most as
+    many rows as were captured.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class _Session(RowSession):
             self._params.index_copy_(0, *self._uploads.upload((lines, records)))
 
     def _write(self, memory: Tensor, array: npt.NDArray[Any]) -> None:
-        """Copy an array to the arguments; on a device without waiting."""
+        """Copy an array to the arguments, without waiting for a device."""
         if self._uploads is None:
             memory.numpy()[:] = array
         else:

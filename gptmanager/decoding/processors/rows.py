@@ -25,7 +25,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 class ModelStream:
-    """The stream on which the logits of `device` are computed; on the CPU there is none."""
+    """The stream on which the logits of `device` are computed; does nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -69,7 +69,8 @@ class ModelStream:
 class ProcessedSequence:
     """A sequence with a logits post-processor.
 
-    `shared`: the object that is called for its rows: its own callable, or a shared processor.
+    `shared`: the object that is called: the request's own callable, or a processor that several
+    requests share.
     """
 
     __slots__ = (
@@ -106,12 +107,12 @@ class ProcessedSequence:
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """The rows of one step that share a processor.
+    """The rows of one step that share a processor; each beam has a row.
 
-    Each beam has a row. `logits` float32 `[S, vocab]` are those of the whole step, to be changed in
-    place in the rows `index` `[n]`. `lines` `[n]`: the line of each row in `tokens` int32
-    `[num_lines, max_seq_len]`, the histories. `lengths` `[n]`: number of tokens in each history.
-    `token_tensor`: the same histories on the device of the logits.
+    `logits` float32 `[S, vocab]`: the logits of the whole step. The processor changes the rows
+    `index` `[n]` in place. `tokens` int32 `[num_lines, max_seq_len]`: the histories. `lines` `[n]`:
+    the line of each row's history. `lengths` `[n]`: number of tokens in each history.
+    `token_tensor`: `tokens` on the device of the logits.
     """
 
     logits: Tensor
@@ -135,15 +136,15 @@ class RowSession(ABC):
 
     @abstractmethod
     def process(self, rows: Rows) -> Errors:
-        """Change the logits; a returned error ends its own row only, a raised one ends all rows."""
+        """Change the logits. A returned error ends the request of its row, a raised one all."""
 
 
 class RowProcessor(ABC):
-    """Serves all rows of a step with a `BoundProcessor` that belongs to it."""
+    """Serves all rows of a step that have a `BoundProcessor` with this object as its owner."""
 
     @abstractmethod
     def open(self, num_lines: int, stream: Stream | None) -> RowSession:
         """Open a session for a manager of `num_lines` lines; called on its loop thread.
 
-        The logits are on the stream's device, without a stream on the CPU.
+        The logits are on the device of `stream`, or on the CPU if it is None.
         """

@@ -1,7 +1,7 @@
 """`watched`: finds logits post-processors that work on another stream than the model's.
 
-For debugging: work on another stream may read logits before they are computed, or write to them
-after they were sampled from, though in most runs neither happens.
+For debugging. Work on another stream may read logits before they are computed, or write to them
+after tokens were sampled, but in most runs neither happens.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SETTLED_S = 0.02  # work on other streams has finished by then
 def watched(call: Callable[[], Any], logits: Tensor) -> tuple[Any, str]:
     """Call `call`; return its result, and a description of work it did on another stream, or ''.
 
-    torch's operations are inspected one by one. Those of other libraries (CuPy) are
-    found by their effect: the model's stream is kept busy meanwhile, so whatever changes the logits
-    ran on another stream. On the CPU there is nothing to find.
+    torch's operations are inspected one by one. Those of other libraries (CuPy) are found by their
+    effect: during the call the model's stream is kept busy, so only work on another stream can
+    change the logits. On the CPU the description is ''.
     """
     device = logits.device
     if device.type != "cuda":
@@ -37,7 +37,7 @@ def watched(call: Callable[[], Any], logits: Tensor) -> tuple[Any, str]:
         result = call()
     if operations.elsewhere:
         return result, f"ran {operations.elsewhere} on another stream than the model's"
-    if own.query():  # it has waited for the model's stream, as it may
+    if own.query():  # the call has waited for the model's stream, as it may
         return result, ""
     time.sleep(_SETTLED_S)
     with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ def watched(call: Callable[[], Any], logits: Tensor) -> tuple[Any, str]:
 
 
 class _Operations(TorchOperations):  # type: ignore[no-untyped-call]
-    """Notes the first operation on tensors of `device` that runs on another stream than `own`."""
+    """Records the first operation that runs on another stream of `device` than `own`."""
 
     def __init__(self, device: torch.device, own: int) -> None:
         super().__init__()

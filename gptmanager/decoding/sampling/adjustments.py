@@ -11,9 +11,9 @@ that uses none of these is not changed. Works on addresses and records; knows no
     n-grams     -inf for each token that would repeat n tokens that the history already contains
     min_length  -inf for each end id before its first permitted position
 
-Counts are computed from the history, not kept in a table of lines by vocabulary: a step reads only
-as much as the text is long, no table must follow pauses, rewinds and beams, and a CUDA kernel can
-do the same.
+Counts are computed from the history in each step. A table of counts, `[lines, vocab]`, would be
+larger than the histories, and would have to follow pauses, rewinds and beams. A CUDA kernel can do
+the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ BANNED = np.float32(-np.inf)
 def _penalize(
     x: int, size: int, p: Any, history: int, length: int, seen: int
 ) -> None:  # `seen` int32 `[size]`: zero before and after
-    """Penalize. Bit 0 of `seen[token]`: it is in the history; other bits: times generated."""
+    """Apply the penalties. `seen[token]`: bit 0 is set if the history has the token, the other bits
+    count how often it was generated.
+    """
     start = 0 if p.repetition != ONE else min(p.prompt_len, length)
     for i in range(start, length):
         token = get_int(history, i)

@@ -1,6 +1,6 @@
-"""The best tokens of rows of scores, and their log probabilities, given that of one token each.
+"""The best tokens of rows of scores, and their log probabilities.
 
-Knows nothing of how tokens are chosen, nor how the results are used.
+Knows nothing of how tokens are chosen, nor of how the results are used.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Ids = npt.NDArray[np.int64]
 
 
 def best_tokens(scores: Tensor, count: int) -> tuple[Ids, Floats]:
-    """Return the `count` best ids of each row `[S, vocab]` and their scores; ties: the lowest id.
+    """Return the `count` best ids of each row of `[S, vocab]`, and their scores, best first.
 
-    Among scores of -inf any id may be returned.
+    Equal scores rank by ascending id. Among scores of -inf any id may be returned.
     """
     values, ids = (found.numpy() for found in scores.topk(min(count, scores.shape[1]), dim=1))
     rows, last = scores.numpy(), values[:, -1:]
@@ -31,7 +31,7 @@ def best_tokens(scores: Tensor, count: int) -> tuple[Ids, Floats]:
 
 
 def best_ids(scores: Tensor, count: int) -> Ids:
-    """Return the ids of `best_tokens`; scores of -inf are filled up with the lowest such ids."""
+    """Return the ids of `best_tokens`; among scores of -inf the lowest ids are returned."""
     ids, values = best_tokens(scores, count)
     for index in np.flatnonzero(values[:, -1:] == -np.inf):
         missing = int((values[index] == -np.inf).sum())
@@ -41,11 +41,12 @@ def best_ids(scores: Tensor, count: int) -> Ids:
 
 
 def log_probs_beside(scores: Floats, known_scores: Floats, known_log_probs: Floats) -> Floats:
-    """Return the log probabilities of tokens with the logits `scores` `[S, k]`.
+    """Return the log probabilities of tokens with the logits `scores` `[S, k]`, as float32.
 
-    All logits are divided by the temperature. In each row the log probability of one token, with
-    the logit `known_scores` `[S]`, is known. Log probabilities differ as logits do, so no row is
-    summed a second time. Two equal infinite logits have equal log probabilities.
+    One token of each row has the logit `known_scores` `[S]` and the log probability
+    `known_log_probs` `[S]`. Two log probabilities differ by as much as their logits, so no row is
+    summed again. All logits have been divided by the temperature. Equal infinite logits have equal
+    log probabilities.
     """
     with np.errstate(invalid="ignore"):
         apart = scores.astype(np.float64) - known_scores.astype(np.float64)[:, None]

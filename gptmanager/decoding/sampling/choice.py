@@ -1,12 +1,13 @@
 """Chooses one token of a row of logits: the best, or one sampled after temperature and truncation.
 
-Compiled code. Decides which tokens top-k, top-p and min-p keep and which of them is sampled; each
-row by its own parameters only. The order of every sum depends only on the row's length.
+Compiled code. Decides which tokens top-k, top-p and min-p keep, and which of them is sampled. The
+result for a row depends only on its own logits and parameters: the order of every sum depends only
+on the row's length.
 
-Nothing is sorted. Top-k finds its smallest logit by bisection, counting the logits above a bound.
-Sampling inverts the cumulative weights in the order of ids. Top-p accepts a sampled token if the
-mass ranked above it is less than p, otherwise it samples again from the tokens ranked above it.
-This gives the exact distribution of the nucleus, with at most 1 + ln(1/p) draws on average.
+No logits are sorted. Top-k finds the k-th best logit by bisection, counting the logits above a
+bound. Sampling inverts the cumulative weights in the order of ids. Top-p accepts a sampled token if
+the mass ranked above it is less than p, otherwise it samples again from the tokens ranked above it.
+This samples the exact distribution of the nucleus, with at most 1 + ln(1/p) draws on average.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from gptmanager.step import NO_TOKEN, NOT_FINITE
 
 Single = Any  # a float32 of compiled code
 
-BLOCK = 8 * LANES  # tokens per entry of the cumulative weights
+BLOCK = 8 * LANES  # tokens per sum of weights
 FEW = 16  # bisection stops when this many logits are left, which are then compared one by one
 ZERO, ONE, HALF_OF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
 NOTHING, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min
@@ -48,7 +49,7 @@ NEGLIGIBLE = np.float32(-87.0)  # e to that power is the smallest weight that is
 
 @loop
 def padded(size: int) -> int:
-    """Return the number of weights that a row needs memory for: whole blocks."""
+    """Return `size` rounded up to whole blocks: the number of weights that are stored for a row."""
     return (size + BLOCK - 1) // BLOCK * BLOCK
 
 
@@ -213,7 +214,10 @@ def _drop_below(weights: int, sums: int, size: int, floor: Single) -> None:
 
 @loop
 def _sum_above(weights: int, sums: int, size: int, token: int) -> float:
-    """Return the mass ranked above `token`, with sums by block; ties: the lower id ranks higher."""
+    """Return the mass ranked above `token`, and write its part in each block to `sums`.
+
+    Of equal weights the lower id ranks higher.
+    """
     own = splat(get(weights, token))
     total = 0.0
     for block in range(0, size, BLOCK):
@@ -242,8 +246,8 @@ def _sum_above(weights: int, sums: int, size: int, token: int) -> float:
 def _pick(weights: int, sums: int, size: int, own: Single, token: int, fraction: Single) -> int:
     """Return the token where the cumulative weight exceeds `fraction` of the sum.
 
-    Never returns a token of weight 0. Counts only tokens ranked above `token` with weight `own`;
-    (0, 0) counts all.
+    Only tokens ranked above `token`, which has the weight `own`, count; with 0 for both all tokens
+    count. `sums`: their sum in each block. Never returns a token of weight 0.
     """
     spot = 0.0
     for block in range(padded(size) // BLOCK):

@@ -21,7 +21,7 @@ from gptmanager.request.sampling_params import SamplingParams
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
 _READERS = {"sample": sampling, "log_probs": log_probs, "best_of_rows": beam_step}
-# Rows that are adjusted in one launch. As many occupy a device, and more would only enlarge
+# Rows that are adjusted in one launch. This many occupy a device, and more would only enlarge
 # `_marks`, which takes 4 bytes for each row and token id.
 _ADJUSTED_AT_ONCE = 128
 
@@ -29,10 +29,10 @@ _ADJUSTED_AT_ONCE = 128
 class Choice(NamedTuple):
     """The tokens chosen for S rows, on the device.
 
-    `tokens` int32 `[S]`. `log_probs` float32: None if no line asked for them, else `[S]`, or
-    `[S, 1 + n]` with those of the first n `best_tokens` in columns 1 to n; 0 in the rows of lines
-    that did not ask. `best_tokens` int32 and `best_log_probs` float32 `[S, most]`: the best tokens
-    of beams, and of rows that ask for the top tokens; None if no row needs them.
+    `tokens` int32 `[S]`. `log_probs` float32: None if no line asks for them, otherwise `[S]` or
+    `[S, 1 + n]`, where columns 1 to n belong to the first n `best_tokens`. Rows of lines that do
+    not ask have 0. `best_tokens` int32 and `best_log_probs` float32 `[S, most]`: the best tokens of
+    beams, and of rows that ask for the top tokens; None if no row needs them.
     """
 
     tokens: Tensor
@@ -92,9 +92,9 @@ class DeviceSampler(Sampler):
         self._changed.add(line)
 
     def is_plain(self, cpu_lines: Ints) -> bool:
-        """Return whether the kernel of `sample_there` is sufficient for these lines.
+        """Return whether none of these lines changes its logits or asks for log probabilities.
 
-        It is, if none of them changes its logits or asks for log probabilities.
+        Then `sample_there` alone chooses their tokens.
         """
         return not (self.adjusts(cpu_lines) or self._wanted[cpu_lines].any())
 
@@ -107,11 +107,10 @@ class DeviceSampler(Sampler):
         positions: Tensor,
         cells: Tensor,
     ) -> None:
-        """Choose the next tokens of S rows in one launch, which may be captured.
+        """Choose the next tokens of S rows in one launch, which may be captured in a CUDA graph.
 
         The kernel reads the parameters that `flush` has uploaded. It reads `lines` on the device,
-        so each replay of a captured launch can serve other lines. Arguments are those of
-        `sampling.sample`.
+        so each replay can serve other lines. The arguments are those of `cuda.sampling.sample`.
         """
         table, workspace = self._choice_table, self._workspace
         sampling.sample(
@@ -133,14 +132,14 @@ class DeviceSampler(Sampler):
         inputs: Tensor,
         upload: Upload,
     ) -> Choice:
-        """Choose the next tokens of S rows, and the best continuations of some, up to `most` each.
+        """Choose the next tokens of S rows, and for some rows up to `most` best continuations.
 
-        `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed. Tensors `[S]` on
-        the device: `lines` int32, `positions` int64, `cells` int64, and `counts` int32, the number
-        of continuations of each row (only used if `most` > 0). `most_scored`: the number of
-        continuations of each row for which `Choice.log_probs` is computed, too. `histories` int32
-        `[num_lines, length]` and `inputs` int32 are on the device. The token of a row is written to
-        its cell of `inputs`, 0 if no token could be chosen. `cpu_lines`: the lines on the CPU.
+        `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed. `cpu_lines`: the
+        lines as an array on the CPU. The device has the tensors `[S]` `lines` int32, `positions`
+        int64, `cells` int64, and `counts` int32, the number of continuations of each row, which is
+        only used if `most` > 0. `Choice.log_probs` covers the first `most_scored` continuations.
+        `histories` int32 `[num_lines, length]` and `inputs` int32 are on the device. The token of a
+        row is also written to its cell of `inputs`; 0 is written if no token could be chosen.
         `upload` copies everything that has changed since the last call.
         """
         self.flush(upload)

@@ -1,7 +1,7 @@
-"""Random numbers that are functions of (seed, position, draw), never of slot, batch or time.
+"""Random numbers that depend on (seed, position, draw), never on slot, batch or time.
 
-Philox4x32-10 (Salmon et al. 2011): key = seed, counter = (position, draw, 0). Decides how 32-bit
-words become numbers in [0, 1); knows nothing of how the numbers are used.
+Philox4x32-10 (Salmon et al. 2011): key = seed, counter = (position, draw, 0). Converts the 32-bit
+words to numbers in [0, 1). Knows nothing of how the numbers are used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _DROPPED = np.uint64(11)  # of 64 bits, because a float64 holds 53
 
 @register_jitable
 def rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
-    """Philox4x32-10 of a counter and a key: 32-bit words in uint64, as arrays or compiled."""
+    """Return Philox4x32-10 of the counter (c0, ..., c3) and the key (k0, k1).
+
+    All words have 32 bits and are uint64, in NumPy arrays or in compiled code.
+    """
     for _ in range(10):
         first, second = c0 * _FACTOR_0, c2 * _FACTOR_1
         c0, c1 = (second >> HALF) ^ c1 ^ k0, second & LOW_32
@@ -33,7 +36,7 @@ def rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, A
 def uniform(seed: Any, position: Any, draw: int = 0) -> Any:
     """Return a number in [0, 1) of 53 random bits, which depends on (seed, position, draw) only.
 
-    `seed` is uint64, `position` not negative; both may be arrays. `draw` numbers the random numbers
+    `seed` is uint64, `position` not negative; both may be arrays. `draw` counts the random numbers
     that one token needs. The 53 bits are the upper bits of the first two words.
     """
     counter, zero = np.uint64(position), np.uint64(0)

@@ -2,7 +2,7 @@
 
 Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): a draft sampled from q is accepted
 with probability min(1, p / q); otherwise the token is sampled from max(p - q, 0), normalized.
-Knows distributions, nothing of rows and requests.
+Works on distributions. Knows nothing of rows and requests.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ ACCEPTANCE_DRAW, REPLACEMENT_DRAW = 1 << 30, (1 << 30) + 1
 def truncated(log_probs: npt.NDArray[np.float32], params: SamplingParams) -> Floats:
     """Truncate a distribution `[vocab]` by top-k, top-p and min-p, and normalize it.
 
-    `log_probs`: after the temperature. top_k keeps ties, top_p the shortest ranking with a mass
-    of at least p, min_p is relative to the best probability. The best token is always kept.
+    The temperature has been applied to `log_probs`. top_k keeps ties. top_p keeps the fewest best
+    tokens with a mass of at least p. min_p is relative to the best probability. The best token is
+    always kept.
     """
     p: Floats = np.exp(log_probs.astype(np.float64))
     if 0 < params.top_k < len(p):
@@ -41,7 +42,10 @@ def truncated(log_probs: npt.NDArray[np.float32], params: SamplingParams) -> Flo
 
 
 def verify_draft(p: Floats, q: Floats, draft: int, accept: float, replace: float) -> int:
-    """Return `draft` if accepted, else another token. `accept`, `replace`: numbers in [0, 1)."""
+    """Return `draft` if it is accepted, otherwise a token sampled from max(p - q, 0).
+
+    `accept` and `replace`: random numbers in [0, 1).
+    """
     if accept * q[draft] < p[draft]:
         return draft
     rest = np.maximum(p - q, 0.0)
@@ -59,7 +63,7 @@ def sample_draft(
 ) -> int:
     """Return the token at `position`, given a `draft` sampled from softmax(`draft_logits`).
 
-    Draft logits may be -inf, except that of `draft`.
+    `draft_logits` may be -inf, except for `draft`.
     """
     q: Floats = np.exp(draft_logits.astype(np.float64) - draft_logits.max())
     seed = np.uint64(params.seed & (2**64 - 1))

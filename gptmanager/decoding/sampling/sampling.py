@@ -2,8 +2,8 @@
 
 The order of operations is fixed: embedding bias, penalties, bad words, n-grams and min_length
 (`adjustments`), then temperature, top-k, top-p and min-p (`choice`). This module keeps the
-parameters by line and distributes rows to threads. Knows nothing of requests, stop words and
-models; logits post-processors have run before.
+parameters by line and distributes rows to threads. Logits post-processors have run before. Knows
+nothing of requests, stop words and models.
 
 A row's token depends bit for bit only on its own logits, parameters, history, seed and position:
 one thread computes the whole row, as one block does on a GPU.
@@ -55,9 +55,9 @@ _SMALL = 1 << 15  # logits: computing them costs about as much as waking a secon
 
 
 class SampleTask(ctypes.Structure):
-    """Addresses and sizes. `seen` and `weights` have one part for each thread.
+    """The addresses and sizes for one run. `seen` and `weights` have one part for each thread.
 
-    `tokens` 0: rows are adjusted, but no tokens are chosen.
+    If `tokens` is 0, rows are adjusted but no tokens are chosen.
     """
 
     _fields_ = task_fields(
@@ -133,8 +133,8 @@ def sample_rows(address: int) -> None:
 class Sampler:
     """Keeps sampling parameters by line, and chooses the tokens of any set of lines.
 
-    As in transformers, top_k keeps all ties with the k-th best, top_p keeps the shortest ranking
-    with a mass of at least p in single precision, min_p is relative to the best token's
+    As in transformers, top_k keeps all ties with the k-th best token, top_p keeps the fewest best
+    tokens with a mass of at least p in single precision, min_p is relative to the best token's
     probability, and the best token is always kept. Equal logits rank by ascending id (in
     transformers their order is undefined).
 
@@ -218,7 +218,8 @@ class Sampler:
         """Return the scores that beam search ranks by, float32 `[S, vocab_size]`.
 
         The arguments are those of `sample`. The scores are the log-softmax after adjustments and
-        temperature. A row with NaN or +inf is all NaN; a row of -inf only stays as it is.
+        temperature. If a logit of a row is NaN or +inf, all scores of the row are NaN. If all are
+        -inf, all scores are -inf.
         """
         logits = self._run(logits, lines, positions, None, None)
         best = logits.amax(dim=1)
@@ -236,10 +237,10 @@ class Sampler:
         tokens: npt.NDArray[np.int32],
         log_probs: npt.NDArray[np.float32],
     ) -> npt.NDArray[np.float32]:
-        """Return log probabilities of the tokens `ids` `[S, k]` after `sample`: float32 `[S, k]`.
+        """Return the log probabilities of the tokens `ids` `[S, k]`, float32 `[S, k]`.
 
-        `logits` are those changed by `sample`, `tokens` `[S]` and `log_probs` its results. NaN in a
-        row without a token.
+        `logits`: as `sample` has changed them. `tokens` and `log_probs` `[S]`: the results of
+        `sample`. A row without a token has NaN.
         """
         temperatures = self._choices["temperature"][lines][:, None]
         chosen = np.maximum(tokens, 0).astype(np.int64)[:, None]
@@ -259,7 +260,7 @@ class Sampler:
         tokens: npt.NDArray[np.int32] | None,
         log_probs: npt.NDArray[np.float32] | None,
     ) -> Tensor:
-        """Fill `tokens` and `log_probs` (None: adjust only). Return the logits, changed."""
+        """Adjust the logits and return them. Fill `tokens` and `log_probs` unless they are None."""
         given = (logits.dtype, tuple(logits.shape), logits.device.type)
         expected = (torch.float32, (len(lines), self.vocab_size), "cpu")
         if given != expected:

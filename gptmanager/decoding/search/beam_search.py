@@ -1,13 +1,14 @@
 """`BeamSearch`: which beams of a request stay live, which have ended, and when the search is over.
 
-Decides from candidates: the best continuations of each live beam and their log probabilities, which
-the executor computes. Knows nothing of tensors, blocks and logits.
+Decides from candidates, which the executor computes: the best continuations of each live beam, with
+their log probabilities. Knows nothing of tensors, blocks and logits.
 
-The search is that of transformers' `generate(num_beams=W, do_sample=False)`. Of all continuations,
-those among the best W that end are kept if their score is among the W best of all that ended, and
-the best W of the others stay live. score = cumulative log probability / generated ** len_penalty.
-Sums are in single precision, as in transformers. So that W always stay live, each beam provides W
-candidates plus as many as there are tokens that can end it.
+The search is that of transformers' `generate(num_beams=W, do_sample=False)`. In each step all
+continuations of live beams are ranked. A continuation that ends and is among the best W becomes an
+ended beam; the W ended beams with the best scores are kept. The best W continuations that do not
+end stay live. score = cumulative log probability / generated ** len_penalty. Sums are in single
+precision, as in transformers. Each beam provides W candidates, plus one for each token that can end
+it, so that W beams can always stay live.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _MOST = math.log(1e30)
 class BeamParams:
     """How a request's beams are searched.
 
-    `early_stopping` 1: the search is over when W beams have ended; 0: when no live beam can score
-    better at its present length; any other value: when none can score better at any length that it
-    may reach. `num_results`: how many of the W are returned; None: all. `sampled`: no search, each
-    beam is sampled independently from the prompt on.
+    `early_stopping` decides when the search is over, once W beams have ended. 1: at once. 0: when
+    no live beam can score better than the worst of these at its present length. Any other value:
+    when no live beam can at any length that it may reach. `num_results`: how many of the W are
+    returned; None: all. `sampled`: each beam is sampled independently, without a search.
     """
 
     width: int
@@ -48,7 +49,7 @@ class BeamParams:
 class BeamNode:
     """The last token of a beam, linked to the node before it and thus to the whole beam.
 
-    `beam`: index of the beam with the logits that the token was chosen from.
+    `beam`: index of the beam that provided the logits for choosing the token.
     """
 
     parent: BeamNode | None
@@ -62,7 +63,7 @@ class BeamNode:
         self.length = 1 if self.parent is None else self.parent.length + 1
 
     def path(self) -> list[BeamNode]:
-        """All nodes of the beam, the first generated token first."""
+        """Return all nodes of the beam, the first generated token first."""
         nodes = [self]
         while nodes[-1].parent is not None:
             nodes.append(nodes[-1].parent)
@@ -131,9 +132,10 @@ class BeamSearch:
         return self.is_over
 
     def hypotheses(self, reason: FinishReason | None = None) -> list[Hypothesis]:
-        """Return the results, best first. `reason`: live beams are cut off by it and take part.
+        """Return the results, best first.
 
-        Without a reason, live beams are only added after the ended ones.
+        With a `reason`, live beams are cut off for this reason and ranked among the ended ones.
+        Without one, live beams follow the ended ones.
         """
         live = [
             self._hypothesis(node, total, reason or FinishReason.LENGTH, node.length)

@@ -1,6 +1,7 @@
 """The beams of a request as data, and how a search is restored from them.
 
-Nodes are linked to their parents, which are shared: the data number the nodes, parents first.
+Beams share nodes, which are linked to their parents. In the data the nodes are numbered, parents
+first.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ class BeamEndState(NamedTuple):
 
 
 class BeamState(NamedTuple):
-    """`log_probs` belong to `nodes`; `cum_log_probs` and `parents` to `live`, which are numbers of
-    nodes; `ended_sums` and `scores` to `ended`."""
+    """The state of a `BeamSearch`; `live` has the number of each live beam's node.
+
+    `log_probs` has a value for each of `nodes`, `cum_log_probs` and `parents` for each of `live`,
+    `ended_sums` and `scores` for each of `ended`.
+    """
 
     nodes: tuple[BeamNodeState, ...]
     log_probs: tuple[float, ...]

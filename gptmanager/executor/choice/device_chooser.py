@@ -1,7 +1,7 @@
 """`DeviceChooser`: the `TokenChooser` that works on a device.
 
-`choose` usually only enqueues work, and the function that it returns waits for the tokens. This
-module decides which results stay on the device and which are downloaded. Kernels choose the tokens.
+`choose` usually only enqueues kernels, which choose the tokens, and returns a function that waits
+for the tokens. This module decides which results stay on the device and which are downloaded.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class DeviceChooser(TokenChooser):
     """Enqueues the kernels that choose a step's tokens.
 
     The tokens are written to the inputs of the next step without leaving the device. Tokens are
-    chosen on the CPU if drafts must be verified one after the other (those of a request with a
-    logits post-processor, or that the host sampled from logits of its own draft model), and if a
-    beam needs more than MAX_CONTINUATIONS candidates.
+    chosen on the CPU if a beam needs more than MAX_CONTINUATIONS candidates, or if drafts must be
+    verified one after the other: drafts of a request with a logits post-processor, and drafts that
+    the host sampled from the logits of its own draft model.
     """
 
     _tables: DeviceTables
@@ -61,11 +61,10 @@ class DeviceChooser(TokenChooser):
         self._num_starts[self.lines.of(start.slot)] += 1
 
     def is_plain(self, lines: np.ndarray) -> bool:
-        """Return whether `choose_captured` can choose all tokens of a step of these `Lines`.
+        """Return whether `choose_captured` can choose the tokens of these lines, without beams.
 
-        Requests with several beams must not be among them. Unless logits post-processors or
-        requested logits rule it out, the sampling parameters that the captured step reads are
-        uploaded.
+        Also uploads the sampling parameters that the captured step reads, unless a logits
+        post-processor or requested logits rule it out.
         """
         slots = lines
         if self._processing.serves(slots) or self.gathered.wants_logits(slots):
@@ -74,7 +73,7 @@ class DeviceChooser(TokenChooser):
         return self._sampler.is_plain(lines)
 
     def choose_captured(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None:
-        """Choose the next tokens of lines without beams; those of -1 are skipped."""
+        """Choose the next tokens of lines without beams; a line of -1 is skipped."""
         places = inputs.lines, inputs.positions, inputs.cells
         self._sampler.sample_there(tokens, self._tables.token_cells, logits, *places)
 
@@ -154,7 +153,7 @@ class DeviceChooser(TokenChooser):
     ) -> tuple[Choice, np.ndarray]:
         """Enqueue S choices, with `counts[row]` candidates for each beam of a row.
 
-        Return the choice, and a mask `[S]`: whether the choice is for a row with a single beam.
+        Returns the choices, and a mask `[S]` of those for rows with a single beam.
         """
         most_top = most = 0
         if top is not None or self.lines.max_beam_width > 1:
@@ -186,7 +185,7 @@ class DeviceChooser(TokenChooser):
         return choice, is_single
 
     def _choose_on_cpu(self, step: StepInFlight) -> PendingTokens:
-        """Wait for the logits and choose on the CPU; the tokens are copied back to the device."""
+        """Wait for the logits, choose on the CPU, and copy the tokens back to the device."""
         step.logits = step.logits.float()
         pending = super().choose(step)
         tables, upload, rows = self._tables, self._uploads.upload, step.rows

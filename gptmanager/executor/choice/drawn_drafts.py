@@ -1,6 +1,6 @@
-"""`DrawnDrafts`: accepts or replaces drafts that a host has sampled from logits of its own.
+"""`DrawnDrafts`: accepts or replaces drafts that a host has sampled from its own draft logits.
 
-Keeps the logits that each slot's drafts were sampled from. Does not choose any other token.
+Keeps these logits for each slot. Does not choose any other token.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class DrawnDrafts:
             self.by_slot.pop(row.slot, None)
 
     def at(self, offset: int, rows: SamplingRows, logits: Tensor) -> dict[int, np.ndarray]:
-        """Return by row the log probabilities `[vocab]` to verify its draft at `offset` against.
+        """Return log probabilities `[vocab]` for each row with a host's draft at `offset`, by row.
 
-        Each row has one choice, its draft. `logits` `[S, vocab]` are already post-processed, and
-        are not changed.
+        The draft is verified against them. Each row has one choice, at this offset. `logits`
+        `[S, vocab]` are already post-processed, and are not changed.
         """
         own = [
             index
@@ -61,8 +61,10 @@ class DrawnDrafts:
         log_probs: np.ndarray | None,
         histories: np.ndarray,
     ) -> None:
-        """Write the accepted or replaced token of each draft in `compared`, the result of `at`, to
-        `tokens` `[S]` and to its line of `histories`. A row without a valid token is skipped.
+        """Accept or replace the drafts at `offset` of the rows in `compared`, the result of `at`.
+
+        The token is written to `tokens` `[S]` and to its line of `histories`. A row without a valid
+        token is skipped.
         """
         drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
         for index, scores in compared.items():

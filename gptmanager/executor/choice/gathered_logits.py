@@ -21,10 +21,10 @@ CopyToCpu = Callable[[Tensor], Tensor]  # returns a copy, which may be complete 
 
 
 class ContextPart(NamedTuple):
-    """A context row, and the number of its first tokens that logits are needed of.
+    """A context row, and for how many of its first tokens logits are needed.
 
     `num_logits`: the logits of this many tokens are returned to the host. `num_scored`: the logits
-    of this many score the token after each.
+    of this many tokens score the tokens that follow them.
     """
 
     number: int  # of the row in the batch
@@ -41,8 +41,9 @@ class GatheredLogits:
     """The logits and log probabilities that each slot's sequence asks for, set at its start.
 
     `any_context`, `any_generation`, `any_log_probs`, `any_top`: whether at least one sequence asks
-    for them; if none does, nothing needs to be looked up. A sequence that asks for top log
-    probabilities also asks for those of the chosen tokens.
+    for context logits or prompt log probabilities, generation logits, log probabilities, or top log
+    probabilities. If none does, callers need not look up slots. A sequence that asks for top log
+    probabilities also gets those of the chosen tokens.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -73,7 +74,7 @@ class GatheredLogits:
         return self._configs[slot]
 
     def context_parts(self, context_rows: Sequence[Row]) -> list[ContextPart]:
-        """Return the parts of these rows that logits are needed of."""
+        """Return the parts of these rows for which logits are needed."""
         parts = []
         for number, row in enumerate(context_rows):
             counts = (_within(row, ends) for ends in (self._context_end, self._scored_end))
@@ -83,7 +84,10 @@ class GatheredLogits:
         return parts
 
     def batches(self, context_rows: Sequence[Row], most: int) -> Iterator[tuple[Row, ...]]:
-        """Yield the rows in order, some split: no batch has more than `most` tokens to score."""
+        """Yield batches of the rows, in order, with at most `most` tokens to score in each.
+
+        A row with more of them is split.
+        """
         batch: list[Row] = []
         room = most
         for row in context_rows:
@@ -103,8 +107,8 @@ class GatheredLogits:
     ) -> tuple[tuple[int, Tensor], ...]:
         """Return (row, its logits `[n, vocab]` on the CPU) for each row that asks for them.
 
-        Row r's are `logits[firsts[r] : firsts[r + 1]]`; adjacent rows are copied together. Must be
-        called before anything changes the logits.
+        The logits of row r are `logits[firsts[r] : firsts[r + 1]]`. Adjacent rows are copied
+        together. Must be called before anything changes the logits.
         """
         rows = np.flatnonzero(self._generation[slots])
         found: list[tuple[int, Tensor]] = []
@@ -145,7 +149,7 @@ def with_context(rows: PackedRows, parts: Sequence[ContextPart]) -> PackedRows:
 def split_context(
     logits: Tensor, parts: Sequence[ContextPart]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the logits that are sampled from, and those of each part after them."""
+    """Return the logits that are sampled from, and the logits of each part, which follow them."""
     sizes = [part.num_tokens for part in parts]
     sampled, *pieces = torch.split(logits, [len(logits) - sum(sizes), *sizes])
     return sampled, tuple(pieces)

@@ -21,14 +21,15 @@ from gptmanager.request.sampling_params import SamplingParams
 
 MOST_LOGITS = 1 << 25  # computed for scores at a time: 128 MB in single precision
 
-Scores = tuple[Tensor, Tensor, Tensor]  # of the tokens [n]; of the k best, and their ids: [n, k]
+# the scores of n tokens [n]; the scores and the ids of the k best tokens [n, k]
+Scores = tuple[Tensor, Tensor, Tensor]
 
 _PLAIN = SamplingParams(greedy=True, temperature=1.0)
 _CONFIGS = tuple(OutputConfig(log_probs=True, normalized=kind) for kind in (False, True))
 
 
 class PromptScorer:
-    """Scores prompt tokens on the CPU. `vocab_size` is that of the logits."""
+    """Scores prompt tokens on the CPU. `vocab_size`: the number of logits per token."""
 
     def __init__(self, vocab_size: int) -> None:
         self._sampler = Sampler(len(_CONFIGS), vocab_size)
@@ -38,8 +39,9 @@ class PromptScorer:
     def score(self, logits: Tensor, targets: Ints, count: int, *, normalized: bool) -> Scores:
         """Score the tokens `targets` `[n]` and the `count` best ones, by `logits` `[n, vocab]`.
 
-        Returns float32, float32 and int32 arrays on the CPU: log probabilities, or logits if
-        `normalized` is False. A row is NaN if it has NaN or +inf, or nothing above -inf.
+        Returns float32, float32 and int32 tensors on the CPU. The scores are log probabilities, or
+        logits if `normalized` is False. All scores of a row are NaN if one of its logits is NaN or
+        +inf, or if all are -inf.
         """
         num_rows = len(targets)
         lines = np.full(num_rows, int(normalized), dtype=np.int64)
@@ -73,8 +75,8 @@ class DevicePromptScorer:
     ) -> tuple[Tensor, Tensor]:
         """Score like `PromptScorer.score`, on the device.
 
-        Returns all log probabilities `[n, 1 + count]`, those of `targets` first, and the best
-        tokens `[n, count]`.
+        Returns the scores `[n, 1 + count]`, first of `targets`, then of the best tokens, and the
+        ids of the best tokens `[n, count]`.
         """
         num_rows, device = len(targets), logits.device
         line = np.full(num_rows, int(normalized), dtype=np.int32)

@@ -1,7 +1,7 @@
-"""`TokenChooser`: chooses a step's tokens from its logits, and computes the outputs asked for.
+"""`TokenChooser`: chooses a step's tokens from its logits, and computes the requested outputs.
 
-Decides in which order a step's logits are processed, searched, sampled and compared with drafts.
-`decoding` implements each of these. Knows nothing of models and KV caches.
+Decides the order in which a step's logits are post-processed, searched, sampled and compared with
+drafts. `decoding` implements each of these. Knows nothing of models and KV caches.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ _Beams = tuple[BeamCandidates, ...]
 
 
 class _Picked(NamedTuple):
-    """Tokens and log probabilities of all S choices, candidates of the rows with several beams,
-    and the top tokens of rows that ask for them.
+    """The tokens and log probabilities of all S choices.
+
+    `beams`: the candidates of rows with several beams. `top`: the top tokens, if a row asks for
+    them.
     """
 
     tokens: np.ndarray
@@ -67,9 +69,9 @@ class Chooser(Protocol):
 
 
 class TokenChooser:
-    """Chooses for sequences with histories in `tables`, and writes the chosen tokens there.
+    """Chooses tokens on the CPU. Reads the histories in `tables`, and writes the tokens there.
 
-    Logits post-processors get the logits on their device; everything else runs on the CPU.
+    Logits post-processors get the logits on the device where they were computed.
     """
 
     def __init__(
@@ -157,7 +159,10 @@ class TokenChooser:
         tokens: np.ndarray,
         log_probs: np.ndarray,
     ) -> None:
-        """Store the best tokens of those `choices` that ask for them, by the sampled logits."""
+        """Store the top tokens of the `choices` that ask for them.
+
+        `logits` are those that the `tokens` were sampled from.
+        """
         own = np.flatnonzero(top.wanted[choices])
         if own.size:
             logits = logits[torch.from_numpy(own)]
@@ -166,9 +171,9 @@ class TokenChooser:
             top.put(choices[own], self._sampler.log_probs_of(ids, *sampled), ids)
 
     def _write(self, rows: SamplingRows, tokens: np.ndarray, own: np.ndarray | None = None) -> None:
-        """Write tokens `[S]`, all or only `own`, as the next inputs; 0 for a choice without one.
+        """Write tokens `[S]` as the next inputs. `own`: a mask `[S]` of the tokens to write.
 
-        Tokens after a wrong draft are overwritten later.
+        A choice without a token writes 0. Tokens after a wrong draft are overwritten later.
         """
         table = self._tables.tokens
         # the last position of a sequence needs no input after it
@@ -180,7 +185,7 @@ class TokenChooser:
     def _prepare(
         self, rows: SamplingRows, logits: Tensor
     ) -> tuple[SamplingRows, Tensor, Mapping[int, BaseException]]:
-        """Let logits post-processors change the logits; then give each sampled beam a row.
+        """Run the logits post-processors; then make a choice for each sampled beam of a context.
 
         Returns the rows, their logits and the post-processors' errors by row.
         """
@@ -241,7 +246,10 @@ class TokenChooser:
         log_probs: np.ndarray | None,
         top: TopTokens | None,
     ) -> tuple[np.ndarray, _Beams]:
-        """Return tokens, for a searched beam 0 or NOT_FINITE, and the candidates of all beams."""
+        """Return the tokens of all choices, and the candidates of rows with several beams.
+
+        The token of a searched beam is 0, or NOT_FINITE.
+        """
         counts = self._num_candidates[rows.slots]
         searched = counts.repeat(np.diff(rows.firsts)) > 0
         tokens = np.zeros(len(rows.lines), dtype=np.int32)
@@ -269,9 +277,9 @@ class TokenChooser:
     # Drafts that each depend on the one before --------------------------------------------------
 
     def _depends_on_order(self, rows: SamplingRows) -> bool:
-        """Return whether a token can be chosen only when the one before it is known.
+        """Return whether a row's drafts must be verified one after the other.
 
-        Penalties do not require this: the histories contain the drafts, and a choice after a wrong
+        Penalties do not require it: the histories contain the drafts, and a choice after a wrong
         draft does not count.
         """
         drafted = [row.slot for row in rows.rows if row.num_drafts]
@@ -281,9 +289,9 @@ class TokenChooser:
         )
 
     def _verify_in_order(self, rows: SamplingRows, logits: Tensor) -> ChosenTokens:
-        """Choose one token after the other, as long as the drafts equal the chosen tokens.
+        """Choose the tokens of each row one after the other, until one differs from its draft.
 
-        Each token is then chosen once, with the same history as without drafts.
+        So each token is chosen once, with the same history as without drafts.
         """
         tokens, log_probs = np.zeros(len(rows.lines), dtype=np.int32), None
         beams: _Beams = ()

@@ -11,9 +11,9 @@ from gptmanager.step import TopLogProbs
 
 
 class TopTokens:
-    """The top tokens of S choices: `wanted` int32 `[S]`, the number for each; `most`, the largest.
+    """The top tokens of S choices. `counts` int32 `[rows]`: the number that each row asks for.
 
-    `counts` int32 `[rows]`: the number that each row asks for.
+    `wanted` int32 `[S]`: the number for each choice. `most`: the largest of these numbers.
     """
 
     def __init__(self, rows: SamplingRows, counts: np.ndarray) -> None:
