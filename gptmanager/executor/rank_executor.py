@@ -141,10 +141,18 @@ class RankExecutor(ABC):
     the tokens are known on the CPU; None: tokens are sent by messages only.
     """
 
+    _receives = False  # whether the tokens come from rank 0
+
     def __init__(
-        self, executor: InnerExecutor, link: ResultLink, *, shared: SharedChoice | None = None
+        self,
+        executor: InnerExecutor,
+        link: ResultLink,
+        *,
+        shared: SharedChoice | None = None,
+        chooses: bool = False,
     ) -> None:
         self._executor = executor
+        self._chooses = chooses
         self._link = link
         self._shared = shared
         self._tables: SequenceTables = executor.runner.tables
@@ -181,11 +189,20 @@ class RankExecutor(ABC):
         slots = [row.slot for row in schedule.sampling_rows]
         return RankStep(schedule, self._executor.forward(schedule), self._starts[slots])
 
-    @abstractmethod
-    def sample(self, step: RankStep) -> None: ...
+    def sample(self, step: RankStep) -> None:
+        if self._chooses:
+            self._executor.sample(step.inner)
+        if self._shared is not None:
+            self._shared.exchange(step.inner.computed(), writes=self._receives)
+        if self._executor.settles_in_sample:
+            self._settle(step)
+
+    def result(self, step: RankStep) -> StepResult:
+        return step.result or self._settle(step)
 
     @abstractmethod
-    def result(self, step: RankStep) -> StepResult: ...
+    def _settle(self, step: RankStep) -> StepResult:
+        """Send or receive the result of a step."""
 
     def _write(self, step: RankStep, result: StepResult) -> None:
         """Write the tokens of a result as the next inputs of their sequences.
@@ -229,18 +246,8 @@ class LeadingExecutor(RankExecutor):
         shared: SharedChoice | None = None,
         sends_extras: bool = False,
     ) -> None:
-        super().__init__(executor, link, shared=shared)
+        super().__init__(executor, link, shared=shared, chooses=True)
         self._sends_extras = sends_extras
-
-    def sample(self, step: RankStep) -> None:
-        self._executor.sample(step.inner)
-        if self._shared is not None:
-            self._shared.exchange(step.inner.computed(), writes=False)
-        if self._executor.settles_in_sample:
-            self._settle(step)
-
-    def result(self, step: RankStep) -> StepResult:
-        return step.result or self._settle(step)
 
     def _settle(self, step: RankStep) -> StepResult:
         result = self._executor.result(step.inner)
@@ -257,27 +264,7 @@ class FollowingExecutor(RankExecutor):
     `chooses`: it also chooses tokens itself, which must equal those of rank 0.
     """
 
-    def __init__(
-        self,
-        executor: InnerExecutor,
-        link: ResultLink,
-        *,
-        shared: SharedChoice | None = None,
-        chooses: bool = False,
-    ) -> None:
-        super().__init__(executor, link, shared=shared)
-        self._chooses = chooses
-
-    def sample(self, step: RankStep) -> None:
-        if self._chooses:
-            self._executor.sample(step.inner)
-        if self._shared is not None:
-            self._shared.exchange(step.inner.computed(), writes=True)
-        if self._executor.settles_in_sample:
-            self._settle(step)
-
-    def result(self, step: RankStep) -> StepResult:
-        return step.result or self._settle(step)
+    _receives = True
 
     def _settle(self, step: RankStep) -> StepResult:
         num_rows = len(step.inner.computed().rows.rows)

@@ -1,7 +1,7 @@
 """`Adapter`: the checked low-rank matrices (LoRA) of one task, from `lora_weights` and
 `lora_config`.
 
-Decides which pairs of tensors are an adapter of a model. Knows nothing of where adapters are
+Decides whether these tensors are an adapter that fits a model. Knows nothing of where adapters are
 cached, nor of how a model uses them. (Hu et al. 2021, arXiv:2106.09685.)
 """
 
@@ -36,7 +36,7 @@ LORA_MODULE_IDS: Mapping[str, int] = {name: i for i, name in enumerate(LORA_MODU
 
 
 class LoraVariant(NamedTuple):
-    """A `LoraModule` in the layers in which it has another matrix or other sizes."""
+    """A `LoraModule` in the layers where it has another matrix or other sizes."""
 
     matrix: str
     first_column: int
@@ -47,17 +47,18 @@ class LoraVariant(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of elements of an adapter's row for each of its ranks."""
+        """The elements of an adapter's row divided by its LoRA rank."""
         return self.input_width + self.num_columns
 
 
 class LoraModule(NamedTuple):
     """A part of a model's layer that adapters may change.
 
-    Its input is that of the network's matrix `matrix`, with `input_width` elements. It adds to
-    `num_columns` of that matrix's outputs, from `first_column` on. `order`: the rows of the
-    adapter's B that these columns are, as (start, stop, step) of ranges; empty: all, in their
-    order. `layers`: the layers with these sizes, empty: all. `variants`: the module in others.
+    It has the same input as the network's matrix `matrix`, with `input_width` elements. It adds to
+    `num_columns` of that matrix's outputs, from `first_column` on. `order`: which rows of the
+    adapter's B belong to these columns, as (start, stop, step) of ranges; empty: all rows, in their
+    order. `layers`: the layers with these sizes; empty: all. `variants`: the module in the other
+    layers.
     """
 
     matrix: str
@@ -70,7 +71,7 @@ class LoraModule(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of elements of an adapter's row for each of its ranks, in the widest layer."""
+        """The elements of an adapter's row divided by its LoRA rank, in the widest layer."""
         return max(own.width for own in self.all_variants)
 
     @property
@@ -87,7 +88,7 @@ class LoraModule(NamedTuple):
         return first, *self.variants
 
     def of(self, layer: int) -> LoraVariant | None:
-        """Return the module in a layer; None: the layer does not have it."""
+        """Return the module in a layer, or None if the layer does not have it."""
         own = (it for it in self.all_variants if not it.layers or layer in it.layers)
         return next(own, None)
 
@@ -102,7 +103,7 @@ class LoraCut(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Return the width of the part that is kept; see `LoraModule.width`."""
+        """The width of the part that is kept; see `LoraModule.width`."""
         return len(self.inputs) + sum(map(len, self.columns))
 
     def of(self, row: AdapterRow) -> Tensor:
@@ -115,9 +116,9 @@ class LoraCut(NamedTuple):
 class AdapterShare(NamedTuple):
     """The part of a model, and of its adapters, that one of several processes has.
 
-    `modules`: the modules as this process computes them, by id; `cuts`: the parts of the whole
-    modules, by layer and id. `layers`: the layers of the whole model that it has; all stages except
-    the first begin at `first_layers`.
+    `modules`: the modules as this process computes them, by id. `cuts`: which part of each whole
+    module that is, by layer and id. `layers`: its layers of the whole model. `first_layers`: the
+    first layer of each pipeline stage except the first stage.
     """
 
     modules: Mapping[int, LoraModule]
@@ -128,12 +129,11 @@ class AdapterShare(NamedTuple):
 
 
 class AdapterLimits(NamedTuple):
-    """The adapters that a model accepts: its `modules`, by id.
+    """The limits of the adapters that a model accepts.
 
-    Their LoRA ranks are at most `max_adapter_size`.
-
-    `widths`: the kept width of each module that is not kept whole, by id; `layer_widths`: where it
-    differs, by layer and id.
+    `modules`: what adapters may change, by id. `max_adapter_size`: the largest LoRA rank. `widths`:
+    the width of each module that this process keeps only in part, by id. `layer_widths`: the width
+    in layers where it differs, by layer and id.
     """
 
     modules: Mapping[int, LoraModule]
@@ -144,13 +144,13 @@ class AdapterLimits(NamedTuple):
     layer_widths: Mapping[tuple[int, int], int] = MappingProxyType({})
 
     def module(self, layer: int, module_id: int) -> LoraVariant:
-        """Return a module of a layer that has it."""
+        """Return a module in a layer, which must have it."""
         found = self.modules[module_id].of(layer)
         assert found is not None
         return found
 
     def kept_width(self, layer: int, module_id: int) -> int:
-        """Return the kept width of a module of a layer that has it."""
+        """Return the kept width of a module in a layer, which must have it."""
         own = self.layer_widths.get((layer, module_id), self.widths.get(module_id))
         return self.module(layer, module_id).width if own is None else own
 
@@ -171,7 +171,7 @@ class AdapterRow(NamedTuple):
 
     @property
     def b(self) -> Tensor:
-        """`[num_columns, rank]`, a view. The scale is in it: the module adds B (A x)."""
+        """`[num_columns, rank]`, a view. It contains the scale: the module adds B (A x)."""
         return self.values[self.rank * self.input_width :].view(-1, self.rank)
 
     @property
@@ -201,9 +201,9 @@ class Adapter:
 
 
 class AdapterTensors:
-    """`lora_weights` and `lora_config` that fit a model; their numbers are not read yet.
+    """`lora_weights` and `lora_config` that fit a model; the weights are not read yet.
 
-    The constructor is fast. `read` takes as long as a copy does, and may run on any thread.
+    The constructor is fast. `read` takes as long as a copy, and may run on any thread.
     """
 
     __slots__ = ("_limits", "_rows", "_weights")
@@ -229,9 +229,9 @@ class AdapterTensors:
                 )
 
     def row_sizes(self) -> list[tuple[int, int, int, int]]:
-        """Return layer, module id, rank and number of elements of each row of `Adapter`, in order.
+        """Return the layer, module id, rank and number of elements of each row of the `Adapter`.
 
-        The number counts the elements that this process keeps.
+        Only elements that this process keeps are counted. The order is ascending.
         """
         return sorted(
             (layer, module_id, rank, rank * self._limits.kept_width(layer, module_id))
@@ -240,7 +240,7 @@ class AdapterTensors:
 
     @property
     def is_plain(self) -> bool:
-        """Whether reading runs no code of the host's and waits for no device."""
+        """Whether reading neither runs code of the host nor waits for a device."""
         given = self._weights
         if isinstance(given, np.ndarray):
             return True
@@ -251,7 +251,7 @@ class AdapterTensors:
         return whole(self.read_in_pieces())
 
     def read_in_pieces(self) -> Pieces[Adapter]:
-        """Return a copy of the adapter in the model's dtype, rounded from other dtypes.
+        """Copy the adapter to the model's dtype, with rounding, and return it after the last piece.
 
         InvalidRequestError for a number that is not finite, before or after rounding.
         """
@@ -269,7 +269,7 @@ class AdapterTensors:
 
 
 class LoraInputs(NamedTuple):
-    """A request's adapter; `tensors` None: the request has only the id of a cached adapter."""
+    """A request's adapter. `tensors`: None if the request has only the id of a cached adapter."""
 
     task_id: int
     tensors: AdapterTensors | None
@@ -359,7 +359,7 @@ def _module(module_id: int) -> str:
 
 
 def _reordered(values: Tensor, rank: int, module: LoraVariant) -> Tensor:
-    """Return A and B, with the rows of B in the order in which the model has its own rows."""
+    """Return A and B, with the rows of B in the order of the model's own rows."""
     a, b = torch.split(values, [rank * module.input_width, rank * module.num_columns])
     order = torch.cat([torch.arange(*run) for run in module.order])
     return torch.cat((a, b.view(module.num_columns, rank)[order].flatten()))

@@ -1,8 +1,8 @@
-"""The values between host and manager: `InferenceRequest`, `NamedTensor`, callback signatures.
+"""The values that hosts and managers exchange, and the signatures of the callbacks.
 
-Setting a tensor never validates: a request is checked as a whole when Get has returned it, and
-errors are answered through SendResponse. Only an unknown property or keyword and an invalid id
-raise where the host constructs the request.
+Setting a tensor checks nothing. A request is checked as a whole after Get has returned it, and
+errors are sent through SendResponse. Only an unknown property or keyword and an invalid id raise
+where the host constructs the request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TensorLike = Union[torch.Tensor, np.ndarray]
 
 
 class NamedTensor(NamedTuple):
-    """One tensor of a response: a CPU torch tensor that the host may keep; never overwritten."""
+    """One tensor of a response, on the CPU. It is never overwritten, so the host may keep it."""
 
     name: str
     tensor: torch.Tensor
@@ -63,7 +63,7 @@ TENSORS = (
     *("include_stop_in_output", "prompt_embedding_table", "prompt_vocab_size"),
     *("lora_task_id", "lora_weights", "lora_config", "draft_input_ids", "draft_logits"),
 )
-# Python properties, and other spellings in public sources, that differ from the tensor's name
+# Python properties, and spellings in public sources, that differ from the tensor's name
 TENSOR_ALIASES: dict[str, str] = {
     "max_new_tokens": "request_output_len",
     "length_penalty": "len_penalty",
@@ -80,12 +80,13 @@ class InferenceRequest:
     raises AttributeError ("Undefined tensor: ..."). Tensors are torch tensors or NumPy arrays;
     shapes `[n]` and `[1, n]`, and scalars and `[1]`, are equivalent.
 
-    `is_streaming`: one response per new token instead of one at the end. `priority`: higher runs
-    first, equals keep their order. `deadline_s` and `queue_timeout_s` count from the moment Get
-    returns the request and limit its whole life, and the time until its first computation; None or
-    infinity: no limit. `client_id` is passed to the logits post-processor. Requests share cached
-    blocks only with requests of an equal `cache_salt`. `retention_priority`, from 0 to 100: cached
-    blocks of a lower priority are evicted first; None: the blocks keep the priority that they have.
+    `is_streaming`: one response per new token instead of one at the end. `priority`: requests with
+    a higher one run first; equal ones keep their order. `deadline_s` limits the whole life of the
+    request, and `queue_timeout_s` the time until its first computation, both from the moment Get
+    returns it; None or infinity: no limit. `client_id` is passed to the logits post-processor.
+    Requests share cached blocks only with requests of an equal `cache_salt`. `retention_priority`,
+    from 0 to 100: cached blocks of a lower priority are evicted first; None: the blocks keep the
+    priority that they have.
 
     Raises ValueError for an id outside 0..2**64-1, TypeError for an id of another type.
     """
@@ -140,8 +141,8 @@ class InferenceRequest:
     ) -> InferenceRequest:
         """Create a request from plain Python values.
 
-        `by_name`: any tensor name with a scalar or a list (word lists as lists of lists of token
-        ids), and the constructor's keywords. None means "not given".
+        `by_name`: tensors by name, as scalars or lists (a word list is a list of lists of token
+        ids), and keywords of the constructor. None means "not given".
         """
         keywords = {key: by_name.pop(key) for key in KEYWORDS if key in by_name}
         request = cls(request_id, **{k: v for k, v in keywords.items() if v is not None})
@@ -197,15 +198,15 @@ class InferenceRequest:
         return f"InferenceRequest({self.request_id}, tensors={sorted(self.tensors)})"
 
 
-KEYWORDS = tuple(InferenceRequest.__annotations__)  # of the constructor, without tensors
+KEYWORDS = tuple(InferenceRequest.__annotations__)  # of the constructor, except tensors
 
 
 def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
     """Return token words as a tensor `[1, 2, L]` int32: concatenated ids, then their end offsets.
 
-    `[[5, 7, 3], [9, 2]]` becomes `[[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]]`. Larger ids get a wider
-    dtype: whether an id is in the vocabulary is checked with the request. TypeError for words that
-    are not sequences of integers.
+    `[[5, 7, 3], [9, 2]]` becomes `[[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]]`. Ids that exceed int32
+    get a wider dtype, and are refused when the request is checked. TypeError for words that are not
+    sequences of integers.
     """
     found = [_word(index, word) for index, word in enumerate(words)]
     ids = [token for word in found for token in word]
@@ -231,7 +232,7 @@ def _word(index: int, word: Any) -> list[int]:
 
 
 def _as_tensor(value: Any, *, is_word_list: bool) -> Any:
-    """Convert a value to an array; return it unchanged if that fails, to be rejected later."""
+    """Convert a value to an array. If that fails, return it unchanged; it is rejected later."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value
     try:
@@ -244,7 +245,7 @@ def _as_tensor(value: Any, *, is_word_list: bool) -> Any:
 
 
 def _keeps_types(array: np.ndarray, value: Any) -> bool:
-    """Return whether an array made of a list still shows which elements were not numbers."""
+    """Return whether an array made of a list shows the types of the list's elements."""
     if not isinstance(value, (list, tuple)):
         return True
     kinds = _kinds(value)

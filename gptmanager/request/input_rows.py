@@ -1,8 +1,7 @@
-"""`HostRows`: rows of numbers that a request passes to the executor: embeddings, draft logits,
-biases.
+"""`HostRows`: embeddings, draft logits or biases that a request passes to the executor.
 
 Schedules and recordings contain them, but treat them as opaque values with a digest. Decides when
-two are equal; knows nothing of their meaning.
+two are equal. Knows nothing of their meaning.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ TOKEN_BIAS = np.dtype([("token", np.int32), ("bias", np.float32)])
 
 
 class HostRows:
-    """`numbers` float32 `[n, width]`, or TOKEN_BIAS `[n]`; None: read from a recording.
+    """Rows of `numbers`, float32 `[n, width]` or TOKEN_BIAS `[n]`.
 
-    `count`: n, if known. Two are equal if their numbers are.
+    Rows that are read from a recording have `numbers` None. `count`: n, if known. Two are equal if
+    their numbers are.
     """
 
     __slots__ = ("count", "digest", "numbers")
@@ -37,13 +37,13 @@ class HostRows:
         self.count = count
 
     def first(self, count: int) -> HostRows:
-        """Return the first `count` rows; rows of a recording are truncated already."""
+        """Return the first `count` rows; rows of a recording have been truncated already."""
         if self.numbers is None or count == self.count:
             return self
         return HostRows(self.numbers[:count])
 
     def without_numbers(self) -> HostRows:
-        """Return the rows as a recording keeps them: the digest and the count alone."""
+        """Return the digest and the count alone, as a recording keeps them."""
         return HostRows(None, self.digest, self.count)
 
     def __eq__(self, other: object) -> bool:

@@ -1,8 +1,8 @@
-"""`LlmRequest`: the data of a request for schedulers and the KV cache. Only ints, no tensors.
+"""`LlmRequest`: the data of a request for schedulers and the KV cache, without tensors.
 
-A request has two counts of tokens. *Launched*: positions with an enqueued computation; memory and
-policies read these. *Confirmed*: tokens with known values; responses and history read these.
-Without run-ahead both are equal between iterations.
+A request has two counts of tokens. *Launched* tokens are positions with an enqueued computation;
+memory and policies depend on them. *Confirmed* tokens have known values; responses and the history
+depend on them. Without run-ahead both counts are equal between iterations.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TypeVar
 
 
 class LlmRequestState(IntEnum):
-    """Life of a request. A state is *reached* when the numeric value is at least its own."""
+    """The states of a request's life. A request has *reached* each state of a smaller value."""
 
     UNKNOWN = 0
     ENCODER_INIT = 1
     CONTEXT_INIT = 2
     GENERATION_IN_PROGRESS = 3
-    GENERATION_TO_COMPLETE = 4  # its last permitted token is launched, not confirmed
+    GENERATION_TO_COMPLETE = 4  # its last permitted token is launched, but not confirmed
     GENERATION_COMPLETE = 5
     PREPARING = -1  # waits for its logits post-processor or its adapter; never schedulable
 
@@ -120,12 +120,12 @@ class LlmRequest:
         self.estimated_reusable_tokens = estimated_reusable_tokens
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt  # requests with equal salts share cached blocks
-        # of the blocks that it stores in the KV cache; None: unchanged
+        # of the blocks that it stores in the KV cache; None: they keep the priority that they have
         self.retention_priority = retention_priority
         self.prompt_len = self.orig_prompt_len = self.num_tokens = len(self.tokens)
         self.pause_count = 0
-        self.slot = -1  # the executor's row storage; -1: none, the request has not started
-        self.epoch = 0  # counts starts, to match result rows with the start that they belong to
+        self.slot = -1  # its place in the executor's tables; -1 if it has not started
+        self.epoch = 0  # number of starts, which tells to which start a result row belongs
         self.state = LlmRequestState(state)
         if context_current_position > self.prompt_len:
             raise ValueError(
@@ -150,12 +150,12 @@ class LlmRequest:
 
     @property
     def num_generated(self) -> int:
-        """Launched tokens beyond the current prompt."""
+        """Number of launched tokens after the current prompt."""
         return self.num_tokens - self.prompt_len
 
     @property
     def has_started(self) -> bool:
-        """Whether it holds memory, or did before an error."""
+        """Whether the request has memory, or had memory before an error."""
         return self.slot >= 0 or self.state >= _IN_PROGRESS or self.context_current_position > 0
 
     @property
@@ -164,7 +164,7 @@ class LlmRequest:
 
     @property
     def context_chunk_size(self) -> int | None:
-        """Tokens of the context to run next; None: unset, the whole remaining context."""
+        """Number of context tokens to run next; None: the whole remaining context."""
         return self._context_chunk_size
 
     @context_chunk_size.setter
@@ -191,7 +191,7 @@ class LlmRequest:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether its context may begin after cached blocks; its own blocks are always stored."""
+        """Whether its context may begin after cached blocks. Its own blocks are stored anyway."""
         return True
 
     # Steps ----------------------------------------------------------------------------------
@@ -220,8 +220,8 @@ class LlmRequest:
     def skip_cached_context(self, num_tokens: int, tokens_per_block: int) -> None:
         """Start the context after `num_tokens` tokens that are in the KV cache already.
 
-        The chunk keeps its size. If it does not end the context, it is shortened to end at a block
-        boundary, so that the next one begins there, unless no token would be left to compute.
+        The chunk keeps its size, but if it does not reach the end of the context, it is shortened
+        to end at a block boundary, where the next one begins. It keeps at least one token.
         """
         size = self._context_chunk_size
         self.context_current_position = num_tokens
@@ -233,13 +233,13 @@ class LlmRequest:
         self.context_chunk_size = size
 
     def launch_token(self) -> None:
-        """Record one more token being computed; the last permitted one changes the state."""
+        """Record the launch of one more token; the last permitted one changes the state."""
         self.num_tokens += 1
         if self.num_tokens - self.prompt_len >= self.max_new_tokens and self.state is _IN_PROGRESS:
             self.state = _TO_COMPLETE
 
     def launch_drafts(self, num_accepted: int) -> None:
-        """Record that `num_accepted` drafts of the last launch were right, as launched tokens."""
+        """Count the `num_accepted` right drafts of the last launch as launched tokens."""
         for _ in range(num_accepted):
             self.launch_token()
 
@@ -248,7 +248,7 @@ class LlmRequest:
         self.tokens.append(token)
 
     def add_token(self, token: int = 0) -> None:
-        """Launch and confirm a token at once, when stepping by hand."""
+        """Launch and confirm a token at once, for a caller that steps by hand."""
         self.launch_token()
         self.tokens.append(token)
 
@@ -290,5 +290,5 @@ _Request = TypeVar("_Request", bound=LlmRequest)
 
 
 def insert_by_priority(active: list[_Request], request: _Request) -> None:
-    """Insert keeping `active` sorted by descending priority; equals keep their arrival order."""
+    """Insert a request into `active`, which is sorted by descending priority, after equal ones."""
     insort_right(active, request, key=lambda other: -other.priority)

@@ -1,4 +1,4 @@
-"""`OutputOptions`: how a request gets its output; `OutputConfig`: its outputs besides tokens."""
+"""`OutputOptions`: how a request's output is sent; `OutputConfig`: its outputs besides tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class OutputConfig(NamedTuple):
-    """The outputs of a request besides its tokens. `normalized`: log probabilities, not logits.
+    """The outputs of a request besides its tokens.
 
-    `num_top_log_probs`: number of best tokens at each output position. `num_prompt_log_probs`:
-    number of best tokens at each prompt position, in addition to the prompt token's own log
-    probability; -1: no prompt log probabilities.
+    `normalized`: return log probabilities, otherwise logits. `num_top_log_probs`: number of best
+    tokens at each output position. `num_prompt_log_probs`: number of best tokens at each prompt
+    position, in addition to the prompt token itself; -1: no prompt log probabilities.
     """
 
     log_probs: bool = False
@@ -22,7 +22,7 @@ class OutputConfig(NamedTuple):
 
     @property
     def asks_of_prompt(self) -> bool:
-        """Whether it asks for outputs that require computing the whole prompt."""
+        """Whether it asks for outputs of the prompt, which require computing the whole prompt."""
         return self.context_logits or self.num_prompt_log_probs >= 0
 
     @property
@@ -41,7 +41,10 @@ NO_EXTRAS = OutputConfig()
 
 
 class OutputOptions(NamedTuple):
-    """`pad_id` fills `output_ids` after the output. `config`: the outputs besides tokens."""
+    """How a request's output is sent. `pad_id` fills `output_ids` after the end of the output.
+
+    `exclude_input`: `output_ids` begin after the prompt. `config`: the outputs besides tokens.
+    """
 
     is_streaming: bool = False
     pad_id: int = 0

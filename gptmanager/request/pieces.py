@@ -1,4 +1,4 @@
-"""Work in pieces: between two pieces the caller may pause, or continue on another thread."""
+"""Work in pieces: a generator. After a piece the caller may pause, or change the thread."""
 
 from __future__ import annotations
 

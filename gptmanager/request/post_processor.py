@@ -1,7 +1,6 @@
-"""A request's logits post-processor, on its way from admission to the executor.
+"""A request's logits post-processor, from admission to the executor, which calls it.
 
-Decides which objects are valid and how messages name them. Knows nothing of logits: only the
-executor calls it.
+Decides which objects are valid, and how messages name them. Knows nothing of logits.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from gptmanager.lifecycle.callables import kind_of_deferred
 class BoundProcessor:
     """A request's parameters for a processor that serves all its rows of a step in one call.
 
-    `owner`: a `decoding.logits.RowProcessor`. Subclasses add the data of the request that the owner
-    needs.
+    `owner`: that processor, a `decoding.processors.rows.RowProcessor`. Subclasses add the data of
+    the request that it needs.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -28,12 +27,12 @@ class BoundProcessor:
 
 
 class RequestProcessor:
-    """A request's processor; opaque to everything but the executor.
+    """A request's logits post-processor, which only the executor looks into.
 
-    Every start of the request passes the same object, so that `kept`, the processor's state,
-    survives pauses. `prepares`: the request waits until the processor is ready. Two are equal if
-    their names are, because a recording has only the names. `post_processor` is None once the
-    request has ended.
+    Every start of the request passes the same object, so `kept`, the processor's state, survives
+    pauses. `prepares`: the request waits until the processor is ready. `post_processor` is None
+    after the request has ended. Two objects are equal if their names are, because a recording has
+    only the names.
     """
 
     __slots__ = ("kept", "name", "post_processor", "prepares")
@@ -45,7 +44,7 @@ class RequestProcessor:
         self.kept: Any = None
 
     def end(self) -> None:
-        """Drop the processor when the request has ended: its rows in flight need no processing."""
+        """Drop the processor of a request that has ended. Its rows in flight need no processing."""
         self.post_processor = self.kept = None
 
     def __eq__(self, other: object) -> bool:
@@ -70,8 +69,9 @@ def read_post_processor(value: Any) -> RequestProcessor | None:
 
 
 def problem_of(value: Any, expected: str = "") -> str:
-    """Return why a value is not a valid processor, "" if it is. `expected`: text that describes
-    other valid values than an object with `process_batch`.
+    """Return why a value is not a valid processor, or "" if it is.
+
+    `expected`: names valid values other than an object with `process_batch`, for the message.
     """
     if isinstance(value, BoundProcessor):
         return ""
@@ -88,7 +88,7 @@ def is_post_processor(value: Any) -> bool:
 
 
 def name_of(processor: Any) -> str:
-    """Return the `name` of a processor, if it has one; else that of the function or class."""
+    """Return the `name` of a processor, if it has one; otherwise its function's or class's name."""
     for attribute in ("name", "__qualname__"):
         name = getattr(processor, attribute, None)
         if isinstance(name, str) and name:

@@ -1,8 +1,8 @@
-"""Reads a request's tensors: converts a host's value to one typed value, or raises.
+"""Reads a request's tensors: checks a host's value and converts it to one typed value.
 
 An integer field accepts any integer dtype if the values fit, but never floats. `[n]` and `[1, n]`,
-and scalars and `[1]`, are equivalent. Every function raises InvalidRequestError with the tensor's
-name, its value, and what it must be.
+and scalars and `[1]`, are equivalent. Every `read_` function raises InvalidRequestError with the
+tensor's name, its value, and what it must be.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def read_token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
 def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
     """Read words from `[1, 2, L]` or `[2, L]`: ids concatenated, end offsets padded with -1.
 
-    L is at most 2**18, because compiling the words takes time of the loop.
+    L is at most 2**18, because the loop waits while the words are compiled.
     """
     array = _integers(name, value)
     if array.size > 2 * _MOST_WORD_IDS:
@@ -122,7 +122,7 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
 def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostRows:
     """Read finite numbers of shape `[n, width]` or `[1, n, width]`, n >= 1, as a float32 copy.
 
-    `bans`: -inf is accepted, too. Rows read from a recording are returned as they are.
+    With `bans`, -inf is also accepted. Rows read from a recording are returned as they are.
     """
     if isinstance(value, HostRows):
         return value
@@ -142,9 +142,10 @@ def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostR
 
 
 def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
-    """Read the nonzero values of `[vocab]` or `[1, vocab]` and their token ids, in float32.
+    """Read the nonzero values of `[vocab]` or `[1, vocab]`, in float32, and their token ids.
 
-    None if all are zero. Rows read from a recording are returned as they are.
+    -inf is accepted. Returns None if all values are zero. Rows read from a recording are returned
+    as they are.
     """
     if isinstance(value, HostRows):
         return value if value.count else None
@@ -176,7 +177,7 @@ def read_int_rows(name: str, value: Any, width: int) -> np.ndarray:
 def as_float_rows(name: str, value: Any) -> np.ndarray | torch.Tensor:
     """Check floats of shape `[n, width]` or `[1, n, width]`, n >= 1; return a view `[n, width]`.
 
-    The numbers, which may be many, are not read. See `read_start`.
+    The numbers, which may be many, are not read: `read_start` reads them.
     """
     if not isinstance(value, (np.ndarray, torch.Tensor)):
         value = _array(name, value)
@@ -202,7 +203,7 @@ def read_start(
     length: int,
     dtype: torch.dtype,
 ) -> Pieces[torch.Tensor]:
-    """Read the first numbers of a row of `as_float_rows`, rounded to `dtype`: a copy on the CPU."""
+    """Copy the first `length` numbers of a row of `as_float_rows` to the CPU, as `dtype`."""
     numbers = torch.empty(length, dtype=dtype)
     for first in range(0, length, PIECE):
         piece = numbers[first : first + PIECE]
@@ -225,8 +226,9 @@ def read_start(
 
 
 def _not_finite(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the indices of numbers that are not finite. A finite sum has only finite terms, and
-    takes a fifth of the time of testing each number.
+    """Return the indices of numbers that are not finite.
+
+    If the sum is finite, all of them are. Adding them takes a fifth of the time of testing each.
     """
     if numbers.sum(dtype=torch.float32).isfinite():
         return numbers.new_empty(0)
@@ -236,7 +238,7 @@ def _not_finite(numbers: torch.Tensor) -> torch.Tensor:
 def _on_cpu(given: np.ndarray | torch.Tensor) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
         return given.detach().to("cpu")
-    with np.errstate(over="ignore"):  # converts any byte order and strides
+    with np.errstate(over="ignore"):  # `astype` also converts the byte order and the strides
         return torch.from_numpy(given.astype("f4" if given.dtype.itemsize <= 4 else "f8"))
 
 
@@ -251,7 +253,7 @@ def _check_rows(name: str, shape: Sequence[int], width: int | None) -> None:
 
 
 def is_too_large(name: str, value: Any) -> bool:
-    """Return whether an array is too large to be read: a view can have any size without memory."""
+    """Return whether an array is too large to read. A view can be large without using memory."""
     if not isinstance(value, (torch.Tensor, np.ndarray)):
         return False
     return math.prod(value.shape) > _most_elements(name)
@@ -303,7 +305,7 @@ def _from_torch(name: str, value: torch.Tensor) -> np.ndarray:
 
 
 def _numbers(name: str, value: Any) -> np.ndarray:
-    """Return floats or integers, but no bools."""
+    """Return an array of floats or integers; bools are refused."""
     array = _array(name, value)
     if array.dtype.kind == "O" or (isinstance(value, (list, tuple)) and array.dtype.kind in "iuf"):
         items = array.tolist() if array.dtype.kind == "O" else value
@@ -319,7 +321,7 @@ def _numbers(name: str, value: Any) -> np.ndarray:
 
 
 def _integers(name: str, value: Any) -> np.ndarray:
-    """Return integers of a NumPy dtype, or as objects if they are too large for any."""
+    """Return an array of integers, with dtype object if they are too large for any other."""
     if isinstance(value, (list, tuple)):
         _refuse_odd(name, value, (int, np.integer), "an integer")
     array = _array(name, value)
@@ -341,9 +343,9 @@ def _refuse_odd(name: str, items: Any, kinds: tuple[type, ...], expected: str) -
 
 
 def _first_odd(items: Any, kinds: tuple[type, ...]) -> tuple[str, Any] | None:
-    """Return the index in nested lists and the value of the first element of no such kind.
+    """Return the first element of nested lists that is not of these `kinds`, after its index.
 
-    A bool does not count as an int.
+    The index is a text such as "[0][2]". A bool does not count as an int.
     """
     if not isinstance(items, (list, tuple)):
         if isinstance(items, (np.ndarray, torch.Tensor)):

@@ -9,13 +9,12 @@ from gptmanager.request.input_rows import HostRows
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request's tokens are chosen. Counts are in tokens.
+    """How a request's tokens are chosen. Lengths are in tokens.
 
-    `top_k` 0: unlimited. `seed` keys the counter-based random numbers, together with a token's
-    absolute position. `end_ids`: each of them ends the output; they are banned before `min_length`
-    generated tokens. `embedding_bias`: TOKEN_BIAS `[n]`, added to the logits of some tokens.
-    `bad_words`: token sequences that are never completed. `no_repeat_ngram_size` 0: n-grams may
-    repeat.
+    `top_k` 0: no limit. `seed`: together with a token's absolute position it determines the random
+    numbers. `end_ids`: each of them ends the output; they are banned before `min_length` generated
+    tokens. `embedding_bias`: TOKEN_BIAS `[n]`, added to the logits of some tokens. `bad_words`:
+    token sequences that are never completed. `no_repeat_ngram_size` 0: n-grams may repeat.
     """
 
     greedy: bool = True
@@ -34,6 +33,6 @@ class SamplingParams:
     embedding_bias: HostRows | None = None
 
     def without_numbers(self) -> SamplingParams:
-        """Return the parameters as a recording keeps them: rows of numbers as digests only."""
+        """Return the parameters as a recording keeps them, with only a digest of the bias."""
         bias = self.embedding_bias
         return self if bias is None else replace(self, embedding_bias=bias.without_numbers())

@@ -30,7 +30,7 @@ _OF_CACHE = ("max_tokens", "tokens_per_block")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """Options of a simulated manager; None: as recorded, or the default. Lengths in tokens."""
+    """Options of a simulated manager, with lengths in tokens. None: as recorded, or the default."""
 
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
@@ -57,10 +57,9 @@ def variant(
     machine: Machine = Machine(),  # noqa: B008 - frozen
     create_scheduler: Callable[..., Any] | None = None,
 ) -> Blueprint:
-    """Return the blueprint with another policy and options, and the sizes that they lead to.
+    """Return the blueprint with another policy and options, and with the resulting sizes.
 
-    Raises RecordingError if the sizes exceed the limits of recordings: options can multiply those
-    of a file.
+    Raises RecordingError if the options lead to sizes that exceed the limits of recordings.
     """
     scheduler = dataclasses.replace(
         blueprint.scheduler, capacity_scheduler_policy=policy, create_scheduler=create_scheduler

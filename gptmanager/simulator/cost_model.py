@@ -1,6 +1,6 @@
-"""`CostModel`: the time of a step as a function of its schedule; given, or fitted to a recording.
+"""`CostModel`: the time of a step as a function of its schedule, given or fitted to a recording.
 
-It is linear in five quantities, with one coefficient each, so that a person can check every one.
+It is linear in five quantities, with one coefficient each, so a person can check it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _position = itemgetter(Row._fields.index("position"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step on one stage with all layers: `fixed`, plus a cost for each unit of work.
+    """The costs of a step in seconds, on one stage with all layers: `fixed`, and one per unit.
 
-    `context_token`: a token of a context. `context_pair`: a pair of a token and an earlier one that
-    a context's attention reads. `generation_row`: a sequence in generation. `kv_token`: a cached
-    token that generation reads. `transfer`: from one stage of a pipeline to the next. The defaults
-    do not describe any particular machine.
+    The units are a token of a context (`context_token`), a pair of a context token and a token that
+    it attends to (`context_pair`), a sequence in generation (`generation_row`), and a cached token
+    that generation reads (`kv_token`). `transfer`: the time from one pipeline stage to the next.
+    The defaults do not describe a particular machine.
     """
 
     fixed: float = 5e-3
@@ -48,7 +48,7 @@ class CostModel:
                 )
 
     def seconds(self, schedule: Schedule, *, fused: bool = True) -> float:
-        """Return a step's time. `fused` False: two passes, each with its `fixed`."""
+        """Return a step's time. Unless `fused`, a mixed step has two passes, each with `fixed`."""
         tokens, rows, kv_tokens, pairs = quantities(schedule)
         return (
             self.fixed * num_passes(schedule, fused)
@@ -84,7 +84,7 @@ def num_passes(schedule: Schedule, fused: bool) -> int:
 
 
 def quantities(schedule: Schedule) -> tuple[int, int, int, float]:
-    """Return context tokens, generation rows, the cached tokens that these read, context pairs."""
+    """Return the numbers of context tokens, generation rows, cached tokens, and context pairs."""
     tokens, pairs = 0, 0.0
     for row in schedule.context_rows:
         n = row.num_tokens
@@ -98,9 +98,9 @@ def quantities(schedule: Schedule) -> tuple[int, int, int, float]:
 def fit(recording: Recording) -> CostModel:
     """Return the nonnegative model with the least squared error over the recorded steps.
 
-    A step's time runs from its intake to the next one, so it includes the time of the loop and the
-    callbacks. If there is no next one, or the loop was idle in between, it runs to the step's
-    result. Raises RecordingError if there is no timed step.
+    A step's time is from its intake to the next one, so it includes the loop and the callbacks. If
+    no intake follows, or the loop was idle in between, it is from the intake to the step's result.
+    Raises RecordingError if the recording has no step with a time.
     """
     measured = list(_timed_steps(recording))
     if not measured:
@@ -116,7 +116,7 @@ def fit(recording: Recording) -> CostModel:
 
 
 def _timed_steps(recording: Recording) -> Iterator[tuple[Schedule, float]]:
-    """Yield schedules with the seconds that their iteration took."""
+    """Yield each schedule with the seconds that its iteration took."""
     iterations: list[Iteration | None] = [*recording.iterations, None]
     for iteration, following in zip(iterations, iterations[1:], strict=False):
         if iteration is None or iteration.schedule is None:
@@ -129,7 +129,7 @@ def _timed_steps(recording: Recording) -> Iterator[tuple[Schedule, float]]:
 
 
 def _non_negative_least_squares(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Solve exactly: the optimum is the plain solution over a subset of the few columns."""
+    """Return the best nonnegative solution, by plain least squares over each subset of columns."""
     scale = np.abs(features).max(axis=0)
     scale[scale == 0] = 1.0
     scaled = features / scale

@@ -1,4 +1,4 @@
-"""The figures of a simulated run: counted while it runs, reported as `Figures`."""
+"""The figures of a simulated run. `Tally` counts them while it runs and returns `Figures`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class KvUse(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a simulated run. Times are virtual seconds, latencies those of finished requests.
+    """Figures of a simulated run. Times are virtual seconds; latencies cover finished requests.
 
-    `ttft_s`: from arrival to first token; `per_token_s`: each request's mean time between tokens.
-    `recomputed_tokens`: context tokens of requests that had been paused. `request_steps`: rows of
-    all schedules. `first_error`: the error of the first request that failed, or "".
+    `ttft_s`: from arrival to first token. `per_token_s`: each request's mean time between tokens.
+    `recomputed_tokens`: context tokens of requests that had been paused. `request_steps`: number of
+    rows in all schedules. `first_error`: the error of the first request that failed, or "".
     """
 
     requests: int
@@ -96,7 +96,7 @@ class Tally:
         self._total_blocks = counts.total_blocks
 
     def failed(self, request_id: int, error: str, *, was_duplicate: bool) -> None:
-        """Count a request that failed. `was_duplicate`: another request with that id continues."""
+        """Count a failed request. `was_duplicate`: another request with its id continues."""
         self.num_ended += 1
         self._failed += 1
         self._first_error = self._first_error or error

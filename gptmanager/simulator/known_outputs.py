@@ -1,4 +1,4 @@
-"""The known outputs of a load's requests: the tokens that each step of a simulation returns.
+"""`KnownOutputs`: returns the tokens of a simulated step, from the known outputs of a load.
 
 A request without a known output gets tokens that never end it.
 """
@@ -20,14 +20,16 @@ _NO_TOKEN = 2**31 - 1  # follows a known output: never an end_id or a part of a 
 
 
 class KnownOutputs:
-    """Returns the tokens of each step. `max_rows`: the usual maximum of a step."""
+    """Returns the tokens of each step. `max_rows`: the usual largest number of rows in a step."""
 
     def __init__(self, load: Load, max_rows: int) -> None:
         self._load = load
         self._zeros = np.zeros((max_rows, 1), dtype=np.int32)
         self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
-        self._beams: dict[int, tuple[bool, Mapping[int, BeamCandidates]]] = {}  # by id: if sampled
-        self._has_beams = False  # ever: a stopped request may still have rows in flight
+        # by id: whether the beams are sampled, and their candidates by position
+        self._beams: dict[int, tuple[bool, Mapping[int, BeamCandidates]]] = {}
+        # whether any request had beams; a stopped one may still have rows in flight
+        self._has_beams = False
 
     def add(self, number: int, request: InferenceRequest) -> None:
         """Add `request`, which has this number in the load."""
@@ -66,7 +68,7 @@ class KnownOutputs:
         return np.array(tokens, dtype=np.int32).reshape(-1, 1), None
 
     def _accepted(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and counts; a draft is right if the request generates it there."""
+        """Return tokens and counts. A draft is right if the output has the same token there."""
         drafts = {draft.slot: draft.tokens for draft in schedule.drafts}
         rows = schedule.sampling_rows
         tokens = np.full((len(rows), 1 + max(map(len, drafts.values()))), _NO_TOKEN, np.int32)
@@ -97,6 +99,6 @@ class KnownOutputs:
 
 @functools.cache
 def _endless(beam_width: int, count: int) -> BeamCandidates:
-    """Return `count` candidates for each beam that never end it before its last token."""
+    """Return `count` candidates for each beam, with tokens that never end it."""
     tokens = tuple(range(_NO_TOKEN, _NO_TOKEN - count, -1))
     return BeamCandidates((tokens,) * beam_width, ((0.0,) * count,) * beam_width)

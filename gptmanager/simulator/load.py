@@ -1,4 +1,4 @@
-"""Loads of a simulation: which requests arrive when, and what they generate.
+"""The loads of a simulation: which requests arrive at what time, and what they generate.
 
 Each request is built when it is due, so a million waiting requests need little memory.
 """
@@ -21,12 +21,12 @@ from gptmanager.step import BeamCandidates, Schedule, StepResult
 
 logger = logging.getLogger("gptmanager")
 
-# A simulation of a recorded load may cost this many times the request-steps (see `request_steps`)
-# of the recorded run, and _SPARE_STEPS more. It may cost more than the recorded run because of
+# A simulation of a recorded load may take this many times the request-steps (see `request_steps`)
+# of the recorded run, and _SPARE_STEPS more. It can take more than the recorded run did because of
 # unfinished requests, another policy or a smaller batch.
 _MAX_STEPS_RATIO = 64
 _SPARE_STEPS = 1 << 20
-ITERATION_STEPS = 32  # request-steps charged for each iteration, besides those of its schedule
+ITERATION_STEPS = 32  # request-steps for each iteration, in addition to those of its schedule
 
 VOCAB_SIZE = 2**31 - 1  # large enough for a different first token in every prompt
 
@@ -38,8 +38,8 @@ class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
     `arrivals` float64 `[n]`, ascending: seconds since the start, or, with `by_turns`, iterations
-    of the loop. The times of the other events have the same unit. `stops`: requests are stopped.
-    `clears`: the KV cache is cleared. `forgets`: the adapter with this `lora_task_id` is dropped.
+    of the loop. The other events have times in the same unit: `stops` of requests, `clears` of the
+    KV cache, and `forgets`, which drop the adapter with a `lora_task_id`.
     """
 
     arrivals: np.ndarray
@@ -51,8 +51,9 @@ class Load(Protocol):
     def request(self, number: int) -> InferenceRequest: ...
 
     def output(self, number: int) -> Sequence[int] | None:
-        """Return the tokens that the request generates. None: they are not known, and the simulator
-        generates arbitrary tokens that do not end the request.
+        """Return the tokens that the request generates, or None if they are not known.
+
+        If not, the simulator generates arbitrary tokens that do not end the request.
         """
 
     def beams(self, number: int) -> Mapping[int, BeamCandidates]:
@@ -61,9 +62,10 @@ class Load(Protocol):
 
 @dataclass
 class SyntheticLoad:
-    """Uniformly drawn lengths, both ends included; `rate` requests/s (Poisson), None: all at once.
+    """Requests with random lengths, uniform in the given ranges, both ends included.
 
-    Every request runs to its `max_new_tokens`. All prompts have different first tokens.
+    They arrive at `rate` per second (Poisson), or all at once if it is None. Every request runs to
+    its `max_new_tokens`. All prompts have different first tokens.
     """
 
     num_requests: int
@@ -106,16 +108,16 @@ class SyntheticLoad:
 
 @dataclass(frozen=True, slots=True)
 class HostQueue:
-    """When recorded requests arrived in their host's queue, as far as the recording shows.
+    """The times when recorded requests arrived in their host's queue, as far as they are known.
 
     `arrivals`: seconds since the start for each request, in the order in which Get returned them.
     Get is never asked for more requests than the loop can accept, so a request may have waited in
-    the host's queue. If the previous Get returned fewer requests than it was asked for, it emptied
-    the queue, and the arrival is the time of the Get that returned the request. If the previous Get
-    was full, that is, returned all that it was asked for, the request may have been waiting. Its
-    arrival is then the time of the first of the consecutive full Gets: before it the queue was
-    empty. `num_held`: the number of requests that arrived before the Get that returned them.
-    `longest_s`: the longest of their waits.
+    the host's queue. If the previous Get returned fewer requests than it was asked for, the queue
+    was empty after it, and the request arrived when its own Get returned it. If the previous Get
+    was full (returned all that it was asked for), the request may have waited. Then its arrival is
+    the time of the first of the consecutive full Gets, because before it the queue was empty.
+    `num_held`: number of requests that arrived before the Get that returned them. `longest_s`: the
+    longest of their waits.
     """
 
     arrivals: tuple[float, ...]
@@ -124,7 +126,7 @@ class HostQueue:
 
 
 def host_queue(recording: Recording) -> HostQueue:
-    max_active = recording.header.blueprint.max_active  # None: without a limit no Get is full
+    max_active = recording.header.blueprint.max_active  # None: no limit, so no Get is full
     first = recording.iterations[0].intake.now
     arrivals: list[float] = []
     # the time of the first of the current consecutive full Gets; None: the last Get was not full
@@ -134,8 +136,8 @@ def host_queue(recording: Recording) -> HostQueue:
         now = iteration.intake.now - first
         if full_since is not None and not iteration.num_active and iteration.idle_turns != 0:
             num_unknown += iteration.idle_turns is None
-            # The loop was idle in between: Get was called and returned nothing, so the queue was
-            # empty. Older recordings do not show this call; it is assumed.
+            # The loop was idle in between. Get was called and returned nothing, so the queue was
+            # empty. Older recordings do not have this call; it is assumed.
             full_since = None
         since = now if full_since is None else full_since
         arrivals += [since] * len(iteration.intake.requests)
@@ -156,7 +158,7 @@ def host_queue(recording: Recording) -> HostQueue:
 def _is_full(iteration: Iteration, max_active: int | None) -> bool:
     """Return whether Get returned all requests that it was asked for.
 
-    Also True if there was room for none: Get is not called then.
+    Also True if the loop could accept none, so that Get was not called.
     """
     return (
         max_active is not None
@@ -168,12 +170,13 @@ class RecordedLoad:
     """The requests of a recording, with the tokens that they generated.
 
     A policy never changes a request's tokens, so a request that ended early in the recording ends
-    early here. `arrivals`: "time", when a request arrived at its host, as far as the recording
-    shows (see `host_queue`); "turns", the iteration in which Get returned it; "at_once", all at the
+    early here. With the `arrivals` "time" a request arrives when it arrived at its host (see
+    `HostQueue`), with "turns" in the iteration in which Get returned it, with "at_once" at the
     start. Stop signals, clearing of the KV cache and dropped adapters keep their times, but with
     "at_once" they are left out. Errors of the recorded host's calls are always left out. `queue`:
-    the data that the arrivals of "time" come from, else None. `max_request_steps`: the cost at
-    which a simulation is given up, far above that of the recorded run. `name`: the recording's.
+    the arrivals in the host's queue; None unless `arrivals` is "time". `max_request_steps`: a
+    simulation that takes more is given up; far more than the recorded run took. `name`: the name of
+    the recording.
 
     Raises RecordingError for a recording without iterations, and for a black box (the last
     iterations before a failure), because it lacks the beginnings of requests.
@@ -276,9 +279,9 @@ class RecordedLoad:
 
 
 def request_steps(schedule: Schedule) -> int:
-    """Return the cost of a schedule in request-steps.
+    """Return the request-steps of a schedule, a measure of the time that simulating it takes.
 
-    It is the square of the beam width for each row, and one for every 64 appended blocks.
+    Each row counts as the square of its beam width, and every 64 appended blocks as one.
     """
     rows = (*schedule.context_rows, *schedule.generation_rows)
     num_blocks = sum(len(append.block_ids) for append in schedule.block_appends)

@@ -1,4 +1,4 @@
-"""`gptmanager simulate` once its arguments are read."""
+"""Runs `gptmanager simulate`: simulates a load under each policy and prints the figures."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _record_path(record: Path | None, name: str) -> Path | None:
-    """Return the file for one run; several runs get different files."""
+    """Return the file for the run of one column: each column has its own."""
     if record is None:
         return None
     return record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
 
 
 def _progress_of(bars: ProgressBars, name: str, total: int) -> Callable[[int], None]:
-    """Return a callback for the number of requests that have ended since its last call."""
+    """Return a callback that is passed the number of requests that ended since its last call."""
     ended = 0
 
     def update(more: int) -> None:

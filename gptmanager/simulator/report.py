@@ -1,4 +1,4 @@
-"""The report of `gptmanager simulate`: for people, and as JSON values."""
+"""The report of `gptmanager simulate`, as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from gptmanager.terminal.tables import table as table_of
 class Comparison:
     """Figures of several policies on one load.
 
-    `wall_s`: real seconds that the simulation took. `recording` and `queue`: of a recorded load.
+    `wall_s`: real seconds that the simulation took. `recording` and `queue` belong to a recorded
+    load, and are None for others.
     """
 
     figures: Mapping[str, Figures]  # by the name of its column
@@ -100,7 +101,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def plain(figures: Figures) -> dict[str, Any]:
-    """Return the figures as JSON values: those with several numbers are objects."""
+    """Return the figures as JSON values. A figure with several numbers is an object."""
     named = {
         name: value._asdict() if isinstance(value, (Percentiles, KvUse)) else value
         for name, value in dataclasses.asdict(figures).items()

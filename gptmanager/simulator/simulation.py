@@ -1,7 +1,7 @@
 """The simulator: the real loop, scheduler and block accounting under a virtual clock.
 
 One object is both the host, which takes its requests from a load, and the executor, which computes
-only the time of a step. There is no model, no device, and no real time.
+only the time of a step. A simulation uses no model, no device, and no real time.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def simulate(
     work: list[Work] | None = None,
     on_progress: Callable[[int], object] = lambda finished: None,
 ) -> Figures:
-    """Run `load` to its end. `on_progress` gets the number of requests that finished since its last
-    call. `work` is filled with the steps of each stage.
+    """Run `load` to its end and return its figures.
 
-    Raises SchedulerError when the scheduler stops running requests for good, and RecordingError
-    when a recorded load takes far more steps than were recorded.
+    `work` is filled with the steps of each stage. `on_progress` is passed the number of requests
+    that ended since its last call. Raises SchedulerError if the scheduler stops running requests
+    for good, and RecordingError if a recorded load takes far more steps than were recorded.
     """
     fused = blueprint.model_type is not ModelType.INFLIGHT_BATCHING
     most = load.max_request_steps if isinstance(load, RecordedLoad) else None
@@ -92,7 +92,7 @@ def _take_due(events: deque[tuple[float, _T]], now: float) -> list[_T]:
 
 
 class _Step(NamedTuple):
-    """A step in flight. `end`: the time when it will be done."""
+    """A step in flight. `end`: when it will be done, in virtual seconds."""
 
     schedule: Schedule
     end: float
@@ -122,10 +122,10 @@ class World:
         self._next = 0  # number of the load's next request
         self._stops, self._forgets = deque(load.stops), deque(load.forgets)
         self._clears = deque((when, None) for when in load.clears)
-        # request-steps, plus some for iterations and for waiting requests
+        # in request-steps; iterations and waiting requests also count
         self._max_steps = self._steps_left = max_steps
         self._iterations = 0
-        self._was_idle = False  # the last Get returned nothing
+        self._was_idle = False  # whether the last Get returned nothing, with nothing active
         self._stalls = 0  # iterations since the last launch
         self._in_flight = 0  # launched steps without a fetched result
         self._stages = stages or Stages(1, 0.0)
@@ -161,7 +161,10 @@ class World:
         return Intake(self.now, requests, stops, ready, (), clears_cache, loaded, forgotten)
 
     def _is_idle(self, num_active: int) -> bool:
-        """Return whether nothing has arrived; true once, as in a recording, then time advances."""
+        """Return whether nothing is active and nothing has arrived.
+
+        True at most once in a row, as in a recording; then the time advances to the next arrival.
+        """
         self._was_idle = (
             not (self._was_idle or num_active or self._in_flight or self._load.by_turns)
             and self.has_more
@@ -170,7 +173,7 @@ class World:
         return self._was_idle
 
     def _advance(self, num_active: int) -> None:
-        """Advance the clock, with nothing in flight, to the next arrival or iteration."""
+        """Advance the clock to the next arrival if nothing is active, or if the loop stalls."""
         if not num_active and not self._in_flight and self.has_more:
             due = self._arrivals[self._next]
             if self._load.by_turns:
@@ -232,7 +235,7 @@ class World:
         self._ready.append(request_id)
 
     def load(self, work: AdapterWork) -> None:
-        """Load an adapter in no time; its task id identifies it."""
+        """Load an adapter in no time, with its task id as digest."""
         if isinstance(work, ReadAdapter):
             self._loaded.append(AdapterDone(work.job, str(work.task_id)))
         elif isinstance(work, (WriteAdapter, CopyAdapter)):

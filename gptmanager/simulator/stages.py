@@ -1,4 +1,4 @@
-"""`Stages`: when each stage of a pipeline works on which step."""
+"""`Stages`: the times when each stage of a pipeline works on each step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Stages:
     """
 
     def __init__(self, count: int, transfer: float, work: list[Work] | None = None) -> None:
-        self.busy_s = 0.0  # of all stages together
         self.work = work
         self._free_at = [0.0] * count
         self._transfer = transfer
@@ -38,5 +37,4 @@ class Stages:
             if self.work is not None:
                 step = schedule.iteration, schedule.micro_batch_id
                 self.work.append(Work(stage, *step, begin, now))
-        self.busy_s += seconds
         return now
