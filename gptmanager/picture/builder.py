@@ -20,9 +20,10 @@ from gptmanager.step import BlockAppend, Row, Schedule
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request so far. `slot` -1: it waits, since the column `waiting_since`.
+    """The data of a request up to the last column.
 
-    `first_wait`: the reason reported in the first column of the wait, if any.
+    `slot`: -1 while it waits, which it has done since the column `waiting_since`. `first_wait`: the
+    reason reported in the first column of the wait, if any.
     """
 
     request_id: int
@@ -57,9 +58,10 @@ class _Request:
 
 
 class _Wait(NamedTuple):
-    """Why requests wait from the column `begin` on. `wait`: that of `head`, the first of them.
+    """The reasons why requests wait in the column `begin`.
 
-    `waits`: the waits of all requests, kept only where the head's reason changes.
+    `head`: the first of these requests. `wait`: its reason. `waits`: the reasons of all, kept only
+    if the reason of the head has changed.
     """
 
     begin: int
@@ -73,7 +75,7 @@ class _Wait(NamedTuple):
         return Reason.OTHER if self.wait is None else reason_of(self.wait)
 
     def of(self, request: _Request) -> Wait | None:
-        """Return why the request waits: as reported, or derived from the head's reason."""
+        """Return why a request waits, as reported or as it follows from the head's reason."""
         if request is self.head or self.wait is None:
             return self.wait
         behind = self.wait.of_those_behind(self.head.request_id)
@@ -81,10 +83,9 @@ class _Wait(NamedTuple):
 
 
 class TraceBuilder:
-    """Call `arrive` before the first `step` in which a request could run, `end` after its last.
+    """Builds a `Trace`. Call `arrive` before a request's first `step`, and `end` after its last.
 
-    ValueError once following requests that do not run has taken more than `max_work` steps; None:
-    no limit.
+    `max_work`: the most updates for requests that do not run, or None; ValueError after more.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -99,11 +100,11 @@ class TraceBuilder:
         self._changes: list[int] = []  # indices into _waits where the reason changes
         self._new_waiters: list[_Request] = []  # requests that wait since the next column
         self._unknown = 0  # the last invented block id; these are negative
-        self._work = 0  # steps spent on requests that do not run
+        self._work = 0  # number of updates for requests that do not run
         self.max_work: int | None = None
 
     def __contains__(self, request_id: int) -> bool:
-        """Return whether the request has arrived and not ended."""
+        """Return whether the request has arrived and has not ended."""
         return request_id in self._by_id
 
     def arrive(
@@ -121,7 +122,7 @@ class TraceBuilder:
     ) -> None:
         """Add the iteration that was scheduled at `time_s`.
 
-        `waits`: why it left requests out, by id, as reported by the scheduler; None: not reported.
+        `waits`: the scheduler's reasons for leaving requests out, by id; None if not reported.
         """
         column = len(self._columns)
         for request_id in schedule.paused:
@@ -150,7 +151,7 @@ class TraceBuilder:
         )
 
     def end(self, request_id: int, outcome: str) -> None:
-        """End a request, at its final response; requests that never arrived are ignored."""
+        """End a request, when it gets its final response. Unknown requests are ignored."""
         request = self._by_id.pop(request_id, None)
         if request is not None:
             self._end_wait(request, len(self._columns))
@@ -181,7 +182,7 @@ class TraceBuilder:
     # Inside ---------------------------------------------------------------------------------
 
     def _find(self, row: Row) -> _Request:
-        """Return the row's request, after adding it if the recording lacks its arrival."""
+        """Return the row's request. Add it if its arrival was not recorded."""
         if row.request_id not in self._by_id:
             self.arrive(row.request_id, row.position + row.num_tokens, 0)
         return self._by_id[row.request_id]
@@ -195,7 +196,7 @@ class TraceBuilder:
             self.end(last.request_id, "")
         request.slot = row.slot
         self._by_slot[row.slot] = request
-        if not is_start:  # started before the first schedule: the ids of its blocks are unknown
+        if not is_start:  # it started before the first schedule, so its block ids are unknown
             most = self.bounds.num_blocks - len(self._owners)
             count = max(0, min(self._blocks(row.position), most))
             self._unknown -= count
@@ -237,10 +238,10 @@ class TraceBuilder:
         return -(-num_tokens // self.bounds.tokens_per_block)
 
     def _wait(self, column: int, running: set[int], waits: Mapping[int, Wait]) -> int:
-        """Record why requests wait in this column, and return the number that do not run.
+        """Record why requests wait in this column. Return the number of requests that do not run.
 
-        Requests that hold memory get a span now. Requests without get theirs when the wait ends:
-        most of a long list waits for the same reason as its head.
+        Requests with memory get a span now. Requests without memory get theirs when the wait ends,
+        because most of a long list wait for the same reason as its head.
         """
         self._spend(len(self._by_slot))
         for request in self._by_slot.values():
@@ -264,7 +265,7 @@ class TraceBuilder:
         return len(self._active) - len(running)
 
     def _end_wait(self, request: _Request, end: int) -> None:
-        """Add the spans of a request's wait, up to the column `end`: one per reason."""
+        """Add the spans of a request's wait up to the column `end`, one for each reason."""
         if request.slot >= 0 or request.waiting_since >= end:
             return
         phase = Phase.PAUSED if request.num_pauses else Phase.WAITING

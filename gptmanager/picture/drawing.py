@@ -1,6 +1,6 @@
 """`draw`: draws a schedule as one SVG; rows are requests, columns are iterations.
 
-Selects what of a `Trace` is shown. `page` makes a zoomable page of the SVG.
+Selects which parts of a `Trace` are drawn. `zoom_page` makes a zoomable page of the SVG.
 """
 
 from __future__ import annotations

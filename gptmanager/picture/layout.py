@@ -1,6 +1,6 @@
 """Positions in the picture of a schedule, and its level of detail.
 
-Three levels, by size: a square per token, a short label per cell, or bars.
+A small picture has a square per token, a larger one a short label per cell, the largest has bars.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SQUARE = 20  # side of one token
 PANEL = 58
 PANEL_STEP = PANEL + 34
 _MAX_CELLS = 28 * 60  # cells with a mark each
-_TALL = 720  # taller rows are placed below the panels, so that the panels are visible at once
+_TALL = 720  # if the rows take more, they are below the panels, which are then visible at once
 
 
 class Look(Enum):
@@ -31,9 +31,9 @@ class Look(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Positions and sizes in pixels. Everything begins at `top`; tall rows are below the panels.
+    """Positions and sizes in pixels. Rows and panels begin at `top`; many rows follow the panels.
 
-    Column i begins at `left + i * column` and is `column` wide.
+    Column i begins at `left + i * column` and is `column` wide. Each row is `row` high.
     """
 
     look: Look

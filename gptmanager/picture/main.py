@@ -1,4 +1,4 @@
-"""Run `gptmanager picture` with parsed arguments: draw a recording."""
+"""Runs `gptmanager picture`: draws a recording."""
 
 from __future__ import annotations
 

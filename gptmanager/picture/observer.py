@@ -16,7 +16,7 @@ from gptmanager.step import Intake, Schedule, Step
 
 
 def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None) -> TraceBuilder:
-    """Return a builder that follows `loop` from now on; `build()` returns a trace at any time."""
+    """Return a builder that follows `loop` from now on. Its `build()` may be called at any time."""
     kv_cache = loop.allocator.kv_cache
     builder = TraceBuilder(
         Bounds(

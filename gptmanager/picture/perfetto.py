@@ -1,6 +1,7 @@
-"""Export a `Trace` in the trace event format of Perfetto and chrome://tracing.
+"""Exports a `Trace` in the trace event format of Perfetto and chrome://tracing.
 
-There is one track per request, one for the iterations, and counters for batch, tokens and memory.
+The export has one track per request, one for the iterations, and counters for requests in the
+batch, tokens, KV cache blocks and waiting requests.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def chrome_trace(trace: Trace) -> bytes:
 
 
 def _times_us(columns: tuple[Column, ...]) -> list[float]:
-    """Return the begin of each column and the end of the last one; strictly increasing."""
+    """Return when each column begins and the last one ends; the times increase strictly."""
     if not columns:
         return [0.0]
     times = [0.0]

@@ -1,7 +1,7 @@
 """`trace_of`: makes a `Trace` of a recorded run.
 
-Recordings lack the reasons why requests waited. They are reported by the scheduler, in a replay
-that runs in parallel.
+Recordings lack the reasons why requests waited. The scheduler reports them in a replay, which
+advances together with the reading of the recording.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from gptmanager.request.read_tensors import (
 from gptmanager.scheduler.simple import RequestScheduler
 from gptmanager.scheduler.wait_reasons import Wait
 
-# ends caused by the intake, before the iteration runs anything
+# reasons of ends that the intake causes, before the iteration runs anything
 _EARLY = ("CANCELLED", "TIMED_OUT", "ERROR")
 
-
-# steps spent on requests that do not run, for each row that does, and in addition
+# limits of `TraceBuilder.max_work`: for each row of the recording, and in addition
 _WORK_PER_ROW = 64
 _SPARE_WORK = 1 << 24
 
@@ -41,9 +40,9 @@ def trace_of(recording: Recording) -> Trace:
     The reasons for waits are unknown if the recording cannot be replayed, for example without the
     host's own scheduler.
 
-    A black box has no ends. Ends by length, end id, stop or a reused slot are derived; ends by stop
-    words are not. A request that was active before the first kept schedule is shown from its first
-    row on.
+    A black box has no ends. Ends by length, end id or stop signal, and ends that a reused slot
+    proves, are derived; ends by stop words are not. A request that was active before the first kept
+    schedule is drawn from its first row on.
     """
     blueprint = recording.header.blueprint
     params, sizes = blueprint.params, blueprint.sizes
@@ -134,7 +133,7 @@ class _Reader:
             self.builder.arrive(request_id, asked.prompt_len, asked.max_new_tokens, asked.priority)
 
     def _read_request(self, request: InferenceRequest) -> _Parameters | None:
-        """Return a request's parameters; None for a request that a loop refuses."""
+        """Return a request's parameters, or None if a loop refuses the request."""
         tensors = {TENSOR_ALIASES.get(name, name): v for name, v in request.tensors.items()}
         try:
             prompt = read_token_ids("input_ids", tensors.get("input_ids"), self.vocab_size)

@@ -1,7 +1,7 @@
 """The rows of a schedule's picture, one for each request.
 
-A context is a full bar, generation a lower bar, a pause two rails, waiting one thin line with
-dashes that depend on the reason.
+A context is drawn as a full bar, generation as a lower bar, a pause as two parallel lines, and
+waiting as one thin line with dashes that depend on the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DASHES = {
 
 
 def draw_row(trace: Trace, row: RequestRow, index: int, layout: Layout) -> Iterator[str]:
-    """Yield the marks of a row, in pixels; x of bars is in columns, as bars are stretched."""
+    """Yield the marks of a row, in pixels. The x of bars is in columns: bars are stretched."""
     y = layout.row_y(index)
     if layout.look is Look.BARS:
         for span in _joined(row.spans):
@@ -51,13 +51,13 @@ def row_names(trace: Trace, layout: Layout) -> Iterator[str]:
         if index % step == 0:
             y = layout.row_y(index) + layout.row / 2 + 4
             yield label(layout.left - 62, y, f"request {row.request_id}", "end")
-            known = row.max_new_tokens > 0  # unknown for requests from before the first column
+            known = row.max_new_tokens > 0  # 0 if it arrived before the first column
             lengths = f"{row.prompt_len}+{row.max_new_tokens}" if known else "?"
             yield label(layout.left - 6, y, lengths, "end faint small")
 
 
 def _joined(spans: tuple[Span, ...]) -> Iterator[Span]:
-    """Join consecutive chunks, and generation across iterations of the other micro batch."""
+    """Join consecutive chunks, and generation spans with one column of another batch in between."""
     held: Span | None = None
     for span in spans:
         if held is None:
@@ -140,7 +140,7 @@ def _cell(trace: Trace, row: RequestRow, cell: Span, y: float, layout: Layout) -
 
 
 def _token_name(row: RequestRow, position: int) -> str:
-    """Return C for a token of the prompt; G1, G2, ... for generated ones."""
+    """Return "C" for a token of the prompt, and "G1", "G2", ... for generated ones."""
     generated = position - row.prompt_len
     return "C" if generated < 0 else f"G{generated + 1}"
 

@@ -1,4 +1,4 @@
-"""Draw a pipeline: the stages' work on micro batches along the axis of time."""
+"""Draws the work of a pipeline's stages on micro batches along a time axis."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Write SVG as text: elements, numbers, and the style sheet of all pictures.
+"""SVG as text: elements, numbers, and the style sheet of all pictures.
 
-Colors are Okabe and Ito's, which are distinct for readers with any color vision; every kind of mark
-also has its own shape.
+The colors are those of Okabe and Ito, which readers with any color vision can distinguish. Every
+kind of mark also has its own shape.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ STYLE = """
 
 
 def escape(words: str) -> str:
-    """Escape a text for XML, without control characters, which XML forbids."""
+    """Escape a text for XML, and remove control characters, which XML forbids."""
     return html_escape(printable_lines(words))
 
 

@@ -1,6 +1,6 @@
 """`Trace`: the state of every request in every iteration, as frozen values to draw from.
 
-Independent of how it is drawn, and of the source of the schedules (see `builder`).
+A trace depends neither on how it is drawn nor on the source of the schedules (see `builder`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Phase(Enum):
     CONTEXT = "context"  # computes a part of its history
     GENERATION = "generation"  # one token per iteration
     WAITING = "waiting"  # has not started
-    PAUSED = "paused"  # had started; its memory was taken, its tokens are kept
+    PAUSED = "paused"  # has lost its memory since it started, but keeps its tokens
     HELD = "held"  # holds memory, but is not in the iteration's batch
 
 
@@ -34,9 +34,9 @@ class Reason(Enum):
 class Span(NamedTuple):
     """The phase of a request in columns `begin` to `end - 1`.
 
-    CONTEXT: one chunk of `num_tokens` positions from `position` on. GENERATION: `num_tokens`
-    positions from `position` on, one per column. Others: `why` completes a sentence that begins
-    with "waits", with the numbers of column `begin`.
+    A CONTEXT is one chunk of `num_tokens` positions from `position` on. GENERATION computes
+    `num_tokens` positions from `position` on, one per column. For other phases `why` completes a
+    sentence that begins with "waits"; its numbers are those of column `begin`.
     """
 
     phase: Phase
@@ -50,10 +50,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """One request. Lengths in tokens; `arrival` and `end` in columns (None: its end is not known).
+    """One request. Lengths are in tokens, `arrival` and `end` are columns.
 
-    `prompt_len` is that of the host's prompt. `num_generated` counts computed tokens: under
-    run-ahead, a request that stops early computes one more than it returns.
+    `prompt_len`: length of the prompt that the host sent. `end`: None if it is not known.
+    `num_generated` counts computed tokens: with run-ahead, a request that stops early computes one
+    more than it returns.
     """
 
     request_id: int
@@ -69,7 +70,7 @@ class RequestRow:
 
 
 class Column(NamedTuple):
-    """One iteration. `time_s`: when it was scheduled. `used_blocks`: held while it ran."""
+    """One iteration. `time_s`: when it was scheduled. `used_blocks`: blocks in use while it ran."""
 
     iteration: int
     time_s: float
@@ -91,7 +92,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of the scheduler. `chunk_unit` None: contexts are not chunked.
+    """The limits of the scheduler. `chunk_unit`: None if contexts are not chunked.
 
     `policy`: a name of `CapacitySchedulerPolicy`, or the name of the host's scheduler.
     """
@@ -117,7 +118,7 @@ class Trace:
         return self.columns[0].iteration if self.columns else 0
 
     def row(self, request_id: int) -> RequestRow:
-        """Return the last request with an id; KeyError if there is none."""
+        """Return the last request with an id. Raises KeyError for an unknown id."""
         for row in reversed(self.rows):
             if row.request_id == request_id:
                 return row

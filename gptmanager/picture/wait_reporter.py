@@ -18,14 +18,14 @@ _REASONS = {
 
 
 def reason_of(wait: Wait) -> Reason:
-    """Return the reason to show. A request behind another waits for the other's reason."""
+    """Return the reason to draw. A request that waits behind another has the other's reason."""
     return _REASONS.get(wait.cause or wait.reason, Reason.OTHER)
 
 
 class WaitReporter(RequestScheduler):
     """Asks a scheduler before each decision why it leaves requests out; `take` returns the answer.
 
-    `num_asked` counts the requests over all decisions, as each of them costs time.
+    `num_asked`: the number of requests in all these questions, a measure of the time they take.
     """
 
     def __init__(self, scheduler: RequestScheduler) -> None:
@@ -46,8 +46,9 @@ class WaitReporter(RequestScheduler):
         return reported_waits(self._scheduler, active_requests, inflight_request_ids)
 
     def take(self) -> Mapping[int, Wait]:
-        """Return the last decision's waits by request id; empty if none were reported, or already
-        taken.
+        """Return the last decision's waits by request id.
+
+        Empty if the scheduler reports none, or if they have been taken already.
         """
         waits, self._waits = self._waits, None
         return waits or {}

@@ -1,6 +1,6 @@
 """`page`: the picture of a schedule as one HTML file, with zoom and tooltips.
 
-The page has the SVG inline and only uses the script below; it loads nothing.
+The page contains the SVG and the script below, and loads no other file.
 """
 
 from __future__ import annotations
@@ -140,8 +140,9 @@ _BUTTONS = """<p class="bar"><button id="in">zoom in (+)</button>
 
 _HELP = """<p>Each row is a request, each column an iteration: one forward pass over the batch.
 A full bar is a context (the prompt, whole or in chunks), a lower bar is generation, one token per
-column. Rails are a pause. A thin line is waiting; its dashes show the reason ("scheduler's choice":
-none of the counted limits was reached). Point at anything for its numbers.</p>"""
+column. Two parallel lines are a pause. A thin line is waiting; its dashes show the reason
+("scheduler's choice": none of the counted limits was reached). Point at a mark for its
+numbers.</p>"""
 
 
 def page(trace: Trace, title: str = "Schedule") -> str:

@@ -1,4 +1,4 @@
-"""Recordings of all that passes between a loop, its host and its executor; the black box."""
+"""Recordings of everything that passes between a loop, its host and its executor."""
 
 from gptmanager.recorder.recorder import (
     Recorder,

@@ -1,9 +1,9 @@
-"""The black box keeps the last iterations of a loop in memory; they are written when it fails.
+"""The black box keeps the last iterations of a loop in memory, to be written when the loop fails.
 
 A recording can start in the middle of a run only where the state of the loop is known, so the box
 copies the state from time to time. It keeps all intakes and results since the second newest copy.
-Schedules can be computed from these, so it keeps only the last ones. It keeps less of everything
-when `max_bytes` is small.
+Schedules can be computed from these, so it keeps only the last ones. With a small `max_bytes` it
+keeps fewer schedules and iterations.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _MIN_SEGMENT, _MAX_SEGMENT = 256, 1 << 14  # iterations
 
 
 class BlackBox:
-    """Keeps the schedules of the last `keep` iterations of `loop`, and the data that precede them.
+    """Keeps the schedules of the last `keep` iterations of `loop`, and what a replay of them needs.
 
-    A quarter of `max_bytes` is for schedules: fewer are kept if they need more. The rest is for at
-    most two segments; the older one is dropped first. While one state needs more than that, nothing
-    is kept. `is_new`: the loop has not iterated yet.
+    A quarter of `max_bytes` is for schedules; fewer are kept if they need more. The rest is for at
+    most two segments, each with a state and the iterations after it; the older one is dropped
+    first. If a state alone needs more, nothing is kept until a later state needs less. `is_new`:
+    the loop has not iterated yet.
     """
 
     def __init__(
@@ -50,14 +51,14 @@ class BlackBox:
         self._segment_length = max(_MIN_SEGMENT, keep)
         self._num_lost = 0  # iterations since the last state was dropped as too large
         self._has_warned = False
-        self.is_worth_writing = is_new  # otherwise False until a step has completed
+        self.is_worth_writing = is_new  # after a failure, only if a step has completed since
         if is_new:
             self._segments.append(_Segment(None, self._max_segment_bytes))
         else:
             self._begin_segment()
 
     def add(self, iteration: Iteration) -> None:
-        """Add an iteration; called between two iterations of the loop."""
+        """Add an iteration. Must be called between two iterations of the loop."""
         self.is_worth_writing |= iteration.result is not None
         if not self._segments:
             self._num_lost += 1
@@ -73,7 +74,7 @@ class BlackBox:
             self._begin_segment()
 
     def lines(self, last: Iteration | None) -> list[bytes]:
-        """Return the lines of the recording except its last; empty if no state fits.
+        """Return all lines of the recording except the end line. Empty if no state fits.
 
         `last`: the iteration that failed.
         """
@@ -107,7 +108,7 @@ class BlackBox:
             oldest.schedule, oldest.kept = None, False
 
     def _begin_segment(self) -> None:
-        started = thread_time_ns()  # excludes the time in which a debugger stops the process
+        started = thread_time_ns()  # does not advance while a debugger stops the process
         state: LoopState = self._loop.state()
         state = state._replace(pending=tuple(map(kept_schedule, state.pending)))
         self._segments.append(_Segment(state, self._max_segment_bytes))
@@ -134,9 +135,9 @@ class BlackBox:
 
 
 class _Segment:
-    """Consecutive iterations, and the state of the loop before the first; None for a new loop.
+    """Consecutive iterations, and the state of the loop before the first one.
 
-    `max_bytes` is enough for two segments, or for one with a large state.
+    `state`: None for a new loop. `max_bytes`: for two segments, or for one with a large state.
     """
 
     def __init__(self, state: LoopState | None, max_bytes: int) -> None:
@@ -163,7 +164,7 @@ def iteration_bytes(iteration: Iteration) -> int:
 
 
 def schedule_bytes(schedule: Schedule) -> int:
-    """Estimate the bytes of a schedule; the rows are counted without looking at each."""
+    """Estimate the bytes of a schedule. All rows are assumed to have the same size."""
     rows = len(schedule.context_rows) + len(schedule.generation_rows)
     size = OBJECT * (1 + 2 * rows + len(schedule.block_copies))
     for others in (schedule.block_appends, schedule.starts, schedule.beam_forks, schedule.drafts):

@@ -1,7 +1,7 @@
 """The file of a black box: the path that the host names, or a file in the temporary folder.
 
-The file contains prompts, so files in the temporary folder are readable by their owner only, are
-few, and are deleted after a week.
+The file contains prompts. So in the temporary folder only its owner can read it, at most 16 files
+are kept, and when a new one is written, those older than a week are deleted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Texts for people: the first difference of two schedules, and a schedule in one line."""
+"""The first difference of two schedules, and a schedule as one line of text."""
 
 from __future__ import annotations
 

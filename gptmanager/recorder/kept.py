@@ -1,8 +1,8 @@
-"""The data of each iteration that a black box keeps: exactly what a replay reads.
+"""The data of each iteration that a black box keeps, which are those that a replay reads.
 
 Requests are copied, because a host may overwrite its arrays later, or pass a part of a larger
 array. Numbers that only the executor reads are kept as a digest, processors as a name, and errors
-as a text: the objects that they refer to would live as long as the black box.
+as a text. Otherwise the objects that they refer to would stay in memory with the black box.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Effect = TypeVar("_Effect", Failure, AdapterDone)
 
 
 class Keeper:
-    """Copies intakes. It reads rows as admission does, so it needs their widths."""
+    """Copies intakes. Reads rows of numbers as admission does, so it needs their widths."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         self._vocab_size = vocab_size
@@ -109,7 +109,7 @@ def kept_result(result: StepResult) -> StepResult:
 
 
 def _without_error(value: _Effect) -> _Effect:
-    """Replace an error by its text: an error refers to stack frames, and these to tensors."""
+    """Replace an error by its text, because an error keeps stack frames and their tensors alive."""
     if value.error is None:
         return value
     return value._replace(error=RecordedError(response_text(value.error)))

@@ -1,7 +1,7 @@
 """Limits for the numbers in a recording, so that a small file cannot cost a day or a terabyte.
 
-The bounds are far above the numbers of any machine. They do not decide whether a schedule is
-correct: the replay does.
+The limits are far above the numbers of any machine. Whether a schedule is correct is decided by the
+replay, not by these limits.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _LOOKUP = {"max_draft_tokens": (1, 1 << 12), "max_ngram": (1, 32), "min_ngram": 
 def without_code(params: OptionalParams) -> OptionalParams:
     """Return the options without functions and file names.
 
-    No recording can hold functions, and a reader must not use another machine's file names. Neither
-    affects how a loop schedules.
+    A recording cannot contain functions, and a reader must not use another machine's file names.
+    Neither affects how a loop schedules.
     """
     return replace(
         params,
@@ -154,9 +154,7 @@ class Bounds:
             and 0 <= row.position <= row.position + row.num_tokens <= self._tokens
             and 1 <= row.beam_width <= self._beams
         ):
-            raise RecordingError(
-                f"{row} is impossible in sequences of at most {self._tokens} tokens"
-            )
+            raise RecordingError(f"{row} is invalid for sequences of at most {self._tokens} tokens")
 
     def check_result(self, result: StepResult) -> None:
         """Check the numbers of a step's result, as `check` does."""

@@ -1,9 +1,9 @@
-"""The recorder writes down all that passes between a loop, its host and its executor.
+"""`Recorder`: records everything that passes between a loop, its host and its executor.
 
 `RecordingHost` and `RecordingExecutor` wrap the host and the executor of a `TokenLoop`. Either
 everything is written to a file, or the last iterations stay in memory and are written when the loop
-fails. The loop makes the same decisions with and without a recorder, and no error of the recorder
-reaches the loop.
+fails. The loop makes the same decisions with and without a recorder, and errors of the recorder do
+not reach the loop.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _FLUSH_S = 1.0
 
 
 class Recorder:
-    """Write a recording to `path`, or keep the last `keep` iterations in about `max_bytes`.
+    """Writes a recording to `path`, or keeps the last `keep` iterations in a black box.
 
-    `fail` writes the kept iterations to `black_box_path`, by default a new file in the temporary
-    folder that only its owner can read. With `path`, or with `keep` = 0, there is no black box.
+    The black box takes about `max_bytes` of memory. `fail` writes it to `black_box_path`, by
+    default a new file in the temporary folder that only its owner can read. With a `path`, or with
+    `keep` = 0, no black box is kept.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Recorder:
         return self._path is not None
 
     def start(self, loop: Any, blueprint: Blueprint) -> None:
-        """Begin to record `loop`, which uses this recorder's host and executor and is new.
+        """Begin to record `loop`, which is new and uses the host and executor of this recorder.
 
         Raises ConfigError if the file cannot be written.
         """
@@ -91,7 +92,7 @@ class Recorder:
         self._close_file()
 
     def fail(self, error: BaseException) -> None:
-        """Write the black box, if there is one, after the loop has failed."""
+        """Write the black box, if one is kept, and end the recording, after the loop has failed."""
         text = response_text(error)
         if self._black_box is not None:
             self._write_black_box(self._black_box, text)
@@ -101,7 +102,7 @@ class Recorder:
         """Continue after a failed iteration; the loop has dropped the requests that ran.
 
         The recorded iterations do not lead to the loop's new state, so a file gets that state. A
-        black box is written, replacing the one of the previous failure, and starts again empty.
+        black box is written in place of the one of the previous failure, and starts again empty.
         """
         try:
             box = self._black_box
@@ -181,7 +182,7 @@ class Recorder:
             lines.append(to_json({"kind": "end", "reason": "failed", "error": text}))
             path = self._black_box_file.write(b"\n".join(lines) + b"\n")
             logger.error(
-                "the last iterations are written to %s; look at them with `gptmanager replay %s`",
+                "the last iterations are written to %s; inspect them with `gptmanager replay %s`",
                 *(path, path),
             )
         except BaseException:  # noqa: B036 - the final responses must still be sent
@@ -215,7 +216,7 @@ class Recorder:
 
 
 class RecordingHost(HostTap):
-    """A `Host` that reports to `recorder` what the host behind it returns."""
+    """A `Host` that calls another host, and reports intakes and final responses to `recorder`."""
 
     def __init__(self, host: Host, recorder: Recorder) -> None:
         super().__init__(host)
@@ -234,12 +235,12 @@ class RecordingHost(HostTap):
             host.respond(request_id, tensors, is_final, error)
 
         host_fetch, self.fetch = host.fetch, fetch
-        if recorder.writes_file:  # a black box keeps none of the many responses
+        if recorder.writes_file:  # a black box keeps no responses
             self.respond = respond
 
 
 class RecordingExecutor(ExecutorTap):
-    """An `Executor` that reports to `recorder` what it runs, and the results."""
+    """An `Executor` that calls another one, and reports schedules and results to `recorder`."""
 
     def __init__(self, executor: Executor, recorder: Recorder) -> None:
         super().__init__(executor)

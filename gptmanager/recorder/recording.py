@@ -1,7 +1,7 @@
-"""A recording as values, and its file: versioned JSON lines.
+"""A recording as values, and its file, which consists of versioned JSON lines.
 
-The first line is the header. Then follow one line for each iteration, and at most one line that
-says how the run ended. docs/recording.md describes every key.
+The first line is the header. After it the file has one line for each iteration, and at most one
+line that says how the run ended. docs/recording.md describes every key.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from gptmanager.step import Intake, Schedule, StepResult
 
 FORMAT = "gptmanager.recording"
 VERSION = 5
-_ONE_END_ID = 4  # as 5, but sampling parameters have `end_id`, -1 for none
-_ONE_PENDING = 3  # as 4, but a state has one pending schedule, or null
+_ONE_END_ID = 4  # like 5, but sampling parameters have `end_id`, -1 for none
+_ONE_PENDING = 3  # like 4, but a state has one pending schedule, or null
 
 _LONGEST_LINE = 1 << 30  # bytes
 # numbers that one byte of the file may expand to, in addition to an initial allowance
@@ -38,7 +38,7 @@ _UNFOLDED_PER_BYTE = 16
 
 
 class End(NamedTuple):
-    """A final response. `reason`: a name of FinishReason, or "ERROR"; then `error` is its text."""
+    """A final response. `reason`: a name of FinishReason, or "ERROR" with the text `error`."""
 
     request_id: int
     reason: str
@@ -47,7 +47,7 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """The end of the run. `reason`: "drained", "aborted", or "failed", then with an `error`."""
+    """The end of the run. `reason`: "drained", "aborted", or "failed" with the text `error`."""
 
     reason: str
     error: str = ""
@@ -55,10 +55,11 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The first line of a recording: the parts of the recorded loop.
+    """The first line of a recording, which describes the recorded loop.
 
-    `blueprint`: options, sizes, policy; for a host's own scheduler only the name. `state`: the loop
-    before the first iteration of the recording; None if it was idle and had never allocated memory.
+    `blueprint`: options, sizes and policy, but only the name of a host's own scheduler. `fields`:
+    the fields of the named tuples in the file. `state`: the state of the loop before the first
+    recorded iteration; None if it was idle and had never allocated memory.
     """
 
     blueprint: Blueprint
@@ -73,12 +74,12 @@ class Iteration:
     """One iteration of the loop that had work. It changes only while it is being recorded.
 
     `index` counts from the start of the run. `num_active`: active requests before the intake.
-    `schedule` None: no request ran, or, with `kept` False, the schedule was dropped. `result`
-    belongs to the schedule with the iteration number `result_of`, an earlier iteration under
-    run-ahead. `recalled`: earlier results, if the iteration took several, each with the number of
-    its schedule. `ends` None: not recorded, as in a black box. `idle_turns`: iterations without
-    work since the previous one; None: not recorded. `recovered`: the state after an iteration that
-    raised, otherwise None.
+    `schedule`: None if no request ran, or if the schedule was dropped; then `kept` is False.
+    `result` belongs to the schedule with the iteration number `result_of`, which is an earlier
+    iteration with run-ahead. `recalled`: if the iteration took several results, the others, each
+    with the number of its schedule. `ends`: None if not recorded, as in a black box. `idle_turns`:
+    iterations without work since the previous one; None if not recorded. `recovered`: the state
+    after an iteration that raised, otherwise None.
     """
 
     index: int
@@ -102,7 +103,7 @@ class Iteration:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the intake was empty and nothing ran."""
+        """Return whether the intake was empty and no request ran."""
         intake = self.intake
         has_input = intake.requests or intake.stops or intake.failures or intake.ready
         has_adapters = intake.adapters or intake.forgotten_adapters
@@ -116,7 +117,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A whole recorded run, or the end of one.
+    """A whole recorded run, or the last part of one.
 
     `name`: the name of its file. `lines`: the line numbers of the iterations, counted from 1.
     """
@@ -167,7 +168,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
     """Read a whole recording. Raises RecordingError with the number of the wrong line.
 
     A last line that a crash has cut off is dropped with a warning. The file may come from a
-    stranger: no code in it is run, and no name in it is looked up.
+    stranger, so its values are never run as code, and its names are never imported.
     """
     try:
         with _open(path) as file:
@@ -216,7 +217,7 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
 def located(where: str) -> Iterator[None]:
     """Turn any error inside the `with` block into a RecordingError that names `where`.
 
-    A recording may come from a stranger: only the types of its values are certain.
+    A recording may come from a stranger, so any of its values may be wrong.
     """
     try:
         yield
@@ -229,7 +230,7 @@ def located(where: str) -> Iterator[None]:
 
 
 def _open(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Open a regular file; a device or a pipe may never end."""
+    """Open a regular file. Others are refused, because a device or a pipe may never end."""
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     file = open(number, "rb")
     if not stat.S_ISREG(os.fstat(number).st_mode):

@@ -1,7 +1,8 @@
-"""Requests of a recording to JSON and back, with their tensors exactly as the host gave them.
+"""Converts requests to JSON and back, with their tensors exactly as the host passed them.
 
-A host may pass anything: a value that JSON cannot hold is written as opaque. A recording may come
-from a stranger, so it yields only numbers, strings, lists of these, and tensors of known dtypes.
+A host may pass any object; if JSON cannot represent it, only its type is written. A recording may
+come from a stranger, so reading it makes only numbers, strings, lists of these, and tensors of
+known dtypes.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEFAULT = InferenceRequest(0)  # has the default of each keyword
 _LONGEST = (1 << 31) - 1  # the longest dimension of a shape
 _MAX_DEPTH = 32  # of nested lists, and dimensions of a shape
-_CHEAP = 16  # factor for numbers that never become a list of tokens
+_CHEAP = 16  # this many numbers that are never converted to a list count as one value
 
 
 class RecordedError(Exception):
-    """An error read from a recording, with the original's class and message as its text."""
+    """An error read from a recording. Its text is the class and the message of the original."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class Opaque:
-    """Replaces a value that JSON cannot hold. Admission refuses it, as it did the original."""
+    """Replaces a value that JSON cannot represent. Admission refuses it, as it did the original."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -55,7 +56,7 @@ class Opaque:
 
 
 class RecordedProcessor:
-    """Replaces a logits post-processor. A replay never calls it: the tokens are recorded."""
+    """Replaces a logits post-processor. A replay never calls it, because tokens are recorded."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -83,7 +84,7 @@ class Allowance:
 
     def take(self, name: str, count: int) -> None:
         if name in ("lora_weights", "lora_config"):
-            return  # weights are not expanded, and a model has a limited number of modules
+            return  # weights are not expanded, and the rows of a config are limited
         self.left -= count // _CHEAP if name in ROW_INPUTS else count
         if self.left < 0:
             raise RecordingError(
@@ -92,7 +93,7 @@ class Allowance:
 
 
 def without_weights(value: Any) -> Any:
-    """Return `lora_weights` as a recording keeps them: only their number.
+    """Return `lora_weights` as a recording keeps them: their shape and dtype, filled with zeros.
 
     Their digest is recorded later, after they have been read.
     """
@@ -107,7 +108,7 @@ def without_weights(value: Any) -> Any:
 
 
 def plain_request(request: InferenceRequest) -> dict[str, Any]:
-    """Return a request as JSON values, without values that are None or the default."""
+    """Return a request as JSON values. Keywords with their default value are left out."""
     plain: dict[str, Any] = {"request_id": request.request_id}
     plain["tensors"] = {
         str(name): plain_or_opaque(name, value) for name, value in list(request.tensors.items())
@@ -131,7 +132,7 @@ def plain_keywords(request: InferenceRequest) -> dict[str, Any]:
 
 
 def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
-    """Return the request in `plain`; raises RecordingError if it is not a valid one."""
+    """Return the request that the JSON values `plain` describe. RecordingError if it is invalid."""
     if not isinstance(plain, dict) or not isinstance(plain.get("tensors"), dict):
         raise RecordingError("a request must be an object with tensors")
     attributes = {name: value_from_plain(plain[name]) for name in KEYWORDS if name in plain}
@@ -166,8 +167,8 @@ def _value_or_opaque(value: Any) -> Any:
 def plain_tensor(value: Any) -> Any:
     """Return `{"torch" | "numpy": dtype, "shape": [...], "data": [...]}`, or a plain value.
 
-    "data" is flat; "fill" abbreviates many equal values. `{"rows": digest, "count": n}` replaces
-    numbers that only an executor reads.
+    "data" is flat. "fill" is the value of all elements if they are equal. `{"rows": digest,
+    "count": n}` replaces numbers that only an executor reads.
     """
     if isinstance(value, HostRows):
         return {"rows": value.digest, "count": value.count}
@@ -262,7 +263,7 @@ def _plain_value(value: Any, depth: int = 0) -> Any:
 
 
 def _plain_weights(value: Any) -> Any:
-    """Return weights as JSON values, see `without_weights`. There may be very many of them."""
+    """Return the result of `without_weights` as JSON values, without reading every weight."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_nested or value.is_meta:
             return _opaque(value)
@@ -283,7 +284,7 @@ def _opaque(value: Any) -> dict[str, str]:
 
 
 def value_from_plain(plain: Any, depth: int = 0) -> Any:
-    """Return a number, a string, a list of these, or the replacement of another object."""
+    """Return a number, a string, a list of these, or an object that replaces the original."""
     if isinstance(plain, list):
         if depth >= _MAX_DEPTH:
             raise RecordingError(f"lists are nested more than {_MAX_DEPTH} deep")

@@ -1,4 +1,4 @@
-"""Estimates, rather too high than too low, of the bytes of values that a black box keeps."""
+"""Estimates the bytes of values that a black box keeps; an estimate may be too high."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = {int, float, bool, type(None)}
 
 
 def value_bytes(value: Any, depth: int = 0) -> int:
-    """Estimate the bytes of a value: one of the loop's, or any tensor of a host."""
+    """Estimate the bytes of a value, which is data of the loop or a tensor of the host."""
     if type(value) is CachedBlockState:  # a state holds many, so their values are not examined
         return _NUMBER * (11 + len(value.tokens))
     if type(value) is AdapterState:

@@ -1,8 +1,8 @@
 """A host and an executor that pass every call on, so that calls can be observed.
 
 Each call is an attribute. An observer replaces it with a function that calls the previous one. The
-function is not a method of the tap: the reference cycle would leave the tap to the garbage
-collector.
+function is not a method of the tap, because a reference cycle would keep the tap alive until the
+next garbage collection.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from gptmanager.step import Executor, Host
 
 
 class HostTap:
-    """A `Host` in front of `host`."""
+    """A `Host` that passes every call on to `host`."""
 
     def __init__(self, host: Host) -> None:
         self.fetch = host.fetch
@@ -24,7 +24,7 @@ class HostTap:
 
 
 class ExecutorTap:
-    """An `Executor` in front of `executor`."""
+    """An `Executor` that passes every call on to `executor`."""
 
     def __init__(self, executor: Executor) -> None:
         self.forward = executor.forward

@@ -1,9 +1,9 @@
-"""Values of a recording to JSON and back: dataclasses, named tuples, and the values in them.
+"""Converts values of a recording to JSON and back: dataclasses, named tuples, and their fields.
 
-The code depends on types, not on their meaning: a new field of `Schedule` or `Row` needs no change
-here. A dataclass becomes an object with its field names, a named tuple a list in the order given in
-the recording's header, a set a sorted list. A recording may come from a stranger: the requested
-type alone decides which value is built, and data of any other type is refused.
+The code depends on types, not on their meaning, so a new field of `Schedule` or `Row` needs no
+change here. A dataclass becomes an object with its field names, a named tuple a list in the order
+that the recording's header states, a set a sorted list. A recording may come from a stranger, so
+the requested type alone decides which value is made, and data of any other type is refused.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def to_json(value: Any) -> bytes:
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     try:
         return orjson.dumps(value, default=_plain, option=options)
-    except TypeError:  # a lone surrogate in a host's text: too rare to look for it each time
+    except TypeError:  # a text of the host has a lone surrogate, which is too rare to check for
         return orjson.dumps(legible(value, _plain), option=options)
 
 
 def legible(value: Any, plain: Callable[[Any], Any] = str) -> Any:
     """Return a value as JSON values: enums by name, lone surrogates in texts as `\\ud800`.
 
-    `plain` converts values that JSON lacks.
+    `plain` converts values that JSON cannot represent.
     """
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
@@ -118,10 +118,10 @@ def field_names(*classes: Any) -> dict[str, list[str]]:
 class Decoder:
     """Makes values of given types from JSON values; raises RecordingError for anything else.
 
-    `names`: the fields of each named tuple when the file was written. A field that the file lacks
-    gets its default; one that no longer exists is dropped. `allowance`: how many numbers the short
-    forms of the file may still expand to. `upgrades`: functions that convert the fields of some
-    dataclasses from an older format.
+    `names`: the fields of each named tuple when the file was written. A field that is missing in
+    the file gets its default; a field that no longer exists is dropped. `allowance`: see
+    `Allowance`. `upgrades`: functions that convert the fields of some dataclasses from an older
+    format.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ def _at(where: str | int, reader: _Read, data: Any) -> Any:
 
 
 def _fits(data: Any, columns: list[type]) -> bool:
-    """Return, quickly, whether `data` is a list of rows with these column types."""
+    """Return whether `data` is a list of rows with these column types. Much faster than reading."""
     if not isinstance(data, list) or set(map(type, data)) != {list}:
         return False
     if set(map(len, data)) != {len(columns)}:
