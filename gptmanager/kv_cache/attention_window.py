@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """A token at position p sees p - size + 1 to p, and the first `sink` positions.
+    """A token at position p attends to p - size + 1 to p, and to the first `sink` positions.
 
-    A sequence keeps at most `num_blocks` blocks. Those of the sink stay; later positions use the
-    others as a ring buffer. The ring has one block more than the window fills, because the window
-    seldom begins at a block boundary. Sink blocks are whole, so the sink needs no padding.
+    A sequence keeps at most `num_blocks` blocks. The sink's blocks stay; later positions use the
+    other blocks as a ring buffer. The ring has one block more than the window fills, because the
+    window seldom begins at a block boundary. The sink gets whole blocks, so it needs no padding.
     """
 
     size: int
@@ -36,18 +36,18 @@ class AttentionWindow:
 
     @property
     def num_tokens(self) -> int:
-        """Length up to which the blocks hold all positions of a sequence."""
+        """The length up to which all positions of a sequence are kept."""
         return self.num_blocks * self.tokens_per_block
 
     def index(self, block: int) -> int:
-        """Return the index, in the sequence's block table, of the table entry used for `block`."""
+        """Return the index in the sequence's block table that its `block`-th block uses."""
         first = self.num_sink_blocks
         return block if block < first else first + (block - first) % self.num_ring_blocks
 
     def pieces(self, position: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield (position, end) of pieces that can write all their keys before their queries run.
 
-        No piece overwrites a key that one of its own queries still sees.
+        A piece does not overwrite a key that one of its own queries attends to.
         """
         while position < end:
             oldest = max(0, position + 1 - self.size) // self.tokens_per_block

@@ -1,6 +1,7 @@
-"""Blocks of the KV cache: which are free, which tables hold the others, and a check of both.
+"""Blocks of the KV cache: which are free, which tables hold the others, and an audit of both.
 
-Decides which block is handed out next. Knows nothing of requests, needs, or block contents.
+Decides which block is handed out next. Knows nothing of requests and their needs, nor of the
+contents of blocks.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ NEVER = -1  # a number of slots that no sequence reaches
 
 
 class LedgerError(GptManagerError, AssertionError):
-    """The accounts of a cache contradict each other: a bug of the library, not of a host."""
+    """Raised if the accounts of a cache contradict each other, which is a bug of the library."""
 
 
 class BlockCopy(NamedTuple):
-    """Copy the first `num_tokens` positions of block `source` to block `destination`.
+    """A copy of the first `num_tokens` positions of block `source` to block `destination`.
 
-    Block ids from the pool's `num_blocks` on are in the host tier. Copies run in order. Among those
-    of one fork no block is both a source and a destination, so they may run in parallel.
+    Block ids from the pool's `num_blocks` on are in the host tier. Copies run in order. In the
+    copies of one fork a block is never both a source and a destination, so they may run in
+    parallel.
     """
 
     source: int
@@ -36,12 +38,12 @@ class BlockTables:
     """The blocks of one request: a block table for each beam, all of the same length.
 
     `num_slots` counts stored positions, including padding of the sink tokens; past the attention
-    window it still increases although the tables do not. The next block is taken at `grows_at`
-    slots. `peak_slots` is the maximum of `num_slots` at all rewinds so far, 0 before the first.
-    `total_blocks` is the need of a whole life of `life_tokens` tokens, and `remaining_blocks` the
-    part that is not held yet; with beams `life_tokens` is NEVER, and both are meaningless.
-    `may_share`: other sequences may hold its full blocks. `num_cached`: number of leading tokens
-    that were found in the cache.
+    window it still increases, but the tables do not grow. The next block is taken at `grows_at`
+    slots. `peak_slots` is the largest `num_slots` at any rewind so far, 0 before the first.
+    `total_blocks`: the number of blocks of a whole life of `life_tokens` tokens.
+    `remaining_blocks`: how many of them are not held yet. With beams `life_tokens` is NEVER, and
+    both are meaningless. `may_share`: other sequences may hold its full blocks. `num_cached`:
+    number of leading tokens that were found in the cache.
     """
 
     request_id: int
@@ -60,8 +62,8 @@ class BlockPool:
     """The blocks `0..num_blocks-1`, with reference counts.
 
     `ref_counts[block]` is the number of block tables that hold the block; a block that all beams of
-    a sequence share counts once for each beam. `free` holds the blocks without a reference, least
-    recently freed first: the order in which they are handed out.
+    a sequence share counts once for each beam. `free`: the blocks without a reference, in the order
+    in which they are handed out, the least recently freed first.
     """
 
     __slots__ = ("free", "num_blocks", "ref_counts")
@@ -69,11 +71,11 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        # ordered and keyed, because a free block with reusable content is removed from the middle
+        # a dict, because a free block with reusable content may be removed from the middle
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     def take(self, count: int, references: int = 1) -> list[int]:
-        """Take `count` free blocks with `references` each. The caller ensures that they exist."""
+        """Take `count` free blocks with `references` each. At least `count` blocks must be free."""
         popitem = self.free.popitem
         blocks = [popitem(last=False)[0] for _ in range(count)]
         ref_counts = self.ref_counts
@@ -92,7 +94,7 @@ class BlockPool:
     def fork(
         self, tables: list[list[int]], parents: Sequence[int], num_full: int, num_tail: int
     ) -> tuple[list[list[int]], tuple[BlockCopy, ...]]:
-        """Return the tables after beam i continues beam `parents[i]`, and the copies needed first.
+        """Let beam i continue beam `parents[i]`. Return the new tables and the copies to make.
 
         The first `num_full` blocks become shared. The block after them, if it holds `num_tail` > 0
         positions, stays private to each beam.
@@ -115,10 +117,11 @@ class BlockPool:
 
 
 def _inherited_tails(parents: Sequence[int]) -> list[int]:
-    """Return for each beam the beam that it gets the partial block of, with the fewest copies.
+    """Return, for each beam, the beam that its partial block comes from, with the fewest copies.
 
-    One child of each parent takes over the parent's own block, the parent itself if it is a child.
-    The others get the blocks of beams without a child. No copy reads a block that another writes.
+    One child of each parent takes over the parent's block; this is the parent itself if it
+    continues itself. The other beams get the blocks of beams without a child. So no copy reads a
+    block that another one writes.
     """
     heirs: dict[int, int] = {}
     for beam, parent in enumerate(parents):
@@ -133,7 +136,7 @@ def _inherited_tails(parents: Sequence[int]) -> list[int]:
 class WhatIf:
     """Counts how many blocks would be free if some sequences were removed from `pool`.
 
-    `share` records that a future sequence will also hold `blocks`, which are held now.
+    `share` records that a future sequence will also hold blocks that are held now.
     """
 
     __slots__ = ("num_free", "_pool", "_released", "_removed")
@@ -166,11 +169,11 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheReport:
-    """The owners of blocks at one moment: `owners` maps each held block to the ids that hold it.
+    """The state of all blocks at one moment.
 
-    `cached` counts the blocks, held or free, with content that can be found again. `problem` is the
-    first contradiction in the accounts, None if they are consistent. A host block is either free
-    or used; a used one holds cached content.
+    `owners`: the ids of the requests that hold each block. `cached` counts the blocks, held or
+    free, with content that lookups can find. `problem` is the first contradiction in the accounts,
+    None if they are consistent. A host block is either free or used; a used one has cached content.
     """
 
     total: int
@@ -196,8 +199,11 @@ def audit(
     max_slots: int,
     private_tails: bool,
 ) -> KvCacheReport:
-    """Recount all blocks. `max_slots`: where a sequence stops growing. `private_tails`: a partial
-    last block may be in one table only."""
+    """Recount all blocks, and return the report.
+
+    `max_slots`: the slots at which a sequence stops growing. `private_tails`: a partial last block
+    may be in one table only.
+    """
     holders: dict[int, list[int]] = {}
     problem = None
     for sequence in sequences:

@@ -1,8 +1,8 @@
-"""Block reuse: which blocks of a prompt are found in the cache, and which are stored in it.
+"""`BlockReuse`: which blocks of a prompt are found in the cache, and which are stored in it.
 
-Decides what a new sequence shares, takes over or copies, and what stays cached when one ends.
-Beams share only the prompt. Sequences that may pass their attention window do not reuse blocks.
-Knows nothing of how schedulers use the answers.
+Decides which blocks a new sequence shares, takes over or copies, and which blocks of an ended one
+stay cached. Of a request with beams only the prompt is cached. Sequences that may pass their
+attention window do not reuse blocks. Knows nothing of how schedulers use the results.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
 
 class ReuseCounts(NamedTuple):
-    """Since the start: prompt blocks found and not found, tokens found; blocks now in the cache.
+    """Counts of block reuse.
 
-    For the host tier: blocks moved there and back, blocks cached there now, and its total size.
+    Since the start: prompt blocks that were found and not found, tokens found, and blocks that were
+    moved to the host tier and back. Now: cached blocks of the pool and of the host tier, and the
+    size of the host tier.
     """
 
     reused_blocks: int = 0
@@ -39,14 +41,14 @@ class ReuseCounts(NamedTuple):
 class ReuseOptions(NamedTuple):
     """The options of block reuse.
 
-    `partial`: the beginning of a block may be reused, not only the whole content of a partial
-    block. Either way the sequence gets a private block: the cached one if no sequence holds it and
-    no block follows it, else a copy, if `copies` permits.
+    `partial`: the beginning of any block may be reused, otherwise only the whole content of a
+    partial block. The sequence then gets a private block. This is the cached block itself if no
+    sequence holds it and no block follows it, otherwise a copy, if `copies` permits.
 
     `num_host_blocks`: the size of the host tier. Content evicted from the pool moves there if it
-    has at least `min_offload_tokens` and `min_offload_priority`. With `onboards` it is found there:
-    full blocks move back, and the beginning of a block is copied whatever `copies` says. Without
-    `onboards` it is not found.
+    has at least `min_offload_tokens` and `min_offload_priority`. With `onboards` lookups find it
+    there: full blocks move back, and the beginning of a block is copied even without `copies`.
+    Without `onboards` lookups do not find it.
     """
 
     partial: bool
@@ -58,7 +60,7 @@ class ReuseOptions(NamedTuple):
 
 
 class BlockReuse:
-    """Finds and stores the blocks of prompts. Keyed by tokens, adapter and salt.
+    """Finds and stores the blocks of prompts, by tokens, adapter and salt.
 
     The last token of a prompt is always computed. `max_tokens`: requests that may become longer do
     not reuse blocks.
@@ -85,7 +87,7 @@ class BlockReuse:
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
     def anew(self) -> BlockReuse:
-        """Return an empty one with the same options; counts since the start are kept."""
+        """Return an empty `BlockReuse` with the same options and counts since the start."""
         host, size = self.pool.host, self.tree.tokens_per_block
         fresh = BlockReuse(self.pool.num_blocks, size, self.lookups.max_tokens, self._options)
         fresh._reused_blocks, fresh._missed_blocks = self._reused_blocks, self._missed_blocks
@@ -121,11 +123,12 @@ class BlockReuse:
     ) -> tuple[list[list[int]], int, tuple[BlockCopy, ...]]:
         """Return a sequence's block tables, its number of cached tokens, and the copies needed.
 
-        There is a table for each beam, with `num_shared` blocks that all beams share and, if
-        `num_private` is not 0, one private block each. If a part of such a last block is found,
-        only the first beam's block begins with it: the context is computed there, and the others
-        are forked from it. The copies include those that must save the content of blocks handed
-        out before. `require(request_id, count)` raises unless `count` blocks are free.
+        Each beam has a table of `num_shared` blocks that all beams share and, if `num_private` is
+        not 0, a private block at the end. If a part of this last block is found in the cache, only
+        the first beam's block begins with it, because the context is computed there and the other
+        beams are forked from it. The copies include pending ones, which save the content of blocks
+        that were handed out before. `require(request_id, count)` raises unless `count` blocks are
+        free.
         """
         match = self.tree.match(
             root_key(request),
@@ -166,9 +169,9 @@ class BlockReuse:
             self._store(request, end, sequence.tables[0])
 
     def end(self, sequence: BlockTables, store: bool) -> None:
-        """End a sequence; with `store` all its content but the newest token is kept for reuse.
+        """End a sequence. With `store`, its content except the newest token is kept for reuse.
 
-        With several beams, only the prompt is kept, which they have in common.
+        With several beams only the prompt, which they have in common, is kept.
         """
         request = self._storing.pop(sequence.request_id, None)
         if request is None or not store:
@@ -179,24 +182,27 @@ class BlockReuse:
         if (
             request.state is _CONTEXT_INIT
             and sequence.num_cached < request.context_current_position < request.prompt_len
-        ):  # it ends between two chunks: later chunks are not computed
+        ):  # it ends between two chunks, so the rest of the context is not computed
             end = min(end, request.context_current_position)
         self._store(request, end, sequence.tables[0])
 
     def make_writable(self, sequence: BlockTables, num_slots: int) -> None:
-        """Prepare a rewind to `num_slots` positions: later writes must not change shared blocks."""
+        """Prepare a rewind to `num_slots` positions: the last block will be written again."""
         index, used = divmod(num_slots, self.tree.tokens_per_block)
         if used and len(sequence.tables) == 1 and index < len(sequence.tables[0]):
             self._withdraw(sequence, [sequence.tables[0][index]], "be rewound into it")
 
     def end_sharing(self, sequence: BlockTables) -> None:
-        """Stop sharing for a sequence that passes its window and overwrites its blocks."""
+        """Stop sharing the blocks of a sequence that passes its window and overwrites them."""
         self._withdraw(sequence, sequence.tables[0], "pass its attention window")
         self._storing.pop(sequence.request_id, None)
         sequence.may_share = False
 
     def withdraw(self, sequence: BlockTables, sequences: Iterable[BlockTables]) -> None:
-        """Remove all blocks of a sequence, and all that follow them; `sequences`: all live ones."""
+        """Remove the blocks of a sequence from the cache, and all blocks that follow them.
+
+        `sequences`: all live ones.
+        """
         held = {block for table in sequence.tables for block in table}
         for block in held:
             self.pool.forget(block)
@@ -205,7 +211,7 @@ class BlockReuse:
                 self._storing.pop(other.request_id, None)
 
     def clear(self) -> None:
-        """Remove all cached content, and do not store that of live sequences: it is stale."""
+        """Remove all cached content. That of live sequences is stale, so it is not stored later."""
         self.pool.clear()
         self._storing.clear()
 
@@ -234,7 +240,7 @@ class BlockReuse:
             self.pool.forget(block)
 
     def _begin(self, match: Match, references: int) -> int:
-        """Return a block with `references`, to be written to, that begins with the found part."""
+        """Return a writable block with `references` that begins with the part that was found."""
         if self._can_take_over(match.partial):
             self.pool.claim(match.partial, references)
             return match.partial
@@ -251,7 +257,7 @@ class BlockReuse:
 
     @contextmanager
     def holding(self, requests: Iterable[LlmRequest]) -> Iterator[None]:
-        """Keep all blocks that `requests` would share from being handed out, inside the context."""
+        """Inside the context, keep blocks that `requests` would share from being handed out."""
         lookups = self.lookups
         held = [
             node

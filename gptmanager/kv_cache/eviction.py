@@ -1,6 +1,6 @@
 """`EvictionQueue`: the order in which blocks without a holder are evicted.
 
-Decides by priority, then by age. Knows nothing of tiers, nor why a block may not be evicted.
+Decides by priority, then by age. Knows nothing of tiers, nor of why a block may not be evicted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class EvictionQueue:
     """Orders `blocks`, least recently freed first, by the priorities that `tree` has for them.
 
     While all priorities are the default, the order is that of `blocks`. Otherwise a heap has
-    (priority, rank in the order, block) for each block that may be evicted, and for some that may
-    not: these are dropped when they reach the top. A block that may be evicted again, or has
-    another priority, must be added by `push`.
+    (priority, rank in the order, block) for each block that may be evicted. It also has entries of
+    some that may not; these are dropped when they reach the top. When a block may be evicted again,
+    or its priority changes, `push` must add it.
     """
 
     __slots__ = ("blocks", "_back", "_era", "_front", "_heap", "_ranks", "_tree")
@@ -32,7 +32,7 @@ class EvictionQueue:
         self._front = self._back = 0
 
     def add(self, block: int) -> None:
-        """Add a block without a holder, at the front if it has no content that can be found."""
+        """Add a block without a holder, at the front if the tree does not have it."""
         blocks, in_front = self.blocks, block not in self._tree
         blocks[block] = None
         if in_front:

@@ -1,4 +1,4 @@
-"""`Lookups`: the cached part of waiting prompts, remembered until it may have changed.
+"""`Lookups`: which part of each waiting prompt is in the prefix tree, kept until it may change.
 
 Schedulers look up all waiting requests in each iteration. Knows nothing of blocks in use.
 """
@@ -17,10 +17,11 @@ _MAX_LOOKUPS = 10_000  # the oldest is dropped, in case ended requests are not r
 
 
 class Lookup:
-    """The cached full blocks of a prompt and its first missing block, valid while `node` exists.
+    """The cached full blocks of a prompt, and its first missing block.
 
-    `node` is that of the last block, with `num_stored` children stored when the search ended.
-    `missing` is a number, equal for requests that miss the same block, so that it compares fast.
+    `node`: the node of the last block. `num_stored`: how many children had been stored under it at
+    the time of the search. `missing`: a number for the missing block, which compares fast; it is
+    equal for requests that miss the same block.
     """
 
     __slots__ = (
@@ -38,7 +39,7 @@ class Lookup:
         self.blocks, self.node = tree.full_blocks(own_root_key, request.tokens, end)
         self.num_stored = 0 if self.node is None else self.node.num_stored
         start, size = len(self.blocks) * tree.tokens_per_block, tree.tokens_per_block
-        self.key: Hashable = None  # what is missing
+        self.key: Hashable = None  # of the missing block
         self.missing: int | None = None
         if start + size <= end:
             parent = self.blocks[-1] if self.blocks else NO_BLOCK
@@ -66,8 +67,9 @@ class Lookup:
 class Answer(NamedTuple):
     """The lookups of several requests, valid until the tree or one of the requests changes.
 
-    For each request: the number of its first missing block (None if none is missing), and how many
-    blocks are cached before it. None and 0 for requests that do not reuse blocks.
+    `missing`: for each request the number of its first missing block, None if none is missing.
+    `num_found`: the number of cached blocks before it. None and 0 for a request that does not reuse
+    blocks.
     """
 
     version: int
@@ -90,15 +92,15 @@ class Lookups:
         self.max_tokens = max_tokens
         self._lookups: dict[int, Lookup] = {}
         self._numbers: dict[Hashable, int] = {}
-        self._users: dict[Hashable, int] = {}  # by key of a number: how many lookups use it
-        self._unused = itertools.count()  # numbers; none is used twice
+        self._users: dict[Hashable, int] = {}  # number of lookups with this key
+        self._unused = itertools.count()  # the numbers that no key has had
         self._last = _NOTHING
 
     def applies_to(self, request: LlmRequest) -> bool:
         return request.prompt_len + request.max_new_tokens <= self.max_tokens
 
     def forget(self, request_id: int) -> None:
-        """Drop a request that no longer waits: it has started or ended."""
+        """Drop the lookup of a request that has started or ended."""
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
             self._release(lookup)
@@ -112,7 +114,7 @@ class Lookups:
         lookup = self._lookups[request.request_id] = Lookup(request, self._tree, self._number)
         if len(self._lookups) > _MAX_LOOKUPS:
             self.forget(next(iter(self._lookups)))
-        if known is not None:  # only now, so that a block still missing keeps its number
+        if known is not None:  # only now, so that a block that is still missing keeps its number
             self._release(known)
         return lookup
 
@@ -124,7 +126,7 @@ class Lookups:
         return blocks and blocks[: (request.prompt_len - 1) // self._tree.tokens_per_block]
 
     def all_cached(self, requests: Sequence[LlmRequest]) -> list[int]:
-        """Return the number of `cached_blocks` of each; 0 for those that do not reuse blocks."""
+        """Return the number of `cached_blocks` of each request; 0 if it does not reuse blocks."""
         num_found = self.find_all(requests).num_found
         if not any(num_found):
             return num_found

@@ -1,6 +1,6 @@
-"""`KvCacheManager`: answers whether there are blocks for the requests that a scheduler may run.
+"""`KvCacheManager`: holds the blocks of sequences, and counts blocks for schedulers.
 
-Makes no decisions: it answers from the sequences' block tables and the requests' needs.
+Makes no decisions. Its counts follow from the block tables of sequences and the needs of requests.
 """
 
 from __future__ import annotations
@@ -22,35 +22,37 @@ _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
 
 class KvCacheManager:
-    """Counts blocks of `tokens_per_block` positions; ids are request ids.
+    """Holds and counts blocks of `tokens_per_block` positions; ids are request ids.
 
-    A call that cannot be satisfied raises and changes nothing. An id without blocks is a
+    A call that cannot be satisfied raises and changes nothing. An id without blocks raises
     ValueError.
 
-    *For capacity schedulers.* A scheduler that guarantees completion compares the remaining blocks
-    with the free ones, or the needed resource, which includes blocks already held, with
-    `get_max_resource_count`; never one with the other. A scheduler that may pause requests calls
-    `start_scheduling`, adds up `get_needed_blocks_one_step` of the requests that it takes, and
-    calls `scheduling_has_free_blocks(sum)`. A request with a needed resource above
-    `get_max_resource_count` could not run even alone.
+    *For capacity schedulers.* A scheduler that guarantees completion compares
+    `get_remaining_blocks_to_completion` with the free blocks, or
+    `get_needed_resource_to_completion`, which includes blocks already held, with
+    `get_max_resource_count`. A request that needs more than `get_max_resource_count` could not run
+    even alone. A scheduler that may pause requests calls `start_scheduling`, adds up
+    `get_needed_blocks_one_step` of the requests that it takes, and calls
+    `scheduling_has_free_blocks(sum)`.
 
-    *Block reuse.* Cached blocks that a live sequence holds from its beginning on need not be taken:
-    they are not in the needs of a request that has not started. A scheduler that may pause requests
-    calls `scheduling_add_sequence` for such a request, so that a later victim does not free them.
+    *Block reuse.* Of a request that has not started, the leading cached blocks that live sequences
+    hold are not counted as needed, because it will share them. A scheduler that may pause requests
+    calls `scheduling_add_sequence` when it takes such a request, so that a later victim does not
+    free these blocks.
 
-    *Priorities.* Of the cached free blocks those of the lowest priority are evicted first. What a
-    request stores has its `retention_priority`, from 0 to 100, by default 35.
+    *Priorities.* Of the cached free blocks those of the lowest priority are evicted first. The
+    blocks that a request stores have its `retention_priority`, from 0 to 100, by default 35.
 
-    *Host tier.* With `num_host_blocks`, with ids from `num_blocks` on, the content of a cached
-    block moves to a host block when the block is handed out, if it has `min_offload_tokens` and a
-    priority of at least `secondary_offload_min_priority`. With `onboard_blocks` it is found there,
-    and moves back to a block of the pool when a request that shares it starts. Calls that hand out
-    blocks return the copies; see `take_moves`.
+    *Host tier.* `num_host_blocks` host blocks have ids from `num_blocks` on. When a cached block is
+    handed out, its content moves to a host block if it has `min_offload_tokens` tokens and a
+    priority of at least `secondary_offload_min_priority`. With `onboard_blocks` lookups find it
+    there, and it moves back to a block of the pool when a request that shares it starts. Calls that
+    hand out blocks return the copies; see `take_moves`.
 
     *Attention window.* A sequence of more than `max_attention_window` tokens is cyclic: a new token
-    replaces the oldest one, and the tables do not grow. Beams share their prompt's blocks there,
-    too, so an executor must not let beams pass the window; `fork` raises for them. A request that
-    may become cyclic neither reuses blocks nor stores them for reuse.
+    replaces the oldest one, and the tables do not grow. Beams would overwrite the blocks of the
+    prompt that they share, so an executor must not let beams pass the window; `fork` raises for
+    them. A request that may become cyclic neither reuses blocks nor stores them for reuse.
 
     *Sink tokens.* The first `sink_token_length` tokens always stay. They are padded to whole blocks
     at the front, so that position = token + padding and the others begin at a block boundary.
@@ -109,7 +111,7 @@ class KvCacheManager:
         self._begin(reuse)
 
     def reset(self) -> None:
-        """Reset to no sequences, all blocks free and nothing cached, in any state."""
+        """Drop all sequences and cached content, so that all blocks are free."""
         reuse = self._sequences.reuse
         self._begin(None if reuse is None else reuse.anew())
 
@@ -118,41 +120,40 @@ class KvCacheManager:
     def add_sequence(self, request: LlmRequest) -> tuple[BlockCopy, ...]:
         """Take the blocks of the whole prompt, even if only its first chunk runs now.
 
-        All beams share them, except a last, partial block, which each beam has for itself. With
-        block reuse the context of `request` starts after its cached tokens, in the first beam: the
-        context must be computed there, and the other beams forked from it. The returned copies must
-        be made, in order, before anything is written and after those of earlier calls; they include
-        copies that `add_token` left. Raises DuplicateRequestIdError, or CapacityError if there are
-        not enough free blocks.
+        All beams share them, except a partial last block: each beam has its own. With block reuse
+        the context of `request` starts after its cached tokens. Only the first beam has these in
+        its partial block, so the context must be computed there, and the other beams be forked from
+        it. The returned copies must be made in order, after those of earlier calls and before any
+        block is written. They include pending copies of `add_token`. Raises
+        DuplicateRequestIdError, or CapacityError if too few blocks are free.
         """
         return self._sequences.add_sequence(request)
 
-    @property  # called for each row of each step: a method would add one call for each
+    @property  # called for each row of each step, where a method would be one call more
     def add_token(self) -> Callable[[int], tuple[int, ...]]:
         """`add_token(request_id)` stores one more position in each beam of the request.
 
-        It returns the blocks that were taken, one per beam; usually (). With a host tier
-        `take_moves` returns the copies to make before they are written. Raises CapacityError if
-        there are not enough free blocks.
+        It returns the blocks that were taken, one per beam, in most calls (). With a host tier
+        `take_moves` returns the copies to make before these blocks are written. Raises
+        CapacityError if too few blocks are free.
         """
         return self._sequences.add_token
 
     def rewind(self, request_id: int, num_tokens: int) -> None:
-        """Remove the last `num_tokens` positions; blocks that become empty are freed.
+        """Remove the last `num_tokens` positions. Blocks that become empty are freed.
 
-        ValueError for beams, for more tokens than are stored, past the attention window for more
-        than the last token, because the others need overwritten positions again, and for an end
-        inside a block that other sequences share.
+        Raises ValueError for beams, for more tokens than are stored, and if the new end is inside a
+        block that other sequences share. Past the attention window only the last token can be
+        removed, because more would need positions that were overwritten.
         """
         self._sequences.rewind(request_id, num_tokens)
 
     def fork(self, request_id: int, parents: Sequence[int]) -> tuple[BlockCopy, ...]:
-        """Let beam i continue from the blocks of beam `parents[i]`; never allocates.
+        """Let beam i continue from the blocks of beam `parents[i]`. Takes no blocks.
 
         Full blocks become shared, a partial last block stays private to each beam. Returns the
-        copies to make before the next position is stored, as `add_sequence` does. The block tables
-        change in every beam except those that are their own parent. ValueError past the attention
-        window.
+        copies to make before the next position is stored, as `add_sequence` does. The table of each
+        beam that is not its own parent changes. Raises ValueError past the attention window.
         """
         return self._sequences.fork(request_id, parents)
 
@@ -168,22 +169,22 @@ class KvCacheManager:
         self._sequences.store_context(request)
 
     def remove(self, request_id: int, store: bool = True) -> None:
-        """End the sequence. `store`: its content may be reused, except its newest token.
+        """End the sequence. With `store`, its content except the newest token may be reused.
 
-        Its tokens are the confirmed tokens of the request that was added. Blocks are freed from the
-        last one to the first, so that a prefix is evicted after its continuations.
+        Its content are the confirmed tokens of the request that was added. Blocks are freed from
+        the last one to the first, so that a prefix is evicted after its continuations.
         """
         self._sequences.remove(request_id, store)
 
     def withdraw(self, request_id: int) -> None:
-        """Make the blocks of a sequence impossible to find, now and after its end.
+        """Remove the blocks of a sequence from the cache, and do not store them when it ends.
 
-        This includes every sequence that shares some of them.
+        This also applies to every sequence that shares some of them.
         """
         self._sequences.withdraw(request_id)
 
     def clear_cached(self) -> None:
-        """Drop all cached content, including that of live sequences: the weights have changed."""
+        """Drop all cached content, including that of live sequences, after a change of weights."""
         self._sequences.clear_cached()
 
     # Blocks held ----------------------------------------------------------------------------
@@ -200,11 +201,11 @@ class KvCacheManager:
         return self._sequences.block_ids(request_id)
 
     def num_tokens(self, request_id: int) -> int:
-        """Return the positions stored in each beam; past the attention window, ever stored."""
+        """Return the number of positions that each beam has stored, overwritten ones included."""
         return self._sequences.num_tokens(request_id)
 
     def num_cached_tokens(self, request_id: int) -> int:
-        """Return the prompt tokens that were found in the cache when the sequence was added."""
+        """Return how many prompt tokens were found in the cache when the sequence was added."""
         return self._sequences.num_cached_tokens(request_id)
 
     def audit(self) -> KvCacheReport:
@@ -225,18 +226,18 @@ class KvCacheManager:
 
     @property
     def max_kept_tokens(self) -> int:
-        """Tokens that a sequence keeps: beyond these, a new token takes no block."""
+        """The most tokens that a sequence keeps. With more of them, a new token takes no block."""
         return self._needs.window
 
     def get_num_free_blocks(self) -> int:
         return len(self._sequences.pool.free)
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Return the blocks that the request fills in its whole life, INCLUDING those held."""
+        """Return the number of blocks of the request's whole life, INCLUDING those held already."""
         return self._needs.whole_life(request)
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
-        """Return the blocks that the request must still take to complete: whole life minus held."""
+        """Return the number of blocks that the request must still take to complete."""
         held = self._sequences.live.get(request.request_id)
         if held is None:
             needed = self._needs.remaining(request, 0)
@@ -263,7 +264,7 @@ class KvCacheManager:
     def get_needed_blocks_one_step(
         self, request: LlmRequest, two_step_lookahead: bool = False
     ) -> int:
-        """Return the blocks that the request takes in one step, or two with the lookahead."""
+        """Return how many blocks the request takes in one step, or in two with the lookahead."""
         needed = self._needs.one_step(request, two_step_lookahead)
         if needed and self._lookups is not None and request.state < _IN_PROGRESS:
             needed -= len(self._held_prefix(request, self._what_if.is_held))
@@ -276,25 +277,25 @@ class KvCacheManager:
         return self._needs.sum_one_step(requests, two_step_lookahead)
 
     def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """Return an upper bound of `sum_remaining_blocks_to_completion`, much faster."""
+        """Return an upper bound of `sum_remaining_blocks_to_completion`, which is much faster."""
         return self._needs.most_to_completion(requests)
 
     def most_blocks_one_step(
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
     ) -> int:
-        """Return an upper bound of the `get_needed_blocks_one_step` of all `requests`, faster."""
+        """Return an upper bound of the sum of `get_needed_blocks_one_step`, which is faster."""
         return self._needs.most_in_one_step(requests, two_step_lookahead)
 
     # What if --------------------------------------------------------------------------------
 
     def start_scheduling(self) -> None:
-        """Start what-if accounts from the present state; earlier ones are dropped."""
+        """Start new what-if accounts with the current state."""
         self._what_if = WhatIf(self._sequences.pool)
 
     def scheduling_remove_sequence(self, request_id: int) -> None:
-        """Count the blocks that only this sequence holds as free, in the what-if accounts.
+        """In the what-if accounts, count blocks that only this sequence holds as free.
 
-        A sequence without blocks frees nothing.
+        Does nothing for an id without blocks.
         """
         sequence = self._sequences.live.get(request_id)
         if sequence is not None:
@@ -308,7 +309,7 @@ class KvCacheManager:
         return self._what_if.num_free
 
     def scheduling_add_sequence(self, request: LlmRequest) -> None:
-        """Count blocks of live sequences that the request would share as also held by it."""
+        """In the what-if accounts, count blocks that the request would share as also held by it."""
         if self._lookups is not None:
             self._what_if.share(self._held_prefix(request, self._what_if.is_held))
 
@@ -332,7 +333,7 @@ class KvCacheManager:
         )
 
     def get_reusable_tokens(self, request: LlmRequest) -> int:
-        """Return the tokens in full cached blocks that the request would find if started now."""
+        """Return the number of tokens in the full cached blocks that the request would find now."""
         lookups = self._lookups
         if lookups is None or not lookups.applies_to(request):
             return 0
@@ -347,8 +348,8 @@ class KvCacheManager:
     def find_new_context_block(self, request: LlmRequest) -> Hashable | None:
         """Return a key of the prompt up to and including its first full block that is not cached.
 
-        An opaque key, to be compared with those of other requests before anything changes. None if
-        all full blocks are cached, and for a request that does not reuse blocks.
+        Keys of several requests may be compared as long as nothing changes. None if all full blocks
+        are cached, and for a request that does not reuse blocks.
         """
         lookups = self._lookups
         if lookups is None or not lookups.applies_to(request):
@@ -362,7 +363,7 @@ class KvCacheManager:
         return self._lookups.find_all(requests).missing
 
     def holding_cached(self, requests: Iterable[LlmRequest]) -> AbstractContextManager[None]:
-        """Keep all blocks that `requests` would reuse cached while one of them starts."""
+        """Inside the context, keep the blocks that `requests` would reuse in the cache."""
         reuse = self._sequences.reuse
         return nullcontext() if reuse is None else reuse.holding(requests)
 
@@ -379,7 +380,7 @@ class KvCacheManager:
         self.start_scheduling()
 
     def _held_prefix(self, request: LlmRequest, is_held: Callable[[int], int | bool]) -> list[int]:
-        """Return the blocks of its prefix that the request would share with live sequences."""
+        """Return the leading blocks that the request would share with live sequences."""
         lookups = self._lookups
         if lookups is None or request.request_id in self or not lookups.applies_to(request):
             return []

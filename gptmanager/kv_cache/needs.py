@@ -1,6 +1,6 @@
-"""The number of blocks that a request takes at its start, in its next step, in its whole life.
+"""The number of blocks that a request takes at its start, in its next step, and in its whole life.
 
-Pure counting from a request's lengths. Knows nothing of which blocks are free or held.
+They follow from the request's lengths alone. Knows nothing of which blocks are free or held.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ UNBOUNDED = 1 << 62
 class BlockNeeds:
     """Needs of self attention. A *slot* is a stored position, including padding of sink tokens.
 
-    `bubble`: number of padding slots. `max_slots`: where a sequence stops growing because its
-    attention window is full.
+    `bubble`: number of padding slots. `max_slots`: the number of slots at which a sequence stops
+    growing, because its attention window is full.
     """
 
     __slots__ = ("bubble", "max_slots", "max_table_length", "tokens_per_block", "window")
@@ -46,21 +46,21 @@ class BlockNeeds:
         self.max_table_length = self.table_length(self.max_slots)
 
     def table_length(self, num_slots: int) -> int:
-        """Return the blocks of one beam that stores `num_slots` positions."""
+        """Return the number of blocks of one beam that stores `num_slots` positions."""
         return -(-min(num_slots, self.max_slots) // self.tokens_per_block)
 
     def context_slots(self, request: LlmRequest) -> int:
-        """Return the positions that the context stores, whether the window holds them or not."""
+        """Return the number of positions that the context stores, even if the window is smaller."""
         return request.prompt_len + self.bubble
 
     def context(self, request: LlmRequest, num_drafts: int = 0) -> tuple[int, int]:
-        """Return the blocks when the context starts: shared by all beams, and private ones."""
+        """Return the numbers of shared blocks and of private blocks when the context starts."""
         tokens = min(request.prompt_len + num_drafts, self.window)
         shared, partial = divmod(tokens + self.bubble, self.tokens_per_block)
         return shared, request.beam_width if partial else 0
 
     def life(self, request: LlmRequest) -> tuple[int, int]:
-        """Return the full blocks of the context, and the blocks of the whole life, of one beam."""
+        """Return the number of full blocks of one beam's context, and of blocks of its whole life."""
         context = min(request.prompt_len, self.window) + self.bubble
         return context // self.tokens_per_block, self._life_length(request)
 
@@ -70,12 +70,12 @@ class BlockNeeds:
         return -(-slots // self.tokens_per_block)
 
     def whole_life(self, request: LlmRequest) -> int:
-        """Return the blocks of all beams, from the first token to the last."""
+        """Return the number of blocks of all beams, from the first token to the last."""
         context, total = self.life(request)
         return (total - context) * request.beam_width + context
 
     def remaining(self, request: LlmRequest, held: int) -> int:
-        """Return the blocks still to take if each beam's table has `held` entries."""
+        """Return how many blocks are still to be taken if each beam holds `held` blocks."""
         if request.beam_width == 1:
             return max(0, self._life_length(request) - held)
         context, total = self.life(request)
@@ -84,10 +84,10 @@ class BlockNeeds:
         return max(0, total - held) * request.beam_width
 
     def one_step(self, request: LlmRequest, two_step_lookahead: bool) -> int:
-        """Return the blocks that the request takes in one step, or two with the lookahead.
+        """Return how many blocks the request takes in one step, or in two with the lookahead.
 
-        A first context chunk takes those of the whole prompt and its drafts, a later chunk none. In
-        generation all tokens but the newest are stored; the next step stores that one.
+        A first context chunk takes the blocks of the whole prompt and its drafts, a later chunk
+        none. In generation all tokens except the newest are stored; the next step stores this one.
         """
         if request.state < _IN_PROGRESS:
             if not request.is_first_context_chunk:
@@ -97,7 +97,7 @@ class BlockNeeds:
         if request.state >= _COMPLETE:
             return 0
         beyond_prompt = request.num_tokens - request.prompt_len - 1
-        if beyond_prompt < 0:  # without its first token
+        if beyond_prompt < 0:  # its first token is not launched yet
             beyond_prompt = 0
         growth = request.num_draft_tokens + 1
         if two_step_lookahead:
@@ -134,7 +134,7 @@ class BlockNeeds:
         return total
 
     def most_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """Return an upper bound of `remaining` over all `requests`, for any held blocks; fast."""
+        """Return an upper bound of the sum of `remaining`, for any held blocks. Fast."""
         size, more = self.tokens_per_block, self.bubble + self.tokens_per_block - 1
         return sum(
             [
@@ -144,7 +144,7 @@ class BlockNeeds:
         )
 
     def most_in_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
-        """Return an upper bound of `one_step` over all `requests`; fast."""
+        """Return an upper bound of the sum of `one_step` over `requests`. Fast."""
         size, bubble, steps = self.tokens_per_block, self.bubble, 1 + two_step_lookahead
         total = 0
         for request in requests:
@@ -157,7 +157,7 @@ class BlockNeeds:
 
 
 class CrossBlockNeeds(BlockNeeds):
-    """Needs of cross attention: the encoder's positions, shared by all beams, and never more."""
+    """Needs of cross attention: only the encoder's positions, which all beams share."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
 """`CachingBlockPool`: free blocks keep their content, which is moved to the host tier on eviction.
 
 Decides which cached content is lost when blocks are short. Knows nothing of requests, nor of the
-cost of copies: the number of tokens that is worth a copy is passed in.
+cost of copies: callers pass the number of tokens that is worth a copy.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
 
 
 class HostCounts(NamedTuple):
-    """Blocks of the host tier now, and those copied out of and back into the pool since the start.
+    """Numbers of host blocks now, and of blocks moved to the host tier and back since the start.
 
-    Copying the beginning of a host block counts as onboarded, although the host block stays.
+    A copy of the beginning of a host block counts as onboarded, but the host block stays.
     """
 
     total_blocks: int = 0
@@ -32,9 +32,9 @@ class HostCounts(NamedTuple):
 class HostTier:
     """Blocks `first..first + num_blocks - 1`, for cached content evicted from the pool.
 
-    `evictable`: used blocks that are not about to be read, least recently used first; `queue`
-    decides which of them is evicted first. Content of fewer than `min_tokens` tokens, or a priority
-    below `min_priority`, is not stored here.
+    `evictable`: used blocks that are not about to be read, the least recently used first. `queue`
+    decides which of them is evicted first. Content with fewer than `min_tokens` tokens, or with a
+    priority below `min_priority`, is not stored here.
     """
 
     tree: InitVar[PrefixTree]
@@ -54,7 +54,7 @@ class HostTier:
         self.evictable = self.queue.blocks
 
     def drop(self, block: int) -> None:
-        """Free a block: its content is no longer cached."""
+        """Free a block after its content was removed from the cache."""
         self.evictable.pop(block, None)
         self.free[block] = None
 
@@ -76,15 +76,16 @@ class HostTier:
 class CachingBlockPool(BlockPool):
     """A pool in which free blocks keep their content until they are handed out.
 
-    Blocks without cached content are handed out first, then those of the lowest priority, among
-    these the least recently freed; leaves of the tree before their parents, whatever their
-    priorities. A block with held blocks after it in the tree is handed out only if no other is
-    free.
+    Blocks without cached content are handed out first, then blocks of the lowest priority; of equal
+    priority the least recently freed. Leaves of the tree are handed out before their parents,
+    whatever their priorities. A block with held blocks after it in the tree is handed out only if
+    no other is free.
 
-    The content of a block that is handed out moves to the host tier, if the tier accepts it: to a
-    free block, or to the least recently used block with a leaf of the tree of the lowest priority,
-    if that is not higher. Otherwise it is lost. `copies`: those that the device must make, in
-    order, before anything is written. `ref_counts` of a host block: number of pending reads.
+    When a block is handed out, its content moves to the host tier if the tier accepts it. It gets a
+    free host block, or replaces the evictable leaf of the lowest priority, the least recently used
+    one of these, if its own priority is not lower. Otherwise it is lost. `copies`: the copies that
+    the device must make, in order, before any block is written. For a host block, `ref_counts` has
+    the number of pending reads.
     """
 
     __slots__ = ("copies", "host", "queue", "tree")
@@ -144,9 +145,9 @@ class CachingBlockPool(BlockPool):
     def onboard(self, block: int) -> int:
         """Move a host block, which the caller shares, and its holders to a pool block; return it.
 
-        The caller ensures that a block is free.
+        At least one pool block must be free.
         """
-        assert self.host is not None  # it has the block
+        assert self.host is not None  # a host block exists
         new = self.take(1)[0]
         self.copies.append(BlockCopy(block, new, self.tree.num_tokens(block)))
         self.tree.move(block, new)
@@ -162,7 +163,7 @@ class CachingBlockPool(BlockPool):
             if new != block:
                 self.copies.append(BlockCopy(block, new, num_tokens))
             return new
-        self.share([block])  # keeps the host block from being evicted meanwhile
+        self.share([block])  # keeps the host block from being evicted by `take`
         new = self.take(1, references)[0]
         self.copies.append(BlockCopy(block, new, num_tokens))
         self.release([block])

@@ -1,7 +1,7 @@
-"""`PrefixTree`: finds blocks by their content.
+"""`PrefixTree`: finds cached blocks by the tokens that they hold.
 
-Decides which blocks hold a given prefix of a sequence. It does not track the holders and the
-allocation of blocks; before a block is written to, `forget` must remove its content.
+Decides which blocks hold a given prefix of a sequence. It does not know which blocks are held or
+free. Before a block is written to, `forget` must remove its content.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 Tokens = tuple[int, ...]
 
 DEFAULT_PRIORITY = 35
-NOT_CACHED = -1  # as a priority: below all others
+NOT_CACHED = -1  # the priority of blocks that are not cached, below all others
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """One block: its tokens, which follow those of its parents. Only a leaf may be partial."""
+    """One block. Its tokens follow those of its ancestors. Only a leaf may be partial."""
 
     block: int  # NO_BLOCK for a root
     tokens: Tokens
@@ -38,8 +38,8 @@ UNBOUNDED = 1 << 62  # more than any number of blocks
 class Match(NamedTuple):
     """The cached part of a prefix: full `blocks`, then `num_partial` tokens of one more block.
 
-    `partial` is the block that holds those tokens, NO_BLOCK if `num_partial` is 0. `end`: the node
-    of the last full block. It is the root if no full block matches, and None without a root.
+    `partial`: the block with those tokens, NO_BLOCK if `num_partial` is 0. `end`: the node of the
+    last full block; the root if no full block matches, or None if no root exists.
     """
 
     blocks: list[int]
@@ -52,12 +52,12 @@ class PrefixTree:
     """Blocks of `tokens_per_block` tokens, each a child of the block with the tokens before it.
 
     Each `root_key` has a root of its own, and blocks under different roots are never shared.
-    `version` changes with each change, `num_moves` with each move of a cached block. Blocks with
-    ids from `num_primary` on are in host memory, and cannot be read before they are moved. Lookups
+    `version` increases with each change, `num_moves` with each move of a cached block. Blocks with
+    ids from `num_primary` on are in host memory, and must be moved before they can be read. Lookups
     skip blocks with ids from `end_findable` on, and all their descendants. `num_prioritized`:
-    number of blocks with a priority other than the default; `priority_era` changes whenever this
-    number rises from 0. While it is above 0, `take_touched` returns the blocks that may now be
-    evicted earlier.
+    number of blocks with a priority other than the default. `priority_era` increases whenever this
+    number rises from 0. While it is above 0, `take_touched` returns the blocks that the order of
+    eviction must consider again.
     """
 
     __slots__ = (
@@ -91,7 +91,7 @@ class PrefixTree:
         return node is None or not node.children
 
     def ends_primary(self, block: int) -> bool:
-        """Return whether the block has no primary child; True if it is not cached."""
+        """Return whether no child of the block is in the pool; also True if it is not cached."""
         node = self._nodes.get(block)
         if node is None or not node.children:
             return True
@@ -99,7 +99,7 @@ class PrefixTree:
         return all(child.block >= first for child in node.children.values())
 
     def priority(self, block: int) -> int:
-        """Return a block's priority, higher is kept longer; NOT_CACHED if it is not cached."""
+        """Return a block's priority, or NOT_CACHED. Blocks of a higher priority are kept longer."""
         node = self._nodes.get(block)
         return NOT_CACHED if node is None else node.priority
 
@@ -113,7 +113,7 @@ class PrefixTree:
     ) -> tuple[list[int], Node | None]:
         """Return the cached full blocks of `tokens[:end]` from the start, and the last one's node.
 
-        The node is the root if there are no such blocks, None if there is no root either.
+        The node is the root if no block is cached, or None if no root exists.
         """
         node, size = self._roots.get(root_key), self.tokens_per_block
         blocks: list[int] = []
@@ -156,7 +156,7 @@ class PrefixTree:
     ) -> Match:
         """Find the cached part of `tokens[:end]`.
 
-        `may_be_partial` decides which blocks may be the partial one; None: no block may.
+        `may_be_partial` decides which blocks may be the partial one; if it is None, none may.
         `whole_only`: a partial block matches only with all its tokens.
         """
         blocks, node = self.full_blocks(root_key, tokens, end)
@@ -181,10 +181,10 @@ class PrefixTree:
     ) -> list[int]:
         """Store that `blocks` hold `tokens[:end]`; return cached blocks that were replaced.
 
-        Cached content keeps its block, unless this block is in host memory: then the block in
-        `blocks` replaces it. A partial block is not stored if another block begins with the same
-        tokens, because a lookup finds that one; with `whole_only` a lookup would not, and the
-        block is stored. All blocks get `priority`; None: they keep theirs, new ones the default.
+        Content that is cached already keeps its block. But if this block is in host memory, the one
+        in `blocks` replaces it. A partial block is not stored if another block begins with the same
+        tokens, because lookups find the other one; with `whole_only` they would not, so the block
+        is stored. All blocks get `priority`. If it is None, new blocks get the default.
         """
         size = self.tokens_per_block
         replaced: list[int] = []
@@ -223,10 +223,7 @@ class PrefixTree:
         self.num_moves += 1
 
     def forget(self, block: int) -> list[int]:
-        """Remove a block, which will be written to, and all blocks that follow it.
-
-        Returns all removed blocks, including itself.
-        """
+        """Remove a block, which will be written to, and all that follow it. Return all of these."""
         forgotten: list[int] = []
         node = self._nodes.get(block)
         if node is None:
@@ -243,7 +240,7 @@ class PrefixTree:
         return forgotten
 
     def clear(self) -> None:
-        """Remove all blocks: their content is stale."""
+        """Remove all blocks."""
         self.version += 1
         self.num_prioritized = 0
         self._nodes.clear()
@@ -251,7 +248,9 @@ class PrefixTree:
 
     def take_touched(self) -> Iterable[int]:
         """Return the blocks that changed their priority or lost a child since the last call.
-        NO_BLOCK may be among them."""
+
+        NO_BLOCK may be among them.
+        """
         touched, self._touched = self._touched, {}
         return touched
 
@@ -282,7 +281,7 @@ class PrefixTree:
     # Consistency ------------------------------------------------------------------------------
 
     def secondary_blocks(self) -> set[int]:
-        """Return the cached blocks that are not primary."""
+        """Return the cached blocks in host memory."""
         return {block for block in self._nodes if block >= self.num_primary}
 
     def problem(self) -> str | None:
@@ -320,7 +319,7 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _is_covered(node: Node, key: Tokens) -> bool:
-    """Return whether a child begins with `key`. In sorted order it would be the next one."""
+    """Return whether a child begins with `key`. It would be the next one in sorted order."""
     index = bisect_left(node.ordered, key)
     return index < len(node.ordered) and node.ordered[index][: len(key)] == key
 

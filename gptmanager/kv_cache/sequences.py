@@ -1,7 +1,7 @@
-"""`KvSequences`: which sequence holds which block, from its first chunk to its end.
+"""`KvSequences`: the blocks that each sequence holds, from its first chunk to its end.
 
-Decides by counting alone, without tensors, clocks and policies, and never waits. It hands out block
-ids; the executor owns the pool's memory and orders the accesses to it.
+It counts and hands out block ids, without tensors, clocks or policies, and never waits. The
+executor owns the memory of the pool, and orders the accesses to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class KvSequences:
     """The block tables of `live` sequences, by request id, and the `pool` of their blocks.
 
     Its methods are those of `KvCacheManager`, which documents them. A call that cannot be satisfied
-    raises and changes nothing; an unknown id is a ValueError.
+    raises and changes nothing. An unknown id raises ValueError.
     """
 
     __slots__ = ("live", "needs", "num_blocks", "pool", "reuse")

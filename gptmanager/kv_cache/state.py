@@ -1,7 +1,7 @@
 """The accounts of a KV cache as data, and how an empty cache is restored from them.
 
-Derived values are not in the data: reference counts follow from the tables, lookups from the tree.
-Restored accounts are always checked before they are used.
+The data exclude values that can be computed: reference counts follow from the tables, lookups from
+the tree. Restored accounts are always checked before they are used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _read_sequence = attrgetter(*SequenceState._fields)
 
 
 class RootState(NamedTuple):
-    """The key of a root, which all blocks below share; `digest`: that of a request's embeddings."""
+    """The key of a root, which all blocks below it share.
+
+    `digest`: the digest of the request's prompt embeddings, if it has any.
+    """
 
     adapter_key: int | str | None = None
     salt: Salt = None
@@ -47,7 +50,7 @@ class RootState(NamedTuple):
 
 
 class CachedBlockState(NamedTuple):
-    """A cached block. `parent`: index of an earlier node, or, if negative, ~ that of a root."""
+    """A cached block. `parent`: index of an earlier node, or the negative ~index of a root."""
 
     parent: int
     block: int
@@ -65,7 +68,10 @@ class HostState(NamedTuple):
 
 
 class ReuseState(NamedTuple):
-    """`storing`: requests with content that may be stored; `copies`: not yet taken."""
+    """The state of a `BlockReuse`. `storing`: ids of requests with content that may be stored.
+
+    `copies`: the copies that no call has returned yet.
+    """
 
     roots: tuple[RootState, ...]
     nodes: tuple[CachedBlockState, ...]
@@ -78,7 +84,7 @@ class ReuseState(NamedTuple):
 
 
 class KvCacheState(NamedTuple):
-    """`free`: in the order in which blocks are handed out."""
+    """The state of a `KvCacheManager`. `free`: in the order in which blocks are handed out."""
 
     sequences: tuple[SequenceState, ...]
     free: tuple[int, ...]
@@ -98,7 +104,7 @@ def kv_cache_state(kv_cache: KvCacheManager) -> KvCacheState:
 def restore_kv_cache(
     kv_cache: KvCacheManager, state: KvCacheState, requests: Mapping[int, LlmRequest]
 ) -> None:
-    """Restore an empty cache to `state`; `requests` are those that hold blocks.
+    """Restore an empty cache to `state`. `requests`: the requests that hold blocks, by id.
 
     Raises LedgerError if the restored accounts are inconsistent.
     """
@@ -183,7 +189,7 @@ def _restore_host(host: HostTier, state: HostState) -> None:
 
 
 def _tree_state(tree: PrefixTree) -> tuple[tuple[RootState, ...], tuple[CachedBlockState, ...]]:
-    """Return the nodes level by level: each after its parent, and in its parent's order."""
+    """Return the roots, and the nodes level by level, so that each node follows its parent."""
     roots = []
     nodes: list[CachedBlockState] = []
     level: list[tuple[int, Node]] = []
@@ -225,7 +231,7 @@ def _restore_tree(tree: PrefixTree, state: ReuseState, end: int) -> None:
 
 
 def _root_state(key: Any) -> RootState:
-    """Return the state of a root; `key` is a result of `lookups.key_of`."""
+    """Return the state of a root. `key`: a result of `lookup_cache.key_of`."""
     adapter_key, _, salt = key
     return RootState(adapter_key, *(salt if isinstance(salt, tuple) else (salt, None)))
 
@@ -236,7 +242,7 @@ def _root_key(root: RootState) -> Hashable:
 
 
 def _check_blocks(blocks: Iterable[int], first: int, end: int) -> None:
-    """Raise unless all blocks are within `first..end - 1`, and none is listed twice."""
+    """Raise LedgerError unless all blocks are within `first..end - 1` and distinct."""
     blocks = list(blocks)
     if blocks and not first <= min(blocks) <= max(blocks) < end:
         raise LedgerError(

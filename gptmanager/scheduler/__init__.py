@@ -1,4 +1,4 @@
-"""Schedulers: policies in pure Python, each of which can be constructed and stepped alone."""
+"""Schedulers: policies in pure Python. Each can be constructed and called without a manager."""
 
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import (

@@ -1,6 +1,6 @@
-"""Pages of LoRA adapters: whether the adapters of the requests of one pass fit together.
+"""`AdapterPages`: checks whether the LoRA adapters of a batch fit into the adapter cache together.
 
-Knows nothing of adapters' contents, nor of which adapters are loaded.
+Knows nothing of the contents of adapters, nor of which adapters are loaded.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class PeftCacheManager(Protocol):
         """Return the number of pages in the whole cache."""
 
     def determine_num_pages(self, lora_task_id: int) -> int:
-        """Return the pages that one adapter takes, independent of how many requests share it."""
+        """Return the number of pages of one adapter, however many requests share it."""
 
 
 class AdapterPages:
-    """The adapter pages of one pass. An adapter counts once; without a cache all fit."""
+    """The adapter pages of one decision. An adapter counts once. Without a cache all fit."""
 
     __slots__ = ("_free", "_peft_cache_manager", "_task_ids")
 
     def __init__(
         self, peft_cache_manager: PeftCacheManager | None, running: Iterable[LlmRequest] = ()
     ) -> None:
-        """`running` requests already hold their adapters' pages, even beyond the limit."""
+        """`running`: requests that already hold the pages of their adapters."""
         self._peft_cache_manager = peft_cache_manager
         self._task_ids: set[int] = set()
         self._free = 0

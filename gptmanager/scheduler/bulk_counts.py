@@ -15,10 +15,10 @@ _UNKNOWN = 1 << 62  # blocks: more than is ever free
 
 
 class BulkCounts(Protocol):
-    """Counts in blocks, over many requests. `KvCacheManager` has all four.
+    """Counts of blocks over many requests. `KvCacheManager` has all four methods.
 
-    A host's own KV cache manager may have some of them or none: a missing sum is added up request
-    by request, a missing bound disables a short cut. Decisions are the same without them.
+    A host's own KV cache manager may lack any of them. Without a sum the requests are added up one
+    by one, without a bound a shortcut is not taken. Decisions are the same without them.
     """
 
     def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
@@ -41,14 +41,14 @@ class BulkCounts(Protocol):
 
 
 def bulk_counts(kv_cache_manager: Any) -> BulkCounts:
-    """Return the bulk counts of any object that schedulers accept as their KV cache manager."""
+    """Return the bulk counts of a KV cache manager, which may be a host's own."""
     if isinstance(kv_cache_manager, KvCacheManager):
         return kv_cache_manager
     return _CountsInPart(kv_cache_manager)
 
 
 class _CountsInPart(BulkCounts):
-    """The bulk counts that a host's own manager has; the others are computed one by one."""
+    """The bulk counts of a host's own manager; sums that it lacks are added up one by one."""
 
     def __init__(self, kv_cache_manager: Any) -> None:
         self._kv_cache_manager = kv_cache_manager

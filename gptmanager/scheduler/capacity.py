@@ -1,8 +1,8 @@
-"""Which active requests get memory in an iteration.
+"""Capacity schedulers: which active requests get memory in an iteration.
 
-Decides only from states, block counts and adapter pages. Knows nothing of token budgets, of chunks
-to run, or of batches in flight (`micro_batch` decides those), and allocates nothing: it compares
-the needs of requests, according to the KV cache manager, with the free blocks.
+They decide only from states, block counts and adapter pages. They compare the blocks that requests
+need, as the KV cache manager counts them, with the free blocks, and allocate nothing. Token
+budgets, chunks to run and batches in flight are left to `micro_batch`.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class CapacityScheduler(ABC):
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         """Return the fitting requests and the requests to pause, each in the order of the decision.
 
-        `active_requests` are in scheduling order, highest rank first, and not changed.
+        `active_requests` are in scheduling order, highest rank first. They must not be changed.
         """
 
     def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
-        """Return by id why `schedule_request` would now leave requests out; None: not supported.
+        """Return, by id, why `schedule_request` would now leave requests out.
 
-        Changes nothing that a decision reads.
+        Returns None if the policy does not support it. Changes nothing that a decision depends on.
         """
         return None
 
@@ -63,7 +63,7 @@ class CapacityScheduler(ABC):
 
 
 class MaxRequestsScheduler(CapacityScheduler):
-    """Takes the first `max_num_requests` schedulable requests: for models without a KV cache."""
+    """Takes the first `max_num_requests` schedulable requests, for models without a KV cache."""
 
     def __init__(self, max_num_requests: int) -> None:
         self.max_num_requests = at_least(1, "max_num_requests", max_num_requests)
@@ -122,10 +122,10 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     """A request starts only when the blocks of its whole life are free, and is never paused.
 
     Generating requests are always taken and reserve the blocks that they may still need. Then
-    contexts are taken in order. The first context without enough blocks stops admission, so that a
-    large request is not overtaken forever. A request is passed over without stopping admission if
-    its adapter does not fit, or if another request is about to compute blocks that it can reuse. A
-    whole life covers any number of steps, so `two_step_lookahead` has no effect.
+    contexts are taken in order. The first context without enough blocks stops admission, so that
+    others cannot overtake a large request forever. A request is skipped, without stopping
+    admission, if its adapter does not fit, or if another request is about to compute blocks that it
+    can reuse. A whole life covers any number of steps, so `two_step_lookahead` has no effect.
 
     `started_contexts_first`, off by default: contexts that have run some chunks are taken before
     those that have not started. Otherwise a new request of higher rank may stop admission before a
@@ -167,7 +167,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
         delay: ReuseDelay | None,
         waits: Waits | None = None,
     ) -> None:
-        """Append to `fitting`, the running requests, the contexts that fit in addition."""
+        """Append the contexts that fit to `fitting`, which has the running requests."""
         max_num_requests = self.max_num_requests
         needed_to_completion = self.kv_cache_manager.get_remaining_blocks_to_completion
         free_blocks = _unreserved_blocks(self.kv_cache_manager, fitting)
@@ -213,9 +213,9 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     def _all_that_fit_by_any_count(
         self, schedulable: RequestList, num_running: int, free_blocks: int
     ) -> RequestList:
-        """Return the contexts if an upper bound of their needs fits, without reuse; else none.
+        """Return all contexts if an upper bound of their needs fits, otherwise none.
 
-        The result is that of the walk, faster if many blocks are free.
+        If all fit, the walk over single requests would return the same, but more slowly.
         """
         bound = bulk_counts(self.kv_cache_manager).most_blocks_to_completion
         first = next((r for r in schedulable if r.state is _CONTEXT_INIT), None)
@@ -232,7 +232,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
 
 
 class StaticBatchScheduler(GuaranteedNoEvictScheduler):
-    """GUARANTEED_NO_EVICT with whole batches: a batch is filled only when the last one has ended.
+    """GUARANTEED_NO_EVICT with whole batches: no request starts before the last batch has ended.
 
     Requests do not wait for blocks that others are about to compute.
     """
@@ -258,6 +258,6 @@ def _unreserved_blocks(kv_cache_manager: KvCacheManager, running: RequestList) -
 
 @functools.cache
 def _states(first: LlmRequestState, end: LlmRequestState) -> tuple[LlmRequestState, ...]:
-    """Return the states first <= state < end; frequent ones first, where `in` finds them faster."""
+    """Return the states first <= state < end, the frequent ones first, so that `in` is fast."""
     members = (_IN_PROGRESS, _CONTEXT_INIT, _TO_COMPLETE, *LlmRequestState)
     return tuple(dict.fromkeys(state for state in members if first <= state < end))

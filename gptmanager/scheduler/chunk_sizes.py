@@ -1,8 +1,8 @@
 """How contexts share the tokens of a step: `context_chunk_size`, then the drafts at their ends.
 
-Each function writes its decision to the requests. `room`: number of tokens left. `unit`: sizes are
-multiples of it. `longest`: maximum tokens of one context. `prefix`: reusable tokens make the
-beginning of a context free, instead of moving the start of its chunk.
+Each function writes its decision to the requests. `room`: number of tokens that are left. `unit`:
+chunk sizes are multiples of it. `longest`: the most tokens of one context. `prefix`: reusable
+tokens make the beginning of a context free; otherwise they move the start of its chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNLIMITED = 1 << 62  # in requests or tokens
 
 
 def share_equally(requests: RequestList, room: int, unit: int, longest: int, prefix: bool) -> None:
-    """Give one unit each in rounds. A context that cannot grow in a round drops out of the rest."""
+    """Give each context one unit in each round, until it cannot grow in a round."""
     sizes = [0] * len(requests)
     lengths = [r.prompt_len - r.context_current_position for r in requests]
     credits = [r.estimated_reusable_tokens and credit_of(r) for r in requests]
@@ -43,7 +43,7 @@ def share_equally(requests: RequestList, room: int, unit: int, longest: int, pre
 
 
 def serve_in_order(requests: RequestList, room: int, unit: int, longest: int, prefix: bool) -> None:
-    """Give each context in order as much as possible; tokens lost to rounding go on to the next."""
+    """Give each context, in order, as much as possible. Later ones get what rounding leaves."""
     for request in requests:
         remaining = request.prompt_len - request.context_current_position
         credit = credit_of(request) if request.estimated_reusable_tokens else 0
@@ -62,7 +62,7 @@ def serve_in_order(requests: RequestList, room: int, unit: int, longest: int, pr
 
 
 def share_units(requests: RequestList, room: int, unit: int) -> None:
-    """Give each context one unit or nothing; reusable tokens do not count here."""
+    """Give each context one unit or nothing. Reusable tokens are charged like others."""
     for request in requests:
         size = min(request.context_remaining_length, unit)
         request.context_chunk_size = size = size if size <= room else 0
@@ -70,7 +70,10 @@ def share_units(requests: RequestList, room: int, unit: int) -> None:
 
 
 def trim_drafts(requests: RequestList, room: int, unit: int, longest: int, reserves: bool) -> None:
-    """Trim drafts after a last chunk, so that they need no further unit and exceed no limit."""
+    """Trim the drafts after a last chunk, so that they fit into its last unit and into the limits.
+
+    `reserves`: charge all the space that the drafts could take, not only the drafts that are kept.
+    """
     if not any(request.num_draft_tokens for request in requests):
         return
     for request in requests:
@@ -86,14 +89,14 @@ def trim_drafts(requests: RequestList, room: int, unit: int, longest: int, reser
 
 
 def first_credit(request: LlmRequest) -> int:
-    """Return the reusable tokens of a context without a first chunk yet; 0 for others."""
+    """Return the reusable tokens of a context that has not run its first chunk; 0 for others."""
     if not request.is_first_context_chunk:
         return 0
     return min(request.estimated_reusable_tokens, request.context_remaining_length)
 
 
 def credit_of(request: LlmRequest) -> int:
-    """Return the first tokens of a context that need no computation; 0 once it has started."""
+    """Return how many first tokens of a context need no computation; 0 after it has started."""
     if request.context_current_position:
         return 0
     return min(request.estimated_reusable_tokens, request.prompt_len)

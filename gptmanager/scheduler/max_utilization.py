@@ -1,7 +1,7 @@
 """MAX_UTILIZATION: which requests get memory if requests may be paused for others.
 
-Decides only by the needs of the next step. Knows nothing of token budgets, of chunks to run, or of
-batches in flight, and allocates nothing.
+Decides only by the blocks that the next step needs, and allocates nothing. Knows nothing of token
+budgets, of chunks to run, or of batches in flight.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 class MaxUtilizationScheduler(KvCapacityScheduler):
     """A request is taken when the blocks of its next step are free; others are paused for it.
 
-    If a request does not fit, the last started request, from the end of the list back to this
-    request itself, is paused, and the walk then ends before it. Requests taken earlier in the walk
-    are never paused. A context is passed over if another request is about to compute blocks that it
-    can reuse; also a context that is tried again after a pause, because its own prefix is recorded
-    already. `cross_kv_cache_manager` is not consulted.
+    The policy walks down the list. If a request does not fit, the victim is the last started
+    request of the list that is not before it, possibly the request itself. The victim is paused,
+    and the walk is cut off before it. Requests taken earlier in the walk are never paused. A
+    context is skipped if another request is about to compute blocks that it can reuse. This also
+    skips a context that is tried again after a pause, because its own prefix is recorded already.
+    `cross_kv_cache_manager` is not used.
 
-    Three guards against thrashing, off by default. `max_pauses`: a request that was paused this
-    often is paused again only if a started request cannot continue otherwise and there is no other
-    victim. `resume_headroom_blocks`: while others run, a paused request starts again only if this
+    Three guards against thrashing are off by default. `max_pauses`: a request that was paused this
+    often is paused again only if a started request could not continue otherwise and no other victim
+    is left. `resume_headroom_blocks`: while others run, a paused request starts again only if this
     number of blocks stays free, and no request is paused for them. `start_headroom_steps`: while
-    others run, a request starts, again or for the first time, only if all requests taken could
-    continue for this number of steps, or to their ends, without lacking a block; but a first start
-    may still pause requests of lower rank. With the guards, started requests after a victim or a
-    misfit are still considered, but nothing new starts there.
+    others run, a request starts, again or for the first time, only if all requests taken could run
+    this number of steps, or to their ends, with the free blocks; but a first start may still pause
+    requests of lower rank. With the guards, started requests after a victim or a misfit are still
+    considered, but no request starts there.
     """
 
     _: KW_ONLY
@@ -68,7 +69,7 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     def _generating_first(self, walk: RequestList) -> tuple[RequestList, int]:
         """Return the generating requests at the head of `walk`, and their blocks, if all fit.
 
-        The result is that of the walk, faster in the most frequent case.
+        The walk over single requests would return the same, but more slowly.
         """
         end = 0
         for request in walk:
@@ -85,7 +86,8 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     def _rest_fits(self, walk: RequestList, num_taken: int, blocks: int) -> bool:
         """Return whether an upper bound of the needs of all after the first `num_taken` fits.
 
-        `blocks` are those of the first. The result is that of the walk, faster if many are free.
+        `blocks`: the blocks that the first ones need. If all fit, the walk over single requests
+        would take them all, but more slowly.
         """
         manager, lookahead = self.kv_cache_manager, self.two_step_lookahead
         bound = bulk_counts(manager).most_blocks_one_step
@@ -108,8 +110,8 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
 class _PausingWalk:
     """Walks down `walk`, and truncates it when a request is paused.
 
-    `fitting`, the head of the walk, are taken already, with `blocks`. `waits`, unless None, records
-    why requests are left out.
+    `fitting`: the head of the walk, which is taken already and needs `blocks`. `waits`: records why
+    requests are left out, unless it is None.
     """
 
     policy: MaxUtilizationScheduler
@@ -163,8 +165,10 @@ class _PausingWalk:
         return fitting, self._paused
 
     def _skip(self, request: LlmRequest, delay: ReuseDelay) -> None:
-        """Pass over a request that waits for a prefix. If others were paused for it, the prefix is
-        its own, and the reported wait is for the resource that it lacked then.
+        """Skip a request that waits for a prefix.
+
+        If others were paused for it, the prefix is its own, and the reported wait is for the
+        resource that it lacked then.
         """
         if self.waits is not None:
             is_own = request is self._preempting
@@ -173,7 +177,10 @@ class _PausingWalk:
         self._index += 1
 
     def _starts_too_early(self, request: LlmRequest, needed: int, fits: bool) -> bool:
-        """Return whether too few blocks would stay free; then nothing new starts from here on."""
+        """Return whether a request must not start because too few blocks would stay free.
+
+        If so, the rest of the walk keeps only started requests.
+        """
         fitting = self.fitting
         if not fitting or request is self._preempting or _is_started(request):
             return False
@@ -197,7 +204,7 @@ class _PausingWalk:
         return True
 
     def _headroom_for(self, request: LlmRequest) -> int:
-        """Return the blocks that must stay free if `request` starts next to those fitting."""
+        """Return the blocks that must stay free if `request` starts in addition to `fitting`."""
         policy, fitting = self.policy, self.fitting
         resume = policy.resume_headroom_blocks if request.pause_count else 0
         if not policy.start_headroom_steps:
@@ -226,10 +233,10 @@ class _PausingWalk:
         return growth
 
     def _pause_for(self, request: LlmRequest, needed: int, fits: bool) -> None:
-        """Truncate the walk because the request does not fit; pause a victim if there is one.
+        """Truncate the walk because the request does not fit, and pause a victim if one is found.
 
-        The victim, or without one the request itself, leaves the walk with all requests after it,
-        except those that `max_pauses` protects.
+        The victim, or without one the request itself, is removed from the walk with all requests
+        after it, except those that `max_pauses` protects.
         """
         self._preempting = request
         if self.waits is not None:
@@ -247,7 +254,7 @@ class _PausingWalk:
         self.walk[cut:] = spared
 
     def _record_misfits(self, waits: Waits) -> None:
-        """Record why requests did not fit, each with the walk of that moment, in the walk's order.
+        """Record why requests did not fit. The rest of the walk at that time waits behind them.
 
         A request that others are paused for may fit in the end, and then does not wait itself.
         """
@@ -258,7 +265,7 @@ class _PausingWalk:
             waits.all_but(self.fitting, walk, wait.of_those_behind(request.request_id))
 
     def _lacking(self, needed: int, headroom: int = 0) -> Wait:
-        """Return the wait for a place in the batch or for blocks, of which `fitting` leave too few.
+        """Return the wait for a place in the batch if `fitting` fill it, otherwise for blocks.
 
         `headroom`: number of blocks that must stay free in addition.
         """

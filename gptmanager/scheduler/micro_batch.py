@@ -1,8 +1,7 @@
-"""Which of the fitting requests run in the next step, and how much of each context.
+"""`MicroBatchScheduler`: which of the fitting requests run in the next step, with which chunks.
 
-Decides within the limits of one step: requests, tokens, context length. Knows nothing of memory,
-which `capacity` decides, and writes only `context_chunk_size` and, if drafts are trimmed,
-`num_draft_tokens`.
+Decides within the limits of one step: requests, tokens, context length. Memory is left to
+`capacity`. Writes only `context_chunk_size` and, if drafts are trimmed, `num_draft_tokens`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
 class _Scan(NamedTuple):
-    """The requests that a scan took. `chunked` contexts may be cut; `num_tokens` excludes them."""
+    """The requests of a step. `chunked`: contexts that may be cut; `num_tokens` excludes them."""
 
     whole: RequestList
     chunked: RequestList
@@ -46,18 +45,18 @@ class _Scan(NamedTuple):
 class MicroBatchScheduler:
     """Fills one step from the front of the list. Subclass it to write another rule.
 
-    Limits, None meaning unlimited: `max_batch_size` requests, `max_num_tokens` tokens, and
-    `max_context_length` tokens of one context. With a `context_chunking_policy`, contexts that do
+    A step has at most `max_batch_size` requests, `max_num_tokens` tokens, and `max_context_length`
+    tokens of one context; None means no limit. With a `context_chunking_policy`, contexts that do
     not fit are cut into chunks of multiples of `chunk_unit` tokens (default 1; unused without a
     policy). Without one, a context longer than `max_context_length` raises SchedulerError.
 
-    `draft_rule`: drafts at the end of a context are charged with all the space that they might take
-    ("reserve"), or with the number that is kept ("kept"). `reuse_credit_rule`: the
-    `estimated_reusable_tokens` of a first chunk make its beginning free ("prefix"), or move the
-    start of the chunk, so that only a chunk that ends the context costs less ("shift").
-    `mixed_beam_widths` permits generating requests of several beam widths in one step.
-    `num_shares`: number of steps that run at the same time, on the stages of a pipeline; each takes
-    at most its share of the requests, so that every step has some.
+    `draft_rule`: for drafts at the end of a context, "reserve" charges all the space that they
+    might take, "kept" the number of drafts that are kept. `reuse_credit_rule`: with "prefix" the
+    `estimated_reusable_tokens` of a first chunk make its beginning free; with "shift" they move the
+    start of the chunk, so that only a chunk that ends the context costs less. `mixed_beam_widths`
+    permits generating requests of several beam widths in one step. `num_shares`: number of steps
+    that run at the same time, on the stages of a pipeline; each takes at most its share of the
+    requests, so that every step has some.
     """
 
     # a request is schedulable if no_schedule_until_state <= state < no_schedule_after_state
@@ -101,8 +100,8 @@ class MicroBatchScheduler:
     ) -> tuple[RequestList, RequestList]:
         """Return the context and the generation requests of the next step.
 
-        Both are sorted by LoRA task id, requests without one first, and otherwise in the list's
-        order. If contexts were cut, unfinished contexts are before the others.
+        Both are sorted by LoRA task id, with requests without an adapter first; equal ones stay in
+        the order of the list. If contexts were cut, unfinished contexts are before the others.
         """
         most = self._most(fitting_requests)
         if inflight_request_ids:
@@ -125,10 +124,10 @@ class MicroBatchScheduler:
     def why_waiting(
         self, fitting_requests: RequestList, inflight_request_ids: Set[int]
     ) -> Mapping[int, Wait] | None:
-        """Return by id why `schedule` would now leave contexts out; None: not supported.
+        """Return, by id, why `schedule` would now leave requests out.
 
-        Subclasses that override a decision do not support it. Like `schedule`, this writes chunk
-        sizes and trimmed drafts.
+        Returns None in subclasses that override a decision, which do not support it. Like
+        `schedule`, this writes chunk sizes and trimmed drafts.
         """
         own = MicroBatchScheduler
         if (type(self).schedule, type(self).set_chunk_sizes) != (own.schedule, own.set_chunk_sizes):
@@ -156,7 +155,7 @@ class MicroBatchScheduler:
         return waits
 
     def _record_chunks(self, scan: _Scan, running: Set[int], waits: Waits) -> None:
-        """Record why contexts of the batch got no chunk: the tokens left when they were considered.
+        """Record the waits of contexts that got no chunk, with the tokens that were left for them.
 
         EQUAL_PROGRESS gives all contexts a first unit before any gets a second.
         """
@@ -189,7 +188,8 @@ class MicroBatchScheduler:
     ) -> None:
         """Distribute `capacity` tokens over contexts, then trim the drafts at their ends.
 
-        Sizes are multiples of `unit`, or all that remains of a context; 0: not in this step.
+        A chunk is a multiple of `unit`, or all that remains of a context. A context with a chunk of
+        0 does not run in this step.
         """
         check_policy(policy, unit, max_context_length)
         room = UNLIMITED if capacity is None else capacity
@@ -204,7 +204,7 @@ class MicroBatchScheduler:
         trim_drafts(requests, room, unit, longest, self.draft_rule == "reserve")
 
     def _most(self, fitting_requests: RequestList) -> int:
-        """Return how many requests a step may have; requests in flight count for the shares."""
+        """Return how many requests a step may have. Shares also count requests in flight."""
         return min(self.max_batch_size, -(-len(fitting_requests) // self.num_shares))
 
     def _scan(self, requests: RequestList, most: int) -> _Scan:
@@ -253,7 +253,7 @@ class MicroBatchScheduler:
         return _Scan(whole, chunked, generation, num_tokens, has_adapters)
 
     def _open_states(self) -> list[LlmRequestState | None]:
-        """Return four states in order, None for each that is not open."""
+        """Return the four states in order, with None in place of each that is not schedulable."""
         first, end = self.no_schedule_until_state, self.no_schedule_after_state
         states = (_ENCODER_INIT, _CONTEXT_INIT, _IN_PROGRESS, _TO_COMPLETE)
         return [state if first <= state < end else None for state in states]
@@ -277,7 +277,7 @@ class MicroBatchScheduler:
     def _fit_contexts(
         self, contexts: RequestList, policy: ContextChunkingPolicy, num_tokens: int
     ) -> bool:
-        """Set the chunk sizes next to `num_tokens` other tokens; return whether any was cut."""
+        """Set the chunk sizes, given `num_tokens` other tokens. Return whether any may be cut."""
         capacity, longest = self.max_num_tokens, self.max_context_length
         if capacity is not None:
             capacity -= num_tokens

@@ -1,7 +1,7 @@
-"""`ReuseCredit`: records how much of each context is cached, for the scheduler of a step's tokens.
+"""`ReuseCredit`: records how many tokens of each context are cached.
 
-Makes no decisions. `MicroBatchScheduler` reads `LlmRequest.estimated_reusable_tokens`, which a
-manager sets by this class. Without a manager, the caller of a scheduler sets it.
+`MicroBatchScheduler` reads them from `LlmRequest.estimated_reusable_tokens`. In a manager this
+class sets them; without a manager the caller of a scheduler does. Makes no decisions.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
 
 class ReuseCredit(CapacityScheduler):
-    """A capacity scheduler that sets the reusable tokens of each context that another one starts.
+    """Calls another capacity scheduler, and sets the reusable tokens of each context that starts.
 
-    Only full blocks count, so that a starting context never finds less, provided that
-    `KvCacheManager.holding_cached` keeps them until then.
+    Only full blocks count, so a starting context never finds fewer tokens, provided that
+    `KvCacheManager.holding_cached` keeps the blocks until then.
     """
 
     def __init__(

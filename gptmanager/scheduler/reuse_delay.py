@@ -1,6 +1,6 @@
-"""Which contexts wait an iteration, because another request is about to compute their prefix.
+"""`ReuseDelay`: delays contexts with a prefix that another request is about to compute.
 
-Compares prefixes only; knows nothing of free memory, nor of which requests are taken.
+Compares prefixes only. Knows nothing of free memory, nor of which requests are taken.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
 
 class ReuseDelay:
-    """One pass of a capacity scheduler over a cache with block reuse.
+    """The delays of one decision of a capacity scheduler over a cache with block reuse.
 
     A context contributes its prompt up to the first full block that is not cached yet. A context
-    with the same contribution as an earlier one of the pass, or as a context between two chunks,
-    waits, because it can soon reuse those blocks.
+    waits if an earlier one of the decision, or one between two chunks, has the same contribution,
+    because it can soon reuse those blocks.
     """
 
     __slots__ = ("_contributed", "_kv_cache_manager")
@@ -48,10 +48,10 @@ class ReuseDelay:
         return False
 
     def wait(self, request: LlmRequest, requests: RequestList) -> Wait:
-        """Return the wait of a delayed request: for the first of `requests` with its contribution.
+        """Return the wait of a delayed request, for the first other one with its contribution.
 
-        That request is before it in the list or between two chunks, otherwise it is the request
-        itself, which had been recorded earlier in the pass.
+        The other one is before it in `requests`, or between two chunks. Without such a request, it
+        waits for itself, because it was recorded earlier in the decision.
         """
         find = self._kv_cache_manager.find_new_context_block
         contribution, is_before = find(request), True
@@ -67,7 +67,7 @@ class ReuseDelay:
         return Wait(WaitReason.REUSE_DELAY, behind=request.request_id)
 
     def undelayed(self, requests: RequestList) -> RequestList:
-        """Return those of `requests`, considered in order, that do not wait."""
+        """Return the requests that do not wait. Later ones wait for earlier ones."""
         contributed, add = self._contributed, self._contributed.add
         contributions = self._kv_cache_manager.find_new_context_blocks(requests)
         distinct = {*contributions}
@@ -75,7 +75,7 @@ class ReuseDelay:
             len(distinct) == len(contributions)
             and None not in distinct
             and contributed.isdisjoint(distinct)
-        ):  # in most cases: no two requests have the same contribution
+        ):  # the most frequent case, in which no two requests have the same contribution
             contributed |= distinct
             return requests
         result: RequestList = []
@@ -95,7 +95,7 @@ class ReuseDelay:
 def reuse_delay(
     kv_cache_manager: KvCacheManager, active_requests: RequestList
 ) -> ReuseDelay | None:
-    """Return the delays of a pass; None without block reuse."""
+    """Return the delays of a decision, or None without block reuse."""
     if getattr(kv_cache_manager, "enable_block_reuse", False):
         return ReuseDelay(kv_cache_manager, active_requests)
     return None

@@ -1,4 +1,4 @@
-"""One complete scheduling decision: the interface that the loop calls, and its two-step form.
+"""`RequestScheduler`, which the loop calls for a decision, and `SimpleScheduler`, in two steps.
 
 Knows nothing of how either step decides. A policy without two steps implements `RequestScheduler`.
 """
@@ -17,7 +17,7 @@ from gptmanager.scheduler.wait_reasons import Wait, reported_waits, traced
 
 
 class SchedulerOutput(NamedTuple):
-    """The requests that one iteration runs, context and generation apart, and those it pauses."""
+    """The requests of one iteration: the contexts and generating requests to run, and to pause."""
 
     context_requests: RequestList
     generation_requests: RequestList
@@ -40,9 +40,9 @@ class RequestScheduler(ABC):
     def why_waiting(
         self, active_requests: RequestList, inflight_request_ids: Set[int]
     ) -> Mapping[int, Wait] | None:
-        """Return by id why the decision that would be made now leaves requests out.
+        """Return, by id, why the decision that would be made now leaves requests out.
 
-        Changes nothing. None, the default: not supported by this policy.
+        Changes nothing. Returns None, the default, if the policy does not support it.
         """
         return None
 

@@ -1,6 +1,6 @@
-"""`Wait`: why a policy leaves a request out, in the numbers that it compared.
+"""`Wait`: why a policy leaves a request out, with the numbers that it compared.
 
-Values and sentences only. The policies record them in the same walk that decides.
+The policies record waits in the same walk that decides. This module decides nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class WaitReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The reason is that `needed` > `free` - `reserved`: blocks, tokens of a step, or requests.
+    """Why a request waits. In most cases `needed` > `free` - `reserved`.
 
-    `running` and `starting`: numbers of requests taken before it, with and without memory already;
-    `reserved` is kept for them. `behind`: id of the request that it waits for. With BEHIND, `cause`
-    and the numbers are those of that request's wait.
+    These are numbers of blocks, tokens of a step, adapter pages or requests, depending on `reason`.
+    `running` and `starting`: numbers of requests taken before it, which have memory already and
+    which do not; `reserved` is kept for them. `behind`: id of the request that it waits for. With
+    BEHIND, `cause` and the numbers are those of that request's wait.
     """
 
     reason: WaitReason
@@ -53,7 +54,7 @@ class Wait:
 
     @property
     def text(self) -> str:
-        """A text that continues "request 7 waits"."""
+        """The reason as a text that continues "request 7 waits"."""
         if self.reason is WaitReason.BEHIND and self.cause is not None:
             return f"behind request {self.behind}, which waits {self._compared(self.cause, 'that')}"
         return self._compared(self.reason, "it")
@@ -96,15 +97,15 @@ class Waits(dict[int, Wait]):
     def end(
         self, request: LlmRequest, wait: Wait, taken: RequestList, requests: RequestList
     ) -> None:
-        """Record that the walk over `requests` stopped at `request`; the rest waits behind it."""
+        """Record that the walk over `requests` stopped at `request`, and the rest is behind it."""
         self.put(request, wait)
         self.all_but(taken, requests, wait.of_those_behind(request.request_id))
 
 
 def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    """Return the same waits, with those for another waiting request replaced by its own cause.
+    """Return the waits, where a request behind another waiting request has the other's cause.
 
-    A request that waits for the prefix of a waiting request is thus reported behind it. A request
+    So a request that waits for the prefix of a waiting request is reported behind it. A request
     that others were paused for may now lack another resource than it lacked then.
     """
     found = dict(waits)
@@ -121,16 +122,16 @@ def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
 
 
 def reported_waits(policy: Any, *decision: Any) -> Mapping[int, Wait] | None:
-    """Return what `policy.why_waiting` reports about a decision; None if it has no such method.
+    """Return what `policy.why_waiting` reports about a decision.
 
-    A host's policy may be any class, with or without that method.
+    None if it has no such method: a host's policy may be of any class.
     """
     report = getattr(policy, "why_waiting", None)
     return None if report is None else report(*decision)
 
 
 def unreported_wait(policy: str, needed_blocks: int, free_blocks: int) -> str:
-    """Return a text that continues "request 7 waits", for a policy that reports no reasons."""
+    """Return the text that continues "request 7 waits" if the policy reports no reasons."""
     return (
         f"to be chosen by {policy}, which reports no reasons: it needs {needed_blocks} "
         f"KV cache blocks until its end, {free_blocks} are free"
@@ -146,12 +147,12 @@ def counted(taken: RequestList) -> tuple[int, int]:
 
 
 def lacking(reason: WaitReason, needed: int, free: int, left: int, taken: RequestList) -> Wait:
-    """Return the wait of a request that needs more than `taken` leave of the free resource."""
+    """Return the wait of a request that needs more of a resource than `taken` leave free."""
     return Wait(reason, needed, free, free - left, *counted(taken))
 
 
 def full(taken: RequestList, limit: int) -> Wait:
-    """Return the wait of requests for which there is no place, with `limit` requests taken."""
+    """Return the wait of requests for a place in the batch, which `taken` fill up to `limit`."""
     return lacking(WaitReason.BATCH_FULL, 1, limit, limit - len(taken), taken)
 
 
