@@ -60,7 +60,7 @@ class BlockNeeds:
         return shared, request.beam_width if partial else 0
 
     def life(self, request: LlmRequest) -> tuple[int, int]:
-        """Return how many full blocks one beam's context has, and how many blocks its whole life."""
+        """Return how many full blocks a beam's context has, and how many blocks its whole life."""
         context = min(request.prompt_len, self.window) + self.bubble
         return context // self.tokens_per_block, self._life_length(request)
 
