@@ -1,4 +1,4 @@
-"""The size of the cache of LoRA adapters, with the log line that operators expect."""
+"""The size of the cache of LoRA adapters, with its log line."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _DEFAULT = PeftCacheManagerConfig()
 class AdapterSizes(NamedTuple):
     """The sizes of the adapter cache, and of the adapters that it can hold.
 
-    `modules`: by id, in ascending order. `dtype`: the name of the pages' dtype. `widths`: if ranks
-    share modules, the width of this rank's part of each, by id; `layer_widths`: where it differs,
-    by layer and id.
+    `modules`: (id, module) in ascending order. `dtype`: the name of the pages' dtype. `widths`: if
+    ranks share modules, (id, width of this rank's part). `layer_widths`: (layer, id, width) in
+    layers where the width differs.
     """
 
     cache: CacheSizes
@@ -58,9 +58,9 @@ def adapter_sizes(
 ) -> AdapterSizes | None:
     """Return the sizes for a model, or None if it has no `adapter_modules` or if no page fits.
 
-    With None, requests with adapters are refused. ConfigError if a configured size holds no page.
-    `free_bytes`: free memory of the device. Ranks that share a model get the same sizes from the
-    same `free_bytes`.
+    With None, requests with adapters are refused. ConfigError if a configured size is too small for
+    one page. `free_bytes`: free memory of the device. Ranks that share a model must pass the same
+    number, and then get the same sizes.
     """
     modules: Mapping[int, LoraModule] | None = getattr(model, "adapter_modules", None)
     if not modules:

@@ -1,4 +1,4 @@
-"""Builds the model, the executor and the blueprint of a loop. Every default is resolved here."""
+"""`assemble`: builds the model, the executor and the blueprint of a loop, and sizes its memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ConnectRanks = Callable[[Any, SchedulerConfig, ModelType, int], Ranks | None]
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts below a loop. `device`: the name of the device that runs the steps.
+    """The parts that a loop is built from. `device`: the name of the device that runs the steps.
 
     `weights_version` returns a number that changes with the weights.
     """
@@ -54,9 +54,9 @@ def assemble(
 ) -> Assembly:
     """Load the model, then size and allocate the KV cache.
 
-    `processor_timer` times logits post-processors. `connect_ranks`: `ranks.connect` with all
+    `processor_timer` times logits post-processors. `connect_ranks`: `ranks.connect`, with the
     arguments before `source` bound. ConfigError with the sizes if memory is short. RankError if
-    another rank failed.
+    another rank has failed.
     """
     ranks = connect_ranks(source, scheduler_config, model_type, max_beam_width)
     arguments = source, params, scheduler_config, model_type, max_beam_width, processor_timer

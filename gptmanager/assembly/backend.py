@@ -1,6 +1,6 @@
 """`Backend`: the device of a model and its KV cache, and the executor that runs steps there.
 
-The device alone decides kernels, dtypes and memory. This module knows nothing of scheduling.
+The device alone determines kernels, dtypes and memory. This module knows nothing of scheduling.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
 class StepOptions:
     """Options of the executor. `fused`: see `TorchExecutor`.
 
-    None means: `processing`: no logits post-processors. `adapters`: no adapters. `rank`: a single
-    rank.
+    `processing`: None without logits post-processors. `adapters`: None without adapters. `rank`:
+    None for a single rank.
     """
 
     lines: Lines
@@ -88,7 +88,7 @@ class Backend(ABC):
     device: torch.device
     kernels: Kernels
     bodies: Sequence[Callable[[int], None]] = ()  # functions to compile, in addition to its kernels
-    stream: Stream | None = None  # the stream that steps are enqueued on; None: they run at once
+    stream: Stream | None = None  # steps are enqueued on it; if it is None, they run at once
 
     def load(
         self, source: Any, params: OptionalParams, collectives: Collectives | None = None
@@ -126,9 +126,9 @@ class Backend(ABC):
         )
 
     def _weights_dtype(self, source: Any, params: OptionalParams) -> WeightsDtype | None:
-        """The option, or "file" where the CPU reads a quantized file and nothing else is asked for.
+        """Return the option, or "file" for a quantized file on the CPU if no dtype is given.
 
-        Floats would be larger and slower, and no more exact than the file is.
+        Floats would be larger and slower than the file's numbers, and not more exact.
         """
         given = params.weights_dtype, params.dtype
         if given != (None, None) or isinstance(source, tuple) or self.device.type != "cpu":
@@ -154,7 +154,7 @@ class Backend(ABC):
     def memory_budget(
         self, model: Model, params: OptionalParams, max_beam_width: int
     ) -> MemoryBudget:
-        """Return the memory for the KV cache, without that of the model and of the largest step."""
+        """Return the memory that is left for the KV cache after the model and the largest step."""
 
     @abstractmethod
     def executor(
@@ -164,7 +164,7 @@ class Backend(ABC):
 
 
 class CpuBackend(Backend):
-    """The CPU. Pages have the dtype of the model, or float32 if no CPU kernel reads that dtype."""
+    """The CPU. Pages have the dtype of the model, or float32 if no CPU kernel supports it."""
 
     bodies = (sample_rows,)
 
@@ -213,7 +213,7 @@ class CpuBackend(Backend):
             executor = rank.executor(staged)
         else:
             executor = rank.executor(StagedExecutor(torch_executor(NoChooser(lines))))
-        # last: this writes to all of its memory, and one of the allocations above may fail
+        # last, because this writes to all of its memory, and an allocation above may fail
         _reserve(model, sizes.max_seq_len)
         return executor
 
@@ -223,7 +223,7 @@ class CpuBackend(Backend):
 
 
 class DeviceBackend(Backend):
-    """A CUDA device, or the emulator. Pages have the spec's `kv_cache_dtype`, else its `dtype`."""
+    """A CUDA device, or the emulator. Pages have the spec's `kv_cache_dtype`, or its `dtype`."""
 
     stream: Stream
     kernels: CudaKernels
@@ -239,7 +239,7 @@ class DeviceBackend(Backend):
         self, source: Any, params: OptionalParams, collectives: Collectives | None = None
     ) -> Model:
         model = super().load(source, params, collectives)
-        self.stream.catch_up()  # the current stream of this thread has filled its tensors
+        self.stream.catch_up()  # the model's tensors were filled on this thread's current stream
         if isinstance(model, CheckpointModel) and isinstance(self.stream, DeviceStream):
             name = torch.cuda.get_device_name(self.device)
             with self.stream:
@@ -250,9 +250,9 @@ class DeviceBackend(Backend):
     def memory_budget(
         self, model: Model, params: OptionalParams, max_beam_width: int
     ) -> MemoryBudget:
-        """Measure the memory of the largest steps, with a KV cache of one block.
+        """Return the memory that is left after the largest step and the largest CUDA graph.
 
-        These are the largest step that the options allow, and the largest CUDA graph.
+        Both are run with a KV cache of one block, to measure what they take.
         """
         self._reserve(model, wanted_seq_len(params, model.spec))
         rows = params.max_batch_size * max_beam_width
@@ -321,9 +321,9 @@ class DeviceBackend(Backend):
         self.stream.catch_up()  # as after loading
 
     def _peak_bytes(self, model: Model, params: OptionalParams, rows: int) -> int:
-        """Return the bytes of steps with `rows` sampled rows, including their CUDA graphs.
+        """Return the peak bytes of steps with `rows` sampled rows, including their CUDA graphs.
 
-        The memory of a graph is not used by anything else.
+        Both are added, because the memory of a graph is not used by other steps.
         """
         longest = wanted_seq_len(params, model.spec)
         block = params.kv_cache_config.tokens_per_block
@@ -360,13 +360,13 @@ def _shape(spec: Dimensions, sizes: Sizes) -> tuple[int, int, int, int, int]:
 
 
 def _reserve(model: Model, num_positions: int) -> None:
-    reserve = getattr(model, "reserve_positions", None)  # a wrapper of a model may have it, too
+    reserve = getattr(model, "reserve_positions", None)  # a host's wrapper of a model may have it
     if reserve is not None:
         reserve(num_positions)
 
 
 def _refuse_for_models(params: OptionalParams) -> None:
-    """ConfigError for options that need a model loaded by the manager."""
+    """Raise ConfigError for options that need a model that the manager has loaded."""
     if params.kv_cache_config.max_attention_window is not None:
         raise ConfigError(
             "KvCacheConfig.max_attention_window has no effect on a Model object, which defines its "

@@ -1,7 +1,7 @@
 """`Blueprint`: all settings of a loop, and `build_loop`, which builds the loop from them.
 
-A recording contains the blueprint, and so a replay builds the same loop again without its model and
-host. Every default is resolved already.
+A recording contains the blueprint, so a replay can build the same loop again without its model and
+host. A blueprint has no open defaults.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host
 
 # The manager's limits for MAX_UTILIZATION, measured in docs/scheduling.md.
-_MAX_PAUSES = 3  # after this many pauses of a request, others are preferred as victims
+_MAX_PAUSES = 3  # a request that was paused this often is paused again only in the last resort
 _RESUME_HEADROOM_BLOCKS = 1  # blocks that must stay free when a paused request resumes
-# when a request starts, there must be blocks for this many steps of all running requests
+# when a request starts, the free blocks must suffice for this many steps of all running requests
 _START_HEADROOM_STEPS = 16
 
 
@@ -49,8 +49,8 @@ _START_HEADROOM_STEPS = 16
 class Blueprint:
     """All settings that decide how a loop schedules.
 
-    `custom_scheduler`: the name of `SchedulerConfig.create_scheduler`, since a file cannot hold the
-    function itself.
+    `custom_scheduler`: in a recording, the name of `SchedulerConfig.create_scheduler`, because a
+    file cannot contain the function itself.
     """
 
     params: OptionalParams
@@ -80,19 +80,19 @@ class Blueprint:
 
     @property
     def max_active(self) -> int | None:
-        """The highest number of active requests. None: no limit, so Get may return any number."""
+        """The highest number of active requests; None if Get may return any number."""
         most = self.params.max_active_requests
         return self.max_num_requests if most == "auto" else most
 
     @property
     def num_slots(self) -> int:
-        # With run-ahead, a request keeps its slot for one step after the step of its last token was
-        # launched. The request that follows it needs another slot meanwhile.
+        # With run-ahead, a request keeps its slot for one step after the launch of its last token.
+        # A request that starts in this step needs another slot.
         return self.max_num_requests * (1 + (self.params.run_ahead or 0))
 
     def allocator(self) -> Allocator:
-        """Return an empty allocator: no block and no slot is in use."""
-        # `sink_token_length` is not passed on: the window reserves whole blocks for sinks already
+        """Return an allocator with all blocks and slots free."""
+        # `sink_token_length` is not passed: the window reserves whole blocks for sinks already
         window = self.sizes.window
         config = self.params.kv_cache_config
         kv_cache = KvCacheManager(
@@ -184,7 +184,7 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
         max_context_length=sizes.max_context_length,
         context_chunking_policy=chunking if sizes.chunked else None,
         chunk_unit=sizes.chunk_unit if sizes.chunked else None,
-        # "shift": cached tokens move the start of a first chunk and do not shorten it, so only a
+        # in a step, cached tokens move the start of a first chunk and do not shorten it, so only a
         # chunk that reaches the end of the prompt costs fewer tokens
         reuse_credit_rule="shift",
         mixed_beam_widths=True,

@@ -1,4 +1,4 @@
-"""Checks the options of a manager. An invalid option is refused by name; no option is ignored.
+"""Checks the options of a manager. An invalid option is refused by name, and none is ignored.
 
 A field that has no effect in this library, or that is not supported yet, must have its default
 value.
@@ -255,7 +255,7 @@ def _check_ranks(params: OptionalParams) -> None:
 
 
 def _settle_device(params: OptionalParams) -> None:
-    """Make `device` a str, check it, and set the defaults that depend on it."""
+    """Convert `device` to a str, check it, and set the defaults that depend on it."""
     if params.device is not None:
         params.device = str(params.device)  # also a torch.device
         if not DEVICE.fullmatch(params.device):
@@ -279,7 +279,7 @@ def _settle_device(params: OptionalParams) -> None:
 
 
 def _settle_dtypes(params: OptionalParams) -> None:
-    """Make `dtype` a str, and check that the device supports all dtypes."""
+    """Convert `dtype` to a str, and check that the device supports all dtypes."""
     if params.dtype is not None:
         params.dtype = str(params.dtype).removeprefix("torch.")
     if params.dtype not in _DTYPES:
@@ -327,7 +327,7 @@ def check_arguments(
 
 
 def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) -> None:
-    """ConfigError for options that do not fit to V1: STATIC_BATCH with a contiguous KV cache."""
+    """Raise ConfigError for options that V1, STATIC_BATCH with contiguous caches, excludes."""
     contradictions = {
         "SchedulerConfig.capacity_scheduler_policy = MAX_UTILIZATION": (
             scheduler_config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION

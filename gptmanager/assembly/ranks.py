@@ -1,4 +1,4 @@
-"""The agreement of ranks before they run: equal options, and sizes that fit on each rank."""
+"""Connects a rank to the others, and checks that all have equal options and fitting sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gptmanager.ranks.links import Links, Message
 from gptmanager.ranks.small_tensors import connect_parts
 from gptmanager.ranks.world import BOOT_S, World, find_all, new_group
 
-_GROUP_GRACE_S = 5.0  # process groups time out after links, which know the rank to blame
+_GROUP_GRACE_S = 5.0  # process groups time out later than links, which know the failed rank
 # options that may differ between ranks: files, reports and the device
 _MAY_DIFFER = (
     *("black_box_path", "black_box_iterations", "black_box_bytes", "recording_path"),
@@ -48,8 +48,8 @@ _MAY_DIFFER = (
 class Ranks(NamedTuple):
     """The connections of this rank to the others.
 
-    `num_local` ranks run on this machine and share its memory. This one is number `local_rank` of
-    them. Each has its own device.
+    `num_local`: how many ranks run on this machine and share its memory, each with its own device.
+    `local_rank`: the number of this one among them.
     """
 
     links: Links
@@ -60,8 +60,8 @@ class Ranks(NamedTuple):
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that this one ends with `error`.
 
-        The destructor of a process group waits for its work, and the rank that it waits for may
-        hang. So a thread keeps the groups alive until their work has timed out.
+        The destructor of a process group waits for its work, which may wait for a rank that hangs.
+        So a thread keeps the groups alive until their work has timed out.
         """
         self.links.fail(error, response_text(error))
         keep_s = self.links.timeout_s + _GROUP_GRACE_S
@@ -95,13 +95,13 @@ class Ranks(NamedTuple):
     def least_blocks(self, budget: MemoryBudget, sizes: Sizes) -> MemoryBudget:
         """Return the budget, limited to the number of blocks that fit on every rank.
 
-        A block has different sizes in bytes on different ranks.
+        The bytes alone do not decide this, because a block may take more bytes on another rank.
         """
         blocks, on_host = self._least(sizes.num_blocks, sizes.num_host_blocks)
         return budget._replace(most_blocks=blocks, most_host_blocks=on_host)
 
     def check_equal(self, what: str, value: Any) -> None:
-        """RankError if a rank's value differs from rank 0's."""
+        """Raise RankError if the value of a rank differs from that of rank 0."""
         given = self.links.exchange(repr(value).encode())
         for rank, own in enumerate(given):
             if own != given[0]:
@@ -109,7 +109,7 @@ class Ranks(NamedTuple):
                 self.links.blame(rank, why)
 
     def _least(self, *numbers: int) -> list[int]:
-        """Return the minimum over all ranks of each number."""
+        """Return the minimum of each number over all ranks."""
         given = [orjson.loads(it) for it in self.links.exchange(orjson.dumps(numbers))]
         return [min(column) for column in zip(*given, strict=True)]
 
@@ -124,9 +124,9 @@ def connect(
     model_type: ModelType,
     max_beam_width: int,
 ) -> Ranks | None:
-    """Connect to the other ranks and compare the options of all; None if there is only one rank.
+    """Connect to the other ranks and compare the options of all. None for a single rank.
 
-    RankError names the first rank that differs from rank 0, and how, in the same text on each rank.
+    RankError, with the same text on each rank, says which rank differs from rank 0, and how.
     """
     config, layout = params.parallel_config, world.layout
     if config is None or layout.size == 1:
@@ -169,8 +169,8 @@ def connect(
 def report_failed_start(find: Callable[[], World], error: Exception) -> None:
     """Report `error`, which ends this rank before it connects to the others.
 
-    The others receive it when all ranks have connected. `find` returns the world; if the options of
-    this rank are invalid, all launched ranks are assumed.
+    The others receive it when all ranks have connected. `find` returns the world. If it raises,
+    because the options of this rank are invalid, the world is all ranks that were launched.
     """
     try:
         try:
@@ -192,7 +192,7 @@ def report_failed_start(find: Callable[[], World], error: Exception) -> None:
 
 def _report(world: World, error: Exception) -> None:
     rank, size, timeout_s = world.layout.rank, world.layout.size, ParallelConfig().timeout_s
-    with suppress(RankError):  # another rank has failed, and all ranks know that
+    with suppress(RankError):  # another rank has failed, and has reported it to all
         store = world.store(BOOT_S)
         links = Links(rank, size, store, world.host, timeout_s=timeout_s, boot_s=BOOT_S)
         links.fail(error, response_text(error))
@@ -219,7 +219,7 @@ class ResultChannel:
 
 
 class _ProcessGroups:
-    """Makes process groups of torch. They are new ones, independent of the host's groups."""
+    """Makes new process groups of torch, which are independent of the host's groups."""
 
     def __init__(self, store: Any, links: Links, timeout_s: float, backend: str) -> None:
         self._store, self._links = store, links
@@ -230,7 +230,7 @@ class _ProcessGroups:
         layout, config = world.layout, params.parallel_config
         assert config is not None
         stage, part, parts = layout.stage, layout.part, layout.tensor_parallel_size
-        # in the order of stages, so that ranks cannot wait for each other in a cycle
+        # joined in the order of stages, so that ranks cannot wait for each other in a cycle
         previous = None if stage == 0 else self._new(f"to-{stage}-{part}", 1, 2)
         following = None if layout.is_last_stage else self._new(f"to-{stage + 1}-{part}", 0, 2)
         own_stage = self._new(f"stage-{stage}", part, parts) if parts > 1 else None
@@ -270,7 +270,7 @@ class _ProcessGroups:
 
 
 class _JoiningGroup:
-    """Joins a process group in a thread, as work for which links can wait.
+    """Joins a process group in a thread, so that `Links.wait` can wait for it.
 
     torch itself would not notice that another rank has died.
     """
@@ -322,7 +322,7 @@ def _versions(params: OptionalParams) -> dict[str, Any]:
 
 
 def _field_values(name: str, config: Any, left_out: Iterable[str]) -> dict[str, Any]:
-    """Return a configuration's fields, also nested ones, as JSON values; a function as its name."""
+    """Return the fields of a configuration, with nested ones, as JSON values; functions by name."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -1,4 +1,4 @@
-"""The size of the KV cache and the length of sequences, with the log lines operators expect."""
+"""The size of the KV cache and the length of sequences, with their log lines."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ logger = logging.getLogger("gptmanager")
 _GIB = 1 << 30
 _CPU_FRACTION = 0.25  # of free memory, if neither max_tokens nor a fraction is given
 _DEFAULT_FRACTION = 0.9
-_WINDOWED_CHUNK = 256  # least number of tokens in a chunk, with an attention window
+_WINDOWED_CHUNK = 256  # the fewest tokens in a chunk with an attention window
 _UNBOUNDED = 1 << 62
 
 
 class MemoryBudget(NamedTuple):
-    """Memory for the KV cache. `dtype`: of its pages.
+    """The memory for the KV cache. `dtype`: the dtype of its pages.
 
     `shared`: other programs use this memory, too. By default the KV cache then gets a small part of
-    the free bytes, at most what all slots can fill. `most_blocks` and `most_host_blocks`: limits
-    that other ranks set.
+    the free bytes, and not more than a full batch can fill. `most_blocks` and `most_host_blocks`:
+    limits that other ranks set.
     """
 
     free_bytes: float
@@ -61,7 +61,7 @@ class Sizes:
 
     @property
     def window(self) -> AttentionWindow | None:
-        """The placement of a sequence in its blocks if attention has a window, else None."""
+        """The positions that a sequence keeps, or None without an attention window."""
         if self.attention_window is None:
             return None
         return AttentionWindow(self.attention_window, self.sink_token_length, self.tokens_per_block)
@@ -72,9 +72,9 @@ class Sizes:
 
     @property
     def chunk_unit(self) -> int:
-        """The number of tokens that all but the last chunk of a context are multiples of.
+        """The unit of chunks: each chunk except the last one of a context is a multiple of it.
 
-        This is one block. With an attention window it is at least 256 tokens, because every context
+        It is one block. With an attention window it is at least 256 tokens, because every context
         longer than the window runs in chunks.
         """
         size = self.tokens_per_block
@@ -93,8 +93,8 @@ def size(
 ) -> Sizes:
     """Return the sizes for a model. ConfigError names the option that is too small or too large.
 
-    `budget`: by default the free memory of the CPU. V1 has a contiguous KV cache: one block of
-    max_seq_len tokens for each sequence of a batch, or as many as max_tokens and the memory allow.
+    `budget`: by default the free memory of the CPU. V1 has a contiguous KV cache, with one block of
+    max_seq_len tokens for each sequence of a batch, or fewer if max_tokens or the memory limit it.
     """
     max_seq_len = wanted_seq_len(params, spec)
     contiguous = model_type is ModelType.V1
@@ -104,7 +104,7 @@ def size(
     if window is not None and window >= max_seq_len:
         window = None
     sink = params.kv_cache_config.sink_token_length or 0
-    longest = max_seq_len  # highest number of tokens that one sequence keeps
+    longest = max_seq_len  # the most tokens that one sequence keeps
     if window is not None:
         longest = min(longest, AttentionWindow(window, sink, tokens_per_block).num_tokens)
     num_blocks = _num_blocks(params, spec, max_seq_len, longest, contiguous, max_beam_width, budget)
@@ -171,7 +171,7 @@ def _num_blocks(
     max_beam_width: int,
     budget: MemoryBudget,
 ) -> int:
-    """Return the number of blocks. `longest`: highest number of tokens that a sequence keeps."""
+    """Return the number of blocks. `longest`: the most tokens that a sequence keeps."""
     config, free = params.kv_cache_config, budget.free_bytes
     logger.info("free memory before sizing the KV cache: %.2f GiB", free / _GIB)
     max_tokens, default_fraction = config.max_tokens, _DEFAULT_FRACTION
@@ -245,7 +245,7 @@ def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
 
 
 def _check_chunks(max_num_tokens: int, sizes: Sizes) -> None:
-    """ConfigError if a step is too small for one chunk of a context."""
+    """Raise ConfigError if a step is too small for one chunk of a context."""
     unit, size = sizes.chunk_unit, sizes.tokens_per_block
     if not sizes.chunked or max_num_tokens >= min(unit, sizes.max_input_len):
         return

@@ -1,6 +1,4 @@
-"""Memory that outlives a step: the KV pool, adapter pages and the weights; and reading
-checkpoints.
-"""
+"""Tensors that outlive a step (the KV pool, adapter pages, weights), and checkpoint files."""
 
 from gptmanager.memory.adapter_pool import AdapterPool, adapter_table
 from gptmanager.memory.kv_pool import KvPool

@@ -28,15 +28,15 @@ class AdapterPool:
     """Pages of adapters on the device and on the host.
 
     `pages [num_device_pages * page_size]`: the device's pages in one tensor that never moves,
-    because captured steps hold its address. On a CPU, memory is allocated when pages are written. A
-    table for kernels has a slot for each page and holds the addresses of adapters. `modules`: the
-    modules of a layer of the model, by id. `share`: the part of an adapter that is kept; None for
-    all.
+    because captured steps contain its address. A CPU allocates their memory when they are written.
+    A table for kernels has a slot for each page, and tells where an adapter's matrices are in
+    `pages`. `modules`: the modules of a layer of the model, by id. `share`: the part of an adapter
+    that is kept; None: all.
 
     Host pages are in blocks of `pages_per_block`. A block is allocated when its first page is
     written, and freed when its last page is released. It is pinned unless the device is the CPU.
-    Call `warm_up()` before the first adapter is read, on a thread that may take seconds. `put` may
-    run in any thread, `copy` on any stream. The caller orders accesses to a page.
+    `warm_up` must be called before the first adapter is read, on a thread that may take seconds.
+    `put` may run in any thread, `copy` on any stream. Callers order accesses to the same page.
     """
 
     def __init__(
@@ -63,9 +63,8 @@ class AdapterPool:
         self._layers = range(num_layers) if share is None else share.layers
         self._layout = _layout(modules if share is None else share.modules)
         self._layouts: dict[bytes, Layout] = {}  # by which modules a step uses
-        self._has_modules = np.zeros(
-            (sizes.num_device_pages, len(modules)), dtype=bool
-        )  # which modules the adapter in a slot has
+        # which modules the adapter in each slot has
+        self._has_modules = np.zeros((sizes.num_device_pages, len(modules)), dtype=bool)
         shape = sizes.num_device_pages, len(self._layers), len(modules), 2
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._num_placed = 0
@@ -76,9 +75,7 @@ class AdapterPool:
         self._lock = Lock()  # guards the two above
 
     def kept(self, adapter: Adapter) -> list[Tensor]:
-        """Return the part of each row that `put` writes; it is empty for layers that
-        are not kept.
-        """
+        """Return the part of each row that `put` writes; empty in layers of other ranks."""
         rows, share = adapter.rows.values(), self._share
         if share is None:
             return [row.values for row in rows]
@@ -108,8 +105,8 @@ class AdapterPool:
     ) -> Pieces[None]:
         """Write an adapter to its host pages.
 
-        `weights[i]`: the `kept` part of `rows[i]`: A, then B, flattened, in the pool's dtype.
-        Raises AdapterError for other weights, before anything is written.
+        `weights[i]`: the `kept` part of `rows[i]`, first A, then B, flattened, in the pool's dtype.
+        Raises AdapterError for weights of other shapes or dtypes, before anything is written.
         """
         if len(weights) != len(rows):
             raise AdapterError(f"got {len(weights)} tensors for the {len(rows)} rows of an adapter")
@@ -130,7 +127,7 @@ class AdapterPool:
         whole(self.copy_in_pieces(copies))
 
     def copy_in_pieces(self, copies: Iterable[PageCopy]) -> Pieces[None]:
-        """Copy the used part of host pages to the device, on the current stream if there is one."""
+        """Copy the used parts of host pages to the device, on the current stream of a device."""
         for host_page, device_page, num_elements in copies:
             start = device_page * self.sizes.page_size
             source = self._host_page(host_page)[:num_elements]
@@ -143,7 +140,7 @@ class AdapterPool:
         packing: Packing,
         device_pages: Sequence[int],
     ) -> None:
-        """Register an adapter in `slot` of the kernels' table, in stream order like `copy`."""
+        """Write an adapter to `slot` of the kernels' table, on the same stream as `copy`."""
         size = self.sizes.page_size
         table = adapter_table(rows, packing, device_pages, size, self._layers, self._modules)
         self._table[slot].copy_(table)
@@ -151,10 +148,10 @@ class AdapterPool:
         self._num_placed += 1
 
     def step(self, rows: Tensor, slots: npt.NDArray[np.int32] | None = None) -> StepAdapters:
-        """Return the adapters of a step's tokens. `rows` int32 `[T]`: their slots; -1: none.
+        """Return the adapters of a step's tokens. `rows` int32 `[T]`: their slots, -1 for none.
 
-        `slots`: `rows` on the CPU. With None the step may use any module. On a CPU, the last
-        step's object is returned if nothing has changed: kernels keep their plan in it.
+        `slots`: `rows` on the CPU; if it is None, the step may use any module. On a CPU the object
+        of the last step is returned if nothing has changed, because kernels keep their plan in it.
         """
         key = None if slots is None or self._pinned else (slots.tobytes(), self._num_placed)
         if key is not None and key == self._last_key and self._last is not None:
@@ -178,7 +175,7 @@ class AdapterPool:
         return self._layouts[key]
 
     def release(self, host_pages: Iterable[int]) -> None:
-        """Free host pages. Blocks without used pages are freed too."""
+        """Free host pages, and blocks without used pages."""
         with self._lock:
             self._written.difference_update(host_pages)
             needed = {page // self._pages_per_block for page in self._written}
@@ -187,12 +184,12 @@ class AdapterPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """The number of bytes on the device."""
         return self.pages.nbytes + self._table.nbytes
 
     @property
     def host_nbytes(self) -> int:
-        """Return the bytes of the blocks that are currently allocated."""
+        """The number of bytes of all blocks that are currently allocated."""
         with self._lock:
             return sum(block.nbytes for block in self._blocks.values())
 
@@ -240,8 +237,8 @@ def adapter_table(
 ) -> Tensor:
     """Return the kernels' table entry of an adapter: int64 `[layers, modules, 2]`, on the CPU.
 
-    The two values are the index in `AdapterPool.pages` at which A begins, and the rank; rank 0 if
-    the adapter does not have the module. `modules`: module id -> its index.
+    The two values are the index in `AdapterPool.pages` where A begins, and the rank, which is 0 if
+    the adapter does not have the module. `modules`: the index of each module id.
     """
     table = torch.zeros((len(layers), len(modules), 2), dtype=torch.int64)
     found = table.numpy()

@@ -1,7 +1,7 @@
-"""`CudaKvPool`: a `KvPool` on a device. A kernel on the device's stream copies its blocks.
+"""`CudaKvPool`: a `KvPool` for CUDA kernels. A kernel on the device's stream copies its blocks.
 
-Blocks with ids from `num_blocks` on are in pinned host memory. The kernel reads and writes it
-directly, so no thread waits.
+Blocks with ids from `num_blocks` on are in pinned host memory. The kernel reads and writes this
+memory directly, so no thread waits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MAX_ROWS = 1 << 31
 
 
 class CudaKvPool(KvPool):
-    """Pages in the layout that CUDA kernels read: token-major.
+    """Pages in token-major layout, which CUDA kernels read.
 
-    Raises ConfigError if a layer has 2^31 rows (tokens of a KV head) or more: kernels use int
-    indices.
+    Raises ConfigError if a layer has 2^31 rows (tokens of a KV head) or more, because kernels use
+    int indices.
     """
 
     def __init__(self, launcher: Launcher, *sizes: int, **options: Any) -> None:
@@ -43,7 +43,7 @@ class CudaKvPool(KvPool):
             launcher.kernel(PROGRAM, name)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Enqueue copies of the first tokens of blocks; the result is that of copying in order."""
+        """Enqueue copies of the first tokens of blocks. The result is that of copying in order."""
         head_dim = self.values.shape[-1]
         if head_dim * self.values.itemsize % _VECTOR_BYTES:
             super().copy(copies)

@@ -1,6 +1,6 @@
 """`HostMemory`: host tensors that a device can read and write directly.
 
-Decides how memory is pinned. It does not know the content.
+Decides how memory is pinned. Does not know what it contains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HostMemory:
 
     torch rounds a pinned tensor up to a power of two, for example 40 GiB to 64 GiB. Here only the
     pages of the tensor are mapped and registered with CUDA. If CUDA refuses, torch pins the memory.
-    `register` and `unregister` raise if CUDA refuses; None: torch's CUDA functions.
+    `register` and `unregister` raise if CUDA refuses; by default they are torch's CUDA functions.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class HostMemory:
         self._unregister = unregister or _unregister
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor; on a CPU an ordinary one."""
+        """Return an uninitialized tensor. Its memory is not pinned if the device is the CPU."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._device.type != "cuda" or num_bytes == 0:
             is_pinned = self._device.type != "cpu"

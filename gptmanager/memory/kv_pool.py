@@ -14,15 +14,15 @@ NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class KvPool:
-    """Paged storage of keys and values, addressed by block id. It does not know which sequence
-    holds a block.
+    """The keys and values of all blocks, by block id. Does not know which sequence holds a block.
 
     `keys` `[layers, blocks, kv_heads, head_dim, tokens_per_block]`: transposed inside a block, so
     that the scores of one query against a block are computed along contiguous memory. `values`
-    `[layers, blocks, kv_heads, tokens_per_block, head_dim]`. With `dtype` float8_e4m3fn, an element
-    is multiplied by a scale of the model. `token_major`: keys have the memory layout of values, and
-    `keys` is a transposed view, because CUDA kernels read whole tokens. `contiguous`: in addition,
-    the values of a block follow its keys, so that both are views of one tensor.
+    `[layers, blocks, kv_heads, tokens_per_block, head_dim]`. With `dtype` float8_e4m3fn, elements
+    are multiplied by a scale that the model has. `token_major`: keys have the memory layout of
+    values, and `keys` is a transposed view, because CUDA kernels read whole tokens. `contiguous`:
+    as with `token_major`, and the values of a block follow its keys, so that both are views of one
+    tensor.
 
     `num_host_blocks` more blocks are in CPU memory, with ids from `num_blocks` on. They are copied
     to and from the device, and steps never use them.
@@ -70,11 +70,11 @@ class KvPool:
         self._host_values = pages(host, is_keys=False, empty=self._host_memory.empty)
 
     def contiguous(self, layer: int) -> Tensor:
-        """Return a layer's keys, then values: `[blocks, 2, kv_heads, tokens_per_block, head_dim]`.
+        """Return a layer's keys and values, `[blocks, 2, kv_heads, tokens_per_block, head_dim]`.
 
-        A view if the pool was created `contiguous`, otherwise a copy. In V1, where a sequence has
-        one block, this is `[sequences, 2, kv_heads, max_seq_len, head_dim]`; the only entry of a
-        sequence's line in `Batch.block_tables` is its row.
+        The result is a view if the pool was created `contiguous`, otherwise a copy. In V1 a
+        sequence has one block, so this is `[sequences, 2, kv_heads, max_seq_len, head_dim]`. The
+        row of a sequence is the only entry of its line in `Batch.block_tables`.
         """
         if self._whole is not None:
             return self._whole[layer]
@@ -89,9 +89,7 @@ class KvPool:
             values[:, :, :num_tokens] = source_values[:, :, :num_tokens]
 
     def _block(self, block: int) -> tuple[Tensor, Tensor]:
-        """Return keys `[layers, kv_heads, head_dim, tokens]` and values of a block on device or
-        host.
-        """
+        """Return the keys `[layers, kv_heads, head_dim, tokens]` and the values of a block."""
         if block < self.num_blocks:
             return self.keys[:, block], self.values[:, block]
         index = block - self.num_blocks

@@ -1,4 +1,4 @@
-"""The destinations of a checkpoint's tensors: rows of a parameter, and the part that is kept."""
+"""The destinations of a checkpoint's tensors: rows of a parameter, and which of them are kept."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Run(NamedTuple):
 class Place:
     """The destination of one tensor of a checkpoint.
 
-    The tensor fills `num_rows` rows of `parameter` from `first_row` on (None: all). `transposed`:
-    the checkpoint stores the transpose. `twin`: another tensor fills this storage (tied
-    embeddings); this tensor may be missing, otherwise it must be equal to the twin. `scale`: one
-    number for all rows, or one per row, kept as float32; a missing scale is 1. `runs`: the order of
-    the tensor's rows, if they are not consecutive from `first_row`. `stacked`: the tensor holds
-    this number of matrices (or bias vectors), one per expert; its rows are numbered through all of
-    them.
+    The tensor fills `num_rows` rows of `parameter` from `first_row` on; None: all that follow.
+    `transposed`: the checkpoint has the transpose. `twin`: another tensor fills this storage (tied
+    embeddings); this tensor may be missing, otherwise it must be equal to the other one. `scale`:
+    the tensor has one number for all rows, or one per row, kept as float32; a missing scale is 1.
+    `runs`: the order of the tensor's rows, if they are not consecutive from `first_row`. `stacked`:
+    the tensor has this number of matrices (or bias vectors), one per expert; its rows are numbered
+    through all of them.
     """
 
     parameter: str

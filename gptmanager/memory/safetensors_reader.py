@@ -29,11 +29,11 @@ _MAX_TENSORS = 200_000  # enough for 10,000 layers
 class SafetensorsFolder:
     """A Hugging Face checkpoint folder: `model.safetensors`, or the shards that an index names.
 
-    `single`: the name of an unsharded checkpoint's file. With a name other than the default, no
-    index is read. Files are memory-mapped. A page that was read stays resident as long as its
-    mapping, so the mapping is renewed whenever `max_bytes` were read through it. Raises ConfigError
-    if the folder has no safetensors, if a file is broken, or if a tensor is in two files or not in
-    the file that the index names.
+    `single`: the name of the file of an unsharded checkpoint. With a name other than the default,
+    no index is read. Files are memory-mapped. A page that was read stays resident as long as its
+    mapping, so the mapping is renewed after `max_bytes` were read through it. Raises ConfigError if
+    the folder has no safetensors, if a file is broken, or if a tensor is in two files or not in the
+    file that the index names.
     """
 
     def __init__(self, folder: Path, single: str = _SINGLE) -> None:
@@ -56,11 +56,7 @@ class SafetensorsFolder:
     def pieces(
         self, name: str, max_bytes: int, region: Sequence[range] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield slices of a tensor along its first dimension, (first index, slice), in order.
-
-        `region`: the range of each dimension to read; indices count from its beginning. A slice may
-        be a part of the mapped file, so it is valid only until the next one is requested.
-        """
+        """Yield slices of a tensor, see `TensorSource.pieces`. A slice may be part of the file."""
         shape, dtype, _ = self._tensors[name]
         if not shape:
             yield 0, self._map(self._files[name], max_bytes).get_tensor(name)

@@ -25,10 +25,10 @@ _NAMES = {
 
 
 class SafetensorsWriter:
-    """A context manager that writes tensors of announced shapes and dtypes, in the order of
-    `tensors`.
+    """A context manager that writes a file. `tensors`: the shape and dtype of each tensor.
 
-    Each tensor is written by one or more calls of `write`, from its first element to its last.
+    The tensors are written in this order, each by one or more calls of `write`, from its first
+    element to its last.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""`TensorSource`: the tensors of a checkpoint by name, and `StateDict`, the tensors in memory.
+"""`TensorSource`: the tensors of a checkpoint by name; `StateDict` has tensors in memory.
 
-A source finds tensors and reads slices of them. Does not know how a tensor is used.
+A source finds tensors and reads slices of them. It does not know how a tensor is used.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from gptmanager.kernels.gemm.int4_groups import Groups
 
 
 class TensorInfo(NamedTuple):
-    """The shape and dtype of a tensor, known before it is read. `dtype`: torch's name of it.
+    """The shape and dtype of a tensor, known before it is read.
 
-    `in_groups`: the tensor is an int4 matrix of a `GroupedSource`.
+    `dtype`: the name of a torch dtype. `in_groups`: it is an int4 matrix of a `GroupedSource`.
     """
 
     shape: tuple[int, ...]
@@ -38,8 +38,8 @@ class TensorSource(Protocol):
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield slices of a tensor along its first dimension, (first index, slice), in order.
 
-        `region`: the range of each dimension to read; indices count from its beginning. A slice has
-        about `max_bytes`, and is valid until the next one is requested.
+        `region`: the range of each dimension to read; the first index counts from its beginning. A
+        slice has at most about `max_bytes`, and is valid until the next one is requested.
         """
         ...
 
@@ -49,7 +49,7 @@ class TensorSource(Protocol):
 
 
 class GroupedSource(TensorSource, Protocol):
-    """A source with int4 matrices, which it can also return without conversion."""
+    """A source that can also return int4 matrices without converting them to floats."""
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
         """Yield these rows of a matrix `[outputs, inputs]` in slices, as `pieces` does."""
@@ -57,7 +57,7 @@ class GroupedSource(TensorSource, Protocol):
 
 
 class StateDict:
-    """Tensors that are in memory. Raises ConfigError for values that are not dense tensors."""
+    """A source of tensors in memory. Raises ConfigError for values that are not dense tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -87,7 +87,7 @@ class StateDict:
         yield 0, tensor if region is None else tensor[tuple(map(as_slice, region))]
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing, because no file is open."""
 
 
 def as_slice(indices: range) -> slice:
@@ -95,5 +95,5 @@ def as_slice(indices: range) -> slice:
 
 
 def tensor_name(tensor: str) -> str:
-    """Return the name as it is if it is printable and short, else quoted."""
+    """Return a tensor's name for messages: quoted unless it is printable and short."""
     return tensor if tensor.isprintable() and len(tensor) <= 200 else quoted(tensor)

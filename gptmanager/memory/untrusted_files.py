@@ -1,5 +1,4 @@
-"""Checks the kind, size and nesting of checkpoint files, which are not trusted, before reading
-them.
+"""Reads files of checkpoints, which are not trusted, after checking their kind, size and nesting.
 
 Does not interpret the content of the files.
 """
@@ -68,9 +67,8 @@ def check_depth(where: str, value: Any) -> None:
     level: Iterable[Any] = [value]
     for _ in range(_MAX_DEPTH):
         inner = [child for parent in level for child in _children(parent)]
-        level = {
-            id(child): child for child in inner
-        }.values()  # a host's value may contain an object twice
+        # each object once: a host's value may contain the same object many times
+        level = {id(child): child for child in inner}.values()
         if not level:
             return
     raise ConfigError(f"{where}: {_TOO_DEEP}")

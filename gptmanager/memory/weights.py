@@ -1,8 +1,8 @@
-"""`Weights`: a model's parameters, in storage that is owned here and filled by tensor name.
+"""`Weights`: a model's parameters, in storage of its own that is filled from a checkpoint.
 
-Decides how a tensor reaches its storage: as a whole, or as rows of a fused parameter; transposed or
-not; converted to the storage's dtype. The storage never moves, so a reference to a parameter sees
-later loads. A `Place` says which parameter a tensor belongs to.
+Decides how a tensor is copied to its storage: as a whole or as rows of a fused parameter,
+transposed or not, converted to the storage's dtype. The storage never moves, so later loads change
+the values of a parameter in place. A `Place` says which parameter a tensor belongs to.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class _Part(NamedTuple):
 
 
 class Weights:
-    """Parameters by our names, filled from tensors by the checkpoint's names.
+    """Parameters by the library's names, filled from tensors by the checkpoint's names.
 
-    `places`: the destination of each tensor. Its name may have `prefix` or not, or a key of
-    `prefixes` in place of the value. Tensors with names that match `ignored` are skipped; any other
-    tensor without a place is an error. `wide`: parameters that are kept in float32 at least.
-    `quantized`: the matrices that are stored as int8 or int4. `keeps_groups`: the matrices that are
-    stored as int4 if the first source has them as int4. `cuts`: the kept part of each parameter;
-    parameters that it lacks are dropped; None: keep all. Names and shapes are those of whole
-    tensors even so. The first `load` allocates the storage: tensors, or for `matrices` the result
-    of `new_matrix(rows, columns, dtype, quantized)` unless that is None. `version` counts the
-    loads, so that results of older weights can be recognized.
+    `places`: the destination of each tensor, by name. In the checkpoint a name may lack `prefix`,
+    or have a key of `prefixes` in place of its value. Tensors with names that match `ignored` are
+    skipped; any other tensor without a place is an error. `wide`: parameters that are kept in
+    float32 at least. `quantized`: the matrices that are stored as int8 or int4. `keeps_groups`:
+    store those as int4 that the first source has as int4. `cuts`: the kept part of each parameter;
+    others are dropped; None: keep all. Names and shapes are always those of whole tensors. The
+    first `load` allocates the storage. For `matrices` it is the result of `new_matrix(rows,
+    columns, dtype, quantized)` unless that is None, otherwise a tensor. `version` counts the loads,
+    so that results of older weights can be recognized.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Weights:
 
     @property
     def matrices(self) -> list[Matrix]:
-        """The matrices of matmuls."""
+        """The stored matrices that matmuls use."""
         return [self._storage[name] for name in self._storage if name in self._matrices]
 
     def __contains__(self, name: str) -> bool:
@@ -123,9 +123,9 @@ class Weights:
         `partial`: after a complete load, tensors may be missing; their storage is not changed.
         `on_progress` is called with "weights", the bytes copied so far, and all bytes to copy.
 
-        Raises ConfigError, which names the tensors that are missing, unknown, duplicated, not of
-        the right shape or a floating dtype, or not equal to their twin; or the number of bytes if
-        memory does not suffice (then nothing is allocated or copied).
+        Raises ConfigError, with their names, for tensors that are missing, unknown, duplicated, of
+        a wrong shape or no floating dtype, or not equal to their twin. If memory does not suffice,
+        ConfigError has the number of bytes, and nothing is allocated or copied.
         """
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
@@ -150,7 +150,7 @@ class Weights:
     def _in_groups(
         self, names: Mapping[str, str], found: Mapping[str, TensorInfo]
     ) -> dict[str, Quantized]:
-        """Return the quantized matrices that a source stores as int4 completely."""
+        """Return the quantized matrices that the source has completely as int4."""
         places = self._places
         others = {places[n].parameter for n, own in names.items() if not found[own].in_groups}
         return dict.fromkeys(self._quantized.keys() - others, "int4")
@@ -163,7 +163,7 @@ class Weights:
         sizes |= {n: _BYTES[kind] for n, kind in self._quantized.items()}
         needed = int(sum(math.prod(shape) * sizes[n] for n, shape in shapes.items()))
         on_cpu = torch.device(self._device).type == "cpu"
-        # a device raises by itself if memory does not suffice
+        # a device raises an error itself if memory does not suffice
         free = free_memory_bytes() if on_cpu else math.inf
         try:
             if needed > free:
@@ -190,7 +190,7 @@ class Weights:
         names: Mapping[str, str],
         on_progress: ProgressCallback | None,
     ) -> None:
-        # a twin is compared with its parameter, so it comes after it
+        # twins last, because a twin is compared with its parameter
         order = sorted(names, key=lambda name: self._places[name].twin)
         parts = {name: self._parts(self._places[name]) for name in names}
         total = sum(self._nbytes(name, part) for name in names for part in parts[name])
@@ -234,7 +234,7 @@ class Weights:
         return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
 
     def _names(self, given_names: Iterable[str]) -> dict[str, str]:
-        """Return the names of places -> the names in the checkpoint."""
+        """Return the name in the checkpoint for each name of a place."""
         names: dict[str, str] = {}
         unknown = []
         for given in given_names:
@@ -275,7 +275,7 @@ class Weights:
         if place.stacked or part.rows.step != 1:
             yield self._copy_picked(source, given, place, part, max_bytes)
             return
-        # a quantized row has one scale, which must be that of the whole row
+        # a row is quantized with one scale, which depends on the whole row
         in_rows = place.parameter in self._quantized
         columns = self._cuts[place.parameter].columns
         if columns is None:
@@ -309,7 +309,7 @@ class Weights:
     def _copy_picked(
         self, source: TensorSource, given: str, place: Place, part: _Part, max_bytes: int
     ) -> int:
-        """Copy rows of one expert's matrix, or rows that are not consecutive; return the bytes."""
+        """Copy rows of one expert's matrix, or rows with a step; return the number of bytes."""
         rows, columns = part.rows, self._cuts[place.parameter].columns
         itemsize = self._storage[place.parameter].dtype.itemsize
         grouped = self._grouped(source, given, place)
@@ -334,7 +334,7 @@ class Weights:
         return piece.numel() * itemsize
 
     def _grouped(self, source: TensorSource, given: str, place: Place) -> GroupedSource | None:
-        """Return the source if it has the tensor in 4 bits and so has its storage."""
+        """Return the source if both it and the storage have the tensor as int4."""
         is_stored_so = isinstance(self._storage[place.parameter], Int4Matrix)
         if place.stacked or not is_stored_so or not source.describe()[given].in_groups:
             return None
@@ -354,11 +354,11 @@ class Weights:
     ) -> bool:
         """Copy columns of `piece` (None: all) to the storage, starting at the given row and column.
 
-        For a twin, nothing is copied; returns False if the values differ from the storage.
+        A twin is not copied but compared: returns False if it differs from the storage.
         """
         storage = self._storage[place.parameter]
         if isinstance(storage, PackedMatrix):
-            given: Any = piece  # groups only where the storage is an `Int4Matrix`, see `_grouped`
+            given: Any = piece  # `Groups` only if the storage is an `Int4Matrix`, see `_grouped`
             own = slice(None) if columns is None else slice(columns.start, columns.stop)
             if place.twin:
                 return storage.holds(given, row, column, own)

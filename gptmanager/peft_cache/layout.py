@@ -1,6 +1,6 @@
 """The layout of adapters in pages: page size, number of pages, and the place of each row.
 
-Knows nothing of which adapters are cached. Sizes are in elements of the model's dtype.
+Sizes are in elements of the model's dtype. Knows nothing of which adapters are cached.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ class AdapterRow(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """`page`: index among the pages of the adapter. `offset`: where A begins in it."""
+    """The place of a row. `page`: index among the adapter's pages. `offset`: where A begins."""
 
     page: int
     offset: int
 
 
 class Packing(NamedTuple):
-    """`places`: of an adapter's rows, in order. `lengths`: number of used elements per page."""
+    """The places of an adapter's rows, in order, and the number of used elements of each page."""
 
     places: tuple[RowPlace, ...]
     lengths: tuple[int, ...]
 
 
 class CacheSizes(NamedTuple):
-    """Elements per page, pages of both levels, bytes per element, and the highest rank.
+    """The sizes of an adapter cache.
 
-    `first_layers`: the first layers of all pipeline stages except the first one.
+    `page_size`: elements per page. `itemsize`: bytes per element. `max_adapter_size`: the highest
+    LoRA rank. `first_layers`: the first layer of each pipeline stage except the first stage.
     """
 
     page_size: int
@@ -66,13 +67,13 @@ def cache_sizes(
 ) -> CacheSizes:
     """Return the sizes of a cache for a model with modules of `widths` (inputs + outputs), by id.
 
-    Pipeline stages have caches of equal sizes, those of the stage with the most layers.
+    All pipeline stages have the sizes that the stage with the most layers needs.
 
-    A page holds an adapter of `optimal_adapter_size` in all layers and modules, attn_qkv or its
-    three parts; and a row of `max_adapter_size` of any module. `num_host_module_layer` and
-    `num_device_module_layer` count rows of rank 1 of the widest module; the space for them is
-    rounded up to whole pages. Sizes in bytes are limits, rounded down. `free_device_bytes`: the
-    memory that `device_cache_percent` is a fraction of.
+    A page can hold an adapter of rank `optimal_adapter_size` in all layers and modules (without
+    attn_qkv if the model has its three parts), and a row of rank `max_adapter_size` of any module.
+    `num_host_module_layer` and `num_device_module_layer` count rows of rank 1 of the widest module;
+    the space for them is rounded up to whole pages. Sizes in bytes are limits, rounded down.
+    `device_cache_percent` is a fraction of `free_device_bytes`.
     """
     borders = 0, *first_layers, num_layers
     most = max(end - first for first, end in itertools.pairwise(borders))
@@ -101,9 +102,9 @@ def cache_sizes(
 
 
 def pack(rows: Sequence[AdapterRow], page_size: int, first_layers: Sequence[int] = ()) -> Packing:
-    """Pack rows into pages, each row in one page: the longest first, into the first page it fits.
+    """Pack rows into pages. Each row, the longest first, is put into the first page that it fits.
 
-    Each stage has the rows of its layers in pages of its own. All stages count the pages of the
+    Each stage puts the rows of its layers into its own pages. All stages count the pages of the
     stage that needs the most, so that all make the same decisions.
 
     (First-fit decreasing: Johnson 1973. At most 11/9 of the fewest pages, plus one.)

@@ -17,7 +17,7 @@ from gptmanager.peft_cache.page_eviction import AdapterPages, CachedAdapter
 
 
 class PageCopy(NamedTuple):
-    """Copy the first `num_elements` of a host page to a device page."""
+    """A copy of the first `num_elements` elements of a host page to a device page."""
 
     host_page: int
     device_page: int
@@ -33,10 +33,10 @@ class Put(Enum):
 
 
 class PeftCacheCounts(NamedTuple):
-    """Pages of both levels now, and counts of events since the start.
+    """The numbers of pages on both levels now, and counts of events since the start.
 
-    A request that starts, or resumes after a pause, is a hit if its adapter is on the device, and a
-    miss if it must be copied there; `copied_bytes` counts the copies.
+    When a request starts, or resumes after a pause, it is a hit if its adapter is on the device,
+    and a miss if the adapter must be copied there. `copied_bytes`: the size of all these copies.
     """
 
     host_total_pages: int = 0
@@ -54,7 +54,7 @@ class PeftCacheCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeftCacheReport:
-    """The owners of pages at one moment: each used page -> the task id of its adapter.
+    """The owners of pages at one moment: the task id of the adapter in each used page.
 
     `problem` is the first contradiction in the accounts, None if they are consistent.
     """
@@ -70,12 +70,12 @@ class PeftCacheReport:
 
 
 class PeftCacheManager:
-    """Adapters by task id, on two levels of pages. Adapters on the device are on the host, too.
+    """Adapters by task id, on two levels of pages. An adapter on the device is also on the host.
 
-    The life of a request's adapter: `put` or `use` when the request is accepted, `ensure` before
-    each of its steps, `pause`, and `release` at its end. Until then the adapter stays on the host,
-    and from `ensure` to `pause` or `release` on the device. Of the other adapters the least
-    recently used are evicted when pages are short.
+    For a request with an adapter, call `put` or `use` when it is accepted, `ensure` before each of
+    its steps, `pause` when it is paused, and `release` at its end. The adapter stays on the host
+    until `release`, and on the device from `ensure` to `pause` or `release`. When pages are short,
+    the least recently used of the other adapters are evicted.
     """
 
     def __init__(self, sizes: CacheSizes) -> None:
@@ -94,11 +94,11 @@ class PeftCacheManager:
         return task_id in self._by_task
 
     def get_max_device_pages(self) -> int:
-        """Return the pages of the device; each distinct adapter of a step takes some of them."""
+        """Return the number of device pages, which all adapters of a step share."""
         return self._device.total
 
     def determine_num_pages(self, lora_task_id: int) -> int:
-        """Return the pages that the adapter takes, plus those of a replaced one still in use.
+        """Return how many pages the adapter takes, plus those of replaced ones that are in use.
 
         AdapterError if no adapter of this id is cached.
         """
@@ -108,10 +108,10 @@ class PeftCacheManager:
         return self._cached(lora_task_id).num_pages + sum(replaced)
 
     def put(self, request_id: int, task_id: int, digest: str, rows: Sequence[AdapterRow]) -> Put:
-        """Cache a request's adapter; after any result but WAIT the request has it.
+        """Cache a request's adapter. Unless the result is WAIT, the request has it now.
 
-        `digest` identifies the content: rows and their numbers. AdapterError if the id has another
-        content, or if the adapter can never fit on the device.
+        `digest` identifies the content: rows and their numbers. AdapterError if other content is
+        cached under the id, or if the adapter is too large for the cache.
         """
         self._check_has_none(request_id)
         known = self._by_task.get(task_id)
@@ -137,21 +137,21 @@ class PeftCacheManager:
         return Put.NEW
 
     def use(self, request_id: int, task_id: int) -> None:
-        """Give a request the cached adapter of an id; AdapterError if there is none."""
+        """Give a request the cached adapter of an id. AdapterError if none is cached."""
         self._check_has_none(request_id)
         self._give(request_id, self._cached(task_id))
 
     def loaded(self, adapter: CachedAdapter) -> None:
-        """Record that its rows are in its host pages. If loading failed, call `forget` before."""
+        """Record that an adapter's rows are in its host pages. If that failed, `forget` before."""
         adapter.is_loading = False
         self._drop_if_over(adapter)
 
     def ensure(self, request_id: int) -> tuple[PageCopy, ...] | None:
-        """Return the copies that put a request's adapter on the device; call before each step.
+        """Return the copies that put a request's adapter on the device. Call it before each step.
 
-        After any result but None the adapter stays until `pause` or `release`. After copies, call
-        `copied` once they are done. None: the adapter is still loading, or other requests need all
-        pages, and the request must wait.
+        None means that the request must wait, because the adapter is still loading or because
+        other requests need all pages. Otherwise the adapter stays until `pause` or `release`. If
+        copies are returned, call `copied` when they are done.
         """
         adapter = self.adapter_of(request_id)
         self._touch(adapter)
@@ -185,7 +185,7 @@ class PeftCacheManager:
         self._touch(adapter)
 
     def release(self, request_id: int) -> None:
-        """Record that the request has ended, with or without an adapter."""
+        """Record that a request has ended. It may have no adapter."""
         adapter = self._by_request.pop(request_id, None)
         if adapter is not None:
             adapter.running.discard(request_id)
@@ -194,9 +194,9 @@ class PeftCacheManager:
             self._drop_if_over(adapter)
 
     def forget(self, task_id: int) -> bool:
-        """Drop the adapter of this id, so that it needs new weights; return whether there was one.
+        """Drop the adapter of this id, if one is cached, and return whether it was.
 
-        Requests that have it continue with it; it is removed with the last of them.
+        Requests that have it continue with it, and it is removed when the last of them ends.
         """
         adapter = self._by_task.pop(task_id, None)
         if adapter is None:
@@ -207,7 +207,7 @@ class PeftCacheManager:
         return True
 
     def adapter_of(self, request_id: int) -> CachedAdapter:
-        """Return the adapter of a request; LedgerError if it has none."""
+        """Return the adapter of a request. LedgerError if it has none."""
         if request_id not in self._by_request:
             raise LedgerError(f"request {request_id} has no adapter")
         return self._by_request[request_id]
@@ -218,14 +218,14 @@ class PeftCacheManager:
         return tuple(self._host.adapters)
 
     def find(self, request_id: int) -> CachedAdapter | None:
-        """Return the adapter of a request, or None if it has none; see `adapter_of`."""
+        """Return the adapter of a request, or None if it has none."""
         return self._by_request.get(request_id)
 
     def host_pages(self, adapter: CachedAdapter) -> tuple[int, ...]:
         return self._host.adapters[adapter]
 
     def device_pages(self, adapter: CachedAdapter) -> tuple[int, ...] | None:
-        """Return the adapter's device pages; None if it is not on the device."""
+        """Return the adapter's device pages, or None if it is not on the device."""
         return self._device.adapters.get(adapter)
 
     def take_freed(self) -> tuple[int, ...]:
@@ -265,7 +265,7 @@ class PeftCacheManager:
     def _cached(self, task_id: int) -> CachedAdapter:
         adapter = self._by_task.get(task_id)
         if adapter is None:
-            # other ids are not listed: the client must not learn which ones are cached
+            # other ids are not listed, because the client must not learn which ones are cached
             raise AdapterError(
                 f"lora_task_id {task_id} is not cached: pass lora_weights and lora_config with it"
             )
@@ -303,7 +303,7 @@ class PeftCacheManager:
         self._touch(adapter)
 
     def _copy(self, adapter: CachedAdapter) -> tuple[PageCopy, ...]:
-        """Return the copies to free device pages; the caller ensures that there are enough."""
+        """Return the copies of an adapter to free device pages. Enough pages must be free."""
         self._device.take(adapter)
         adapter.is_copying = True
         lengths = adapter.packing.lengths

@@ -1,6 +1,6 @@
-"""The pages of one level, and the adapters that have them, the least recently used first.
+"""`AdapterPages`: the pages of one cache level, and which adapters lose theirs if pages are short.
 
-Decides which adapters are evicted when pages are short, among those that the caller permits.
+The least recently used adapters are evicted, among those that the caller permits.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gptmanager.peft_cache.layout import AdapterRow, Packing
 
 @dataclass(slots=True, eq=False)
 class CachedAdapter:
-    """One content under one task id; another content under this id is another adapter.
+    """An adapter in the cache. Other content under the same task id is another adapter.
 
-    `requests` may run with it; those in `running` need it on the device. `is_loading`: its rows are
-    being written to its host pages; `is_copying`: they are being copied to the device.
-    `is_replaced`: only requests that have it already may use it.
+    `requests` have it; those in `running` need it on the device. `is_loading`: its rows are being
+    written to its host pages. `is_copying`: they are being copied to the device. `is_replaced`: no
+    further request gets it.
     """
 
     task_id: int
@@ -47,9 +47,10 @@ class CachedAdapter:
 
 
 class AdapterPages:
-    """Pages `0..total - 1`. Those with the lowest numbers are handed out first.
+    """Pages `0..total - 1`. The lowest free numbers are handed out first.
 
-    `free`: a heap of returned pages. Pages from `fresh` on have never been handed out.
+    `free`: a heap of returned pages. Pages from `fresh` on have never been handed out. `adapters`:
+    the pages of each adapter, the least recently used first.
     """
 
     __slots__ = ("adapters", "free", "fresh", "total")
@@ -67,7 +68,7 @@ class AdapterPages:
     def in_the_way(
         self, num_pages: int, stays: Callable[[CachedAdapter], bool]
     ) -> list[CachedAdapter] | None:
-        """Return the adapters to evict so that `num_pages` are free; None if not enough can be.
+        """Return the adapters to evict so that `num_pages` are free, or None if too few can be.
 
         `stays` returns whether an adapter must not be evicted.
         """
@@ -81,7 +82,7 @@ class AdapterPages:
         return found if num_free >= num_pages else None
 
     def take(self, adapter: CachedAdapter) -> None:
-        """Give the adapter pages; the caller ensures that enough are free."""
+        """Give pages to an adapter. Enough pages must be free."""
         num_again = min(adapter.num_pages, len(self.free))
         pages = [heapq.heappop(self.free) for _ in range(num_again)]
         num_new = adapter.num_pages - num_again
@@ -101,18 +102,18 @@ class AdapterPages:
             self.adapters.move_to_end(adapter)
 
     def set(self, adapters: Mapping[CachedAdapter, tuple[int, ...]]) -> None:
-        """Restore these adapters, in this order, with their pages; all other pages are free."""
+        """Restore these adapters, in this order, with their pages. All other pages become free."""
         self.adapters = OrderedDict(adapters)
         taken = {page for pages in adapters.values() for page in pages}
         self.fresh = min(max(taken, default=-1) + 1, self.total)
         self.free = [page for page in range(self.fresh) if page not in taken]
 
     def owners(self) -> dict[int, int]:
-        """Return page -> task id."""
+        """Return the task id of the adapter in each used page."""
         return {page: adapter.task_id for adapter, pages in self.adapters.items() for page in pages}
 
     def problem(self) -> str | None:
-        """Recount all pages: each must be free or belong to one adapter; return a contradiction."""
+        """Return the first page that is not either free or in one adapter, as a text, or None."""
         if self.fresh > self.total:
             return f"page {self.fresh - 1} is not within 0..{self.total - 1}"
         holders: dict[int, int] = dict.fromkeys(range(self.fresh), 0)

@@ -1,6 +1,7 @@
 """The accounts of a LoRA cache as data, how an empty cache is restored from them, and copies.
 
-Derived values are not in the data. Restored accounts are always checked before they are used.
+The data exclude values that can be computed. Restored accounts are always checked before they are
+used.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gptmanager.peft_cache.page_eviction import AdapterPages, CachedAdapter
 
 
 class AdapterState(NamedTuple):
-    """The state of a `CachedAdapter`. `device_pages` None: it is not on the device."""
+    """The state of a `CachedAdapter`. `device_pages`: None if it is not on the device."""
 
     task_id: int
     digest: str
@@ -33,7 +34,11 @@ class AdapterState(NamedTuple):
 
 
 class PeftCacheState(NamedTuple):
-    """`adapters`: the least recently used first, on both levels. `freed`: see `take_freed`."""
+    """The state of a `PeftCacheManager`.
+
+    `adapters`: the least recently used first, on both levels. `freed`: the host pages that
+    `take_freed` would return.
+    """
 
     adapters: tuple[AdapterState, ...]
     freed: tuple[int, ...]
@@ -57,7 +62,7 @@ def peft_cache_state(cache: PeftCacheManager) -> PeftCacheState:
 
 
 def restore_peft_cache(cache: PeftCacheManager, state: PeftCacheState) -> None:
-    """Restore an empty cache to `state`; LedgerError if the restored accounts are inconsistent."""
+    """Restore an empty cache to `state`. LedgerError if the restored accounts are inconsistent."""
     adapters = [_adapter(it, cache.sizes) for it in state.adapters]
     both = [*zip(adapters, state.adapters, strict=True)]
     cache._host.set({adapter: it.host_pages for adapter, it in both})
@@ -80,7 +85,7 @@ def restore_peft_cache(cache: PeftCacheManager, state: PeftCacheState) -> None:
 def copied_peft_cache(
     cache: PeftCacheManager,
 ) -> tuple[PeftCacheManager, Mapping[CachedAdapter, CachedAdapter]]:
-    """Return a cache with the same accounts, which changes alone, and its copy of each adapter."""
+    """Return an independent copy of a cache, and the copy of each of its adapters."""
     copies = {
         adapter: replace(adapter, requests={*adapter.requests}, running={*adapter.running})
         for adapter in cache._host.adapters

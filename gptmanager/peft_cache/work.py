@@ -1,7 +1,7 @@
-"""Adapter jobs that run in parallel with the token loop, and their results.
+"""The jobs of reading, writing and copying adapters, and their results, as plain values.
 
-Reading, writing and copying adapters is slow, so other threads do it while steps run. Jobs are
-plain values. The pages of an adapter are allocated before its job is created.
+These jobs are slow, so other threads run them in parallel with the token loop. The pages of an
+adapter are allocated before its job is created.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from gptmanager.request.adapter import AdapterTensors
 
 
 class ReadAdapter(NamedTuple):
-    """Read and check the numbers that a request passed, and keep them for `WriteAdapter`.
+    """Read and check the weights that a request passed, and keep them for `WriteAdapter`.
 
-    `job`: an id, unique among all jobs of a loop.
+    `job`: an id that no other job of the loop has.
     """
 
     job: int
@@ -52,7 +52,7 @@ class CopyAdapter(NamedTuple):
 
 
 class FreeHostPages(NamedTuple):
-    """Free these pages: their content is no longer needed."""
+    """Free these pages, because their content is no longer needed."""
 
     host_pages: tuple[int, ...]
 
@@ -61,7 +61,7 @@ AdapterWork = ReadAdapter | WriteAdapter | DropAdapter | CopyAdapter | FreeHostP
 
 
 class AdapterDone(NamedTuple):
-    """The result of a job. `digest`: that of the weights read. `error`: None after a success."""
+    """The result of a job. `digest`: of the weights that were read. `error`: None after success."""
 
     job: int
     digest: str = ""
