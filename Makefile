@@ -47,7 +47,7 @@ marathon: marathon-draws marathon-soak  ## run all that takes long: the three be
 marathon-draws: $(DEV)  ## run the tests that draw at random, FUZZ=20 times as long
 	GPTMANAGER_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 	  $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --timeout 0 \
-	  $$(grep -rlE "from fuzz import|mark.every" tests --include='test_*.py') $(ARGS)
+	  $$(grep -rlE "from fuzz import|mark.(every|slow)" tests --include='test_*.py') $(ARGS)
 
 marathon-soak: $(DEV)  ## soak a manager with a tight cache for MINUTES=15
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \

@@ -1,10 +1,12 @@
 """Settings that hold for every test, and what tests of guided decoding share."""
 
+import functools
 import gc
 import signal
 import zlib
 from collections import defaultdict
 
+import httpx
 import pytest
 from fuzz import ALL_CASES
 from hypothesis import HealthCheck, settings
@@ -22,16 +24,19 @@ settings.load_profile("gptmanager")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Each call of `httpx.post` creates a context for TLS, which takes 20 ms: one is enough.
+httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
+
 gc.disable()  # until all tests are collected
 
 
 def pytest_collection_modifyitems(config, items):
-    """Run each k-th case of a test that is marked `every(k)`.
+    """Leave out tests marked `slow`, and of those marked `every(k)` all but each k-th case.
 
-    `make marathon` and `make mutants` run all of them. The name of the test decides the first
-    case, so that tests of one table run different cases.
+    `make marathon`, `make mutants` and a call that names a test run all of them. The name of the
+    test decides the first case, so that tests of one table run different cases.
     """
-    if ALL_CASES:
+    if ALL_CASES or any("::" in argument for argument in config.args):
         return
     cases, every = defaultdict(list), {}
     for item in items:
@@ -40,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
             test = item.nodeid.partition("[")[0]
             cases[test].append(item)
             every[test] = marker.args[0]
-    left_out = set()
+    left_out = {item for item in items if item.get_closest_marker("slow") is not None}
     for test, its_cases in cases.items():
         first = zlib.crc32(test.encode()) % min(every[test], len(its_cases))
         left_out.update(its_cases)

@@ -63,6 +63,7 @@ def test_a_phase_where_there_is_no_gpu(phase, tmp_path):
 
 @no_device
 @pytest.mark.timeout(300)  # it starts many interpreters, one after the other
+@pytest.mark.slow
 def test_commands_that_run_without_a_gpu_fail_as_they_should(tmp_path):
     """With --anyway they run."""
     done = run_card("a", tmp_path, "--anyway", "--only", "kernels-norms,test_norms")

@@ -103,6 +103,7 @@ def test_which_kernels_begin_early():
 
 
 @pytest.mark.parametrize("program", [it for it in PROGRAMS if it.dependent], ids=lambda it: it.file)
+@pytest.mark.every(4)
 def test_the_instructions_are_there_from_sm_90_on(program):
     """A launch that begins early without them would be a race. Earlier devices do not know them."""
     try:

@@ -433,6 +433,7 @@ def test_a_library_is_built_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["so", "machine"])
+@pytest.mark.every(2)
 def test_a_damaged_library_is_built_anew(tmp_path, caplog, kind):
     chain = emulator.Toolchain(copy_machine(tmp_path))
 

@@ -127,6 +127,7 @@ def test_norms_ask_for_their_weight_before_they_wait(tmp_path):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("dtype", "told"), [("__half", "F16"), ("__nv_bfloat16", "BF16")])
+@pytest.mark.every(4)
 def test_warpgroups_make_weights_while_values_are_added(dtype, told, head_dim, tmp_path):
     """In the loop come both products, the wait for the first, exponentials, and the second wait."""
     disassembler()

@@ -82,6 +82,7 @@ def bundled():
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*/*.json"))}
 
 
+@pytest.mark.slow
 def test_most_public_schemas_compile_and_their_texts_fit(parser):
     schemas = {**bundled(), **EVERYDAY}
     num_strict = num_lenient = num_ended = 0

@@ -63,7 +63,7 @@ def guarded_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     monkeypatch.setattr(torch, "empty_like", lambda x: empty(x.shape, x.dtype))
-    monkeypatch.setattr(torch, "empty", lambda *shape, dtype: empty(shape, dtype))
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype=torch.float32: empty(shape, dtype))
 
 
 @dtypes

@@ -62,6 +62,7 @@ ROWS = [(1, 1), (63, 63), (64, 64), (65, 70), (0, 5), (5, 200), (1, 64), (1, 65)
 
 @both_kernels
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.every(3)
 def test_attention_over_pages(kernels: Kernels, sizes: Sizes) -> None:
     pages = new_pages(sizes, ROWS)
     close(pages.attend_all(kernels), textbook_attention(pages))
@@ -167,6 +168,7 @@ def contiguous(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     [*SHAPES, Sizes(4, 2, 32, 300), Sizes(3, 1, 20, 301), Sizes(4, 2, 32, 320, window=100, sink=5)],
     ids=str,
 )
+@pytest.mark.every(3)
 def test_attention_over_contiguous_keys_and_values(kernels: Kernels, sizes: Sizes) -> None:
     pages = new_pages(sizes, ROWS)
     pages.keys, pages.values = contiguous(pages.keys, pages.values)

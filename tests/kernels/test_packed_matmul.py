@@ -75,6 +75,7 @@ def close(found: Tensor, wanted: Tensor, depth: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.every(3)
 def test_products_are_right_at_every_edge(products: CpuKernels, dtype: torch.dtype) -> None:
     for (outs, depth), num_rows in itertools.product(SHAPES, ROWS):
         weight, bias = randn(outs, depth).to(dtype), randn(outs, seed=1).to(dtype)

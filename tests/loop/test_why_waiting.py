@@ -23,7 +23,7 @@ from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, StaticBatchScheduler
 from gptmanager.scheduler.wait_reasons import WaitReason
 
-NUM_TRACES = 36 * FUZZ
+NUM_TRACES = 24 * FUZZ
 _CONTEXT = LlmRequestState.CONTEXT_INIT
 
 

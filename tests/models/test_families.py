@@ -54,6 +54,7 @@ def test_compiled_logits_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
+@pytest.mark.every(2)
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     prompts = [LONG, tokens(3, 5), tokens(11, 6)]
     requests = [InferenceRequest.from_tokens(i, own, 12) for i, own in enumerate(prompts)]

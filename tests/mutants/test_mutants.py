@@ -163,6 +163,7 @@ def mistake(after):
     return Mutant("gptmanager/kernels.py", 2, "any", "    return x + x", f"    return {after}")
 
 
+@pytest.mark.slow
 def test_what_becomes_of_mistakes(project):
     mistakes = {
         "x - x": KILLED,

@@ -17,7 +17,7 @@ from gptmanager.peft_cache import PeftCacheManager, manager
 from gptmanager.peft_cache.layout import Packing, RowPlace
 from gptmanager.peft_cache.page_eviction import AdapterPages, CachedAdapter
 
-OPERATIONS = 100_000 * FUZZ
+OPERATIONS = 40_000 * FUZZ
 FOUND = (Divergence, LedgerError, LookupError)
 
 

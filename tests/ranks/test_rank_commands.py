@@ -51,6 +51,7 @@ def test_a_file_of_requests_runs_on_ranks_as_on_one(options, tmp_path):
     assert alone == ranks
 
 
+@pytest.mark.slow
 def test_a_chat_over_ranks_is_that_of_rank_0(tmp_path):
     lines = tmp_path / "lines"
     lines.write_text("17 + 25 =\n")
@@ -121,6 +122,7 @@ def on_one_machine(host):
     return [[*TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port()), host]]
 
 
+@pytest.mark.slow
 def test_the_host_of_the_page_runs_under_torchrun(tmp_path):
     """On two machines, where there is the right to make networks that stand for them."""
     host = tmp_path / "host.py"

@@ -372,6 +372,7 @@ def one_thread():
 @pytest.mark.every(2)
 @pytest.mark.parametrize("policy", [0, 1], ids=["max_utilization", "no_evict"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.every(2)
 def test_all_ranks_decide_the_same_and_answer_as_one_does(mode, policy):
     num_ranks, num_stages, more = MODES[mode]
     config = SchedulerConfig(
