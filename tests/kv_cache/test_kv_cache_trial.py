@@ -12,7 +12,7 @@ from fuzz import FUZZ
 from kv_cache_model import Divergence, KvCacheModel, Options
 from kv_cache_trial import main, run_episode, run_trial
 
-from gptmanager.kv_cache import KvCacheManager, lookups, offloading, reuse
+from gptmanager.kv_cache import KvCacheManager, block_reuse, lookup_cache, offloading
 from gptmanager.kv_cache.block import BlockPool, BlockTables
 from gptmanager.request.llm_request import LlmRequest
 
@@ -104,8 +104,13 @@ def first_beam_whole(right, self, sequence, store):
 
 
 MISTAKES = [
-    (reuse.CachingBlockPool, "share", for_one_beam, r"counts 1 references, but \d tables hold it"),
-    (reuse.BlockReuse, "end", first_beam_whole, "goes before|blocks for|tokens found|not of"),
+    (
+        block_reuse.CachingBlockPool,
+        "share",
+        for_one_beam,
+        r"counts 1 references, but \d tables hold it",
+    ),
+    (block_reuse.BlockReuse, "end", first_beam_whole, "goes before|blocks for|tokens found|not of"),
     (offloading.HostTier, "__init__", greedy_host, "copies|the copy"),
     (offloading.CachingBlockPool, "onboard", uncopied, "no copy of|is not of"),
     (offloading.CachingBlockPool, "_offload", unmoved, "no copy of"),
@@ -125,7 +130,7 @@ MISTAKES = [
         "no copy of|begins as none|does not hold position",
     ),
     (KvCacheManager, "scheduling_remove_sequence", blind_what_if, "one more blocks free without"),
-    (reuse.CachingBlockPool, "take", newest_first, r"block \d+.* goes before"),
+    (block_reuse.CachingBlockPool, "take", newest_first, r"block \d+.* goes before"),
 ]
 
 
@@ -137,7 +142,7 @@ def test_a_mistake_in_the_kv_cache_is_found(monkeypatch, owner, name, mistake, t
 
 
 def test_a_salt_that_is_overlooked_is_found(monkeypatch):
-    for module in (reuse, lookups):
+    for module in (block_reuse, lookup_cache):
         monkeypatch.setattr(module, "root_key", lambda request: request.lora_task_id)
     with pytest.raises(Divergence, match="goes before|tokens found|blocks for"):
         run_trial(20_000)
