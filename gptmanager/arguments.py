@@ -50,7 +50,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def able(name: str, value: _T, method: str, expected: str) -> _T:
-    """Return `value`; ConfigError unless it has the method that an `expected` object has."""
+    """Return `value`. ConfigError unless it has `method`, which an `expected` object has."""
     if not callable(getattr(value, method, None)):
         raise ConfigError(f"{name} = {value!r} must be a {expected}: it has no method {method}()")
     return value

@@ -1,6 +1,6 @@
 """The configuration of a manager: enums, and plain mutable dataclasses.
 
-The camelCase names of TensorRT-LLM's optional parameters exist here as snake_case fields with
+TensorRT-LLM's optional parameters, which have camelCase names, are snake_case fields here, with
 their documented defaults. Setting an unknown name raises AttributeError. `assembly.options` checks
 the values.
 """
@@ -68,14 +68,14 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class KvCacheConfig:
-    """The size and the features of the paged KV cache. Lengths in tokens, sizes in bytes.
+    """The size and the features of the paged KV cache. Lengths are in tokens, sizes in bytes.
 
-    `host_swap`: selects the evicted blocks that move to the `host_cache_size` bytes of CPU memory.
-    "always": all of them. "auto": a block moves if two copies of it, at `host_bytes_per_s`, take
-    less time than computing its tokens again, at `recompute_tokens_per_s`.
+    `host_swap`: whether evicted blocks move to `host_cache_size` bytes of CPU memory. With "always"
+    they do. With "auto" they do if two copies of a block, at `host_bytes_per_s`, take less time
+    than computing its tokens again, at `recompute_tokens_per_s`.
 
-    `dtype` of keys and values. None: the model's. "fp8": 8-bit floats (e4m3) times the checkpoint's
-    scales, on CUDA devices only.
+    `dtype`: of keys and values; None: the model's. "fp8": 8-bit floats (e4m3) times the
+    checkpoint's scales, not on the CPU.
     """
 
     max_tokens: int | None = None
@@ -100,7 +100,7 @@ class KvCacheConfig:
 
 @dataclass(slots=True)
 class PeftCacheManagerConfig:
-    """The LoRA cache. Sizes in bytes, `device_cache_percent` a fraction."""
+    """The sizes of the LoRA cache, in bytes. `device_cache_percent` is a fraction from 0 to 1."""
 
     num_host_module_layer: int = 0
     num_device_module_layer: int = 0
@@ -119,11 +119,12 @@ class PeftCacheManagerConfig:
 class ParallelConfig:
     """One model over several processes (ranks), each with its own manager.
 
-    `tensor_parallel_size` ranks share each layer; `pipeline_parallel_size` groups of ranks share
-    the layers. The number of ranks is the first times the second. `timeout_s`: a rank that does not
-    answer for longer has failed. `respond_on_all_ranks`: SendResponse and ReturnStats are called on
-    each rank instead of rank 0 only. `replicate_logits_post_processors`: each rank that has logits
-    calls its own host's post-processors.
+    `tensor_parallel_size` ranks share each layer, and `pipeline_parallel_size` groups of ranks
+    share the layers; the number of ranks is the first times the second. `timeout_s`: a rank that
+    does not answer for longer has failed. `respond_on_all_ranks`: SendResponse and
+    ReturnBatchManagerStats are called on each rank, not only on rank 0.
+    `replicate_logits_post_processors`: each rank that has logits calls the post-processors of its
+    own host.
     """
 
     tensor_parallel_size: int = 1
@@ -135,10 +136,11 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
-    """Draft tokens by prompt lookup (Saxena 2023), for outputs that copy: extraction, edits, code.
+    """Draft tokens by prompt lookup (Saxena 2023), for outputs that copy, such as edits and code.
 
-    The last n-gram of the text, of `max_ngram` down to `min_ngram` tokens, is searched for earlier
-    in the text. The tokens after its last occurrence, at most `max_draft_tokens`, are the draft.
+    The last tokens of the text, from `max_ngram` down to `min_ngram` of them, are searched for
+    earlier in the text. The tokens after their last occurrence, at most `max_draft_tokens`, are the
+    draft.
     """
 
     max_draft_tokens: int = 10
@@ -148,42 +150,45 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class OptionalParams:
-    """The optional parameters of a manager. Lengths in tokens, times in seconds, sizes in bytes.
+    """The optional parameters of a manager, which docs/manager.md describes one by one.
 
-    docs/manager.md describes every field.
+    Lengths are in tokens, times in seconds, sizes in bytes.
 
-    Sizes. `max_seq_len` None: the checkpoint's `max_position_embeddings`. `max_active_requests`
-    "auto": `max_batch_size` times the number of micro batches. None: no bound, and Get is called
-    with -1. `max_waiting_requests`: the number of requests that may wait beyond the batch; more
-    are refused with a CapacityError. None: no bound.
+    Sizes. `max_seq_len`: None means the checkpoint's `max_position_embeddings`.
+    `max_active_requests`: "auto" means `max_batch_size` times the number of micro batches, None no
+    limit; then Get is called with -1. `max_waiting_requests`: the number of requests that may wait
+    beyond the batch; more are refused with a CapacityError. None means no limit.
 
-    The step. `device` None: the CPU. `run_ahead` None: 0 on the CPU and with `enable_trt_overlap`,
-    otherwise 1. `cuda_graphs`: generation steps on a device are captured at the start and then
-    replayed. `weights_dtype`, on the CPU: "int8" quantizes the network's matrices to 8 bits, "int4"
-    to 4 bits, with the output matrix in `head_dtype` (None: 8 bits). None: `dtype`; for a quantized
-    file, if `dtype` is None too, 8 bits, or 4 bits for matrices that the file has in 4 bits.
-    `speculative_decoding_config`: draft tokens for requests of one beam. None: no drafts.
+    The step. `device`: None means the CPU. `run_ahead`: None means 0 on the CPU, with
+    `enable_trt_overlap` and with pipeline stages, otherwise 1. `cuda_graphs`: generation steps on a
+    device are captured at the start and then replayed. `weights_dtype`, on the CPU: "int8"
+    quantizes the network's matrices to 8 bits, "int4" to 4 bits, with the output matrix in
+    `head_dtype` (None: 8 bits). None means `dtype`, but a quantized file with `dtype` None stays in
+    8 bits, or in 4 bits where its matrices have 4 bits. `speculative_decoding_config`: draft tokens
+    for requests with one beam; None means no drafts.
 
-    The host. `idle_poll_s` None: an idle manager asks Get only after `notify()`.
-    `callback_budget_s`: the log names a callback that takes longer. `max_get_failures`: the
-    number of times that Get may fail in a row, with growing pauses; one more ends the manager.
+    The host. `idle_poll_s`: the time between two calls of Get while the manager is idle; with None
+    it calls Get only after `notify()`. `callback_budget_s`: a callback that takes longer is logged.
+    `max_get_failures`: the number of times that Get may fail in a row, with growing pauses; one
+    more ends the manager.
 
     Failures. `max_step_failures`: the number of failed iterations in a row that ends the manager;
     before that, a failure ends only the requests that ran. `step_budget_s`: an iteration that
-    takes longer counts as a hang, and the stacks of all threads are logged. None: no limit.
-    `on_hang` "fail": a hang also ends the manager, and the watchdog's thread sends a final error
-    for each request.
+    takes longer counts as a hang, and the stacks of all threads are logged; None means no limit.
+    `on_hang`: with "fail" a hang also ends the manager, and the watchdog's thread sends a final
+    error for each request.
 
     Logits post-processors. `logits_post_processor_batched`: an object with a method
-    `process_batch`, or a callable with its signature. It serves all requests without their own
-    post-processor. `logits_post_processor_budget_s`: the log names a call that takes longer. None:
-    no limit. `check_logits_post_processor_streams`: for debugging. A post-processor that uses
-    another CUDA stream than the model's ends its request; each call waits for the device.
+    `process_batch`, or a callable with its signature. It serves all requests without a
+    post-processor of their own. `logits_post_processor_budget_s`: a call that takes longer is
+    logged; None means no limit. `check_logits_post_processor_streams`: for debugging. A
+    post-processor that uses another CUDA stream than the model's ends its request, and each call
+    waits for the device.
 
     Recordings. `recording_path`: a file for the whole run (`gptmanager replay`). Without it the
-    last `black_box_iterations` iterations are kept in memory, in at most `black_box_bytes`, and
-    written to `black_box_path` when the loop fails; None: to a new file in the temporary folder,
-    which the log names. `black_box_iterations` 0: nothing is kept.
+    last `black_box_iterations` iterations are kept in memory, in about `black_box_bytes`, and
+    written to `black_box_path` when the loop fails. By default this is a new file in the temporary
+    folder, which the log names. With `black_box_iterations` 0 no iterations are kept.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)

@@ -1,4 +1,4 @@
-"""The statistics record of one iteration, as the JSON string that ReturnBatchManagerStats gets.
+"""The statistics record of one iteration, a JSON string that is passed to ReturnBatchManagerStats.
 
 The flat integer keys are those of TensorRT-LLM; some depend on the batching scheme. Keys of this
 library are under "gptmanager". The JSON Schema next to this file (`statistics.schema.json`)
@@ -45,8 +45,9 @@ class DraftCounts(NamedTuple):
 class Counts:
     """The counts of one iteration.
 
-    `sampled`: rows for which a token was sampled. `recomputed_tokens`: context tokens of requests
-    that had been paused. `logits_errors`: requests ended by a LogitsError since the start.
+    `sampled`: number of rows for which a token was sampled. `recomputed_tokens`: number of context
+    tokens of requests that had been paused. `logits_errors`: number of requests that a LogitsError
+    has ended since the start.
     """
 
     iteration: int
@@ -70,12 +71,12 @@ class Counts:
 
 @functools.lru_cache(maxsize=1)
 def _timestamp(second: int) -> str:
-    """Return a second in local time; cached, so that it is formatted once per second."""
+    """Return a second as local time. The cache avoids formatting the same second twice."""
     return local_time("%m-%d-%Y %H:%M:%S", second)
 
 
 class StatisticsReport:
-    """Makes the records of one manager. `timers`: those of all calls into the host's code."""
+    """Makes the records of one manager. `timers`: the timers of all calls into the host's code."""
 
     def __init__(self, timers: Sequence[CallbackTimer]) -> None:
         self._timers = timers
@@ -102,7 +103,7 @@ class StatisticsReport:
         self._take_gil_wait_us = int
 
     def note(self, counts: Counts) -> None:
-        """Note the counts of an iteration that ends."""
+        """Record the counts of an iteration that ends."""
         self._last_counts = counts
         if counts.context:  # all contexts of a V1 batch run in its first step
             self._num_slots = counts.context + counts.generation
@@ -112,7 +113,10 @@ class StatisticsReport:
         return self._record(counts, phase_times.microseconds(), self._take_gil_wait_us())
 
     def so_far(self) -> str:
-        """Return the last iteration's record, with the callbacks' times until now. Thread-safe."""
+        """Return the last iteration's record, with the callbacks' times until now.
+
+        Any thread may call it.
+        """
         counts = self._last_counts
         return "none: no step has ended" if counts is None else self._record(counts, {}, 0)
 
@@ -160,8 +164,8 @@ class StatisticsReport:
                 "MicroBatch ID": counts.micro_batch_id,
             }
         # A batch keeps its initial slots. The slot of a request that has ended is empty until all
-        # requests have ended. Tokens and empty slots add up to the batch size times the longest
-        # output.
+        # requests have ended. Over a batch, tokens and empty slots add up to the batch size times
+        # the longest output.
         return {
             "Total Generation Tokens": counts.sampled,
             "Empty Generation Slots": self._num_slots - counts.context - counts.generation,
@@ -169,7 +173,7 @@ class StatisticsReport:
 
 
 class PhaseTimes:
-    """The time of an iteration by phase. `clock_ns`: in a replay it always returns 0."""
+    """The time of an iteration by phase. `clock_ns`: the clock; in a replay it returns 0."""
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self.clock_ns = clock_ns

@@ -1,7 +1,7 @@
 """The values that loop, executor and host exchange, and the protocols `Executor` and `Host`.
 
-All values are frozen. Everything nondeterministic enters through `Intake`, so that a recording of
-the intakes can be replayed.
+All values are frozen. Every nondeterministic input is in an `Intake` or a `StepResult`, so a
+recording of these can be replayed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.statistics import Counts, PhaseTimes
 
-# replace the token of a row if none can be sampled
+# in place of the token of a row if none can be sampled
 NO_TOKEN = -1  # all logits are -inf
 NOT_FINITE = -2  # a logit is NaN or +inf
 
 
 class Failure(NamedTuple):
-    """The failure of an earlier iteration's effect; it ends the request `request_id`."""
+    """A failure that ends the request `request_id`, such as that of a callback or of a row."""
 
     request_id: int
     error: BaseException
@@ -37,9 +37,10 @@ class Failure(NamedTuple):
 class Intake:
     """All input of one iteration. `now` is in seconds of a monotonic clock.
 
-    `ready`: requests with a logits post-processor that is now ready. `clears_cache`: the weights
-    were replaced, so cached blocks are dropped. `adapters`: finished work on adapters.
-    `forgotten_adapters`: ids of tasks with replaced adapters.
+    `ready`: ids of requests with a logits post-processor that has become ready. `failures`: of
+    callbacks and preparations since the last intake. `clears_cache`: the weights were replaced, so
+    cached blocks are dropped. `adapters`: finished jobs. `forgotten_adapters`: task ids of adapters
+    to forget.
     """
 
     now: float
@@ -55,10 +56,11 @@ class Intake:
 class Row(NamedTuple):
     """One sequence in one step, which computes `num_tokens` positions from `position` on.
 
-    `samples` False: a context chunk before the last one, which yields no token. `epoch`
-    distinguishes the starts of a request, so that a result never reaches a later start. In the
-    context phase the beams of a request are one sequence; in generation there are `beam_width`. The
-    last `num_drafts` tokens are drafts: such a row yields up to `num_drafts` + 1 tokens.
+    `samples`: whether it yields a token, which a context chunk before the last one does not.
+    `epoch` distinguishes the starts of a request, so that a result is never used for a later start.
+    In the context phase all beams of a request are one sequence, in generation `beam_width`
+    sequences. The last `num_drafts` tokens are drafts; such a row yields up to `num_drafts` + 1
+    tokens.
     """
 
     request_id: int
@@ -74,11 +76,11 @@ class Row(NamedTuple):
 class SequenceStart(NamedTuple):
     """The start of a sequence in a slot, with everything that the executor needs to run it.
 
-    `tokens` is the history to compute from (the prompt, and tokens generated before a pause); the
-    first `orig_prompt_len` of them are the host's prompt. `processor`: the request's own logits
-    post-processor. `sampled`: beams are sampled in parallel, not searched. `num_candidates`:
-    candidates per beam; fewer if the vocabulary is smaller. `adapter_slot`: index of its adapter
-    in the kernels' table; -1: no adapter.
+    `tokens`: the prompt, and tokens generated before a pause; the first `orig_prompt_len` of them
+    are the host's prompt. `processor`: the request's own logits post-processor. `sampled`: beams
+    are sampled in parallel, not searched. `num_candidates`: candidates per beam; fewer if the
+    vocabulary is smaller. `adapter_slot`: index of its adapter in the kernels' table; -1 without
+    an adapter.
     """
 
     slot: int
@@ -128,12 +130,12 @@ class Drafts(NamedTuple):
 class BeamCandidates(NamedTuple):
     """The best continuations of each beam of a request: one list per beam, in descending order.
 
-    Beam search: `SequenceStart.num_candidates` per beam, or the whole vocabulary if it is smaller;
-    after the context there is one list only, for the prompt. Sampled beams: the one sampled token
-    of each beam, also after the context. `log_probs` have single precision.
+    In a beam search each list has `SequenceStart.num_candidates` tokens, or the whole vocabulary if
+    it is smaller; after the context the prompt has the only list. If beams are sampled, each list
+    has the sampled token, also after the context. `log_probs` have single precision.
 
-    A searched beam with a NaN or +inf logit has NOT_FINITE as its only candidate. For sampled beams
-    NOT_FINITE or NO_TOKEN may replace the token of any beam.
+    A NaN or +inf logit of a searched beam makes NOT_FINITE the only candidate of the request. Of
+    sampled beams any may have NOT_FINITE or NO_TOKEN in place of its token.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -144,8 +146,8 @@ class BeamCandidates(NamedTuple):
 class Schedule:
     """The decisions of one iteration, including memory; context rows precede generation rows.
 
-    `block_copies` run first, in order, before the rows write to any block. A sequence that starts
-    may have its first row at a position above 0: its blocks hold the positions before it.
+    `block_copies` run first, in order, before the rows write to any block. The first row of a
+    sequence may have a position above 0, if its blocks already hold the positions before.
     """
 
     iteration: int
@@ -183,7 +185,7 @@ class ContextLogits(NamedTuple):
 
 
 class TopLogProbs(NamedTuple):
-    """The k best tokens for each sampled token of a row, best first: float32, int32 `[n, k]`."""
+    """The k best tokens at each sampled token of a row, best first, float32 and int32 `[n, k]`."""
 
     row: int
     log_probs: np.ndarray
@@ -191,8 +193,10 @@ class TopLogProbs(NamedTuple):
 
 
 class PromptLogProbs(NamedTuple):
-    """Log probabilities of the n prompt tokens after `position`, float32 `[n]`, and the k best
-    tokens at each of their places, best first: float32 and int32 `[n, k]`.
+    """Log probabilities of the n prompt tokens after `position`, float32 `[n]`.
+
+    `top_log_probs` float32 and `top_ids` int32 `[n, k]`: the k best tokens in place of each of
+    them, best first.
     """
 
     request_id: int
@@ -207,9 +211,8 @@ class PromptLogProbs(NamedTuple):
 class Extras:
     """The outputs of a step besides tokens, on the CPU.
 
-    `log_probs` float32 `[rows, n]`, for `StepResult.tokens`; only valid for rows with an
-    `OutputConfig` that asks for them. `generation_logits`: indices of rows, each with float32
-    `[n, vocab]`.
+    `log_probs` float32 `[rows, n]`: of `StepResult.tokens`, only valid for rows that ask for them.
+    `generation_logits`: (index of a row, float32 `[n, vocab]`).
     """
 
     log_probs: np.ndarray | None = None
@@ -223,12 +226,12 @@ class Extras:
 class StepResult:
     """The result of a step, with a row for each of `Schedule.sampling_rows`.
 
-    `tokens` int32 `[rows, n]`; `num_tokens` int32 `[rows]`: the number of valid tokens of each row,
-    None: all are valid; the last valid one may be NO_TOKEN or NOT_FINITE. `now`: the time of the
+    `tokens` int32 `[rows, n]`. `num_tokens` int32 `[rows]`: the number of valid tokens of each row;
+    None if all are valid. The last valid one may be NO_TOKEN or NOT_FINITE. `now`: the time of the
     result, by the clock of `Intake.now`. `beams`: one entry for each row with several beams; the
     token of such a row is ignored. `failures`: requests with a logits post-processor that failed,
-    or with rows that could not run; tokens of their rows are ignored. `stale`: some blocks that
-    count as computed were not. `extras` is not recorded, so a replay has none.
+    or with rows that could not run; the tokens of their rows are ignored. `stale`: some blocks that
+    count as computed were not computed. `extras` is not recorded, so a replay has none.
     """
 
     tokens: np.ndarray
@@ -241,30 +244,30 @@ class StepResult:
 
 
 class Host(Protocol):
-    """The host as the loop sees it. Its methods do not raise, even if a callback does."""
+    """The interface of a host to the loop. Its methods do not raise, even if a callback does."""
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
-        """Return the input of an iteration. Get may return `room` requests; None: any number."""
+        """Return the input of an iteration. Get may return at most `room` requests, if not None."""
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        """Deliver a response; a failure is part of the next intake."""
+        """Send a response. A failure is in the next intake."""
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        """Begin to prepare `processor`; readiness or failure is part of a later intake."""
+        """Begin to prepare `processor`. A later intake has the id as ready, or the failure."""
 
     def load(self, work: AdapterWork) -> None:
-        """Begin the work on another thread; its end or failure is part of a later intake."""
+        """Begin the work on another thread. A later intake has its result or failure."""
 
     def fail(self, failure: Failure) -> None:
-        """Note a failed effect, for the next intake."""
+        """Add a failure to the next intake."""
 
     def poll(self) -> None:
-        """Ask for stop signals, for the next intake."""
+        """Call PollStopSignals, and add the stopped requests to the next intake."""
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
-        """Deliver the statistics of an iteration that ran a forward pass."""
+        """Send the statistics of an iteration that ran a forward pass."""
 
 
 class Step(Protocol):
@@ -275,11 +278,11 @@ class Step(Protocol):
 
 
 class Executor(Protocol):
-    """Runs schedules: torch, scripted, replayed, or a cost model.
+    """Runs schedules, with torch, from a script, from a recording, or by a cost model.
 
     `forward` enqueues the network over the rows, `sample` samples the tokens, `result` waits for
-    them. `forward` of the next step may precede `result` of this one (run-ahead): a sampled token
-    becomes the input of its sequence's next row without a copy to the host.
+    them. With run-ahead, `forward` of the next step precedes `result` of this one, so a sampled
+    token is the input of its sequence's next row before the loop knows it.
     """
 
     def forward(self, schedule: Schedule) -> Step: ...

@@ -1,4 +1,4 @@
-"""The names of `tensorrt_llm.bindings`. A host of that module runs here with one changed import:
+"""The names of `tensorrt_llm.bindings`, for a host of that module. Only its import changes:
 
     import gptmanager.bindings as tb
 

@@ -36,9 +36,9 @@ class GptManager:
     optional_params, terminate_req_id, max_draft_tokens, exclude_input_in_output)`
 
     Pass arguments by position or by name. `trt_engine_path` is a Hugging Face folder, or anything
-    else that `gptmanager.GptManager` accepts as its model. A fetched request with the id
-    `terminate_req_id` does not run: Get is not called again, and the manager ends when all other
-    requests have ended.
+    else that `gptmanager.GptManager` accepts as its model. A request with the id
+    `terminate_req_id` does not run. When Get returns it, Get is not called again, and the manager
+    ends when all other requests have ended.
 
     TypeError for a wrong number or name of arguments, ConfigError for an invalid value.
     """
@@ -152,7 +152,7 @@ def _sending(send: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_name(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments by name. The third one, a callback or a beam width, shows the order."""
+    """Return all arguments by name. They have the newer order if the third one is a callback."""
     names = _NEWER if len(args) > 2 and callable(args[2]) else _OLDER
     if len(args) > len(names):
         raise TypeError(f"GptManager() takes {len(names)} arguments, got {len(args)}")

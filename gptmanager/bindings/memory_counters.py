@@ -20,8 +20,8 @@ _running: set[LastRecord] = set()  # one record per running manager
 class MemoryCounters:
     """The memory of all running managers of `gptmanager.bindings` in this process, in bytes.
 
-    The numbers are sums over the last statistics records, and so a manager is included from its
-    first iteration on.
+    The numbers are sums over the managers' last statistics records, so a manager is included from
+    its first iteration on.
     """
 
     @staticmethod
@@ -50,7 +50,7 @@ class MemoryCounters:
 
     @property
     def uvm(self) -> int:
-        """Always 0: managers do not use unified memory."""
+        """Always 0, because managers do not use unified memory."""
         return 0
 
 

@@ -57,5 +57,5 @@ class NamedTensor:
 
 
 def as_id(request_id: int) -> int:
-    """Return `request_id` as an unsigned 64 bit integer, as C++ converts -1."""
+    """Return the request id, with -1 converted to 2**64 - 1 as in C++."""
     return 2**64 - 1 if request_id == -1 else request_id

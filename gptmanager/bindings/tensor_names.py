@@ -1,4 +1,4 @@
-"""The names of tensors in requests, and then of tensors in responses."""
+"""The names of the tensors of requests, followed by those of responses."""
 
 INPUT_IDS = "input_ids"
 DRAFT_INPUT_IDS = "draft_input_ids"

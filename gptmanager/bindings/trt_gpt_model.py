@@ -18,7 +18,7 @@ from gptmanager.errors import ConfigError
 
 
 class TrtGptModelType(IntEnum):
-    """`gptmanager.ModelType`."""
+    """`gptmanager.ModelType` with the names of the old bindings."""
 
     V1 = ModelType.V1
     InflightBatching = ModelType.INFLIGHT_BATCHING

@@ -1,1 +1,1 @@
-"""The thread that runs a token loop, its life cycle and the questions about it."""
+"""`GptManager`: the thread that runs a token loop, its life cycle, and questions about the loop."""

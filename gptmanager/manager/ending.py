@@ -1,7 +1,7 @@
-"""`Ending`: the actions when a loop ends, by itself or because it hangs.
+"""`Ending`: the actions at the end of a loop, also of one that hangs.
 
 If the loop's thread hangs, the watchdog's thread sends the last responses. The loop's thread then
-does nothing more, even if its call returns.
+does nothing more, even if the call that hung returns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SEND_S = 0.3  # how long an abandoned loop's SendResponse may take to return
 
 
 class Ending:
-    """`timer` times the iterations of the loop. `on_end` is called once, by `close`.
+    """Ends a loop. `timer` times its iterations. `on_end` is called once, by `close`.
 
-    `stand_in`: the thread that sends responses in place of the loop's thread; None: there is none.
+    `stand_in`: the thread that sends responses in place of the loop's thread, if it hangs.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Ending:
         self._timer = timer
         self._on_end = on_end
 
-    # On the loop's thread or the one in its place -------------------------------------------
+    # On the loop's thread, or on the one in its place ---------------------------------------
 
     def end_requests(self, loop: TokenLoop, error: GptManagerError) -> None:
         """Send a final error for each request, including those that the loop has lost."""
@@ -68,7 +68,7 @@ class Ending:
             self._recorder.close("failed")
 
     def release(self, loop: TokenLoop | None) -> None:
-        """Free weights and pages now, not when the host drops the manager."""
+        """Free weights and pages now, not only when the host drops the manager."""
         loop_host, self.loop_host = self.loop_host, self._host
         loop_host.release()
         if loop is not None:
@@ -87,7 +87,7 @@ class Ending:
     # A hang ------------------------------------------------------------------------------------
 
     def watch(self, loop: TokenLoop) -> Watchdog | None:
-        """Start to watch the calling thread, which runs `loop`; None: no budget is set."""
+        """Start to watch the calling thread, which runs `loop`, unless no budget is set."""
         params, watched = self._params, threading.current_thread()
         if params.callback_budget_s is None and params.step_budget_s is None:
             return None
@@ -95,7 +95,7 @@ class Ending:
         def on_hang(hang: Hang) -> bool:
             try:
                 statistics = self._host.statistics.so_far()
-            except Exception as error:  # the hang must be handled in any case
+            except Exception as error:  # this must not prevent the handling of the hang
                 statistics = f"none: {response_text(error)}"
             if params.on_hang == "log":
                 hang.tell(f"; statistics: {statistics}")

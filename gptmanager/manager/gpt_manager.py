@@ -38,7 +38,7 @@ from gptmanager.manager.inspection import (
     explain_waiting,
     would_fit,
 )
-from gptmanager.manager.watching import See, Watchers
+from gptmanager.manager.watching import WatchCallback, Watchers
 from gptmanager.manager.worker import Worker
 from gptmanager.ranks.world import find_world
 from gptmanager.recorder import Recorder
@@ -54,23 +54,23 @@ _T = TypeVar("_T")
 
 _HANG_S = 0.3  # after an abort, `shutdown` does not wait for a callback that runs longer than this
 _STEP_GRACE_S = 5.0  # longer than a step takes
-_ANSWER_S = 30.0  # how long a question waits for an iteration to end
+_ANSWER_S = 30.0  # how long a question waits for the end of an iteration
 
 
 class GptManager:
     """Serves requests through four callbacks, from a worker thread that runs the token loop.
 
-    `model_path`: a Hugging Face checkpoint folder, an object implementing `Model`, or a pair
-    (config dict, state dict). The constructor returns when the model is loaded and the loop runs;
-    it raises ConfigError for a checkpoint or an option that cannot work.
+    `model_path`: a Hugging Face checkpoint folder, a GGUF file, an object that implements `Model`,
+    or a pair (config dict, state dict). The constructor returns when the model is loaded and the
+    loop runs. It raises ConfigError for a checkpoint or an option that cannot work.
 
-    The callbacks run on the worker thread only (the watchdog's thread sends the last responses of
-    a loop that hangs), outside any lock, possibly before the constructor has returned.
+    The callbacks run on the worker thread only, outside any lock, possibly before the constructor
+    has returned. If the loop hangs, the watchdog's thread sends its last responses.
     `get_inference_requests_cb(max_num_requests)` must not block.
 
-    Use a `with` block or call `shutdown`. Leaving the block normally drains, leaving it by an
-    exception aborts. A manager that is garbage-collected without either aborts with a
-    ResourceWarning; one that its own callbacks refer to is never collected.
+    Use a `with` block or call `shutdown`. Leaving the block normally drains the manager, leaving it
+    by an exception aborts it. A manager that is garbage-collected without either aborts with a
+    ResourceWarning. One that its own callbacks refer to is never collected.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class GptManager:
                 *(get_inference_requests_cb, send_response_cb),
                 *(poll_stop_signal_cb, return_batch_manager_stats_cb),
             )
-            # the thread holds no reference to this object: dropping the manager ends the loop
+            # the thread must not refer to this object, because dropping the manager ends the loop
             self._inbox, self._watchers = Inbox(), Watchers()
             self._host = CallbackHost(
                 *callbacks, max_get_failures=params.max_get_failures, wake=self._inbox.wake
@@ -128,7 +128,7 @@ class GptManager:
             self._thread.start()
             booted.result()
         except BaseException as error:
-            if isinstance(error, Exception) and self._thread.ident is None:  # to end on
+            if isinstance(error, Exception) and self._thread.ident is None:  # it was not started
                 self._worker.fail_startup(error)
             self.shutdown(drain=False)
             raise
@@ -149,16 +149,16 @@ class GptManager:
 
     @property
     def recording_error(self) -> str:
-        """Why the file of `recording_path` is incomplete, e.g. a full disk; "": it is complete."""
+        """Why the file of `recording_path` is incomplete, such as a full disk; "" if it is not."""
         return self._recorder.error
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         """End the loop; Get is not called any more. Idempotent.
 
-        `drain` runs the accepted requests to their end. Without it, or after `timeout` seconds,
-        each request gets one final error. Returns when the loop has ended. With a timeout it
-        does not wait for a callback that hangs, and waits five more seconds for a step. Called
-        from a callback it returns at once; in a forked process it does nothing.
+        With `drain` the accepted requests run to their end. Without it, or after `timeout` seconds,
+        each request gets one final error. Returns when the loop has ended, but with a timeout it
+        does not wait for a callback that hangs, and waits at most five more seconds for a step.
+        Returns at once in a callback, and does nothing in a forked process.
         """
         self._inbox.ask_to_end(aborts=not drain)
         if self._is_elsewhere or self.wait(timeout):
@@ -170,7 +170,7 @@ class GptManager:
                 return
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the loop has ended; return False if `timeout` seconds pass before.
+        """Wait until the loop has ended. Return False if it has not after `timeout` seconds.
 
         Returns False at once in a callback, and True at once in a forked process.
         """
@@ -180,8 +180,8 @@ class GptManager:
             return False
         if self._lifecycle.is_abandoned or self._thread.ident is None:
             return True  # the thread hangs, or was never started
-        # The thread is on its last line. `join` alone would not do: an interrupted join marks a
-        # thread that still runs as ended.
+        # The thread is on its last line. `join` alone would not suffice, because an interrupted
+        # join marks a thread that still runs as ended.
         self._thread.join(_HANG_S)
         return True
 
@@ -206,12 +206,11 @@ class GptManager:
         self._inbox.wake()
 
     def clear_cached(self) -> None:
-        """Clear the blocks that block reuse could find. Requests that Get returns from now on do
-        not reuse anything computed before, or by the requests that run now.
+        """Clear the cached blocks, before the next step.
 
-        Call it after weights were replaced in place; a load into the model's own `weights` is
-        noticed without it. Takes effect before the next step. Raises ManagerDeadError after the
-        end.
+        Requests that Get returns from now on do not reuse blocks that were computed before, or that
+        running requests compute. Call it after weights were replaced in place; a load into the
+        model's own `weights` does the same. Raises ManagerDeadError after the end.
         """
         self._raise_if_forked()
         self._host.clear_cached()
@@ -235,10 +234,10 @@ class GptManager:
 
     def __del__(self) -> None:
         """End the loop, with an error for each request: the manager can no longer be used."""
-        is_made = hasattr(self, "_thread")  # else the constructor has raised
+        is_made = hasattr(self, "_thread")  # False if the constructor has raised
         if not is_made or self._is_forked or self._lifecycle.ended.is_set:
             return
-        self._inbox.ask_to_end(aborts=True)  # without a wait: this may be any line of any thread
+        self._inbox.ask_to_end(aborts=True)  # without waiting, because this may run in any thread
         warnings.warn(
             f"unclosed {self!r}: call shutdown(), or use it in a `with` block",
             ResourceWarning,
@@ -255,7 +254,7 @@ class GptManager:
     # Questions, from any thread ------------------------------------------------------------
 
     def health(self) -> Health:
-        """Return what the manager is doing, at once, even while a callback hangs."""
+        """Return the health of the manager. Returns at once, even while a callback hangs."""
         loop, progress = self._worker.loop, self._worker.progress
         num_active = 0 if loop is None else len(loop.active)
         alive = not (self._lifecycle.ended.is_set or self._is_forked)
@@ -271,17 +270,17 @@ class GptManager:
         )
 
     def audit(self, timeout: float | None = _ANSWER_S) -> AuditReport:
-        """Check the KV cache's ledger and return it; also after the end.
+        """Check the accounts of the KV cache and return them, also after the end.
 
-        The loop answers between two iterations. Raises TimeoutError, which says what the loop is
-        doing, after `timeout` seconds; None: no limit.
+        The loop answers between two iterations. After `timeout` seconds (None: no limit) raises
+        TimeoutError, which says what the loop is doing.
         """
         return self._ask("audit", audit, timeout)
 
     def explain(self, request_id: int, timeout: float | None = _ANSWER_S) -> Explanation:
-        """Return why a request waits, in numbers; answered like `audit`.
+        """Return why a request waits, in numbers. The loop answers as for `audit`.
 
-        Raises ManagerDeadError when the loop has failed.
+        Raises ManagerDeadError if the loop has failed.
         """
         self._raise_if_failed()
         return self._ask("explain", lambda loop: explain(loop, request_id), timeout)
@@ -289,35 +288,36 @@ class GptManager:
     def explain_waiting(
         self, most: int = 256, timeout: float | None = _ANSWER_S
     ) -> tuple[Explanation, ...]:
-        """Return the same for the first `most` waiting requests, in the order in which they would
-        start. The scheduler is asked once for all of them.
+        """Explain the first `most` waiting requests, in the order in which they would start.
+
+        The scheduler is asked once for all of them.
         """
         self._raise_if_failed()
         return self._ask("explain_waiting", lambda loop: explain_waiting(loop, most), timeout)
 
-    def watch(self, see: See, timeout: float | None = _ANSWER_S) -> None:
+    def watch(self, see: WatchCallback, timeout: float | None = _ANSWER_S) -> None:
         """Call `see` with each event from now on: requests that arrive, run and end.
 
-        It is called on the loop's thread with a `Beginning`, an `Arrival` for each active request,
-        and then each `Event` of `gptmanager.manager.watching`. The `append` of a bounded deque is
-        a good choice. If it raises, the error is logged and it is not called again. Without a
-        watcher no events are made. Raises like `explain`.
+        It is called on the loop's thread, first with a `Beginning` and an `Arrival` for each active
+        request, then with each `Event` of `gptmanager.manager.watching`. The `append` of a bounded
+        deque is a good choice. If it raises, the error is logged and it is not called again. Raises
+        the same errors as `explain`.
         """
         self._raise_if_failed()
         self._ask("watch", lambda loop: self._watchers.add(loop, see), timeout)
 
-    def unwatch(self, see: See, timeout: float | None = _ANSWER_S) -> None:
-        """Stop calling `see`; does nothing if it is not watching or the loop has ended.
+    def unwatch(self, see: WatchCallback, timeout: float | None = _ANSWER_S) -> None:
+        """Stop calling `see`. Does nothing if it does not watch, or if the loop has ended.
 
-        Raises TimeoutError like `audit`.
+        Raises TimeoutError as `audit` does.
         """
         with contextlib.suppress(ManagerDeadError):
             self._ask("unwatch", lambda loop: self._watchers.remove(loop, see), timeout)
 
     def would_fit(self, request: InferenceRequest, timeout: float | None = _ANSWER_S) -> Fit:
-        """Return how admission would answer a request, and the blocks that it needs in all.
+        """Return whether a request would be accepted and start now, and how many blocks it needs.
 
-        Answered like `audit`.
+        The loop answers as for `audit`.
         """
         return self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
 
@@ -338,22 +338,22 @@ class GptManager:
     # Inside -------------------------------------------------------------------------------
 
     def _asked(self, name: str) -> TokenLoop:
-        """Return the loop, for the question `name`, which the loop's thread does not answer."""
+        """Return the loop, so that the calling thread can answer the question `name` itself."""
         loop = self._worker.loop
         if loop is None or self._lifecycle.is_abandoned:
             raise ManagerDeadError(
-                f"{name}: there is no loop to ask between two iterations"
+                f"{name}: the loop cannot answer, because it was never built or hangs"
             ) from self._lifecycle.exception
         return loop
 
     @property
     def _is_forked(self) -> bool:
-        """Whether this is a forked process: it has a copy of the manager, but no loop."""
+        """Whether this is a forked process, which has a copy of the manager but no loop."""
         return os.getpid() != self._process
 
     @property
     def _is_elsewhere(self) -> bool:
-        """Whether this is a callback or a forked process: it must not wait for the loop."""
+        """Whether this is a callback or a forked process, which must not wait for the loop."""
         return self._worker.is_here or self._is_forked
 
     def _raise_if_failed(self) -> None:
@@ -364,7 +364,7 @@ class GptManager:
 
     def _raise_if_forked(self) -> None:
         if self._is_forked:
-            raise ManagerDeadError(f"the manager lives in process {self._process}, not in its fork")
+            raise ManagerDeadError(f"the manager runs in process {self._process}, not in this fork")
 
 
 def _end_at_exit(manager: weakref.ref[GptManager]) -> None:

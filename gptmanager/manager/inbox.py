@@ -1,7 +1,7 @@
-"""`Inbox`: requests of other threads to the loop: iterate, answer a question, report idleness.
+"""`Inbox`: through it other threads wake the loop, ask it questions, and wait until it is idle.
 
-Any thread may call at any time, and a signal handler in the middle of another call. So no lock is
-held between two lines of Python: every step is one operation of a built-in container.
+Any thread may call a method at any time, and a signal handler even in the middle of another call.
+So no lock is held between two lines of Python: each step is one operation of a built-in container.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Question(Generic[_T]):
         self._error: BaseException | None = None
 
     def settle(self, loop: Any) -> None:
-        """Compute the answer; called by the thread that took the question out of the inbox."""
+        """Compute the answer. Only the thread that took the question out may call this."""
         try:
             self._answer = self._function(loop)
         except BaseException as error:  # noqa: B036 - raised in the asker's line
@@ -35,7 +35,7 @@ class Question(Generic[_T]):
         self._answered.set()
 
     def refuse(self, error: BaseException) -> None:
-        """Answer with an error; called by the thread that took the question out."""
+        """Answer with an error. Only the thread that took the question out may call this."""
         self._error = error
         self._answered.set()
 
@@ -49,11 +49,11 @@ class Question(Generic[_T]):
 
 
 class Inbox:
-    """`iteration` counts the iterations begun; `idle_iteration` is the last one without work.
-    `bells`: other functions to be called when the loop is to wake.
+    """The questions and wake-up calls of other threads to one loop.
 
-    `is_to_end`: the loop finishes the requests that it has, and ends. `is_to_abort`: it ends now.
-    Neither is reset.
+    `iteration`: number of iterations that have begun. `idle_iteration`: the last one without work.
+    `bells`: other functions to call when the loop is to wake. `is_to_end`: the loop must finish the
+    requests that it has, and end. `is_to_abort`: it must end now. Neither is reset.
     """
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class Inbox:
         self.idle_iteration = 0
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._questions: deque[Question[Any]] = deque()
-        self._idle_waits: dict[Latch, int] = {}  # with the first iteration that counts for it
+        self._idle_waits: dict[Latch, int] = {}  # the first iteration that counts for each
         self._is_closed = False
 
     # From any thread -------------------------------------------------------------------------
 
     def wake(self) -> None:
         """Make an iteration begin after this call."""
-        if self._bell.empty():  # else the loop will see the earlier ring
+        if self._bell.empty():  # otherwise the loop will find the earlier entry
             self._bell.put(None)
         for ring in tuple(self.bells):
             ring()
@@ -83,7 +83,7 @@ class Inbox:
         self.wake()
 
     def wait_idle(self, timeout: float | None) -> bool:
-        """Wait for an iteration without work that begins after this call; False: there was none."""
+        """Wait for an iteration without work that begins after this call. False if none did."""
         idle, wanted = Latch(), self.iteration + 1
         self._idle_waits[idle] = wanted
         self.wake()
@@ -99,7 +99,7 @@ class Inbox:
         return question
 
     def take_back(self, question: Question[Any]) -> bool:
-        """Remove a question; True: it was still here, and no other thread answers it."""
+        """Remove a question. Return False if another thread has taken it out to answer it."""
         try:
             self._questions.remove(question)
         except ValueError:
@@ -112,7 +112,7 @@ class Inbox:
         while not self._bell.empty():
             with suppress(Empty):
                 self._bell.get_nowait()
-        # only now: a thread that reads the new count rings a bell that the next iteration sees
+        # only now, so that the next iteration finds the entry of a thread that reads the new count
         self.iteration += 1
 
     def answer(self, loop: Any) -> None:
@@ -134,14 +134,14 @@ class Inbox:
             self._bell.get(timeout=seconds)
 
     def tell_idle(self) -> None:
-        """Note that this iteration has found nothing to do."""
+        """Record that this iteration has found nothing to do."""
         self.idle_iteration = self.iteration
         for idle, wanted in list(self._idle_waits.items()):
             if wanted <= self.idle_iteration:
                 idle.set()
 
     def close(self) -> None:
-        """End all waits for an idle iteration: no iteration follows."""
+        """End all waits for an idle iteration, because no iteration follows."""
         self._is_closed = True
         for idle in list(self._idle_waits):
             idle.set()

@@ -1,6 +1,6 @@
-"""Answers about a loop between two iterations: the owners of blocks, and why a request waits.
+"""Answers questions about a loop between two iterations: the owners of blocks, reasons of waits.
 
-Only reads; every number comes from the objects that make the decisions.
+Changes nothing. Every number comes from the objects that make the decisions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from gptmanager.scheduler.wait_reasons import Wait, WaitReason, unreported_wait
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The KV cache's ledger. `owners` maps a used block to the requests that hold it.
+    """The accounts of the KV cache. `owners`: the ids of the requests that hold each used block.
 
-    Blocks of the host tier are used by cached content. `adapters`: the pages of the LoRA cache,
-    and the task that each used page belongs to.
+    Used blocks of the host tier have cached content. `adapters`: the pages of the LoRA cache, and
+    the task id of each used page.
     """
 
     ok: bool
@@ -48,17 +48,17 @@ class AuditReport:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a request runs or waits. Counts in requests, blocks and tokens.
+    """Why a request runs or waits, for the decision that the scheduler would make now.
 
-    `reason` is a `scheduler.waiting.WaitReason`, for the decision that the scheduler would make
-    now, or "unknown", "preparing", "running", "starting" (with the next iteration), or
-    "not_chosen" (by a scheduler that gives no reasons). docs/scheduling.md lists them all.
-    `ahead`: waiting requests before it. `needed_blocks`: the blocks that the policy requires
-    beyond those that the request holds: until its end, or under MAX_UTILIZATION for its next step.
-    `reserved_blocks`: those of the `free_blocks` that are reserved for `num_running` requests that
-    hold memory and `num_starting` others before it. With "token_budget", `needed_tokens` and
-    `free_tokens` are the same for the tokens of a step. If the request is "behind" another one,
-    all numbers are those of that request; `behind` is its id.
+    `reason` is a `scheduler.wait_reasons.WaitReason`, or "unknown", "preparing", "running",
+    "starting" (with the next iteration), or "not_chosen" (by a scheduler that reports no reasons).
+    docs/scheduling.md lists them all. `ahead`: number of waiting requests before it.
+    `needed_blocks`: how many more blocks the policy requires for it, until its end, or with
+    MAX_UTILIZATION for its next step. `reserved_blocks`: how many of the `free_blocks` are reserved
+    for requests before it, of which `num_running` hold memory and `num_starting` do not. With
+    "token_budget", `needed_tokens` and `free_tokens` are the tokens that it needs in a step, and
+    those that are left. If it is "behind" another request, `behind` is the id of that request, and
+    all numbers are those of that request.
     """
 
     request_id: int
@@ -81,10 +81,10 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a request would be accepted and could start now. `text` is the rejection, if any.
+    """Whether a request would be accepted and could start now. `text`: the rejection, if any.
 
-    `starts_now`: it would start with the next iteration, after all requests that are active. If
-    not, `wait` gives the reason, in the words of `explain`. `needed_blocks`: until its end.
+    `starts_now`: it would start with the next iteration, behind all active requests. If not, `wait`
+    has the reason, in the words of `explain`. `needed_blocks`: until its end.
     """
 
     accepted: bool
@@ -97,7 +97,7 @@ class Fit:
 
 
 def audit(loop: TokenLoop) -> AuditReport:
-    """Check that every block has the owners it should have, and no others."""
+    """Check the accounts of blocks and adapter pages, and that only active requests hold blocks."""
     kv_cache = loop.allocator.kv_cache
     problems = []
     try:
@@ -177,7 +177,7 @@ def _explain(
 
 
 def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
-    """Return how admission and the scheduler would answer a request that follows all others.
+    """Return how admission and the scheduler would treat a request behind all others.
 
     The request is not admitted.
     """
@@ -214,9 +214,12 @@ _NO_WAIT = Wait(WaitReason.BEHIND)
 def _reason(
     loop: TokenLoop, request: ActiveRequest, decision: NextDecision
 ) -> tuple[str, Wait, str]:
-    """Return the reason, the scheduler's numbers if it gave one, and the end of a sentence."""
+    """Return the reason, the scheduler's numbers if it gave one, and a text.
+
+    The text continues "request 7".
+    """
     stand_in, adapters = decision.find(request.request_id), decision.adapters
-    if stand_in is None:  # the next iteration ends it: use its present state
+    if stand_in is None:  # the next iteration ends it, so its present state is used
         stand_in, adapters = request, loop.table.adapters
     if stand_in.awaited & FOR_PROCESSOR:
         processor = "" if request.processor is None else request.processor.name

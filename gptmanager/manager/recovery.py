@@ -1,6 +1,6 @@
 """`Recovery`: whether a loop continues after an iteration that raised.
 
-The requests that ran end with an error. Then the ledgers of memory are checked. The loop ends only
+The requests that ran end with an error. Then the accounts of memory are checked. The loop ends only
 if they contain a contradiction, or if too many iterations fail in a row.
 """
 
@@ -15,7 +15,7 @@ from gptmanager.recorder import Recorder
 
 
 class Recovery:
-    """`max_failures`: the loop ends when this number of iterations in a row has raised."""
+    """Handles failed iterations. After `max_failures` in a row the loop ends."""
 
     def __init__(self, host: CallbackHost, recorder: Recorder, max_failures: int) -> None:
         self._host = host
@@ -24,14 +24,14 @@ class Recovery:
         self._failures = 0  # in a row
 
     def note_step(self) -> None:
-        """Note that an iteration has completed a step."""
+        """Record that an iteration has completed a step."""
         self._failures = 0
 
     def recover(self, loop: TokenLoop, error: Exception) -> None:
-        """End the requests that ran; raise `error` again if the loop must end.
+        """End the requests that ran, or raise `error` again if the loop must end.
 
-        To be called in the handler of `error`. A scheduler that breaks its contract would do so
-        again: its errors end the loop at once.
+        Must be called in the handler of `error`. A SchedulerError ends the loop at once, because a
+        scheduler that breaks its contract would do so again.
         """
         self._failures += 1
         if isinstance(error, SchedulerError) or self._failures >= self._max_failures:
@@ -42,7 +42,7 @@ class Recovery:
         report = audit(loop)
         if not report.ok:
             raise ManagerDeadError(
-                f"after {response_text(error)} the ledgers of memory do not agree: "
+                f"after {response_text(error)} the accounts of memory are inconsistent: "
                 f"{'; '.join(report.problems)}"
             ) from error
         logger.error(

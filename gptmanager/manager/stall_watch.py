@@ -1,6 +1,6 @@
-"""`Progress`: when a step last ended, and whether active requests wait although none runs.
+"""`Progress`: when a step last ended, and whether active requests wait while none runs.
 
-Written by the loop thread, read by any thread. Decides only when a manager counts as stuck.
+The loop thread writes it, and any thread reads it. Decides only when a manager counts as stuck.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _STUCK_S = 10.0  # without a step for this time, a loop with active requests is 
 
 
 class Progress:
-    """Times in seconds of the monotonic clock. `last_step` None: no step has ended yet."""
+    """The progress of a loop. `last_step`: when a step last ended, by the monotonic clock."""
 
     __slots__ = ("last_step", "_last", "_stall_told")
 
@@ -25,7 +25,7 @@ class Progress:
         self._stall_told = False
 
     def note(self, *, worked: bool, is_active: bool) -> None:
-        """Note that an iteration has ended. `worked`: it ran a step."""
+        """Record that an iteration has ended. `worked`: it ran a step."""
         if worked:
             self.last_step = self._last = monotonic()
         elif not is_active:
@@ -39,7 +39,7 @@ class Progress:
         return None if last_step is None else monotonic() - last_step
 
     def warn_of_stall(self, loop: TokenLoop) -> None:
-        """Log once why no request runs although some are active."""
+        """Log once why no request runs while some are active."""
         stalled_s = monotonic() - self._last
         if not loop.active or stalled_s < _STALL_WARNING_S:
             self._stall_told = False

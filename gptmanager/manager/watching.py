@@ -1,7 +1,7 @@
 """Events of a running loop: which requests arrived, ran and ended.
 
-Without a watcher a loop has no taps: they are put in front of its host and executor between two
-iterations, and removed again. They change nothing that passes through.
+Events come from taps: objects in front of the loop's host and executor that pass every call on
+unchanged. They are put there between two iterations, and removed after the last watcher.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from gptmanager.step import Executor, Host, Intake, Row, Schedule, Step
 
 
 class Beginning(NamedTuple):
-    """The first event of a watch: the limits of the loop, and the next `iteration`. An `Arrival`
-    of each active request follows. Lengths in tokens, `time_s` in seconds of a monotonic clock,
-    here and below.
+    """The first event of a watch: the limits of the loop, and the number of the next iteration.
+
+    An `Arrival` for each active request follows. In all events lengths are in tokens, and `time_s`
+    is in seconds of a monotonic clock.
     """
 
     time_s: float
@@ -37,8 +38,10 @@ class Beginning(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A request was accepted. If it was active when the watch began, `num_generated` and
-    `pause_count` give its progress; `holds_memory`: it has started and is not paused.
+    """A request that was accepted, or that was active when the watch began.
+
+    In the second case `num_generated` and `pause_count` are its progress. `holds_memory`: it has
+    started and is not paused.
     """
 
     time_s: float
@@ -76,20 +79,19 @@ class Ending(NamedTuple):
 
 
 Event = Beginning | Arrival | Ran | Counts | Ending
-See = Callable[[Event], object]
+WatchCallback = Callable[[Event], object]
 
 
 class Watchers:
-    """The watchers of one loop. All methods are called on the loop's thread, or between its
-    iterations.
-    """
+    """The watchers of one loop. Its methods may be called only between iterations."""
 
     def __init__(self) -> None:
-        self._sees: tuple[See, ...] = ()
+        self._sees: tuple[WatchCallback, ...] = ()
 
-    def add(self, loop: TokenLoop, see: See) -> None:
-        """Call `see` with a `Beginning`, then with events as they happen. Raises ManagerDeadError
-        if the loop has ended.
+    def add(self, loop: TokenLoop, see: WatchCallback) -> None:
+        """Call `see` with a `Beginning`, then with events as they happen.
+
+        Raises ManagerDeadError if the loop has ended.
         """
         if not hasattr(loop, "executor"):
             raise ManagerDeadError("watch: the loop has ended")
@@ -111,7 +113,7 @@ class Watchers:
             _put_taps(loop, self.tell)
         self._sees += (see,)
 
-    def remove(self, loop: TokenLoop, see: See) -> None:
+    def remove(self, loop: TokenLoop, see: WatchCallback) -> None:
         left = tuple(other for other in self._sees if other != see)
         if self._sees and not left and hasattr(loop, "executor"):
             _take_taps_away(loop)
@@ -122,13 +124,13 @@ class Watchers:
             try:
                 check_answer("it", see(event))
             except Exception:
-                # the taps remain: this may be inside a call that they pass on
+                # the taps remain, because this may be inside a call that they pass on
                 logger.exception("%r raised, and gets no more events of the loop", see)
                 self._sees = tuple(other for other in self._sees if other != see)
 
 
 class _WatchedHost(HostTap):
-    """`behind`: the host that calls are passed to."""
+    """A tap in front of a host, `behind`."""
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
@@ -136,20 +138,20 @@ class _WatchedHost(HostTap):
 
 
 class _WatchedExecutor(ExecutorTap):
-    """`behind`: the executor that calls are passed to."""
+    """A tap in front of an executor, `behind`."""
 
     def __init__(self, executor: Executor) -> None:
         super().__init__(executor)
         self.behind = executor
 
 
-def _put_taps(loop: TokenLoop, tell: See) -> None:
+def _put_taps(loop: TokenLoop, tell: WatchCallback) -> None:
     table, host, executor = loop.table, loop.table.host, loop.executor
     host_tap, executor_tap = _WatchedHost(host), _WatchedExecutor(executor)
     now, arrived = 0.0, list[int]()
 
     def tell_arrivals() -> None:
-        """Report arrivals that the loop has accepted; other requests have had their response."""
+        """Report arrivals that the loop has accepted. The others have had their final response."""
         for request_id in arrived:
             request = table.by_id.get(request_id)
             if request is not None:
@@ -158,7 +160,7 @@ def _put_taps(loop: TokenLoop, tell: See) -> None:
 
     def fetch(room: int | None, num_active: int) -> Intake:
         nonlocal now
-        if arrived:  # no request ran in the iteration before
+        if arrived:  # no request ran in the previous iteration
             tell_arrivals()
         intake = host_fetch(room, num_active)
         now = intake.now

@@ -1,4 +1,4 @@
-"""`Worker`: the thread of a manager: builds the loop, runs it, and answers its requests at the end.
+"""`Worker`: a manager's thread. It builds the loop, runs it, and answers all requests at the end.
 
 If the thread hangs, the watchdog's thread sends the last responses in its place.
 """
@@ -30,7 +30,7 @@ from gptmanager.statistics import PhaseTimes
 
 
 class Worker:
-    """`on_end` is called once, when the thread of `run` has sent its last response."""
+    """Runs a loop. `on_end` is called once, after the last response."""
 
     def __init__(
         self,
@@ -45,28 +45,31 @@ class Worker:
         self._lifecycle = host.lifecycle
         self._inbox = inbox
         self._recorder = recorder
-        # after a failed iteration a rank is no longer in step with the others
+        # after a failed iteration a rank is no longer in the same iteration as the others
         most = params.max_step_failures if params.parallel_config is None else 1
         self._recovery = Recovery(host, recorder, most)
-        self._timer = CallbackTimer("iteration")  # of iterations; stopped while the loop sleeps
+        self._timer = CallbackTimer("iteration")  # stopped while the loop sleeps
         self._ending = Ending(params, host, inbox, recorder, self._timer, on_end)
         self._thread: threading.Thread | None = None
         self.progress = Progress()
         self.loop: TokenLoop | None = None
-        end_threads_of_caller()  # then the threads of the loop's thread spin between operations
+        end_threads_of_caller()  # so that the loop's compute threads may spin between operations
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread is one that calls the host's callbacks."""
+        """Whether the calling thread is the one that calls the host's callbacks."""
         return threading.current_thread() in (self._thread, self._ending.stand_in)
 
     def whereabouts(self) -> str:
-        """Return what the thread is doing. Safe from any thread."""
+        """Return what the loop's thread is doing. Any thread may call it."""
         thread = None if self._thread is None else self._thread.ident
         return whereabouts(self._host.timers.all, thread)
 
     def run(self, assemble: Callable[[], Assembly], booted: Future[None]) -> None:
-        """Run the thread, from its start to its end; `booted` raises what `assemble` raises."""
+        """Build and run the loop, from the start of the thread to its end.
+
+        `booted` is settled when the loop is built, with the error if that fails.
+        """
         self._thread = threading.current_thread()
         try:
             self.loop = loop = self._build(assemble())
@@ -99,7 +102,7 @@ class Worker:
         )
 
     def fail_startup(self, error: BaseException) -> None:
-        """End: the loop could not be built, or its thread could not start."""
+        """End after an error, because the loop was not built or its thread was not started."""
         self._lifecycle.fail(error)
         self._ending.loop_host.stop(error)
         self._ending.release(self.loop)
@@ -119,15 +122,15 @@ class Worker:
                 self._ending.end_requests(loop, as_final(error))
             except LoopAbandoned:
                 raise
-            except BaseException:  # noqa: B036 - the end must come
+            except BaseException:  # noqa: B036 - the thread must still end
                 logger.exception("the last responses could not be made")
             self._ending.tell_failure(error)
             self._lifecycle.leave(ManagerState.FAILED)
 
     def _serve(self, loop: TokenLoop) -> None:
-        """Iterate until the end. What may interrupt the iterations, in this order:
+        """Iterate until the end. These may interrupt the iterations, in this order:
 
-        | interruption | where it is found | then |
+        | interruption | where it is found | effect |
         | --- | --- | --- |
         | the watchdog has abandoned the loop | `Lifecycle.check` | LoopAbandoned |
         | questions of other threads | `Inbox.answer` | answered between two iterations |
@@ -135,7 +138,7 @@ class Worker:
         | a rank has failed | `await_turn` | RankError |
         | an iteration raised | `Recovery` | continue without its requests, or raise |
         | Get failed too often | `GetFailures.fatal` | raised |
-        | nothing to do | `_iterate` | sleeps until it is woken |
+        | nothing to do | `_iterate` | sleep until woken |
         """
         while (turn := self._next_turn(loop)) not in (Turn.ABORT, Turn.END):
             if turn is Turn.DRAIN:
@@ -164,7 +167,7 @@ class Worker:
         return self._ending.loop_host.await_turn(ends=ends, aborts=aborts, is_active=is_active)
 
     def _iterate(self, loop: TokenLoop) -> bool:
-        """Run an iteration; False: there was nothing to do, and Get had nothing."""
+        """Run an iteration. Return False if it had nothing to do and Get returned nothing."""
         had_active, pending = bool(loop.active), loop.pending
         is_idle = not (loop.holds_requests or loop.pending) and self._host.is_accepting
         # an idle iteration only calls Get, a hundred times a second
@@ -174,7 +177,7 @@ class Worker:
         if not worked:
             self._host.adapter_loader.jobs.rest_loop()
         elif pending[0] not in loop.pending if pending else not loop.pending:
-            self._recovery.note_step()  # the result of a step that is only launched may still fail
+            self._recovery.note_step()  # only now, because the result of a launched step may fail
         # a final response may have made the host submit another request
         ended_some = had_active and not loop.active
         return worked or ended_some or self._host.last_fetch.num_requests > 0

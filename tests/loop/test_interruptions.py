@@ -143,7 +143,7 @@ def in_the_fork(manager):
         try:
             CALLS[name](manager)
         except ManagerDeadError as error:
-            assert "lives in process" in str(error)
+            assert "runs in process" in str(error)
         else:
             raise AssertionError(name)
     with manager:
