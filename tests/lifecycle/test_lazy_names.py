@@ -30,7 +30,7 @@ def commands(parser: argparse.ArgumentParser, *names: str):
                 yield from commands(child, *names, name)
 
 
-COMMANDS = dict(commands(cli._parser()))
+COMMANDS = dict(commands(cli.command_parser()))
 
 
 def test_help_and_version_load_nothing_heavy():
