@@ -301,9 +301,7 @@ class DeviceBackend(Backend):
                 dtype=getattr(model.spec, "dtype", torch.float32),
             )
             chooser = DeviceChooser(
-                *(lines, tables, sampler, processing),
-                uploads=uploads,
-                downloads=downloads,
+                *(lines, tables, sampler, processing), uploads=uploads, downloads=downloads
             )
             runner = DeviceRunner(
                 *(model, pool, tables, stream, uploads, downloads),

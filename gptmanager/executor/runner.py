@@ -68,11 +68,7 @@ class Runner:
         )
 
     def load(
-        self,
-        line: int,
-        prompt_table: HostRows | None,
-        adapter_slot: int = -1,
-        beam_width: int = 1,
+        self, line: int, prompt_table: HostRows | None, adapter_slot: int = -1, beam_width: int = 1
     ) -> None:
         """Load a sequence that starts in `line`, with its virtual tokens if it has any.
 

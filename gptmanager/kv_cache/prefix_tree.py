@@ -66,10 +66,7 @@ class PrefixTree:
     )  # fmt: skip
 
     def __init__(
-        self,
-        tokens_per_block: int,
-        num_primary: int = UNBOUNDED,
-        end_findable: int = UNBOUNDED,
+        self, tokens_per_block: int, num_primary: int = UNBOUNDED, end_findable: int = UNBOUNDED
     ) -> None:
         self.tokens_per_block = tokens_per_block
         self.num_primary = num_primary

@@ -134,11 +134,7 @@ class AdapterPool:
             yield from _copy(self.pages[start : start + num_elements], source)
 
     def place(
-        self,
-        slot: int,
-        rows: Sequence[AdapterRow],
-        packing: Packing,
-        device_pages: Sequence[int],
+        self, slot: int, rows: Sequence[AdapterRow], packing: Packing, device_pages: Sequence[int]
     ) -> None:
         """Write an adapter to `slot` of the kernels' table, on the same stream as `copy`."""
         size = self.sizes.page_size

@@ -185,10 +185,7 @@ class Weights:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _copy_all(
-        self,
-        source: TensorSource,
-        names: Mapping[str, str],
-        on_progress: ProgressCallback | None,
+        self, source: TensorSource, names: Mapping[str, str], on_progress: ProgressCallback | None
     ) -> None:
         # twins last, because a twin is compared with its parameter
         order = sorted(names, key=lambda name: self._places[name].twin)

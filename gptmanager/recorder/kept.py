@@ -17,12 +17,7 @@ import torch
 from gptmanager.errors import response_text
 from gptmanager.loop.admission import read_draft_logits
 from gptmanager.peft_cache.work import AdapterDone
-from gptmanager.recorder.requests import (
-    Opaque,
-    RecordedError,
-    recorded_processor,
-    without_weights,
-)
+from gptmanager.recorder.requests import Opaque, RecordedError, recorded_processor, without_weights
 from gptmanager.recorder.sizes import value_bytes
 from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.input_rows import HostRows

@@ -25,10 +25,7 @@ _NUMBERS = (
     *("bool", "uint8", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64"),
 )  # dtypes of both torch and NumPy
-_DTYPES = {
-    "torch": (*_NUMBERS, "bfloat16"),
-    "numpy": (*_NUMBERS, "uint16", "uint32", "uint64"),
-}
+_DTYPES = {"torch": (*_NUMBERS, "bfloat16"), "numpy": (*_NUMBERS, "uint16", "uint32", "uint64")}
 # Python types of the items, by kind of dtype
 _ITEMS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

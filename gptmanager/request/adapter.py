@@ -18,12 +18,7 @@ from torch import Tensor
 
 from gptmanager.errors import AdapterError, InvalidRequestError
 from gptmanager.request.pieces import PIECE, Pieces, whole
-from gptmanager.request.read_tensors import (
-    as_float_rows,
-    read_int,
-    read_int_rows,
-    read_start,
-)
+from gptmanager.request.read_tensors import as_float_rows, read_int, read_int_rows, read_start
 
 # by module id
 LORA_MODULE_NAMES = (

@@ -133,11 +133,7 @@ class InferenceRequest:
 
     @classmethod
     def from_tokens(
-        cls,
-        request_id: int,
-        input_ids: Sequence[int],
-        max_new_tokens: int,
-        **by_name: Any,
+        cls, request_id: int, input_ids: Sequence[int], max_new_tokens: int, **by_name: Any
     ) -> InferenceRequest:
         """Create a request from plain Python values.
 

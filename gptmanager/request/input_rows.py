@@ -65,9 +65,7 @@ def token_bias(tokens: Sequence[int] | Array, values: Sequence[float] | Array) -
     return HostRows(numbers)
 
 
-def split_bias(
-    bias: HostRows | None,
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+def split_bias(bias: HostRows | None) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """Return tokens int32 `[n]`, and the values added to their logits float32 `[n]`."""
     numbers = np.empty(0, dtype=TOKEN_BIAS)
     if bias is not None and bias.numbers is not None:

@@ -197,11 +197,7 @@ def as_float_rows(name: str, value: Any) -> np.ndarray | torch.Tensor:
 
 
 def read_start(
-    name: str,
-    rows: np.ndarray | torch.Tensor,
-    row: int,
-    length: int,
-    dtype: torch.dtype,
+    name: str, rows: np.ndarray | torch.Tensor, row: int, length: int, dtype: torch.dtype
 ) -> Pieces[torch.Tensor]:
     """Copy the first `length` numbers of a row of `as_float_rows` to the CPU, as `dtype`."""
     numbers = torch.empty(length, dtype=dtype)

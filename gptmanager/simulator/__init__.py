@@ -28,24 +28,10 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "gptmanager.simulator.comparison": (
-            "Machine",
-            "hypothetical",
-            "variant",
-        ),
-        "gptmanager.simulator.cost_model": (
-            "CostModel",
-            "fit",
-        ),
+        "gptmanager.simulator.comparison": ("Machine", "hypothetical", "variant"),
+        "gptmanager.simulator.cost_model": ("CostModel", "fit"),
         "gptmanager.simulator.figures": ("Figures",),
-        "gptmanager.simulator.load": (
-            "Load",
-            "RecordedLoad",
-            "SyntheticLoad",
-        ),
-        "gptmanager.simulator.simulation": (
-            "World",
-            "simulate",
-        ),
+        "gptmanager.simulator.load": ("Load", "RecordedLoad", "SyntheticLoad"),
+        "gptmanager.simulator.simulation": ("World", "simulate"),
     },
 )

@@ -30,11 +30,7 @@ class GrammarTrials:
     """
 
     def __init__(
-        self,
-        tokenizer: str,
-        end_ids: Sequence[int],
-        timeout_s: float,
-        max_bytes: int = MAX_BYTES,
+        self, tokenizer: str, end_ids: Sequence[int], timeout_s: float, max_bytes: int = MAX_BYTES
     ) -> None:
         self._given = {"tokenizer": tokenizer, "end_ids": list(end_ids)}
         self._timeout_s = timeout_s

@@ -37,10 +37,7 @@ SOMETIMES = frozenset(
 )
 DROPPED = frozenset({"unevaluatedItems", "$dynamicRef", "$recursiveRef"})
 FORMATS = frozenset(
-    {
-        *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
-        "uri",
-    }
+    {*("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"), "uri"}
 )
 _KNOWN = ("type", "enum", "const", "properties", "required")  # complements depend on these
 _NOTHING: Mapping[str, Any] = {}

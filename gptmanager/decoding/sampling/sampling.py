@@ -146,10 +146,7 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        num_lines: int,
-        vocab_size: int,
-        histories: npt.NDArray[np.int32] | None = None,
+        self, num_lines: int, vocab_size: int, histories: npt.NDArray[np.int32] | None = None
     ) -> None:
         self.vocab_size = vocab_size
         self._histories = np.zeros((num_lines, 0), np.int32) if histories is None else histories

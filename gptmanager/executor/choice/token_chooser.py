@@ -75,11 +75,7 @@ class TokenChooser:
     """
 
     def __init__(
-        self,
-        lines: Lines,
-        tables: SequenceTables,
-        sampler: Sampler,
-        processing: PostProcessing,
+        self, lines: Lines, tables: SequenceTables, sampler: Sampler, processing: PostProcessing
     ) -> None:
         self.lines = lines
         self._tables = tables
