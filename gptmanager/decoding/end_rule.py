@@ -49,7 +49,7 @@ class EndRule:
             return stop_state, (FinishReason.LENGTH, length)
         return stop_state, None
 
-    def shown(self, stop_state: int, length: int) -> int:
+    def num_final(self, stop_state: int, length: int) -> int:
         """Return how many of `length` generated tokens no stop word can cut off any more."""
         if self.stop_words is None or self.include_stop:
             return length

@@ -91,8 +91,9 @@ class DeviceRunner(Runner):
                     on_progress,
                 )
                 if adapter_pool is not None:
+                    no_slots = np.full(max(graph_sizes), -1, dtype=np.int32)
                     self._adapter_graphs.record(
-                        lambda size: (_no_adapters(size), *own._fixed_arrays(_idle_rows(size))),
+                        lambda size: (no_slots[:size], *own._fixed_arrays(_idle_rows(size))),
                         lambda tensors: own._step(tensors[1:], tensors[0]),
                         on_progress,
                         "CUDA graphs with adapters",
@@ -241,10 +242,6 @@ class DeviceRunner(Runner):
 def _for_kernels(logits: Tensor) -> Tensor:
     """Return the logits in a dtype that the kernels support: their own, otherwise float32."""
     return logits if logits.dtype in NAMES else logits.float()
-
-
-def _no_adapters(size: int) -> Array:
-    return np.full(size, -1, dtype=np.int32)
 
 
 def _idle_rows(size: int) -> PackedRows:

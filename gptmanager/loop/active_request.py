@@ -176,7 +176,7 @@ class ActiveRequest(LlmRequest):
             return self.orig_prompt_len + self.search.stable_length()
         if self.end_rule.stop_words is None:
             return len(self.tokens)
-        return self.orig_prompt_len + self.end_rule.shown(self.stop_state, self.num_output)
+        return self.orig_prompt_len + self.end_rule.num_final(self.stop_state, self.num_output)
 
     @property
     def wanted_from_start(self) -> OutputConfig:

@@ -56,7 +56,7 @@ class Ending:
         finally:
             self._host.answer_all(error)
 
-    def tell_failure(self, error: BaseException) -> None:
+    def log_failure(self, error: BaseException) -> None:
         """Write the error to the log and to the recording."""
         if isinstance(error, RankError):  # its text names the rank and the reason
             logger.error("the token loop has failed: %s", error)
@@ -128,7 +128,7 @@ class Ending:
         hang.tell(f"; on_hang = 'fail': the manager has ended; statistics: {statistics}")
         if not is_sent:
             logger.error("SendResponse itself hangs: no final response is sent until it returns")
-        self.tell_failure(error)
+        self.log_failure(error)
         host.answer_abandoned(error)
         watched.join()  # requests that a hanging Get returned late get their response as well
         host.answer_abandoned(error)

@@ -133,7 +133,7 @@ class Inbox:
         with suppress(Empty):
             self._bell.get(timeout=seconds)
 
-    def tell_idle(self) -> None:
+    def report_idle(self) -> None:
         """Record that this iteration has found nothing to do."""
         self.idle_iteration = self.iteration
         for idle, wanted in list(self._idle_waits.items()):

@@ -17,12 +17,12 @@ _STUCK_S = 10.0  # without a step for this time, a loop with active requests is 
 class Progress:
     """The progress of a loop. `last_step`: when a step last ended, by the monotonic clock."""
 
-    __slots__ = ("last_step", "_last", "_stall_told")
+    __slots__ = ("last_step", "_last", "_has_warned")
 
     def __init__(self) -> None:
         self.last_step: float | None = None
         self._last = monotonic()  # when a step last ended or there was nothing to do
-        self._stall_told = False
+        self._has_warned = False
 
     def note(self, *, worked: bool, is_active: bool) -> None:
         """Record that an iteration has ended. `worked`: it ran a step."""
@@ -42,9 +42,9 @@ class Progress:
         """Log once why no request runs while some are active."""
         stalled_s = monotonic() - self._last
         if not loop.active or stalled_s < _STALL_WARNING_S:
-            self._stall_told = False
-        elif not self._stall_told:
-            self._stall_told = True
+            self._has_warned = False
+        elif not self._has_warned:
+            self._has_warned = True
             text = explain(loop, loop.active[0].request_id).text
             logger.warning(
                 "no request has been scheduled for %.1f s, %d requests are active: %s",

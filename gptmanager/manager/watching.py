@@ -110,7 +110,7 @@ class Watchers:
         for request in loop.active:
             see(_arrival(request, now))
         if not self._sees:
-            _put_taps(loop, self.tell)
+            _put_taps(loop, self.report_event)
         self._sees += (see,)
 
     def remove(self, loop: TokenLoop, see: WatchCallback) -> None:
@@ -119,7 +119,7 @@ class Watchers:
             _take_taps_away(loop)
         self._sees = left
 
-    def tell(self, event: Event) -> None:
+    def report_event(self, event: Event) -> None:
         for see in self._sees:
             try:
                 check_answer("it", see(event))
@@ -145,23 +145,23 @@ class _WatchedExecutor(ExecutorTap):
         self.behind = executor
 
 
-def _put_taps(loop: TokenLoop, tell: WatchCallback) -> None:
+def _put_taps(loop: TokenLoop, report_event: WatchCallback) -> None:
     table, host, executor = loop.table, loop.table.host, loop.executor
     host_tap, executor_tap = _WatchedHost(host), _WatchedExecutor(executor)
     now, arrived = 0.0, list[int]()
 
-    def tell_arrivals() -> None:
+    def report_arrivals() -> None:
         """Report arrivals that the loop has accepted. The others have had their final response."""
         for request_id in arrived:
             request = table.by_id.get(request_id)
             if request is not None:
-                tell(_arrival(request, now))
+                report_event(_arrival(request, now))
         arrived.clear()
 
     def fetch(room: int | None, num_active: int) -> Intake:
         nonlocal now
         if arrived:  # no request ran in the previous iteration
-            tell_arrivals()
+            report_arrivals()
         intake = host_fetch(room, num_active)
         now = intake.now
         if intake.requests:
@@ -170,20 +170,20 @@ def _put_taps(loop: TokenLoop, tell: WatchCallback) -> None:
 
     def forward(schedule: Schedule) -> Step:
         if arrived:
-            tell_arrivals()
+            report_arrivals()
         rows = schedule.context_rows, schedule.generation_rows
-        tell(Ran(now, schedule.iteration, schedule.micro_batch_id, *rows, schedule.paused))
+        report_event(Ran(now, schedule.iteration, schedule.micro_batch_id, *rows, schedule.paused))
         return executor_forward(schedule)
 
     def respond(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
         if is_final:
             if arrived:
-                tell_arrivals()
-            tell(_ending(request_id, tensors, error))
+                report_arrivals()
+            report_event(_ending(request_id, tensors, error))
         host_respond(request_id, tensors, is_final, error)
 
     def report(counts: Counts, phase_times: PhaseTimes) -> None:
-        tell(counts)
+        report_event(counts)
         host_report(counts, phase_times)
 
     host_fetch, host_respond, host_report = host.fetch, host.respond, host.report

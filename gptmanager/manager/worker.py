@@ -124,7 +124,7 @@ class Worker:
                 raise
             except BaseException:  # noqa: B036 - the thread must still end
                 logger.exception("the last responses could not be made")
-            self._ending.tell_failure(error)
+            self._ending.log_failure(error)
             self._lifecycle.leave(ManagerState.FAILED)
 
     def _serve(self, loop: TokenLoop) -> None:
@@ -186,7 +186,7 @@ class Worker:
         """Sleep until another thread wakes the loop or it is time to call Get again."""
         is_active = bool(loop.active)
         if not is_active and self._host.last_fetch.is_empty:
-            self._inbox.tell_idle()
+            self._inbox.report_idle()
         self._timer.stop()
         idle_poll_s = self._params.idle_poll_s
         self._inbox.rest(self._ending.loop_host.pause_s(idle_poll_s, is_active=is_active))

@@ -48,12 +48,9 @@ def value_bytes(value: Any, depth: int = 0) -> int:
 
 def _length(array: np.ndarray | torch.Tensor) -> int:
     try:
-        if array.ndim and not any(_strides(array)):  # one number repeated
+        strides = array.stride() if isinstance(array, torch.Tensor) else array.strides
+        if array.ndim and not any(strides):  # one number repeated
             return OBJECT
         return OBJECT + int(array.nbytes)
     except RuntimeError:  # a layout without strides or storage
         return OBJECT + 8 * array.numel() if isinstance(array, torch.Tensor) else OBJECT
-
-
-def _strides(array: np.ndarray | torch.Tensor) -> tuple[int, ...]:
-    return array.stride() if isinstance(array, torch.Tensor) else array.strides

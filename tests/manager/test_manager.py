@@ -109,7 +109,7 @@ def test_whoever_waits_while_the_bell_is_silenced_is_told_by_the_turn_that_begin
     inbox._bell = Bell()
     inbox._bell.put(None)
     inbox.begin_iteration()
-    inbox.tell_idle()
+    inbox.report_idle()
     waiter.join()
     assert told == [True]
 

@@ -105,10 +105,6 @@ def _other_text(texts: Sequence[str]) -> str:
     return "|".join(branches)
 
 
-def _of_const(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
-    return _of_values([value], around, resolve, depth)
-
-
 def _of_required(names: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
     needed = around.get("required") or () if isinstance(around, Mapping) else ()
     return [{"type": "object", "properties": {name: False}} for name in names if name not in needed]
@@ -157,10 +153,6 @@ def _of_all(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternativ
     return found
 
 
-def _of_not(value: Any, around: Any, resolve: Resolve, depth: int) -> Alternatives | None:
-    return [{"allOf": [value]}]
-
-
 def _of_least(kind: str, keyword: str) -> Callable[..., Alternatives | None]:
     """Return the complement of a minimum length: shorter values."""
 
@@ -182,14 +174,14 @@ def _of_most(kind: str, keyword: str) -> Callable[..., Alternatives | None]:
 _KEYWORDS: Mapping[str, Callable[..., Alternatives | None]] = {
     "type": _of_type,
     "enum": _of_values,
-    "const": _of_const,
+    "const": lambda value, *others: _of_values([value], *others),
     "required": _of_required,
     "properties": _of_properties,
     "items": _of_items,
     "contains": _of_contains,
     "anyOf": _of_any,
     "allOf": _of_all,
-    "not": _of_not,
+    "not": lambda value, *_: [{"allOf": [value]}],
     "minLength": _of_least("string", "maxLength"),
     "maxLength": _of_most("string", "minLength"),
     "minItems": _of_least("array", "maxItems"),

@@ -156,7 +156,7 @@ class BeamSearch:
         if not nodes:
             return 0
         ends = [hypothesis.end for hypothesis in self.ended]
-        ends += [self.end_rule.shown(node.stop_state, node.length) for node in self.live]
+        ends += [self.end_rule.num_final(node.stop_state, node.length) for node in self.live]
         common = _common_length(nodes)
         return min([common, *ends])
 
