@@ -248,7 +248,7 @@ decoding/                     from logits to tokens, and the end of an output
     deferred                  a value that is computed only if it is used (no torch)
     stop_words                finds the first stop word in a growing output
     end_rule                  decides where an output ends
-    drafting                  speculative decoding: prompt lookup
+    prompt_lookup             speculative decoding: prompt lookup
     lines                     rows of a table by sequence and beam
     processors/               logits post-processors: rows and calls
         rows                  the rows that a logits post-processor gets
@@ -261,7 +261,7 @@ decoding/                     from logits to tokens, and the end of an output
         schema_references     resolves references of JSON schemas (no torch)
         schema_overlap        checks if two JSON schemas exclude each other (no torch)
         schema_complement     the complement of a JSON schema (no torch)
-        schema_reader         turns JSON schemas into enforceable grammars (no torch)
+        json_schema           turns JSON schemas into enforceable grammars (no torch)
         grammar_matcher       compiles a grammar, in this or a child process (no torch)
         grammar_trial         tries a grammar in a child process (no torch)
         grammar_start         where the text of a grammar begins after a thought (no torch)

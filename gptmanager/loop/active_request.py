@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gptmanager.decoding.drafting import RequestDrafts
 from gptmanager.decoding.end_rule import EndRule
+from gptmanager.decoding.prompt_lookup import RequestDrafts
 from gptmanager.decoding.search.beam_search import BeamParams, BeamSearch, ParallelSampling
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.request.adapter import AdapterTensors, LoraInputs

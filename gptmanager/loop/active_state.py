@@ -6,8 +6,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from gptmanager.decoding.deferred import beginning
-from gptmanager.decoding.drafting import Drafter, DraftsState, RequestDrafts
 from gptmanager.decoding.end_rule import EndRuleState, restored_end_rule
+from gptmanager.decoding.prompt_lookup import Drafter, DraftsState, RequestDrafts
 from gptmanager.decoding.search.beam_search import BeamParams
 from gptmanager.decoding.search.beam_state import BeamState, beam_state, restore_beams
 from gptmanager.errors import InvalidRequestError

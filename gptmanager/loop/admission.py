@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.decoding.drafting import Drafter, RequestDrafts
 from gptmanager.decoding.end_rule import EndRule
+from gptmanager.decoding.prompt_lookup import Drafter, RequestDrafts
 from gptmanager.decoding.sampling.random_numbers import derive_seed
 from gptmanager.decoding.search.beam_search import BeamParams
 from gptmanager.decoding.stop_words import StopWords

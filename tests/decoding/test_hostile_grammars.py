@@ -28,7 +28,7 @@ from gptmanager.decoding.guided.grammar_masks import GuidedSession, _Progress
 from gptmanager.decoding.guided.grammar_matcher import GrammarSource
 from gptmanager.decoding.guided.grammar_trial import GrammarTrials
 from gptmanager.decoding.guided.guided import GuidedDecoding
-from gptmanager.decoding.guided.schema_reader import SchemaReader
+from gptmanager.decoding.guided.json_schema import SchemaReader
 from gptmanager.errors import CapacityError, InvalidRequestError, LogitsError
 from gptmanager.lifecycle.child_process import (
     NoAnswerError,

@@ -26,7 +26,7 @@ from gptmanager.decoding.guided.grammar_matcher import (
     new_tokenizer,
     read_source,
 )
-from gptmanager.decoding.guided.schema_reader import (
+from gptmanager.decoding.guided.json_schema import (
     DROPPED,
     ENFORCED,
     FORMATS,

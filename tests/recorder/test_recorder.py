@@ -30,8 +30,8 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
-from gptmanager.decoding.drafting import RequestDrafts
 from gptmanager.decoding.end_rule import EndRule, EndRuleState
+from gptmanager.decoding.prompt_lookup import RequestDrafts
 from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.loop.active_state import ProgressState, RequestState

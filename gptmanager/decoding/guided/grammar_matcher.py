@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from gptmanager.decoding.guided.schema_reader import TOO_DEEP, SchemaReader
+from gptmanager.decoding.guided.json_schema import TOO_DEEP, SchemaReader
 
 NO_TEXT = "the grammar permits no text"
 _FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}  # used up in about 0.2 s

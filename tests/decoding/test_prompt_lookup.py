@@ -21,7 +21,7 @@ from gptmanager import (
     PromptLookup,
     SchedulerConfig,
 )
-from gptmanager.decoding.drafting import Drafter
+from gptmanager.decoding.prompt_lookup import Drafter
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 VOCAB_SIZE = 50
