@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from gptmanager import __version__
 from gptmanager.bench.arguments import add_command as add_bench
@@ -30,7 +30,7 @@ from gptmanager.server.arguments import add_command as add_serve
 from gptmanager.simulator.arguments import add_command as add_simulate
 from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
 from gptmanager.terminal.live_region import LiveRegion
-from gptmanager.terminal.printable import printable_lines
+from gptmanager.terminal.parser import Parser
 from gptmanager.terminal.streams import flush_streams, open_closed_streams, print_message
 
 _HELP = """\
@@ -127,15 +127,8 @@ def _handled(handler: Callable[..., None], *numbers: signal.Signals) -> Iterator
             signal.signal(number, other)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser with printable errors: they quote arguments, which may contain any character."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(printable_lines(message))
-
-
 def command_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="gptmanager",
         description=_HELP,
         epilog=_EXAMPLES,

@@ -41,6 +41,8 @@ terminal/                     shared by the commands: arguments, tables, progres
     progress                  progress bars (no torch)
     tables                    reports as tables for people, or as JSON (no torch)
     arguments                 parsers of argument values: numbers, sizes, folders (no torch)
+    option_sources            options from the environment and from a file (no torch)
+    parser                    the parser of all commands (no torch)
     options                   options that several commands share (no torch)
 request/                      requests as hosts make them and as schedulers see them
     post_processor            how a request names its logits post-processor (no torch)
@@ -484,6 +486,7 @@ server/                       a manager behind HTTP and gRPC
     extras                    imports of optional dependencies (no torch)
     errors                    errors as clients get them
     http/                     HTTP: bodies, keys, responses, connections
+        key_file              keys, and the file with named ones (no torch)
         access                settings of access: hosts, keys, limits
         warning_header        the Warning header (no torch)
         request_log           a line of the log for each request, and its id (no torch)
@@ -494,6 +497,7 @@ server/                       a manager behind HTTP and gRPC
         body                  reads bodies within limits (no torch)
         connections           limits the number of connections (no torch)
         http_protocol         HTTP/1.1 with limits (no torch)
+        listening             binds a port or a Unix socket (no torch)
     chat_settings             settings of chats: templates, thoughts (no torch)
     settings                  ServerSettings, checked
     fields                    fields of JSON bodies: types, limits, descriptions (no torch)

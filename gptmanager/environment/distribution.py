@@ -18,6 +18,7 @@ def install_command(extra: str) -> str:
         needed = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # a checkout that is not installed
         return f"pip install -e '{Path(__file__).resolve().parents[2]}[{extra}]'"
-    names = [line.partition(";") for line in needed]
-    wanted = [name.strip() for name, _, when in names if f'extra == "{extra}"' in when]
-    return " ".join(["pip install", *(f"'{name}'" for name in wanted)])
+    is_for = f'extra == "{extra}"'
+    wanted = [line for line in needed if is_for in line]
+    names = [line.replace(f"; {is_for}", "").replace(f" and {is_for}", "") for line in wanted]
+    return " ".join(["pip install", *(f"'{name}'" for name in names)])

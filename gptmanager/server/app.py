@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
@@ -34,6 +36,11 @@ _ASKED_FOR = {
     "/v1/load_lora_adapter": "--adapter-dir",
     "/v1/unload_lora_adapter": "--adapter-dir",
 }
+_CORS: dict[str, Any] = {
+    "allow_methods": ("GET", "POST"),
+    "allow_headers": ("*",),
+    "expose_headers": ("Retry-After", "Warning", "X-Request-Id"),
+}
 _FRONTS: Sequence[Routes] = (
     health.routes,
     metrics.routes,
@@ -48,17 +55,21 @@ _FRONTS: Sequence[Routes] = (
 
 
 class _App(Starlette):
-    """The application. Only the head of a response passes the middleware; streams write their
+    """The application, also below `root_path`. Only the head of a response passes the middleware; streams write their
     frames directly to the server.
 
     A response that is sent before the request has arrived completely closes the connection: a
     client without a key cannot make the server read the rest.
     """
 
+    root_path = ""
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
+        if self.root_path and scope["path"].startswith(self.root_path + "/"):
+            scope = {**scope, "path": scope["path"][len(self.root_path) :]}
         is_whole = scope.get(IS_WHOLE)
         record = RequestRecord(scope)
 
@@ -85,9 +96,12 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     if settings.max_connections_per_address is not None:
         guards.append(Middleware(AddressLimit, most=settings.max_connections_per_address))
     if needs_guard(settings.host, settings):
-        guards.append(Middleware(HostGuard, allowed=settings.allowed_hosts))
+        origins = settings.cors_origins
+        guards.append(Middleware(HostGuard, allowed=settings.allowed_hosts, origins=origins))
     if settings.has_key:
-        guards.append(Middleware(KeyGuard, key=engine.key))
+        guards.append(Middleware(KeyGuard, keys=engine.keys))
+    if settings.cors_origins:  # outermost: it answers a browser's preflight, which has no key
+        guards.insert(0, Middleware(CORSMiddleware, **_CORS, allow_origins=settings.cors_origins))
     app = _App(
         routes=[route for routes in _FRONTS for route in routes(engine, settings)],
         middleware=guards,
@@ -100,6 +114,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         },
     )
     app.router.redirect_slashes = False  # a 404 with a message is clearer than a redirect
+    app.root_path = settings.root_path
     app.state.settings = settings
     app.state.engine = engine
     app.state.request_log = engine.metrics.request_log

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gptmanager.terminal.arguments import folder, natural, positive, seconds
+from gptmanager.terminal.arguments import (
+    folder,
+    named_folder,
+    natural,
+    positive,
+    seconds,
+    writable,
+)
+from gptmanager.terminal.option_sources import Repeated
 from gptmanager.terminal.options import (
     add_manager_options,
     add_model,
     add_parser,
 )
 
+_Add = Callable[..., Any]
+_NUMBER: dict[str, Any] = {"type": positive, "metavar": "N"}
 _HELP = """\
 Serve a model over HTTP, for clients of OpenAI's API.
 
@@ -24,6 +35,11 @@ _EXAMPLES = """\
 examples:
   gptmanager serve --model examples/tiny_llama
   gptmanager serve --model examples/tiny_llama --port 8080 --api-key secret --max-queued-requests 64
+  gptmanager serve --config server.toml
+
+Every option is also a key of the --config FILE, and an environment variable: --max-adapters is
+`max-adapters = 64` there, and GPTMANAGER_SERVE_MAX_ADAPTERS. The command line has precedence,
+then the environment, then the file.
 
 exit status: 0 ended by a signal, 1 the server failed, 2 an argument was wrong
 """
@@ -38,39 +54,100 @@ def add_command(commands: Any) -> None:
         usage="gptmanager serve --model PATH [options]",
         description=_HELP,
         epilog=_EXAMPLES,
+        variables="GPTMANAGER_SERVE_",
     )
+    text = "a TOML file with options, such as `port = 8080`"
+    parser.add_argument("--config", metavar="FILE", help=text)
     add_model(parser, required=True)
-    add = parser.add_argument
-    number: dict[str, Any] = {"type": positive, "metavar": "N"}
-    text = "the model's name for clients (default: the name of the folder or file)"
-    add("--served-model-name", metavar="NAME", help=text)
+    for title, add_options in _GROUPS.items():
+        add_options(parser.add_argument_group(title).add_argument)
+    add_manager_options(parser)
+
+
+def _add_model_options(add: _Add) -> None:
+    text = "the model's names for clients (default: the name of the folder or file)"
+    add("--served-model-name", nargs="+", metavar="NAME", help=text)
+    text = "load this adapter at the start under a name; may be repeated"
+    add(
+        "--adapter",
+        type=named_folder,
+        action=Repeated,
+        dest="adapters",
+        default=(),
+        metavar="NAME=DIR",
+        help=text,
+    )
+    text = "let clients load adapters from this folder (default: they cannot load any)"
+    add("--adapter-dir", type=folder, metavar="DIR", help=text)
+    text = "adapters that may be loaded at once (default %(default)s)"
+    add("--max-adapters", default=128, help=text, **_NUMBER)
+    text = "maximum number of beams of a request (default %(default)s)"
+    add("--max-beam-width", default=1, help=text, **_NUMBER)
+    text = "draft up to N tokens a step by prompt lookup (default: no drafts)"
+    add("--prompt-lookup", help=text, **_NUMBER)
+    text = "compute common beginnings of prompts once (default: on, unless --batching v1)"
+    add("--block-reuse", action=argparse.BooleanOptionalAction, help=text)
+    text = "memory of the CPU for blocks that the KV cache evicts (default 0)"
+    add("--host-tier-bytes", type=natural, metavar="N", help=text)
+
+
+def _add_listening(add: _Add) -> None:
     text = "the address to listen at (default %(default)s)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
     text = "the port to listen at, 0: any free one (default %(default)s)"
     add("--port", type=natural, default=8000, metavar="N", help=text)
+    text = "a Unix socket to listen at, instead of --host and --port"
+    add("--uds", type=Path, metavar="PATH", help=text)
+    text = "the path below which a proxy serves this server, such as /llm"
+    add("--root-path", default="", metavar="PATH", help=text)
+    add("--tls-cert", type=Path, metavar="FILE", help="serve HTTPS with this certificate chain")
+    add("--tls-key", type=Path, metavar="FILE", help="the private key of --tls-cert")
+    add("--triton", action="store_true", help="also serve Triton's protocol below /v2")
+    text = "serve Triton's protocol over gRPC at this port; implies --triton"
+    add("--grpc-port", type=natural, metavar="N", help=text)
+
+
+def _add_access(add: _Add) -> None:
+    add("--api-key", metavar="KEY", help="the key that clients must send (default: no key)")
+    text = "a file with a key, or with lines of NAME KEY [MAX_REQUESTS]; SIGHUP reloads it"
+    add("--api-key-file", type=Path, metavar="FILE", help=text)
+    text = "another host name of this server, in addition to localhost; may be repeated"
+    repeated: dict[str, Any] = {"action": Repeated, "default": ()}
+    add("--allowed-host", dest="allowed_hosts", metavar="NAME", help=text, **repeated)
+    text = "let web pages of this origin call the server, *: of any; may be repeated"
+    add("--cors-origin", dest="cors_origins", metavar="ORIGIN", help=text, **repeated)
+    text = "proxies with a trusted X-Forwarded-For (default: those on this machine)"
+    add("--forwarded-allow-ips", nargs="+", default=("127.0.0.1", "::1"), metavar="IP", help=text)
+
+
+def _add_limits(add: _Add) -> None:
     text = "requests that run at once (default: as many as fit a batch)"
-    add("--max-concurrency", help=text, **number)
+    add("--max-concurrency", help=text, **_NUMBER)
     text = "requests that may wait; further ones get a 429 (default %(default)s)"
     add("--max-queued-requests", type=natural, default=1024, metavar="N", help=text)
     text = "prompt tokens of the waiting requests together (default: no limit)"
     add("--max-queued-tokens", type=natural, metavar="N", help=text)
-    text = "maximum number of beams of a request (default %(default)s)"
-    add("--max-beam-width", default=1, help=text, **number)
     text = "seconds after which a request is ended (default: no limit)"
     add("--request-timeout", type=seconds, metavar="S", help=text)
     text = "seconds that running requests may take after a signal (default %(default)g)"
     add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help=text)
-    text = "let clients load adapters from this folder (default: they cannot load any)"
-    add("--adapter-dir", type=folder, metavar="DIR", help=text)
-    text = "adapters that may be loaded at once (default %(default)s)"
-    add("--max-adapters", default=128, help=text, **number)
+    text = "open connections (default: three quarters of the descriptor limit)"
+    add("--max-connections", help=text, **_NUMBER)
+    text = "open connections of one client (default: no limit)"
+    add("--max-connections-per-address", help=text, **_NUMBER)
+    text = "seconds that an idle connection stays open (default %(default)g)"
+    add("--keep-alive-timeout", type=seconds, default=130.0, metavar="S", help=text)
+    text = "seconds within which a request must arrive (default %(default)g)"
+    add("--read-timeout", type=seconds, default=60.0, metavar="S", help=text)
+    text = "size of a request's body (default: 4 MiB, 64 MiB where tensors are sent)"
+    add("--max-body-bytes", help=text, **_NUMBER)
+
+
+def _add_requests(add: _Add) -> None:
     text = "a file with the chat template (default: the checkpoint's)"
     add("--chat-template", type=Path, metavar="FILE", help=text)
     text = "allow a chat template in a request"
     add("--trust-request-chat-template", action="store_true", help=text)
-    text = "format of the log: text, json (default %(default)s)"
-    add("--log-format", choices=("text", "json"), default="text", metavar="NAME", help=text)
-    add("--log-prompts", action="store_true", help="log the prompts and outputs, too")
     text = "format of thoughts: auto (by the chat template), none, think, harmony"
     choices = ("auto", "none", "think", "harmony")
     add("--reasoning-parser", choices=choices, default="auto", metavar="NAME", help=text)
@@ -78,39 +155,23 @@ def add_command(commands: Any) -> None:
     add("--no-special-tokens-in-text", action="store_true", help=text)
     text = "ignore unknown fields with a warning instead of a 400"
     add("--lenient", action="store_true", help=text)
-    add("--triton", action="store_true", help="also serve Triton's protocol below /v2")
-    text = "serve Triton's protocol over gRPC at this port; implies --triton"
-    add("--grpc-port", type=natural, metavar="N", help=text)
+
+
+def _add_observation(add: _Add) -> None:
+    text = "format of the log: text, json (default %(default)s)"
+    add("--log-format", choices=("text", "json"), default="text", metavar="NAME", help=text)
+    add("--log-prompts", action="store_true", help="log the prompts and outputs, too")
     text = "prefix of all metric names (default %(default)s)"
     add("--metrics-prefix", default="gptmanager", metavar="NAME", help=text)
-    _add_access(parser.add_argument)
-    add_manager_options(parser)
+    text = "write a recording of the whole run, for `gptmanager replay` and `picture`"
+    add("--record", type=writable, metavar="FILE", help=text)
 
 
-def _add_access(add: Callable[..., Any]) -> None:
-    """Add the options of `AccessSettings`."""
-    number: dict[str, Any] = {"type": positive, "metavar": "N"}
-    add("--api-key", metavar="KEY", help="the key that clients must send (default: no key)")
-    text = "a file with the key; SIGHUP reloads it"
-    add("--api-key-file", type=Path, metavar="FILE", help=text)
-    text = "another host name of this server, in addition to localhost; may be repeated"
-    add(
-        "--allowed-host",
-        action="append",
-        dest="allowed_hosts",
-        default=[],
-        metavar="NAME",
-        help=text,
-    )
-    text = "open connections (default: three quarters of the descriptor limit)"
-    add("--max-connections", help=text, **number)
-    text = "open connections of one client (default: no limit)"
-    add("--max-connections-per-address", help=text, **number)
-    text = "proxies with a trusted X-Forwarded-For (default: those on this machine)"
-    add("--forwarded-allow-ips", nargs="+", default=("127.0.0.1", "::1"), metavar="IP", help=text)
-    text = "seconds that an idle connection stays open (default %(default)g)"
-    add("--keep-alive-timeout", type=seconds, default=130.0, metavar="S", help=text)
-    text = "seconds within which a request must arrive (default %(default)g)"
-    add("--read-timeout", type=seconds, default=60.0, metavar="S", help=text)
-    text = "size of a request's body (default: 4 MiB, 64 MiB where tensors are sent)"
-    add("--max-body-bytes", help=text, **number)
+_GROUPS: dict[str, Callable[[_Add], None]] = {
+    "the model": _add_model_options,
+    "where the server listens": _add_listening,
+    "access": _add_access,
+    "limits": _add_limits,
+    "requests and answers": _add_requests,
+    "log, metrics, recording": _add_observation,
+}

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 
 import torch
 
 from gptmanager.environment.cores import num_cores
+from gptmanager.errors import ConfigError
 from gptmanager.run.follow import follow, is_follower
 from gptmanager.server.extras import load_extra
 from gptmanager.server.log_output import logging_to
 from gptmanager.server.settings import ServerSettings
+from gptmanager.terminal.option_sources import with_origin
 from gptmanager.terminal.options import manager_options
 from gptmanager.terminal.progress import NOTES, ProgressBars
 from gptmanager.terminal.streams import print_message
 
 _FEW_CORES = 4
+_logger = logging.getLogger(__name__)
 
 
 def leave_a_core() -> None:
@@ -33,6 +37,13 @@ def leave_a_core() -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Run the server until it ends, and return the exit status."""
+    try:
+        return _run(options)
+    except ConfigError as error:
+        raise with_origin(error, options.origins) from error
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.threads is None:
         leave_a_core()
     given = manager_options(options)
@@ -47,5 +58,7 @@ def main(options: argparse.Namespace) -> int:
     given.params.on_progress = ProgressBars(options.region, notes=NOTES).update
     serving = load_extra("server", "gptmanager.server.serving")
     with logging_to(options.region, settings.log_format):
+        for name in options.unknown_variables:
+            _logger.warning("the environment variable %s names no option of serve", name)
         serving.serve(settings, print_message)
     return 0

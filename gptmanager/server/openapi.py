@@ -116,6 +116,8 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         loads_adapters=settings.adapter_dir is not None,
         has_triton=settings.serves_triton,
     )
+    if settings.root_path:
+        found["servers"] = [{"url": settings.root_path}]
 
     async def openapi(request: Request) -> Response:
         return json_response(found)

@@ -21,7 +21,6 @@ import uvloop
 from gptmanager import GptManager, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, broadcast
 from gptmanager.callbacks.longest_request import longest_request
-from gptmanager.errors import ConfigError
 from gptmanager.server.app import create_app
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.engine.metrics import ServerMetrics
@@ -30,6 +29,7 @@ from gptmanager.server.engine.throughput import log_throughput
 from gptmanager.server.extras import load_extra
 from gptmanager.server.http.connections import Connections, Proxies, default_max_connections
 from gptmanager.server.http.http_protocol import HttpProtocol
+from gptmanager.server.http.listening import address_of, bind, listening
 from gptmanager.server.settings import ServerSettings
 
 _GRPC = "gptmanager.server.triton.grpc_service"
@@ -45,7 +45,7 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
     address. Raises ConfigError for a model or a port that cannot be used, and ManagerDeadError if
     the manager failed, after its requests have been answered.
     """
-    with contextlib.closing(bind(settings.host, settings.port)) as listener:
+    with listening(settings.host, settings.port, settings.uds) as listener:
         if settings.grpc_port is not None:
             bind(settings.host, settings.grpc_port, "--grpc-port").close()
             load_extra("triton", _GRPC)
@@ -55,20 +55,6 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
             engine.check_alive()
 
 
-def bind(host: str, port: int, option: str = "--port") -> socket.socket:
-    """Return a bound socket that does not listen yet. Raises ConfigError if the port is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--host {host} {option} {port} cannot be used: {reason}") from error
-    return listener
-
-
 @contextlib.contextmanager
 def open_engine(settings: ServerSettings) -> Iterator[Engine]:
     """Start a manager and yield its engine. Raises the manager's ConfigError."""
@@ -76,7 +62,7 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
     params = settings.params
     card = ModelCard.of_folder(
         settings.model,
-        settings.name,
+        settings.names,
         max_seq_len=params.max_seq_len,
         max_beam_width=settings.max_beam_width,
     )
@@ -162,12 +148,14 @@ async def _serve(
     loop.add_signal_handler(signal.SIGINT, end)
     loop.add_signal_handler(signal.SIGTERM, end)
     if settings.api_key_file is not None:
-        loop.add_signal_handler(signal.SIGHUP, engine.key.reload)
-        engine.key.reload()  # the file may have changed before the handler was set
+        loop.add_signal_handler(signal.SIGHUP, engine.keys.reload)
+        engine.keys.reload()  # the file may have changed before the handler was set
     elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         loop.add_signal_handler(signal.SIGHUP, end)
+    await engine.load_given_adapters()
     async with _grpc(engine, settings, server) as grpc_port:
-        lines = welcome(engine, settings, address_of(listener), grpc_port)
+        address = address_of(listener, "http" if settings.tls_cert is None else "https")
+        lines = welcome(engine, settings, address, grpc_port)
         server.on_start = lambda: tell(lines)
         watching = loop.create_task(_end_with_manager(server, engine))
         telling = loop.create_task(log_throughput(engine))
@@ -204,11 +192,6 @@ async def _end_with_manager(server: Server, engine: Engine) -> None:
     await _end(server, engine, _LAST_WRITES_S)
 
 
-def address_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def welcome(
     engine: Engine, settings: ServerSettings, address: str, grpc_port: int | None = None
 ) -> str:
@@ -217,14 +200,15 @@ def welcome(
     is_text = engine.card.tokenizer is not None
     body = {"model": name, "prompt": "17 + 25 =" if is_text else [1, 2, 3], "max_tokens": 16}
     key = "-H 'Authorization: Bearer KEY' " if has_key else ""
+    uds = "" if settings.uds is None else f"--unix-socket {shlex.quote(str(settings.uds))} "
     kind = "-H 'Content-Type: application/json'"
     grpc = [] if grpc_port is None else [f"  gRPC       {settings.host}:{grpc_port}, as Triton"]
     return "\n".join(
         [
-            f"{name} is served at {address}",
+            f"{name} is served at {settings.uds or address}",
             *grpc,
-            f"  live page  {address}/{'?key=KEY' if has_key else ''}",
-            f"  try        curl {address}/v1/completions {key}{kind} "
+            *([] if uds else [f"  live page  {address}/{'?key=KEY' if has_key else ''}"]),
+            f"  try        curl {uds}{address}/v1/completions {key}{kind} "
             f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}",
             "  end        Ctrl-C; running requests may finish, a second Ctrl-C stops them",
         ]
@@ -272,4 +256,6 @@ def new_server(engine: Engine, settings: ServerSettings) -> Server:
         timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type] # a float works
         timeout_graceful_shutdown=_LAST_WRITES_S,
     )
+    config.load()
+    config.ssl = settings.tls_context()
     return Server(config)

@@ -97,6 +97,14 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
+def named_folder(text: str) -> tuple[str, Path]:
+    """Read NAME=DIR."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and name.isprintable()):
+        raise ArgumentTypeError(f"{text!r} is not NAME=DIR")
+    return name, folder(path)
+
+
 def checkpoint(text: str) -> Path:
     """Return the path of a checkpoint from its path, or from its name on this machine.
 

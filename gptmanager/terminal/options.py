@@ -24,7 +24,8 @@ def add_parser(commands: Any, name: str, call: str, **texts: Any) -> argparse.Ar
     """Add a command to `commands`, the result of `add_subparsers`, and return its parser.
 
     `call` is MODULE:NAME of the function that runs the command and returns its exit status; it is
-    only imported when the command runs. `texts` are help, usage, description and epilog.
+    only imported when the command runs. `texts` are help, usage, description and epilog, and
+    `variables` of `Parser`.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts

@@ -4,8 +4,7 @@ import asyncio
 
 import httpx
 import pytest
-import torch
-from adapter_folders import LLAMA, module_name, random_pair, save_adapter
+from adapter_folders import save_output_adapter
 from running_server import MODEL, running_server, settings_of
 from starlette.requests import Request
 
@@ -15,21 +14,11 @@ from gptmanager.server.engine.adapters import FIRST_OWN_TASK, Adapters
 from gptmanager.server.engine.call import EngineRequest
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.hosts import needs_guard
-from gptmanager.server.http.keys import ServerKey, bearer, is_key
+from gptmanager.server.http.keys import bearer
 from gptmanager.server.openai.models import _check_caller
 
 KEY = "sécret"
 HEADER = {"Authorization": f"Bearer {KEY}".encode()}
-
-
-def an_adapter(folder, seed=0, width=128, **fields):
-    """For `o_proj` of both first layers."""
-    generator = torch.Generator().manual_seed(seed)
-    base = torch.zeros(width, width)
-    modules = [module_name("llama", layer, LLAMA["self_attn.o_proj"]) for layer in range(2)]
-    pairs = {name: random_pair(base, 8, generator, transposed=False) for name in modules}
-    save_adapter(folder, {name: (10 * a, 10 * b) for name, (a, b) in pairs.items()}, **fields)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -85,31 +74,6 @@ def test_the_page_is_opened_below_a_proxy_s_prefix_too(guarded):
         assert answer.headers["location"] == place
         given = httpx.URL("https://somewhere.example/llm" + path).join(place)
         assert given == httpx.URL("https://somewhere.example/llm" + path)
-
-
-def test_a_key_s_file_is_read_anew(tmp_path, caplog):
-    file = tmp_path / "key"
-    file.write_text("one\n")
-    settings = settings_of(api_key_file=file)
-    assert settings.has_key
-    key = ServerKey(settings)
-    file.write_text("two")
-    assert key.value == "one"
-    key.reload()
-    assert key.value == "two"
-    for wrong in (" three", "", "a\nb"):
-        file.write_text(wrong)
-        key.reload()
-        assert (
-            key.value == "two"
-            and "the key was not reloaded and stays as it is: api_key_file" in caplog.text
-        )
-        with pytest.raises(ConfigError, match="api_key_file"):
-            settings_of(api_key_file=file)
-        caplog.clear()
-    for given in ({"api_key_file": tmp_path / "none"}, {"api_key_file": file, "api_key": "a"}):
-        with pytest.raises(ConfigError, match="api_key_file"):
-            settings_of(**given)
 
 
 ROUTES = ("/", "/health", "/metrics", "/v1/models", "/v2", "/live/events", "/nothing")
@@ -183,8 +147,6 @@ def test_a_compressed_body_is_refused_by_name(client, encoding):
 
 
 def test_keys_are_compared_whatever_they_hold():
-    assert is_key(b"s\xc3\xa9cret", KEY) and is_key(None, None) and is_key("x", None)
-    assert not is_key(None, KEY) and not is_key("", KEY) and not is_key("\U0001f511", KEY)
     assert bearer("bearer  x ") == b"x" and bearer("x") is None and bearer(None) is None
 
 
@@ -213,7 +175,7 @@ def greedy(server, adapter=None):
 
 
 def test_an_adapter_is_loaded_used_and_unloaded(guarded, with_key):
-    an_adapter(guarded.settings.adapter_dir / "one")
+    save_output_adapter(guarded.settings.adapter_dir / "one")
     loaded = load(with_key, "uno", "one")
     assert loaded.status_code == 200
     listed = with_key.get("/v1/models").json()["data"]
@@ -237,7 +199,7 @@ def test_an_adapter_is_loaded_used_and_unloaded(guarded, with_key):
 
 def test_only_so_many_adapters_are_loaded_those_included_that_are_being_read(tmp_path):
     adapters = Adapters(MODEL, tmp_path, 2)
-    an_adapter(tmp_path / "one")
+    save_output_adapter(tmp_path / "one")
     adapters.add(adapters.read("uno", "one"))
     with adapters.room("due"):
         with pytest.raises(ApiError, match="--max-adapters = 2") as caught, adapters.room("tre"):
@@ -253,7 +215,7 @@ def test_only_so_many_adapters_are_loaded_those_included_that_are_being_read(tmp
 
 
 def test_an_adapter_that_left_the_cache_is_sent_again(guarded, with_key):
-    an_adapter(guarded.settings.adapter_dir / "two", seed=2)
+    save_output_adapter(guarded.settings.adapter_dir / "two", seed=2)
     assert load(with_key, "due", "two").status_code == 200
     before = greedy(guarded, "due")
     guarded.engine.manager.forget_adapter(guarded.engine.adapters.find("due").task_id)
@@ -265,8 +227,10 @@ def test_an_adapter_that_left_the_cache_is_sent_again(guarded, with_key):
 
 
 def test_weights_of_a_client_never_answer_for_the_name_of_a_loaded_adapter(guarded, with_key):
-    an_adapter(guarded.settings.adapter_dir / "named", seed=6)
-    weights, config = load_peft_adapter(an_adapter(guarded.settings.adapter_dir / "foreign"))
+    save_output_adapter(guarded.settings.adapter_dir / "named", seed=6)
+    weights, config = load_peft_adapter(
+        save_output_adapter(guarded.settings.adapter_dir / "foreign")
+    )
     assert load(with_key, "sei", "named").status_code == 200
     before, task = greedy(guarded, "sei"), guarded.engine.adapters.find("sei").task_id
     guarded.engine.manager.forget_adapter(task)  # as if its pages had been needed for others
@@ -289,7 +253,7 @@ def test_weights_of_a_client_never_answer_for_the_name_of_a_loaded_adapter(guard
 
 
 def test_of_two_adapters_that_come_at_once_by_one_name_one_is_loaded(guarded):
-    an_adapter(guarded.settings.adapter_dir / "twin", seed=3)
+    save_output_adapter(guarded.settings.adapter_dir / "twin", seed=3)
 
     async def both():
         loads = [guarded.engine.load_adapter("twin", "twin") for _ in range(2)]
@@ -302,7 +266,7 @@ def test_of_two_adapters_that_come_at_once_by_one_name_one_is_loaded(guarded):
 
 
 def test_an_adapter_may_be_unloaded_while_it_runs(guarded, with_key):
-    an_adapter(guarded.settings.adapter_dir / "five", seed=5)
+    save_output_adapter(guarded.settings.adapter_dir / "five", seed=5)
     assert load(with_key, "cinque", "five").status_code == 200
     whole = greedy(guarded, "cinque")
 
@@ -320,7 +284,7 @@ def test_an_adapter_may_be_unloaded_while_it_runs(guarded, with_key):
 
 
 def test_only_what_lies_below_the_folder_is_loaded(guarded, with_key, tmp_path):
-    outside = an_adapter(tmp_path / "outside")
+    outside = save_output_adapter(tmp_path / "outside")
     link = guarded.settings.adapter_dir / "link"
     link.symlink_to(outside)
     for path in (outside, "../outside", "link"):
@@ -332,8 +296,8 @@ def test_only_what_lies_below_the_folder_is_loaded(guarded, with_key, tmp_path):
 def test_what_is_no_adapter_of_this_model_is_refused(guarded, with_key):
     root = guarded.settings.adapter_dir
     (root / "empty").mkdir()
-    an_adapter(root / "narrow", width=64)
-    an_adapter(root / "wide", width=256)
+    save_output_adapter(root / "narrow", width=64)
+    save_output_adapter(root / "wide", width=256)
     for path in ("empty", "nowhere", "narrow", "wide", "a\0b"):
         response = load(with_key, "quattro", path)
         assert response.status_code == 400, (path, response.text)
@@ -369,7 +333,7 @@ def test_a_manager_without_room_for_adapters_says_so(tmp_path):
 
     config = PeftCacheManagerConfig(host_cache_size=0)
     params = {"peft_cache_manager_config": config}
-    an_adapter(tmp_path / "one")
+    save_output_adapter(tmp_path / "one")
     with running_server(settings_of(params=params, adapter_dir=tmp_path)) as server:
         with httpx.Client(base_url=server.url) as client:
             response = load(client, "uno", "one")

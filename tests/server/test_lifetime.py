@@ -25,8 +25,9 @@ from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError, ManagerDeadError, SchedulerError
 from gptmanager.server import app, main
 from gptmanager.server.engine.call import EngineRequest
+from gptmanager.server.http.listening import address_of, bind
 from gptmanager.server.http.responses import DONE, EventStream, event
-from gptmanager.server.serving import address_of, bind, serve, welcome
+from gptmanager.server.serving import serve, welcome
 from gptmanager.server.settings import ServerSettings
 
 

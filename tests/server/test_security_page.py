@@ -12,12 +12,13 @@ from gptmanager.callbacks.text import stop_strings, template_process
 from gptmanager.decoding.guided import guided
 from gptmanager.server import errors, log_output
 from gptmanager.server.chat import chat_prompt
-from gptmanager.server.http import access, body, http_protocol, json_text, request_log
+from gptmanager.server.http import access, body, http_protocol, json_text, key_file, request_log
 from gptmanager.server.http.body import LARGE_BODY
 from gptmanager.server.openai import completions
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text import generation_fields, tools
 from gptmanager.server.triton import token_model
+from gptmanager.terminal import option_sources
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
 
@@ -71,9 +72,12 @@ def in_code():
     grammars = f"{most}, with texts of {amount(guided.MAX_KEPT_BYTES)}"
     template = f"{template_process.MAX_SECONDS:g}, and {amount(template_process.MAX_BYTES)}"
     logged = f"{request_log.MAX_ID_LETTERS}; {request_log.MAX_PATH_LETTERS}"
+    files = f"{amount(key_file.MAX_BYTES)}; {amount(option_sources.MAX_FILE_BYTES)}"
     return {
         **{what: (f"{value:,}", None) for what, value in fixed.items()},
         **{what: (default(name), name) for what, name in set_by.items()},
+        "requests of a key": ("any number", "api_key_file"),
+        "bytes of the key file": (files, None),
         "bytes of a body": (amount(access.TEXT_BYTES), "max_body_bytes"),
         "bytes of a body that may carry": (amount(access.TENSOR_BYTES), "max_body_bytes"),
         "bytes of all bodies": (f"{body.MAX_BODIES_BYTES >> 20:,} MiB", None),

@@ -98,3 +98,13 @@ def merge(
 
 def scale(alpha: float, rank: int, root: bool) -> float:
     return alpha / (math.sqrt(rank) if root else rank)
+
+
+def save_output_adapter(folder: Path, seed: int = 0, width: int = 128, **fields: Any) -> Path:
+    """An adapter of the tiny Llama, for `o_proj` of its first two layers."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.zeros(width, width)
+    modules = [module_name("llama", layer, LLAMA["self_attn.o_proj"]) for layer in range(2)]
+    pairs = {name: random_pair(base, 8, generator, transposed=False) for name in modules}
+    save_adapter(folder, {name: (10 * a, 10 * b) for name, (a, b) in pairs.items()}, **fields)
+    return folder

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from gptmanager import KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.server.engine.engine import Engine
-from gptmanager.server.serving import Server, bind, new_server, open_engine
+from gptmanager.server.http.listening import address_of, listening
+from gptmanager.server.serving import Server, new_server, open_engine
 from gptmanager.server.settings import ServerSettings
 from gptmanager.terminal.options import ManagerOptions
 
@@ -64,7 +65,8 @@ def settings_of(model: Path = MODEL, params: dict[str, Any] | None = None, **fie
 def running_server(settings: ServerSettings) -> Iterator[RunningServer]:
     """A server that has started; it ends with the block, its requests are cut off."""
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(contextlib.closing(bind(settings.host, settings.port)))
+        where = settings.host, settings.port, settings.uds
+        listener = stack.enter_context(listening(*where))
         engine = stack.enter_context(open_engine(settings))
         loop = asyncio.new_event_loop()
         server = new_server(engine, settings)
@@ -72,10 +74,10 @@ def running_server(settings: ServerSettings) -> Iterator[RunningServer]:
             target=lambda: loop.run_until_complete(server.serve(sockets=[listener]))
         )
         thread.start()
-        host, port = listener.getsockname()[:2]
+        scheme = "https" if settings.tls_cert else "http"
         try:
             wait_for(lambda: server.started or not thread.is_alive())
-            yield RunningServer(f"http://{host}:{port}", engine, settings, server, loop)
+            yield RunningServer(address_of(listener, scheme), engine, settings, server, loop)
         finally:
             server.should_exit = server.force_exit = True
             thread.join(10)

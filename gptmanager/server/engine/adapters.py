@@ -77,12 +77,13 @@ class Adapters:
         finally:
             self._num_loading -= 1
 
-    def read(self, name: str, path: str) -> Adapter:
+    def read(self, name: str, path: str, *, is_trusted: bool = False) -> Adapter:
         """Return an adapter read from its files, without adding it. Blocks while it reads.
 
-        ApiError 403 for a folder outside the root, 400 for a folder without a valid adapter.
+        `is_trusted`: the operator names the folder, which may be outside the root. ApiError 403 for
+        another folder outside the root, 400 for a folder without a valid adapter.
         """
-        folder = self._folder(path)
+        folder = Path(path).resolve() if is_trusted else self._folder(path)
         try:
             weights, config = load_peft_adapter(folder, model=self._model)
         except (ConfigError, OSError) as error:

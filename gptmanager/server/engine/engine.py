@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gptmanager import GptManager, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, BannedTexts, Generation
-from gptmanager.errors import GptManagerError, ManagerDeadError, quoted
+from gptmanager.errors import ConfigError, GptManagerError, ManagerDeadError, quoted
 from gptmanager.run.text_encoder import TextEncoder, TextTooLongError
 from gptmanager.server.context_length import ContextLength
 from gptmanager.server.engine.adapters import FIRST_OWN_TASK, Adapter, Adapters
@@ -23,7 +24,7 @@ from gptmanager.server.engine.metrics import ServerMetrics, counts_of
 from gptmanager.server.engine.model_card import ModelCard
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.http.body import BodyBudget, run_in_thread
-from gptmanager.server.http.keys import ServerKey
+from gptmanager.server.http.keys import ServerKeys
 from gptmanager.server.settings import ServerSettings
 
 _LOOK_S = 0.02
@@ -59,7 +60,7 @@ class Engine:
         self.metrics = metrics
         self.adapters = Adapters(card.folder, settings.adapter_dir, settings.max_adapters)
         self.has_adapters = has_adapters
-        self.key = ServerKey(settings)
+        self.keys = ServerKeys(settings)
         self.body_budget = BodyBudget()
         tokenizer = card.tokenizer
         self.banned_texts = None if tokenizer is None else BannedTexts(tokenizer)
@@ -110,6 +111,7 @@ class Engine:
                 self.context_length.check_scored(len(request.tokens))
             self.context_length.check(len(request.tokens), request.max_new_tokens)
         self._check_room(requests)
+        key = self.keys.reserve(len(requests))
         generations: list[Generation] = []
         try:
             for request, adapter in zip(requests, adapters, strict=True):
@@ -117,7 +119,13 @@ class Engine:
         except Exception as error:
             for generation in generations:
                 self.metrics.cancel(generation, "cancelled")
+            self.keys.release(key, len(requests))
             raise api_error(error) from error
+
+        def end(call: Call) -> None:
+            self._calls.discard(call)
+            self.keys.release(key, len(requests))
+
         call = Call(
             generations,
             [
@@ -126,7 +134,7 @@ class Engine:
             ],
             [self._timeout_s(request) for request in requests],
             self.metrics.cancel,
-            self._calls.discard,
+            end,
         )
         self._calls.add(call)
         return call
@@ -147,11 +155,13 @@ class Engine:
         """
         self._check_open()
         self._check_number_waiting(1)
+        key = self.keys.reserve(1)
         self._num_preparing += 1
         try:
             yield
         finally:
             self._num_preparing -= 1
+            self.keys.release(key, 1)
 
     def check_number(self, number: int) -> None:
         """Raise ApiError if `number` requests at once exceed the limits: 400, because clients would
@@ -252,18 +262,22 @@ class Engine:
 
     # Adapters ---------------------------------------------------------------------------------
 
-    async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Read an adapter, test it with a request, and add it under `name`. Raises ApiError."""
+    async def load_adapter(self, name: str, path: str, *, is_trusted: bool = False) -> Adapter:
+        """Read an adapter, test it with a request, and add it under `name`. Raises ApiError.
+
+        `is_trusted`: see `Adapters.read`.
+        """
         if not self.has_adapters:
             raise ApiError(501, "this server does not support adapters")
         self._check_open()
-        if name == self.card.name:
+        if name in self.card.names:
             raise ApiError(400, f"{quoted(name)} is the model's name", param="lora_name")
         with self.adapters.room(name):
-            return await self._load_adapter(name, path)
+            return await self._load_adapter(name, path, is_trusted)
 
-    async def _load_adapter(self, name: str, path: str) -> Adapter:
-        adapter = await run_in_thread(functools.partial(self.adapters.read, name, path))
+    async def _load_adapter(self, name: str, path: str, is_trusted: bool) -> Adapter:
+        read = functools.partial(self.adapters.read, name, path, is_trusted=is_trusted)
+        adapter = await run_in_thread(read)
         # generating one token checks that it fits this model, and caches it
         request = EngineRequest([0], 1, lora_task_id=adapter.task_id, **adapter.tensors)
         try:
@@ -278,6 +292,14 @@ class Engine:
             self.manager.forget_adapter(adapter.task_id)
             raise
         return adapter
+
+    async def load_given_adapters(self) -> None:
+        """Load the adapters of the settings. Raises ConfigError."""
+        for name, folder in self._settings.adapters:
+            try:
+                await self.load_adapter(name, os.fspath(folder), is_trusted=True)
+            except ApiError as error:
+                raise ConfigError(f"--adapter {name}={folder}: {error.message}") from error
 
     def unload_adapter(self, name: str) -> None:
         """Remove an adapter; running requests keep it. ApiError 404 if it is not loaded."""

@@ -21,7 +21,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """The properties of a model. Lengths are in tokens, `created` in seconds since the epoch.
+    """The properties of a model; clients may use any of its `names`. Lengths are in tokens, `created` in seconds since the epoch.
 
     `max_model_len`: of prompt and output together. `adapter_rows`: the number of modules that an
     adapter may change; `adapter_width`: values of the largest module, for each rank.
@@ -30,7 +30,7 @@ class ModelCard:
     none, so prompts are token ids.
     """
 
-    name: str
+    names: tuple[str, ...]
     folder: Path
     vocab_size: int
     max_model_len: int
@@ -44,11 +44,16 @@ class ModelCard:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def name(self) -> str:
+        """The first name."""
+        return self.names[0]
+
     @classmethod
     def of_folder(
         cls,
         folder: Path,
-        name: str,
+        names: tuple[str, ...],
         *,
         max_seq_len: int | None = None,
         max_beam_width: int = 1,
@@ -59,7 +64,7 @@ class ModelCard:
         tokenizer_config = read_part(folder, "tokenizer_config.json") or {}
         generation = read_part(folder, "generation_config.json") or {}
         return cls(
-            name=name,
+            names=names,
             folder=folder,
             vocab_size=spec.vocab_size,
             max_model_len=spec.max_seq_len,

@@ -5,12 +5,19 @@ bodies.
 from __future__ import annotations
 
 import ipaddress
+import re
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, quoted, quoted_path
+from gptmanager.server.http.key_file import ApiKey, read_key, read_key_file
 
+_ORIGIN = re.compile(
+    r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-f:]+\](:\d{1,5})?"
+)
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 TEXT_BYTES, TENSOR_BYTES = 4 << 20, 64 << 20
 
 
@@ -18,10 +25,12 @@ TEXT_BYTES, TENSOR_BYTES = 4 << 20, 64 << 20
 class AccessSettings:
     """Limits on clients and their connections.
 
-    `api_key`: the key that clients must send. `api_key_file`: a file that contains the key; SIGHUP
-    reloads it. `allowed_hosts`: host names that clients may use in addition to those of the
-    server's own machine; empty: every name is accepted, except on loopback without a key.
-    `max_body_bytes`: limit for a request's body; None: `TEXT_BYTES`, or `TENSOR_BYTES` for a route
+    `api_key`: the key that clients must send. `api_key_file`: a file with a key or several named
+    ones; SIGHUP reloads it. `allowed_hosts`: host names that clients may use in addition to those
+    of the server's own machine; empty: every name is accepted, except on loopback without a key.
+    `cors_origins`: web pages of these origins may call the server; "*": of all. `root_path`: a
+    proxy's prefix of all paths. `uds`: the path of a Unix socket to listen at instead of a port.
+    `tls_cert`, `tls_key`: PEM files of HTTPS. `max_body_bytes`: limit for a request's body; None: `TEXT_BYTES`, or `TENSOR_BYTES` for a route
     that accepts tensors.
 
     `max_connections`: open connections; None: as many as the descriptor limit allows.
@@ -34,6 +43,11 @@ class AccessSettings:
     api_key: str | None = field(default=None, repr=False)
     api_key_file: Path | None = None
     allowed_hosts: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
+    root_path: str = ""
+    uds: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     max_body_bytes: int | None = None
     max_connections: int | None = None
     max_connections_per_address: int | None = None
@@ -48,8 +62,20 @@ class AccessSettings:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be more than 0 seconds")
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("pass either api_key or api_key_file, not both")
-        self.read_key()
+        self.read_keys()
         networks_of(self.forwarded_allow_ips)
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origins: {quoted(origin)} must be * or like https://host.example:8000"
+                )
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"root_path = {quoted(self.root_path)} must begin with / and must not end with it"
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("pass tls_cert and tls_key together")
+        self.tls_context()
 
     def body_limit(self, *, carries_tensors: bool = False) -> int:
         """Return the maximum size of a request's body, in bytes."""
@@ -59,35 +85,40 @@ class AccessSettings:
     def has_key(self) -> bool:
         return self.api_key is not None or self.api_key_file is not None
 
-    def read_key(self) -> str | None:
-        """Return the key, from the current content of its file if there is one.
+    def read_keys(self) -> tuple[ApiKey, ...]:
+        """Return the keys, from the current content of the file if there is one.
 
         Raises ConfigError for a key that cannot be sent in a header.
         """
-        if self.api_key_file is None:
-            return None if self.api_key is None else _checked("api_key", self.api_key)
+        if self.api_key_file is not None:
+            return read_key_file(self.api_key_file)
+        return () if self.api_key is None else (read_key(self.api_key),)
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return the context of an HTTPS server, read from its files; None without TLS.
+
+        Raises ConfigError.
+        """
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        files = f"--tls-cert {quoted_path(self.tls_cert)} --tls-key {quoted_path(self.tls_key)}"
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            text = self.api_key_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"api_key_file cannot be read: {error}") from error
-        return _checked(f"api_key_file = {self.api_key_file}: the key", text.rstrip("\r\n"))
+            # the password is for an encrypted key: without it OpenSSL would ask at the terminal
+            context.load_cert_chain(self.tls_cert, self.tls_key, password="")
+        except ssl.SSLError as error:
+            told = f"{files} must be a certificate and its unencrypted key, in PEM: {error.reason}"
+            raise ConfigError(told) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{files} cannot be used: {reason}") from None
+        return context
 
     def _check_minimum(self, **minimums: int) -> None:
         for name, limit in minimums.items():
             value = getattr(self, name)
             if value is not None and value < limit:
                 raise ConfigError(f"{name} = {value} must be at least {limit}")
-
-
-def _checked(where: str, key: str) -> str:
-    if key == "":
-        raise ConfigError(f"{where} is empty: leave it out to start the server without a key")
-    if not (key.isprintable() and key == key.strip()):
-        raise ConfigError(
-            f"{where} must be printable and must not begin or end with a space: a header cannot "
-            "carry it otherwise"
-        )
-    return key
 
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network

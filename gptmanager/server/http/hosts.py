@@ -34,12 +34,13 @@ def is_of_this_machine(host: str) -> bool:
 
 class HostGuard:
     """ASGI middleware that answers 403 if `Host` or `Origin` names neither this machine nor one of
-    `allowed`. A request without `Host` passes: every browser sends that header.
+    `allowed`; an `Origin` may also be one of `origins`, which "*" extends to all. A request without `Host` passes: every browser sends that header.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, allowed: Sequence[str], origins: Sequence[str] = ()) -> None:
         self._app = app
         self._allowed = {host.lower() for host in allowed}
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
@@ -54,12 +55,16 @@ class HostGuard:
             text = value.decode("latin-1")
             if name == b"host" and not self._is_allowed(text):
                 return _refused("Host", text)
-            if name == b"origin" and not self._is_allowed(text.partition("://")[2]):
+            if name == b"origin" and not self._is_allowed_origin(text):
                 return _refused("Origin", text)
         is_foreign = headers.get(b"sec-fetch-site") == b"cross-site" and b"origin" not in headers
         if is_foreign and headers.get(b"sec-fetch-mode") != b"navigate":  # following a link is fine
             return _refused("Sec-Fetch-Site", "cross-site")
         return None
+
+    def _is_allowed_origin(self, origin: str) -> bool:
+        is_listed = bool({"*", origin} & self._origins)
+        return is_listed or self._is_allowed(origin.partition("://")[2])
 
     def _is_allowed(self, authority: str) -> bool:
         try:
@@ -73,6 +78,6 @@ def _refused(header: str, value: str) -> ApiError:
     return ApiError(
         403,
         f"{header} {quoted(value)} is not allowed: a server without a key accepts only this "
-        "machine's names; add others with --allowed-host, or set --api-key",
+        "machine's names; add others with --allowed-host or --cors-origin, or set --api-key",
         code="host_not_allowed",
     )

@@ -21,6 +21,7 @@ from gptmanager.server.http.responses import IS_WHOLE, error_response
 
 MAX_HEAD_BYTES = 1 << 16  # limit for request line and headers, and a separate one for trailers
 MAX_PIPELINED = 64  # requests of a connection that wait for an earlier answer
+_THIS_MACHINE = ("127.0.0.1", 0)
 _LINGER_S = 2.0  # time that a refused client has to stop writing
 # Java's client sends this header with each request to offer HTTP/2; the parser would then drop the
 # body.
@@ -60,7 +61,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._host = self.client[0] if self.client else ""
+        self.client = self.client or _THIS_MACHINE  # a Unix socket has no address
+        self._host = self.client[0]
         refusal = self._limits.enter(self._host)
         if refusal is None:
             self._set_deadline(self.timeout_keep_alive, transport.close)

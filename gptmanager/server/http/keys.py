@@ -1,4 +1,4 @@
-"""Check the key of `--api-key` or `--api-key-file`.
+"""Check the keys of `--api-key` and `--api-key-file`, and their quotas.
 
 HTTP clients send it as `Authorization: Bearer KEY`. A browser opens the live page once with
 `?key=KEY` and then uses a cookie, which does not contain the key itself.
@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from collections.abc import Iterable
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, parse_qsl, urlencode
 
@@ -19,6 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gptmanager.errors import ConfigError
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.access import AccessSettings
+from gptmanager.server.http.key_file import ApiKey
+from gptmanager.server.http.request_log import RECORD
 from gptmanager.server.http.responses import error_response
 
 _logger = logging.getLogger(__name__)
@@ -30,33 +35,85 @@ PAGE_PATHS = ("/", "/live/events")
 _COOKIE = "gptmanager_key"
 
 
-class ServerKey:
-    """The key that clients must send; `value` is None if the server has no key."""
+class ServerKeys:
+    """The keys that clients may send, and how many requests of each run and wait.
+
+    Keys are found by digests with a secret of this process, so the time that a look-up takes tells
+    nothing about them. `current` is the key of the request that the running task answers; None: the
+    server has no key.
+    """
 
     def __init__(self, access: AccessSettings) -> None:
         self._access = access
-        self.value = access.read_key()
+        self._secret = os.urandom(32)
+        self._current: ContextVar[ApiKey | None] = ContextVar("gptmanager_key", default=None)
+        self._num_open: Counter[str] = Counter()  # by name, so that they outlive a reload
+        self._set(access.read_keys())
+
+    def _set(self, keys: Sequence[ApiKey]) -> None:
+        self._by_digest = {self._digest(key.value): key for key in keys}
+        self._by_cookie = {self._digest(cookie_of(key)): key for key in keys}
+        self._by_name = {key.name: key for key in keys}
 
     def reload(self) -> None:
-        """Read the key file again. On an error, log it and keep the current key."""
+        """Read the key file again. On an error, log it and keep the current keys."""
         try:
-            self.value = self._access.read_key()
+            self._set(self._access.read_keys())
         except ConfigError as error:
-            _logger.error("the key was not reloaded and stays as it is: %s", error)
+            _logger.error("the keys were not reloaded and stay as they are: %s", error)
         else:
-            _logger.info("the key has been reloaded")
+            _logger.info("the keys have been reloaded: %s", len(self._by_name))
+
+    def find(self, given: str | bytes | None) -> ApiKey | None:
+        """Return the key that a client has sent, None if it is none of the server's."""
+        return None if given is None else self._by_digest.get(self._digest(given))
+
+    def find_cookie(self, given: str) -> ApiKey | None:
+        """Return the key that this cookie was made from."""
+        return self._by_cookie.get(self._digest(given))
+
+    def enter(self, key: ApiKey) -> None:
+        """Let `key` be the current one in this task and in those that it starts."""
+        self._current.set(key)
+
+    @property
+    def current(self) -> ApiKey | None:
+        return self._current.get()
+
+    def reserve(self, number: int) -> str | None:
+        """Count `number` more requests of the current key, and return its name for `release`.
+
+        Raises ApiError if they would exceed its quota: 400 if they always would, else 429.
+        """
+        key = self._current.get()
+        if key is None:
+            return None
+        most = self._by_name.get(key.name, key).max_requests  # the quota of the current file
+        num_open = self._num_open[key.name]
+        if most is not None and num_open + number > most:
+            raise ApiError(
+                400 if number > most else 429,
+                f"{num_open} requests of the key {key.name} run or wait, {number} more would "
+                f"exceed its quota of {most}",
+                code="quota_exceeded",
+            )
+        self._num_open[key.name] += number
+        return key.name
+
+    def release(self, name: str | None, number: int) -> None:
+        """Take back what `reserve` has counted."""
+        if name is not None:
+            self._num_open[name] -= number
+            if not self._num_open[name]:
+                del self._num_open[name]
+
+    def _digest(self, text: str | bytes) -> bytes:
+        return hashlib.blake2b(_bytes(text), key=self._secret).digest()
 
 
-def is_key(given: str | bytes | None, key: str | None) -> bool:
-    """Return whether `given` equals `key`, in constant time; True if `key` is None.
-
-    gRPC clients send the key as metadata: `authorization` with "Bearer KEY".
-    """
-    if key is None:
-        return True
-    if given is None:
-        return False
-    return hmac.compare_digest(_bytes(given), _bytes(key))
+def cookie_of(key: ApiKey) -> str:
+    """Return the live page's cookie, which only a client with the key can have received."""
+    return hmac.new(_bytes(key.value), b"live page", hashlib.sha256).hexdigest()
 
 
 def bearer(header: str | bytes | None) -> bytes | None:
@@ -70,21 +127,27 @@ def bearer(header: str | bytes | None) -> bytes | None:
 class KeyGuard:
     """ASGI middleware that answers 401 to requests without the key, except on OPEN_PATHS."""
 
-    def __init__(self, app: ASGIApp, key: ServerKey) -> None:
+    def __init__(self, app: ASGIApp, keys: ServerKeys) -> None:
         self._app = app
-        self._key = key
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        headers = {name: value for name, value in scope["headers"]}
-        if is_key(bearer(headers.get(b"authorization")), self._key.value):
+        headers, is_page = dict(scope["headers"]), scope["path"] in PAGE_PATHS
+        key = self._keys.find(bearer(headers.get(b"authorization")))
+        if key is None and is_page:
+            key = self._key_of_cookie(headers.get(b"cookie", b""))
+        if key is not None:
+            self._keys.enter(key)
+            if RECORD in scope:
+                scope[RECORD].key = key.name
             await self._app(scope, receive, send)
-        elif scope["path"] in PAGE_PATHS and self._has_cookie(headers.get(b"cookie", b"")):
-            await self._app(scope, receive, send)
-        elif scope["path"] in PAGE_PATHS and self._is_in_query(scope["query_string"]):
-            await self._to_page(scope)(scope, receive, send)
+            return
+        key = self._key_in_query(scope["query_string"]) if is_page else None
+        if key is not None:
+            await self._to_page(scope, key)(scope, receive, send)
         else:
             error = ApiError(
                 401,
@@ -94,22 +157,18 @@ class KeyGuard:
             )
             await error_response(error, scope["path"])(scope, receive, send)
 
-    def _has_cookie(self, header: bytes) -> bool:
+    def _key_of_cookie(self, header: bytes) -> ApiKey | None:
         try:
             found = SimpleCookie(header.decode("latin-1")).get(_COOKIE)
         except CookieError:
-            return False
-        return found is not None and is_key(found.value, self._cookie())
+            return None
+        return None if found is None else self._keys.find_cookie(found.value)
 
-    def _cookie(self) -> str:
-        """Return the cookie's value, which only a client with the key can have received."""
-        return hmac.new(_bytes(self._key.value or ""), b"live page", hashlib.sha256).hexdigest()
-
-    def _is_in_query(self, query: bytes) -> bool:
+    def _key_in_query(self, query: bytes) -> ApiKey | None:
         given = parse_qs(query.decode("latin-1")).get("key", [])
-        return bool(given) and is_key(given[0], self._key.value)
+        return self._keys.find(given[0]) if given else None
 
-    def _to_page(self, scope: Scope) -> RedirectResponse:
+    def _to_page(self, scope: Scope, key: ApiKey) -> RedirectResponse:
         """Redirect to the same page without the key, to keep it out of histories and logs.
 
         The location is relative and the cookie has no path: a proxy may serve this server below a
@@ -121,7 +180,7 @@ class KeyGuard:
         response = RedirectResponse(place + ("?" + rest if rest else ""), 303)
         is_https = scope.get("scheme") == "https"
         response.set_cookie(
-            _COOKIE, self._cookie(), path=None, secure=is_https, httponly=True, samesite="strict"
+            _COOKIE, cookie_of(key), path=None, secure=is_https, httponly=True, samesite="strict"
         )
         return response
 

@@ -27,13 +27,14 @@ _QUIET = re.compile(r"/|/live/.*|/metrics|/(v2/)?health(/.*)?")
 
 
 class RequestRecord:
-    """Facts for the log about a request. Endpoints set `details`, and refusals set `code`.
+    """Facts for the log about a request. Endpoints set `details`, and refusals set `code`. `key` is
+    the name of the client's key.
 
     `id`: from the header `X-Request-Id` if that is 1 to 128 letters, digits or `._:/+=@~-`, else
     random. `details`: called at the end of the request; returns further fields.
     """
 
-    __slots__ = ("began", "code", "details", "id", "method", "path", "status")
+    __slots__ = ("began", "code", "details", "id", "key", "method", "path", "status")
 
     def __init__(self, scope: Scope) -> None:
         given = dict(scope["headers"]).get(_HEADER, b"")
@@ -42,6 +43,7 @@ class RequestRecord:
         self.began = time.monotonic()
         self.status = 0  # none was sent
         self.code = ""
+        self.key = ""
         self.details: Callable[[], Mapping[str, Any]] = dict
 
     def start(self, message: Message) -> Message:
@@ -54,8 +56,7 @@ class RequestRecord:
         """Return the fields of the line; times are in seconds."""
         path = self.path[:MAX_PATH_LETTERS]
         fields = {"id": self.id, "method": self.method, "route": path, "status": self.status}
-        if self.code:
-            fields["code"] = self.code
+        fields |= {name: getattr(self, name) for name in ("key", "code") if getattr(self, name)}
         total = round(time.monotonic() - self.began, 4)
         return {**fields, **self.details(), "total_s": total}
 

@@ -34,13 +34,14 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     """
 
     async def models(request: Request) -> Response:
-        data = [_model(engine), *(_adapter(engine, it) for it in engine.adapters)]
+        own = [_model(engine, name) for name in engine.card.names]
+        data = [*own, *(_adapter(engine, it) for it in engine.adapters)]
         return json_response({"object": "list", "data": data})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        if name == engine.card.name:
-            return json_response(_model(engine))
+        if name in engine.card.names:
+            return json_response(_model(engine, name))
         if name in engine.adapters:
             return json_response(_adapter(engine, engine.adapters.find(name)))
         raise unknown_model(name)
@@ -77,7 +78,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 
 def check_model(engine: Engine, name: str | None) -> None:
     """Raise ApiError 404 for a name that is neither the model's nor an adapter's."""
-    if name is not None and name != engine.card.name and name not in engine.adapters:
+    if name is not None and name not in engine.card.names and name not in engine.adapters:
         raise unknown_model(name)
 
 
@@ -87,9 +88,9 @@ def unknown_model(name: str) -> ApiError:
     )
 
 
-def _model(engine: Engine) -> dict[str, Any]:
+def _model(engine: Engine, name: str) -> dict[str, Any]:
     card = engine.card
-    return _entry(card.name, card.created, engine) | {"root": str(card.folder), "parent": None}
+    return _entry(name, card.created, engine) | {"root": str(card.folder), "parent": None}
 
 
 def _adapter(engine: Engine, adapter: Adapter) -> dict[str, Any]:

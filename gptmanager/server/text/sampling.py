@@ -174,7 +174,7 @@ def scoring_request(
 
 def _adapter(options: GenerationOptions, card: ModelCard) -> str | None:
     name = options.given.get("model")
-    return None if name == card.name else name
+    return None if name in card.names else name
 
 
 def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:

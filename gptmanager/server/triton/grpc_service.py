@@ -21,7 +21,7 @@ from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.http.body import BodyBudget, run_in_thread
 from gptmanager.server.http.connections import default_max_connections
-from gptmanager.server.http.keys import ServerKey, bearer, is_key
+from gptmanager.server.http.keys import ServerKeys, bearer
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
 from gptmanager.server.triton.errors import invalid, unsupported_extension
@@ -78,7 +78,7 @@ class GrpcFront:
         """Start the server. Raises ConfigError if the port cannot be used."""
         interceptors: list[grpc.aio.ServerInterceptor] = [BadMessages()]
         if settings.has_key:
-            interceptors.insert(0, KeyInterceptor(engine.key))
+            interceptors.insert(0, KeyInterceptor(engine.keys))
         server = grpc.aio.server(
             interceptors=interceptors,
             options=[
@@ -95,8 +95,12 @@ class GrpcFront:
         service = TritonService(Inference.of(engine, settings), settings, engine.body_budget)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address, credentials = f"{host}:{settings.grpc_port}", _credentials(settings)
         try:
-            port = server.add_insecure_port(f"{host}:{settings.grpc_port}")
+            if credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             await server.stop(None)
             raise ConfigError(
@@ -110,11 +114,19 @@ class GrpcFront:
         await self._server.stop(grace_s)
 
 
+def _credentials(settings: ServerSettings) -> Any:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return grpc.ssl_server_credentials(
+        [(settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())]
+    )
+
+
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Checks the key, which clients send as metadata: `authorization` with "Bearer KEY"."""
 
-    def __init__(self, key: ServerKey) -> None:
-        self._key = key
+    def __init__(self, keys: ServerKeys) -> None:
+        self._keys = keys
 
         async def refuse(messages: Any, context: grpc.aio.ServicerContext) -> None:
             await context.abort(
@@ -132,9 +144,10 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> Any:
         method = details.method.rpartition("/")[2]
         given = dict(details.invocation_metadata or ()).get("authorization")
-        if method in _OPEN or is_key(bearer(given), self._key.value):
-            return await continuation(details)
-        return self._refuse
+        key = self._keys.find(bearer(given))
+        if key is not None:
+            self._keys.enter(key)
+        return await continuation(details) if key or method in _OPEN else self._refuse
 
 
 class _Call(NamedTuple):

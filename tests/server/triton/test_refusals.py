@@ -266,8 +266,12 @@ def test_nothing_is_left_of_them(server, stub, expected):
 KEY = "secret"
 
 
-def test_the_key_comes_as_metadata():
-    with running_server(settings_of(api_key=KEY, grpc_port=0)) as server:
+def test_the_key_comes_as_metadata(tmp_path, monkeypatch):
+    file, counted = tmp_path / "keys", []
+    file.write_text(f"me {KEY} 8")
+    with running_server(settings_of(api_key_file=file, grpc_port=0)) as server:
+        keys = server.engine.keys
+        monkeypatch.setattr(keys, "release", lambda name, number: counted.append((name, number)))
         front = server.run(GrpcFront.start(server.engine, server.settings))
         headers = {"authorization": f"Bearer {KEY}"}
         inputs = inputs_of(grpcclient, **prompt(*TOKENS, new=2))
@@ -286,6 +290,7 @@ def test_the_key_comes_as_metadata():
                     assert "UNAUTHENTICATED" in error.value.status()
             with streaming(client) as stream:
                 assert "key is missing" in str(stream.next().error)
+        assert counted == [("me", 1)]  # in the key's quota
         with grpc_package.insecure_channel(f"127.0.0.1:{front.port}") as channel:
             for method in ("ModelInfer", "ModelConfig", "ModelStreamInfer"):
                 unsent = threading.Event()  # a message that does not arrive

@@ -1,0 +1,183 @@
+"""Values of a command's options from environment variables and from a TOML file.
+
+An option `--name-of-it` is the variable PREFIX_NAME_OF_IT, and the key `name-of-it` (or
+`name_of_it`) of the file. The parser's own types and choices check the values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
+
+MAX_FILE_BYTES = 1 << 16
+CONFIG = "config"
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True}
+_SWITCH |= {"0": False, "false": False, "no": False, "off": False}
+
+
+class Repeated(argparse.Action):
+    """An option that may be given several times; its values replace the default list."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        given = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [*(() if given is self.default else given), values])
+
+
+@dataclass
+class FoundOptions:
+    """Option values that are not from the command line.
+
+    `values`: by the option's `dest`. `origins`: a description of where each value is from.
+    `unknown`: variables with the prefix that name no option.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+    def add(self, action: argparse.Action, value: Any, origin: str) -> None:
+        """Check and add a value. Raises ConfigError that begins with the origin."""
+        try:
+            self.values[action.dest] = _checked(action, value)
+        except (argparse.ArgumentTypeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{origin}: {error}") from error
+        self.origins[action.dest] = origin
+
+
+def find_options(
+    actions: Iterable[argparse.Action], file: str | None, prefix: str, variables: Mapping[str, str]
+) -> FoundOptions:
+    """Return the options of `file` and of `variables`, which have precedence over the file.
+
+    Raises ConfigError for a wrong value, and for a key of the file that names no option.
+    """
+    by_name = {it.option_strings[0].lstrip("-"): it for it in actions if it.option_strings}
+    by_name.pop("help", None)
+    found = FoundOptions()
+    variable = prefix + CONFIG.upper()
+    file = variables.get(variable) if file is None else file
+    by_name.pop(CONFIG, None)
+    if file is not None:
+        for key, value in _read(Path(file)).items():
+            name, shown = key.replace("_", "-"), quoted_path(Path(file))
+            if name not in by_name:
+                raise ConfigError(f"{shown}: unknown option {quoted(key)}")
+            if by_name[name].dest in found.values:
+                raise ConfigError(f"{shown}: {name} is in the file twice")
+            found.add(by_name[name], value, f"{name} in {shown}")
+    by_variable = {prefix + name.upper().replace("-", "_"): it for name, it in by_name.items()}
+    for name, text in variables.items():
+        if name in by_variable:
+            found.add(by_variable[name], _from_text(by_variable[name], name, text), name)
+        elif name.startswith(prefix) and name != variable:
+            found.unknown.append(name)
+    return found
+
+
+def with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
+    """Return an error that also says where the options that its text names are from."""
+    text = str(error)
+    named = [
+        origin
+        for name, origin in origins.items()
+        if f"--{name.replace('_', '-')}" in text or re.search(rf"^{name}\b|\b{name} = ", text)
+    ]
+    return ConfigError(f"{text} ({', '.join(named)})") if named else error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises ConfigError."""
+    shown = quoted_path(file)
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(f"--config {shown} must have at most {MAX_FILE_BYTES} bytes")
+        found: dict[str, Any] = _toml().loads(content.decode())
+    except OSError as error:
+        raise ConfigError(f"--config {shown} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--config {shown} must be TOML: {error_summary(error)}") from error
+    return found
+
+
+def _toml() -> Any:
+    if sys.version_info >= (3, 11):
+        import tomllib
+
+        return tomllib
+    try:
+        import tomli
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "--config needs Python 3.11, or the package tomli: pip install tomli"
+        ) from error
+    return tomli
+
+
+def _is_switch(action: argparse.Action) -> bool:
+    return action.nargs == 0
+
+
+def _is_list(action: argparse.Action) -> bool:
+    return action.nargs == "+" or isinstance(action, Repeated)
+
+
+def _from_text(action: argparse.Action, name: str, text: str) -> Any:
+    """Return the value of a variable as a file would have it. Raises ConfigError."""
+    if _is_switch(action):
+        if text.lower() not in _SWITCH:
+            raise ConfigError(f"{name}: {quoted(text)} must be true or false")
+        return _SWITCH[text.lower()]
+    if not _is_list(action):
+        return text
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _checked(action: argparse.Action, value: Any) -> Any:
+    """Return the value that `action` would have stored for its text."""
+    if _is_switch(action):
+        if not isinstance(value, bool):
+            raise TypeError(f"must be true or false, not {_kind(value)}")
+        return value
+    if not _is_list(action):
+        return _converted(action, value)
+    values = [_converted(action, one) for one in (value if isinstance(value, list) else [value])]
+    if not values and not isinstance(action, Repeated):
+        raise ValueError("must have at least one value")
+    return values
+
+
+def _converted(action: argparse.Action, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise TypeError(f"must be a string or a number, not {_kind(value)}")
+    convert: Any = action.type or str
+    found = convert(str(value))
+    if not isinstance(value, str) and not isinstance(found, (int, float)):
+        raise TypeError(f"must be a string, not {_kind(value)}")  # 3.10 would become "3.1"
+    if action.choices is not None and found not in action.choices:
+        choices = ", ".join(map(str, _choices(action)))
+        raise ValueError(f"{quoted(value)} must be one of {choices}")
+    return found
+
+
+def _choices(action: argparse.Action) -> Iterator[Any]:
+    yield from action.choices or ()
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a boolean", dict: "a table", list: "an array", int: "a number"}
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,52 @@
+"""`Parser`: the parser of the command line and of its commands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from gptmanager.errors import ConfigError
+from gptmanager.terminal.option_sources import CONFIG, find_options
+from gptmanager.terminal.printable import printable_lines
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser with printable errors: they quote arguments, which may contain any character.
+
+    `variables`: the prefix of environment variables that set options, too; so does a file that the
+    option `--config` names. The command line has precedence, then the environment, then the file.
+    The parsed options have `origins` and `unknown_variables` of `find_options`.
+    """
+
+    def __init__(self, *arguments: Any, variables: str = "", **by_name: Any) -> None:
+        super().__init__(*arguments, **by_name)
+        self._variables = variables
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable_lines(message))
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        given = list(args or ())
+        if self._variables and not {"-h", "--help"} & set(given):
+            self._set_defaults(given)
+        return super().parse_known_args(args, namespace)
+
+    def _set_defaults(self, arguments: Sequence[str]) -> None:
+        """Make the values of the environment and of the file the defaults of their options."""
+        config = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+        config.add_argument(f"--{CONFIG}")
+        try:
+            file = config.parse_known_args(arguments)[0].config
+            found = find_options(self._actions, file, self._variables, os.environ)
+        except argparse.ArgumentError:  # --config without a file: the real parser says so
+            return
+        except ConfigError as error:
+            self.error(str(error))
+        for action in self._actions:
+            if action.dest in found.values:
+                action.default, action.required = found.values[action.dest], False
+        self.set_defaults(origins=found.origins, unknown_variables=found.unknown)
