@@ -55,8 +55,8 @@ _FRONTS: Sequence[Routes] = (
 
 
 class _App(Starlette):
-    """The application, also below `root_path`. Only the head of a response passes the middleware; streams write their
-    frames directly to the server.
+    """The application, also below `root_path`. Only the head of a response passes the middleware;
+    streams write their frames directly to the server.
 
     A response that is sent before the request has arrived completely closes the connection: a
     client without a key cannot make the server read the rest.

@@ -21,17 +21,16 @@ def _manager() -> ManagerOptions:
 class ServerSettings(AccessSettings, ChatSettings):
     """The options of `gptmanager serve` by name. Raises ConfigError for a wrong value.
 
-    `served_model_name`: one or more; None: the name of the model's folder. `max_concurrency`: requests that run
-    at once; None: as many as fit a batch. `max_queued_requests`, `max_queued_tokens`: limits of the
-    waiting requests and their prompt tokens; None: no limit. `request_timeout`: seconds; None: no
-    limit. `shutdown_timeout`: seconds. `adapters`: names and folders of adapters that are loaded at
-    the start. `adapter_dir`: clients may load adapters from this folder; None: they cannot.
-    `max_adapters`: of both kinds at once. `block_reuse` None: on, unless the batching is V1.
-    `prompt_lookup`: draft tokens of a step; None: no drafts. `record`: the file of a recording.
-    `triton`: serve /v2, which `grpc_port` implies.
-    `lenient`: unknown fields cause a warning instead of an error. `log_format`: text or json.
-    `log_prompts`: the log has prompts and outputs. `manager`: the manager's options.
-    """
+    `served_model_name`: one or more; None: the name of the model's folder. `max_concurrency`:
+    requests that run at once; None: as many as fit a batch. `max_queued_requests`,
+    `max_queued_tokens`: limits of the waiting requests and their prompt tokens; None: no limit.
+    `request_timeout`: seconds; None: no limit. `shutdown_timeout`: seconds. `adapters`: names and
+    folders of adapters that are loaded at the start. `adapter_dir`: clients may load adapters from
+    this folder; None: they cannot. `max_adapters`: of both kinds at once. `block_reuse` None: on,
+    unless the batching is V1. `prompt_lookup`: draft tokens of a step; None: no drafts. `record`:
+    the file of a recording. `triton`: serve /v2, which `grpc_port` implies. `lenient`: unknown
+    fields cause a warning instead of an error. `log_format`: text or json. `log_prompts`: the log
+    has prompts and outputs. `manager`: the manager's options."""
 
     model: Path
     served_model_name: str | Sequence[str] | None = None

@@ -9,7 +9,6 @@ from running_server import MODEL, running_server, settings_of
 from starlette.requests import Request
 
 from gptmanager.callbacks import load_peft_adapter
-from gptmanager.errors import ConfigError
 from gptmanager.server.engine.adapters import FIRST_OWN_TASK, Adapters
 from gptmanager.server.engine.call import EngineRequest
 from gptmanager.server.errors import ApiError

@@ -1,4 +1,4 @@
-"""Where a server listens: a Unix socket, HTTPS, a proxy's prefix, and web pages of other origins."""
+"""Where a server listens: a Unix socket, HTTPS, a proxy's prefix; pages of other origins."""
 
 import shutil
 import ssl

@@ -21,7 +21,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """The properties of a model; clients may use any of its `names`. Lengths are in tokens, `created` in seconds since the epoch.
+    """The properties of a model; clients may use any of its `names`. Lengths are in tokens,
+    `created` in seconds since the epoch.
 
     `max_model_len`: of prompt and output together. `adapter_rows`: the number of modules that an
     adapter may change; `adapter_width`: values of the largest module, for each rank.

@@ -30,8 +30,8 @@ class AccessSettings:
     of the server's own machine; empty: every name is accepted, except on loopback without a key.
     `cors_origins`: web pages of these origins may call the server; "*": of all. `root_path`: a
     proxy's prefix of all paths. `uds`: the path of a Unix socket to listen at instead of a port.
-    `tls_cert`, `tls_key`: PEM files of HTTPS. `max_body_bytes`: limit for a request's body; None: `TEXT_BYTES`, or `TENSOR_BYTES` for a route
-    that accepts tensors.
+    `tls_cert`, `tls_key`: PEM files of HTTPS. `max_body_bytes`: limit for a request's body; None:
+    `TEXT_BYTES`, or `TENSOR_BYTES` for a route that accepts tensors.
 
     `max_connections`: open connections; None: as many as the descriptor limit allows.
     `max_connections_per_address`: connections of one client, None: no limit; of a client behind a

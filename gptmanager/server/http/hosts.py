@@ -34,8 +34,8 @@ def is_of_this_machine(host: str) -> bool:
 
 class HostGuard:
     """ASGI middleware that answers 403 if `Host` or `Origin` names neither this machine nor one of
-    `allowed`; an `Origin` may also be one of `origins`, which "*" extends to all. A request without `Host` passes: every browser sends that header.
-    """
+    `allowed`; an `Origin` may also be one of `origins`, which "*" extends to all. A request without
+    `Host` passes: every browser sends that header."""
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], origins: Sequence[str] = ()) -> None:
         self._app = app
