@@ -499,6 +499,7 @@ server/                       a manager behind HTTP and gRPC
         http_protocol         HTTP/1.1 with limits (no torch)
         listening             binds a port or a Unix socket (no torch)
     chat_settings             settings of chats: templates, thoughts (no torch)
+    model_settings            settings of the model and its adapters (no torch)
     settings                  ServerSettings, checked
     fields                    fields of JSON bodies: types, limits, descriptions (no torch)
     request_fields            checks a body's fields, and lists ignored ones (no torch)

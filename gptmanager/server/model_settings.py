@@ -1,0 +1,60 @@
+"""`ModelSettings`: what the server loads, and how it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptmanager.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Options of the model and its adapters.
+
+    `served_model_name`: one or more; None: the name of the model's folder. `adapters`: names and
+    folders of adapters that are loaded at the start. `adapter_dir`: clients may load adapters from
+    this folder; None: they cannot. `max_adapters`: of both kinds at once. `block_reuse` None: on,
+    unless the batching is V1. `host_tier_bytes`: memory for evicted blocks. `prompt_lookup`: draft
+    tokens of a step; None: no drafts. `record`: the file of a recording.
+    """
+
+    model: Path
+    served_model_name: str | Sequence[str] | None = None
+    adapters: Sequence[tuple[str, Path]] = ()
+    adapter_dir: Path | None = None
+    max_adapters: int = 128
+    max_beam_width: int = 1
+    block_reuse: bool | None = None
+    host_tier_bytes: int | None = None
+    prompt_lookup: int | None = None
+    record: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's first name for clients."""
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model for clients."""
+        given = self.served_model_name
+        if given is None:
+            return (self.model.resolve().name.removesuffix(".gguf"),)
+        return (given,) if isinstance(given, str) else tuple(given)
+
+    def _check_names(self) -> None:
+        names = [*self.names, *(name for name, _ in self.adapters)]
+        for name in names:
+            if not name.strip() or not name.isprintable():
+                raise ConfigError(
+                    f"served_model_name = {name!r} must be printable and must not be blank"
+                )
+            if names.count(name) > 1:
+                raise ConfigError(f"served_model_name and adapters: {name!r} is there twice")
+        if len(self.adapters) > self.max_adapters:
+            raise ConfigError(
+                f"max_adapters = {self.max_adapters} must be at least the number of adapters, "
+                f"{len(self.adapters)}"
+            )
