@@ -128,7 +128,7 @@ def test_an_unknown_variable_is_a_warning(parse):
         ("api-key = 12345678", "api-key in {}: must be a string, not a number"),
         ("log-format = 'xml'", "log-format in {}: 'xml' must be one of text, json"),
         ("policy = 'x'", "policy in {}: 'x' must be one of "),
-        ("model = 'nowhere'", "model in {}: 'nowhere' is neither a folder nor a file"),
+        ("model = 'nowhere'", "model in {}: 'nowhere' is not a folder, a file"),
         ("model = 'a\\u0000b'", "model in {}"),
         ("adapter = 'x'", "adapter in {}: 'x' is not NAME=DIR"),
         ('"a\\u001b[2Jb" = 1', r"unknown option 'a\x1b[2Jb'"),
