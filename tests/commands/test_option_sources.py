@@ -29,7 +29,7 @@ def parse(monkeypatch, tmp_path):
             file = tmp_path / "serve.toml"
             file.write_bytes(config if isinstance(config, bytes) else config.encode())
             arguments = ("--config", str(file), *arguments)
-        return cli._parser().parse_args(["serve", *arguments])
+        return cli.command_parser().parse_args(["serve", *arguments])
 
     return parse
 
