@@ -197,9 +197,12 @@ memory/                       tensors that outlive a step, and the checkpoint fi
     cuda_kv_pool              tensors of the KV cache for CUDA kernels
     adapter_pool              tensors of the LoRA cache
     tensor_sources            the tensors of a checkpoint by name; those of a state dict
+    mapped_file               tensors of a safetensors file as memory of the file
     safetensors_reader        reads tensors from a folder of safetensors files
+    tensor_checks             errors for tensors with a wrong name, shape or dtype
     safetensors_writer        writes a safetensors file tensor by tensor
     places                    where tensors of a checkpoint go (no torch)
+    mapped_matrices           matrices that use the memory of a file
     weights                   parameters of a model, loaded by name
 models/                       decoder networks, and the table of families
     batch                     a schedule as packed tensors

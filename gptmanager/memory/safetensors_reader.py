@@ -16,11 +16,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
+from gptmanager.memory.mapped_file import MappedFile
 from gptmanager.memory.tensor_sources import TensorInfo, as_slice, tensor_name
 from gptmanager.memory.untrusted_files import check_file, read_object
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_DTYPES = {**FLOATS, "I8": "int8", "I32": "int32", "I64": "int64"}
+_DTYPES = {**FLOATS, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_TENSORS = 200_000  # enough for 10,000 layers
@@ -42,6 +43,7 @@ class SafetensorsFolder:
         self._mapped: Path | None = None
         self._mapping: Any = None
         self._bytes_read = 0
+        self._kept: dict[Path, MappedFile] = {}
         index = _read_index(folder, single)
         names = {single} if index is None else set(index.values())
         for file in sorted(folder / name for name in names):
@@ -73,13 +75,27 @@ class SafetensorsFolder:
             yield start - rows.start, piece
             del piece, mapping  # drop the old mapping before the file is mapped again
 
+    def joined(self, names: Sequence[str], dtype: torch.dtype) -> Tensor | None:
+        """Return tensors as in `MappedFile.joined`; None also if they are in several files."""
+        files = {self._files[name] for name in names}
+        if len(files) > 1:
+            return None
+        [file] = files
+        if file not in self._kept:
+            self._kept[file] = MappedFile(file)
+        return self._kept[file].joined(names, dtype)
+
     def close(self) -> None:
         """Unmap the file. The next read maps it again."""
+        self._kept = {}
+        self._unmap()
+
+    def _unmap(self) -> None:
         self._mapped = self._mapping = None
 
     def _map(self, file: Path, max_bytes: int) -> Any:
         if self._mapped != file or self._bytes_read >= max_bytes:
-            self.close()
+            self._unmap()
             self._mapping, self._mapped, self._bytes_read = _open(file), file, 0
         return self._mapping
 

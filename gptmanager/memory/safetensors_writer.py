@@ -19,15 +19,18 @@ _NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.int8: "I8",
+    torch.uint8: "U8",
     torch.int32: "I32",
     torch.int64: "I64",
 }
+_ALIGNMENT = 64
 
 
 class SafetensorsWriter:
     """A context manager that writes a file. `tensors`: the shape and dtype of each tensor.
 
-    The tensors are written in this order, each by one or more calls of `write`, from its first
+    The tensors are in the file in this order, and the first one begins at a multiple of 64 bytes, a
+    line of the processor's cache. Each is written by one or more calls of `write`, from its first
     element to its last.
     """
 
@@ -36,6 +39,7 @@ class SafetensorsWriter:
     ) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
+        self._next: dict[str, int] = {}
         for name, (shape, dtype) in tensors.items():
             end = offset + math.prod(shape) * dtype.itemsize
             header[name] = {
@@ -43,15 +47,18 @@ class SafetensorsWriter:
                 "shape": list(shape),
                 "data_offsets": [offset, end],
             }
-            offset = end
+            self._next[name], offset = offset, end
         encoded = json.dumps(header).encode()
-        encoded += b" " * (-len(encoded) % 8)
-        self._file = path.open("xb")
+        encoded += b" " * (-(8 + len(encoded)) % _ALIGNMENT)
+        self._file, self._start = path.open("xb"), 8 + len(encoded)
         self._file.write(len(encoded).to_bytes(8, "little") + encoded)
 
-    def write(self, values: Tensor) -> None:
-        """Append the next elements, in the dtype that was announced."""
-        self._file.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
+    def write(self, name: str, values: Tensor) -> None:
+        """Write the next elements of a tensor, in the dtype that was announced."""
+        self._file.seek(self._start + self._next[name])
+        self._next[name] += self._file.write(
+            values.contiguous().flatten().view(torch.uint8).numpy().data
+        )
 
     def __enter__(self) -> SafetensorsWriter:
         return self

@@ -6,13 +6,14 @@ A source finds tensors and reads slices of them. It does not know how a tensor i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels.gemm.int4_groups import Groups
+from gptmanager.kernels.gemm.packed_matrix import Panels
 
 
 class TensorInfo(NamedTuple):
@@ -53,6 +54,15 @@ class GroupedSource(TensorSource, Protocol):
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
         """Yield these rows of a matrix `[outputs, inputs]` in slices, as `pieces` does."""
+        ...
+
+
+@runtime_checkable
+class PanelSource(GroupedSource, Protocol):
+    """A source with matrices in the order in which matmuls read them."""
+
+    def panels(self, names: Sequence[str]) -> Panels | None:
+        """Return the memory of these matrices below each other; None if it must be copied."""
         ...
 
 

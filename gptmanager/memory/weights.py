@@ -23,14 +23,14 @@ from gptmanager.errors import ConfigError, error_summary
 from gptmanager.kernels.gemm.int4_groups import GROUP, Groups, joined
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
+from gptmanager.memory.mapped_matrices import MappedMatrix, mapped_matrices
 from gptmanager.memory.places import Cut, Place, Run, kept_shape, whole
-from gptmanager.memory.safetensors_reader import FLOATS
+from gptmanager.memory.tensor_checks import check_tensor, refuse_tensors
 from gptmanager.memory.tensor_sources import (
     GroupedSource,
     StateDict,
     TensorInfo,
     TensorSource,
-    tensor_name,
 )
 
 _MIN_PIECE_BYTES = 1 << 20
@@ -132,15 +132,18 @@ class Weights:
         names = self._names(found)
         if not (partial and self.version):
             optional = {name for name, place in self._places.items() if place.twin or place.scale}
-            _refuse("tensors are missing", self._places.keys() - names.keys() - optional)
+            refuse_tensors("tensors are missing", self._places.keys() - names.keys() - optional)
         for name, given in names.items():
-            _check(given, found[given], *self._expected_shapes(self._places[name]))
+            check_tensor(given, found[given], *self._expected_shapes(self._places[name]))
         scales = {place.parameter for place in self._places.values() if place.scale}
         scales &= self._cuts.keys()
         if not self._storage:
             if self._keeps_groups:
                 self._quantized = {**self._quantized, **self._in_groups(names, found)}
-            self._allocate(scales)
+            panels = mapped_matrices(source, names, self._places, self._whole_matrices())
+            for parameter in self._allocate(scales, panels):
+                for name in panels[parameter].names:
+                    del names[name]
         if not (partial and self.version):
             for name in scales:
                 self.tensor(name).fill_(1)
@@ -155,7 +158,13 @@ class Weights:
         others = {places[n].parameter for n, own in names.items() if not found[own].in_groups}
         return dict.fromkeys(self._quantized.keys() - others, "int4")
 
-    def _allocate(self, scales: Collection[str]) -> None:
+    def _whole_matrices(self) -> list[str]:
+        """Return the matrices that are kept as a whole."""
+        kept = {name: kept_shape(cut) for name, cut in self._cuts.items()}
+        return [name for name in self._matrices & kept.keys() if kept[name] == self._shapes[name]]
+
+    def _allocate(self, scales: Collection[str], panels: Mapping[str, MappedMatrix]) -> list[str]:
+        """Allocate the storage; return the matrices that use `panels`, which have all of them."""
         shapes = {name: kept_shape(cut) for name, cut in self._cuts.items()}
         wide = {*scales} if self._dtype is torch.float64 else {*scales, *self._wide}
         dtypes = {n: torch.float32 if n in wide else self._dtype for n in shapes}
@@ -165,16 +174,21 @@ class Weights:
         on_cpu = torch.device(self._device).type == "cpu"
         # a device raises an error itself if memory does not suffice
         free = free_memory_bytes() if on_cpu else math.inf
+        adopted: list[str] = []
         try:
             if needed > free:
                 raise MemoryError(f"{free} bytes are free")
-            self._storage = {
-                name: self._new(name, shape, dtypes[name]) for name, shape in shapes.items()
-            }
+            for name, shape in shapes.items():
+                matrix = self._storage[name] = self._new(name, shape, dtypes[name])
+                if name in panels and isinstance(matrix, PackedMatrix):
+                    if matrix.adopt(panels[name].panels):
+                        adopted.append(name)
         except (RuntimeError, MemoryError) as error:  # torch raises either of them
+            self._storage = {}
             raise ConfigError(
                 f"no memory for weights of {needed} bytes in {self._dtype}: {error_summary(error)}"
             ) from error
+        return adopted
 
     def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
         packed = None
@@ -243,7 +257,7 @@ class Weights:
                 names[name] = given
             elif self._ignored is None or not self._ignored.search(given):
                 unknown.append(given)
-        _refuse("tensors are unknown", unknown)
+        refuse_tensors("tensors are unknown", unknown)
         return names
 
     def _own_name(self, given: str) -> str:
@@ -369,21 +383,3 @@ class Weights:
             return torch.equal(region, piece.to(region))
         region.copy_(piece)
         return True
-
-
-def _check(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> None:
-    if found.shape not in expected:
-        wanted = " or ".join(str(list(shape)) for shape in expected)
-        raise ConfigError(
-            f"tensor {name} has shape {list(found.shape)}, the config requires {wanted}"
-        )
-    if found.dtype not in FLOATS.values():
-        needed = ", ".join(FLOATS.values())
-        raise ConfigError(f"tensor {name} has dtype {found.dtype}; must be one of {needed}")
-
-
-def _refuse(what: str, names: Collection[str]) -> None:
-    if names:
-        first = ", ".join(tensor_name(name) for name in sorted(names)[:8])
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        raise ConfigError(f"{what}: {first}{more}")

@@ -5,22 +5,21 @@ Tensor names, config and tokenizer are those of Hugging Face, and the weights ar
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError, quoted_path
-from gptmanager.kernels.gemm.int4_groups import Groups
-from gptmanager.kernels.gemm.int4_rounding import round_to_groups
-from gptmanager.kernels.gemm.packed_matrix import Quantized
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
 from gptmanager.memory.safetensors_writer import SafetensorsWriter
 from gptmanager.memory.tensor_sources import GroupedSource, TensorSource
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, open_tensors, read_config, read_part
@@ -28,17 +27,16 @@ from gptmanager.models.families import place_tensors
 from gptmanager.models.parameters import quantized_parameters
 from gptmanager.models.quantized_tensors import (
     FIELD,
+    MINIMUM,
+    SCALE,
     SHAPE,
-    Part,
-    packed_values,
     quantization_config,
-    quantize_rows,
-    written_parts,
 )
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
 
 _PIECE_BYTES = 16 << 20
+_ENDS = ("", SCALE)  # of the names of a matrix's values and scales
 _TEXT_FILES = ("*.jinja", "additional_chat_templates/*.jinja", "tokenizer*", "*_config.json")
 _PARTS = ("generation_config.json", "tokenizer_config.json")
 
@@ -56,9 +54,10 @@ def convert_checkpoint(
 
     `dtype` None: the checkpoint's. `weights_dtype` "int8": matrices of matmuls are written as int8,
     with one scale per row; "int4": in groups of 32 with a float16 scale each, but the output matrix
-    as `head_dtype` (None: "int8"). Groups of 4 bits in the checkpoint keep their numbers. The
-    folder appears once it is complete. Raises ConfigError if the checkpoint cannot be read, if
-    `target` exists, and with `weights_dtype` if the rows of a matrix are not its outputs.
+    as `head_dtype` (None: "int8"). Groups of 4 bits in the checkpoint keep their numbers. Loading
+    maps such matrices instead of copying them. The folder appears once it is complete. Raises
+    ConfigError if the checkpoint cannot be read, if `target` exists, and with `weights_dtype` if
+    the rows of a matrix are not its outputs.
     """
     folder = Path(target).absolute()
     if os.path.lexists(folder):
@@ -69,7 +68,7 @@ def convert_checkpoint(
     name = str(spec.dtype).removeprefix("torch.")
     config = {**{k: v for k, v in config.items() if k != "torch_dtype"}, "dtype": name}
     if quantized:
-        config[FIELD] = quantization_config("int4" if weights_dtype == "int4" else "int8")
+        config[FIELD] = quantization_config()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as made:
@@ -78,7 +77,7 @@ def convert_checkpoint(
             _write_json(own / "config.json", config)
             _write_texts(Path(source), own)
             file = own / "model.safetensors"
-            _write_tensors(file, tensors, spec.dtype, quantized, on_progress)
+            _write_tensors(file, tensors, spec, quantized, on_progress)
             own.rename(folder)
     except OSError as error:
         raise ConfigError(f"{quoted_path(folder)} cannot be written: {error.strerror}") from error
@@ -114,66 +113,76 @@ def _quantized(
 def _write_tensors(
     file: Path,
     source: TensorSource,
-    dtype: torch.dtype,
+    spec: ModelSpec,
     quantized: Mapping[str, Quantized],
     on_progress: ProgressCallback | None,
 ) -> None:
-    parts = {name: _parts(source, name, dtype, quantized.get(name)) for name in source.describe()}
-    written = {name + it.end: (it.shape, it.dtype) for name in parts for it in parts[name]}
-    total = sum(shape[0] if shape else 0 for shape, _ in written.values())
-    done = 0
+    given = source.describe()
+    written = _layout(source, spec, quantized)
+    total, done = sum(info.shape[0] if info.shape else 1 for info in given.values()), 0
     with SafetensorsWriter(file, written) as writer:
-        for name, (first, *others) in parts.items():
-            rest: dict[str, list[Tensor]] = {}
-            for values, *own in _pieces(source, name, dtype, quantized.get(name)):
-                writer.write(values)
-                for part, value in zip(others, own, strict=True):
-                    rest.setdefault(part.end, []).append(value)
-                done += len(values) if first.shape else 0
-                if on_progress is not None:
-                    on_progress("weights", done, total)
-            for part in others:
-                pieces = rest[part.end]
-                writer.write(pieces[0] if part.end == SHAPE else torch.cat(pieces))
-                done += part.shape[0]
-    if on_progress is not None:
-        on_progress("weights", total, total)
+        for name, info in given.items():
+            if (kind := quantized.get(name)) is None:
+                for _, piece in source.pieces(name, _PIECE_BYTES):
+                    writer.write(name, piece.to(spec.dtype))
+            else:
+                matrix = _quantized_matrix(source, name, kind)
+                for end, part in zip((*_ENDS, MINIMUM), matrix.panels, strict=True):
+                    if part is not None:
+                        writer.write(name + end, part)
+                writer.write(name + SHAPE, torch.tensor(info.shape))
+            done += info.shape[0] if info.shape else 1
+            if on_progress is not None:
+                on_progress("weights", done, total)
 
 
-def _parts(
-    source: TensorSource, name: str, dtype: torch.dtype, kind: Quantized | None
-) -> Sequence[Part]:
-    """Return the tensors that a tensor is written as."""
+def _layout(
+    source: TensorSource, spec: ModelSpec, quantized: Mapping[str, Quantized]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shapes and dtypes of the tensors to write, in their order.
+
+    Matrices of which a model makes one are next to each other, and so are their scales, so that
+    the file can be the memory of that one. All values begin at a line of the processor's cache.
+    """
+    given, places = source.describe(), place_tensors(spec)
+    order = sorted(quantized, key=lambda name: (places[name].parameter, places[name].first_row))
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for kind, number in itertools.product(("int8", "int4"), range(len(_ENDS))):
+        for name in order:
+            if quantized[name] == kind:
+                part = _new_matrix(quantized[name], given[name].shape).panels[:2][number]
+                found[name + _ENDS[number]] = tuple(part.shape), part.dtype
+    for name in order:
+        if quantized[name] == "int4" and _has_minima(source, name):
+            found[name + MINIMUM] = found[name + SCALE]
+    # int64 needs a multiple of 8 bytes, which the panels of 16 rows leave
+    found |= {name + SHAPE: ((2,), torch.int64) for name in order}
+    rest = given.keys() - quantized.keys()
+    return found | {name: (given[name].shape, spec.dtype) for name in given if name in rest}
+
+
+def _new_matrix(kind: Quantized, shape: tuple[int, ...]) -> PackedMatrix:
+    if kind == "int4":
+        return Int4Matrix(shape[0], shape[1], torch.float32)
+    return PackedMatrix(shape[0], shape[1], torch.float32, quantized=True)
+
+
+def _has_minima(source: TensorSource, name: str) -> bool:
+    if not source.describe()[name].in_groups:
+        return False
+    [(_, first), *_] = cast(GroupedSource, source).groups(name, _PIECE_BYTES, range(1))
+    return first.minima is not None
+
+
+def _quantized_matrix(source: TensorSource, name: str, kind: Quantized) -> PackedMatrix:
     info = source.describe()[name]
-    if kind is None:
-        return [Part("", info.shape, dtype)]
-    has_minima = False
+    matrix = _new_matrix(kind, info.shape)
+    pieces: Iterable[tuple[int, Any]] = source.pieces(name, _PIECE_BYTES)
     if kind == "int4" and info.in_groups:
-        first = next(cast(GroupedSource, source).groups(name, 1, range(1)))
-        has_minima = first[1].minima is not None
-    return written_parts(kind, info.shape, has_minima)
-
-
-def _pieces(
-    source: TensorSource, name: str, dtype: torch.dtype, kind: Quantized | None
-) -> Iterator[tuple[Tensor, ...]]:
-    """Yield pieces of the tensors that a tensor is written as."""
-    info = source.describe()[name]
-    if kind == "int4" and info.in_groups:
-        rows = range(info.shape[0])
-        for _, groups in cast(GroupedSource, source).groups(name, _PIECE_BYTES, rows):
-            yield _grouped_parts(groups, info.shape)
-        return
-    for _, piece in source.pieces(name, _PIECE_BYTES):
-        if kind == "int4":
-            yield _grouped_parts(round_to_groups(piece), info.shape)
-        else:
-            yield quantize_rows(piece) if kind == "int8" else (piece.to(dtype),)
-
-
-def _grouped_parts(groups: Groups, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    parts = packed_values(groups.values), groups.scales, torch.tensor(shape)
-    return parts if groups.minima is None else (*parts, groups.minima)
+        pieces = cast(GroupedSource, source).groups(name, _PIECE_BYTES, range(info.shape[0]))
+    for start, piece in pieces:
+        matrix.copy_(piece, start)
+    return matrix
 
 
 def _write_texts(source: Path, folder: Path) -> None:

@@ -1,60 +1,38 @@
-"""Checkpoints with matrices in 8 or 4 bits, as `convert` writes them.
+"""Checkpoints with matrices in 8 or 4 bits, as `convert` writes them: in the order of matmuls.
 
-The names are those of compressed-tensors. In 8 bits (int-quantized) a matrix has its own name, and
-its float32 scales `[rows, 1]` are `<module>.weight_scale`. In 4 bits (pack-quantized) the values,
-eight in an int32, are `<module>.weight_packed`; the float16 scales of groups of 32 are
-`<module>.weight_scale`, and `<module>.weight_shape` is the shape. Minima, which a file of llama.cpp
-may have, are `<module>.weight_minimum`: a name of our own.
+A matrix is stored as the `Panels` of a `PackedMatrix` or an `Int4Matrix`: the values under the
+name of the matrix, int8 `[panels, depth / 2, 16, 2]` or uint8 `[panels, groups, 4, 16, 4]`; scales
+and perhaps minima as `<name>_scale` and `<name>_minimum`; the shape as `<name>_shape`. Panels with
+another number of rows, or another depth, are read as well, but not mapped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, quoted
-from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
-from gptmanager.kernels.gemm.packed_matrix import Quantized
-from gptmanager.memory.safetensors_reader import FLOATS
-from gptmanager.memory.tensor_sources import TensorInfo, TensorSource, tensor_name
+from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
+from gptmanager.kernels.gemm.packed_matrix import Panels, Quantized
+from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 
 FIELD = "quantization_config"
-LAYOUT_VERSIONS: Mapping[Quantized, int] = {"int8": 1, "int4": 2}
-SCALE, PACKED, SHAPE, MINIMUM = (
-    "_scale",
-    "_packed",
-    "_shape",
-    "_minimum",
-)  # suffixes of a matrix's name
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-_INT4 = {**_INT8, "num_bits": 4, "strategy": "group", "group_size": GROUP}
-_HEAD = ["re:.*embed_tokens", "re:.*wte", "re:.*lm_head"]
+LAYOUT_VERSION = 3
+SCALE, MINIMUM, SHAPE = "_scale", "_minimum", "_shape"  # ends of names
+_KINDS: Mapping[str, Quantized] = {"int8": "int8", "uint8": "int4"}  # by the dtype of values
+_SCALES = {"int8": "float32", "int4": "float16"}
 _TEMPORARIES = 2
-_PER_INT = 8  # values in an int32
+_ANY_SIZE = 1 << 62
 
 
-def quantization_config(kind: Quantized) -> dict[str, Any]:
+def quantization_config() -> dict[str, Any]:
     """Return the value of `quantization_config` in a config.json."""
-    group: dict[str, Any] = {
-        "targets": ["Linear"],
-        "weights": dict(_INT8),
-        "input_activations": None,
-    }
-    groups = {"group_0": group}
-    if kind == "int4":
-        own = {**group, "weights": dict(_INT4), "format": "pack-quantized"}
-        groups = {"group_0": own, "group_1": {**group, "targets": _HEAD, "format": "int-quantized"}}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized" if kind == "int8" else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": groups,
-        "ignore": [],
-        "gptmanager_layout": LAYOUT_VERSIONS[kind],
-    }
+    return {"quant_method": "gptmanager", "gptmanager_layout": LAYOUT_VERSION, "group_size": GROUP}
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +43,7 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     own = config.get(FIELD)
     if not isinstance(own, dict) or "gptmanager_layout" not in own:
         return config
-    if all(own != quantization_config(kind) for kind in LAYOUT_VERSIONS):
+    if own != quantization_config():
         raise ConfigError(
             f"config.json: {FIELD} = {quoted(own)}: not a layout of this version; convert the "
             "checkpoint again"
@@ -74,61 +52,49 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class QuantizedTensors:
-    """A `GroupedSource` of floats over matrices of integers and their scales.
+    """A `PanelSource` of floats over quantized matrices.
 
-    Raises ConfigError if the scales of a matrix are missing or have another shape.
+    Raises ConfigError if a part of a matrix is missing or has another shape.
     """
 
-    def __init__(self, source: TensorSource) -> None:
+    def __init__(self, source: SafetensorsFolder) -> None:
         self._source = source
         self._given = source.describe()
+        self._kinds: dict[str, Quantized] = {}
         self._found: dict[str, TensorInfo] = {}
-        self._scaled: set[str] = set()
         used: set[str] = set()
         for name, info in self._given.items():
-            if info.dtype == "int8":
-                self._found[name] = self._in_bytes(name, info)
-                self._scaled.add(name)
-                used.add(name + SCALE)
-            elif info.dtype == "int32" and name.endswith(PACKED):
-                own = name.removesuffix(PACKED)
-                self._found[own] = self._in_groups(own, info)
-                used |= {name, own + SCALE, own + SHAPE, own + MINIMUM}
-        self._found |= {n: it for n, it in self._given.items() if n not in used | self._scaled}
+            if info.dtype in _KINDS:
+                kind = self._kinds[name] = _KINDS[info.dtype]
+                shape = self._checked(name, info.shape, kind)
+                self._found[name] = TensorInfo(shape, "float32", kind == "int4")
+                used |= {name + end for end in (SCALE, MINIMUM, SHAPE)}
+        self._found |= {
+            n: it for n, it in self._given.items() if n not in self._found.keys() | used
+        }
 
-    def _in_bytes(self, name: str, info: TensorInfo) -> TensorInfo:
-        scales = self._given.get(name + SCALE)
-        if len(info.shape) != 2 or scales is None or scales.shape != (*info.shape[:1], 1):
+    def _checked(self, name: str, stored: tuple[int, ...], kind: Quantized) -> tuple[int, int]:
+        """Return the shape of a matrix with values of the shape `stored`."""
+        shape = self._given.get(name + SHAPE)
+        if shape is None or shape[:2] != ((2,), "int64"):
+            raise ConfigError(f"tensor {tensor_name(name)} needs {name}{SHAPE}, two int64")
+        rows, columns = self._whole(name + SHAPE).tolist()
+        ends = {name + SCALE, *({name + MINIMUM} & self._given.keys())}
+        scales = [self._given.get(end) for end in ends]
+        in_groups = kind == "int4"
+        is_right = len(stored) == (5 if in_groups else 4) and 0 < rows and 0 < columns
+        if is_right:
+            panels, depth, lanes = stored[0], stored[1], stored[3 if in_groups else 2]
+            rest = (4, lanes, 4) if in_groups else (lanes, 2)
+            fits = depth == -(-columns // GROUP) if in_groups else 2 * depth >= columns
+            is_right = stored[2:] == rest and fits and panels == -(-rows // max(1, lanes))
+            own = (panels, depth, lanes) if in_groups else (panels * lanes,)
+            is_right &= all(it is not None and it[:2] == (own, _SCALES[kind]) for it in scales)
+        if not is_right:
             raise ConfigError(
-                f"tensor {tensor_name(name)} is int8 {list(info.shape)}: it must be a matrix "
-                f"with the scales {tensor_name(name + SCALE)}, one per row"
+                f"tensor {tensor_name(name)}, {list(stored)}, and its scales do not have the "
+                f"layout of a matrix {[rows, columns]} in {kind}; convert the checkpoint again"
             )
-        if scales.dtype not in FLOATS.values():
-            raise ConfigError(f"tensor {tensor_name(name + SCALE)} does not hold floats")
-        return TensorInfo(info.shape, "float32")
-
-    def _in_groups(self, name: str, info: TensorInfo) -> TensorInfo:
-        shape = self._shape(name)
-        rows, columns = shape
-        groups = (rows, -(-columns // GROUP)), "float16"
-        scales, minima = (self._given.get(name + end) for end in (SCALE, MINIMUM))
-        fits = info.shape == (rows, -(-columns // _PER_INT)) and scales is not None
-        if not fits or any(it is not None and it[:2] != groups for it in (scales, minima)):
-            raise ConfigError(
-                f"tensor {tensor_name(name + PACKED)} is int32 {list(info.shape)}: a matrix of "
-                f"{list(shape)} in 4 bits needs eight values in an integer, and the float16 scales "
-                f"{tensor_name(name + SCALE)}, one for each {GROUP} of them"
-            )
-        return TensorInfo(shape, "float32", True)
-
-    def _shape(self, name: str) -> tuple[int, int]:
-        found = self._given.get(name + SHAPE)
-        if found is None or found[:2] != ((2,), "int64"):
-            raise ConfigError(
-                f"tensor {tensor_name(name + PACKED)} needs {tensor_name(name + SHAPE)}, two int64"
-            )
-        [(_, shape)] = self._source.pieces(name + SHAPE, 1 << 62)
-        rows, columns = shape.tolist()
         return rows, columns
 
     def describe(self) -> Mapping[str, TensorInfo]:
@@ -137,83 +103,88 @@ class QuantizedTensors:
     def pieces(
         self, name: str, max_bytes: int, region: Sequence[range] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        if self._found[name].in_groups:
-            rows, columns = region or map(range, self._found[name].shape)
+        kind = self._kinds.get(name)
+        if kind is None:
+            yield from self._source.pieces(name, max_bytes, region)
+            return
+        rows, columns = region or map(range, self._found[name].shape)
+        if kind == "int4":
             for start, groups in self.groups(name, max_bytes // _TEMPORARIES, rows):
                 yield start, groups.floats()[:, columns.start : columns.stop]
-        elif name in self._scaled:
-            [(_, scales)] = self._source.pieces(name + SCALE, 1 << 62)
-            scales = scales.float().clone()  # copied, because later reads may unmap it
-            first = region[0].start if region else 0
-            # each int8 byte becomes a float32, and conversion needs temporary arrays
-            own_bytes = max_bytes // (4 * _TEMPORARIES)
-            for start, piece in self._source.pieces(name, own_bytes, region):
-                rows_of = slice(first + start, first + start + len(piece))
-                yield start, piece.float().mul_(scales[rows_of])
-        else:
-            yield from self._source.pieces(name, max_bytes, region)
+            return
+        scales = self._whole(name + SCALE).clone()  # copied, because later reads may unmap it
+        # each int8 byte becomes a float32, and conversion needs temporary arrays
+        for first, panels in self._read(name, name, max_bytes // (4 * _TEMPORARIES), rows):
+            whole = panels.transpose(1, 2).flatten(0, 1).flatten(1)
+            skipped, count = max(0, rows.start - first), min(rows.stop - first, len(whole))
+            own = whole[skipped:count, columns.start : columns.stop].float()
+            yield max(first - rows.start, 0), own.mul_(scales[first + skipped :][: len(own), None])
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
         columns = self._found[name].shape[1]
-        scales = self._rows(name + SCALE, rows)
-        minima = self._rows(name + MINIMUM, rows) if name + MINIMUM in self._given else None
-        # eight floats of 4 bytes for each int32
-        region = [rows, range(-(-columns // _PER_INT))]
-        for start, piece in self._source.pieces(name + PACKED, max_bytes // _PER_INT, region):
-            own = slice(start, start + len(piece))
-            values = unpacked_values(piece, columns)
-            yield start, Groups(values, scales[own], None if minima is None else minima[own])
+        ends = [SCALE, *([MINIMUM] if name + MINIMUM in self._given else [])]
+        # eight floats of 4 bytes for each four bytes
+        pieces = self._read(name, name, max_bytes // 8, rows)
+        for first, panels in pieces:
+            halves = panels.permute(0, 3, 1, 2, 4).flatten(0, 1)
+            own = slice(max(0, rows.start - first), min(rows.stop - first, len(halves)))
+            values = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)[own, :columns]
+            read = range(first + own.start, first + own.stop)
+            parts = [
+                torch.cat(
+                    [
+                        it.transpose(1, 2).flatten(0, 1)
+                        for _, it in self._read(name, name + end, _ANY_SIZE, read)
+                    ]
+                )
+                for end in ends
+            ]
+            yield max(first - rows.start, 0), Groups(values, *(it[own] for it in parts))
 
-    def _rows(self, name: str, rows: range) -> Tensor:
-        region = [rows, range(self._given[name].shape[1])]
-        return torch.cat([it.clone() for _, it in self._source.pieces(name, 1 << 24, region)])
+    def _read(
+        self, name: str, part: str, max_bytes: int, rows: range
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the panels of a part with these rows, and the first row of each piece."""
+        shape = self._given[name].shape
+        lanes = shape[-2]
+        panels = range(rows.start // lanes, -(-rows.stop // lanes))
+        region = [panels, *map(range, self._given[part].shape[1:])]
+        for start, piece in self._source.pieces(part, max_bytes, region):
+            yield (panels.start + start) * lanes, piece
+
+    def _whole(self, name: str) -> Tensor:
+        [(_, found)] = self._source.pieces(name, _ANY_SIZE)
+        return found
+
+    def panels(self, names: Sequence[str]) -> Panels | None:
+        kinds = {self._kinds.get(name) for name in names}
+        kind = kinds.pop()
+        shapes = [self._given[name].shape for name in names]
+        rows = [self._found[name].shape[0] for name in names]
+        lanes = shapes[0][-2] if kind is not None else 1
+        # only the last one may have rows that pad its last panel
+        if kind is None or kinds or any(count % lanes for count in rows[:-1]):
+            return None
+        if len({shape[1:] for shape in shapes}) > 1:
+            return None
+        count, first = sum(shape[0] for shape in shapes), self._given[names[0]]
+        of_scales = (count, *shapes[0][1:2], lanes) if kind == "int4" else (count * lanes,)
+        values = self._joined(names, "", first.dtype, (count, *shapes[0][1:]))
+        scales = self._joined(names, SCALE, _SCALES[kind], of_scales)
+        minima = None
+        if any(name + MINIMUM in self._given for name in names):
+            minima = self._joined(names, MINIMUM, _SCALES[kind], of_scales)
+            values = values if minima is not None else None
+        return None if values is None or scales is None else Panels(values, scales, minima)
+
+    def _joined(
+        self, names: Sequence[str], end: str, dtype: str, shape: tuple[int, ...]
+    ) -> Tensor | None:
+        parts = [name + end for name in names]
+        if not all(part in self._given for part in parts):
+            return None
+        found = self._source.joined(parts, getattr(torch, dtype))
+        return None if found is None or found.numel() != math.prod(shape) else found.view(shape)
 
     def close(self) -> None:
         self._source.close()
-
-
-class Part(NamedTuple):
-    """A tensor that a quantized matrix is written as: its end of the name, shape and dtype."""
-
-    end: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def written_parts(
-    kind: Quantized, shape: tuple[int, ...], has_minima: bool = False
-) -> Sequence[Part]:
-    """Return the tensors that a matrix is written as."""
-    rows, columns = shape
-    if kind == "int8":
-        return Part("", shape, torch.int8), Part(SCALE, (rows, 1), torch.float32)
-    groups = rows, -(-columns // GROUP)
-    parts = [
-        Part(PACKED, (rows, -(-columns // _PER_INT)), torch.int32),
-        Part(SCALE, groups, torch.float16),
-        Part(SHAPE, (2,), torch.int64),
-    ]
-    return [*parts, Part(MINIMUM, groups, torch.float16)] if has_minima else parts
-
-
-def packed_values(values: Tensor) -> Tensor:
-    """Return uint8 `[n, columns]` as int32 `[n, columns / 8]`, the first in the lowest bits."""
-    columns = -(-values.shape[1] // _PER_INT) * _PER_INT
-    whole = torch.full((len(values), columns), MIDDLE, dtype=torch.uint8)
-    whole[:, : values.shape[1]] = values
-    pairs = whole[:, ::2] | whole[:, 1::2] << 4
-    return pairs.contiguous().view(torch.int32)
-
-
-def unpacked_values(packed: Tensor, columns: int) -> Tensor:
-    """Return `packed_values` as it was given."""
-    pairs = packed.contiguous().view(torch.uint8)
-    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :columns]
-
-
-def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 rows, and their scales `[n, 1]` in float32. A row of zeros gets the scale 1."""
-    wide = rows.float()
-    scales = wide.abs().amax(dim=1, keepdim=True) / 127
-    scales[scales == 0] = 1
-    return (wide / scales).round().to(torch.int8), scales

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups, whole_groups
 from gptmanager.kernels.gemm.int4_rounding import round_to_groups
-from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, copy_rows
+from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows
 
 INT4 = torch.uint8  # of `values`: two positions in a byte
 _ALL = slice(None)
@@ -31,7 +31,7 @@ class Int4Matrix(PackedMatrix):
         self.shape, self.dtype = torch.Size((rows, columns)), dtype
         groups, panels = -(-columns // GROUP), -(-rows // PANEL_ROWS)
         self.depth = groups * GROUP
-        self.values = torch.full((panels, groups, _STEPS, PANEL_ROWS, _FOUR), 0x88, dtype=INT4)
+        self.values = torch.zeros(panels, groups, _STEPS, PANEL_ROWS, _FOUR, dtype=INT4)
         self.scales = torch.zeros(panels, groups, PANEL_ROWS, dtype=torch.float16)
         self.minima: Tensor | None = None
         self.plans, self._parts = {}, ()
@@ -41,6 +41,17 @@ class Int4Matrix(PackedMatrix):
         assert self.scales is not None
         minima = 0 if self.minima is None else self.minima.nbytes
         return self.values.nbytes + self.scales.nbytes + minima
+
+    @property
+    def panels(self) -> Panels:
+        assert self.scales is not None
+        return Panels(self.values, self.scales, self.minima)
+
+    def adopt(self, panels: Panels) -> bool:
+        if not super().adopt(panels):
+            return False
+        self.minima = panels.minima
+        return True
 
     def _part(self, first: int, size: int) -> PackedMatrix:
         assert self.scales is not None

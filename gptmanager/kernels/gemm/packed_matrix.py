@@ -7,7 +7,7 @@ pad the last panel and the depth are zero.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,14 @@ UNIT_DEPTH = 32  # positions of bfloat16 that the matrix unit takes at a time
 _ALL = slice(None)
 
 Quantized = Literal["int8", "int4"]  # how a matrix is stored in fewer bits than its dtype has
+
+
+class Panels(NamedTuple):
+    """The storage of a quantized matrix, see `PackedMatrix` and `Int4Matrix`."""
+
+    values: Tensor
+    scales: Tensor
+    minima: Tensor | None = None
 
 
 class PackedMatrix:
@@ -53,6 +61,21 @@ class PackedMatrix:
     def position_bytes(self) -> int:
         """Return the bytes of one position of a panel."""
         return self.values.itemsize * PANEL_ROWS
+
+    @property
+    def panels(self) -> Panels:
+        """The storage of a quantized matrix."""
+        assert self.scales is not None
+        return Panels(self.values, self.scales)
+
+    def adopt(self, panels: Panels) -> bool:
+        """Use this storage from now on; return False if it has another layout or dtype."""
+        for own, other in ((self.values, panels.values), (self.scales, panels.scales)):
+            if own is None or own.dtype != other.dtype or own.shape != other.shape:
+                return False
+        self.values, self.scales = panels.values, panels.scales
+        self.plans, self._parts = {}, ()
+        return True
 
     def parts(self, count: int) -> tuple[Matrix, ...]:
         """Split into `count` matrices with equal numbers of rows; views if the parts are whole

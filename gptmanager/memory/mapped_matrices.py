@@ -1,0 +1,45 @@
+"""Matrices that are in a file in the order in which matmuls read them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from gptmanager.kernels.gemm.packed_matrix import Panels
+from gptmanager.memory.places import Place
+from gptmanager.memory.tensor_sources import PanelSource, TensorSource
+
+
+class MappedMatrix(NamedTuple):
+    """The memory of a matrix in a source, and the names of the tensors that it consists of."""
+
+    names: list[str]
+    panels: Panels
+
+
+def mapped_matrices(
+    source: TensorSource,
+    names: Mapping[str, str],
+    places: Mapping[str, Place],
+    parameters: Collection[str],
+) -> dict[str, MappedMatrix]:
+    """Return those of `parameters` that are complete in the memory of a source.
+
+    `names`: of places -> of the source. Memory of a file is private: what is written to it later
+    changes copies of its pages.
+    """
+    if not isinstance(source, PanelSource):
+        return {}
+    tensors: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: places[name].first_row):
+        if not places[name].twin:
+            tensors.setdefault(places[name].parameter, []).append(name)
+    found = {}
+    for parameter in parameters:
+        own = [places[name] for name in tensors[parameter]]
+        if any(it.runs or it.stacked or it.transposed for it in own):
+            continue  # loading reorders rows
+        panels = source.panels([names[name] for name in tensors[parameter]])
+        if panels is not None:
+            found[parameter] = MappedMatrix(tensors[parameter], panels)
+    return found
