@@ -516,9 +516,28 @@ server/                       a manager behind HTTP and gRPC
         throughput            a line of the log every ten seconds, while busy
     health                    /health and readiness
     live                      the live page of the server (no torch)
-    text/                     shared by the text protocols: outputs, tools, structured answers
-        tools                 tool definitions, and grammars of calls
-        harmony_grammar       the grammar of calls in the harmony format
+    answer_parsing/           finds thoughts, content and calls in the text of a model
+        answer_parts          the parts of an answer: thoughts, content, calls (no torch)
+        text_scan             finds tags and ends of JSON objects in pieces of text (no torch)
+        thought_tags          parses thoughts in <think> tags (no torch)
+        harmony_parser        parses the harmony format of gpt-oss (no torch)
+        call_parser           finds calls in the model's text, in pieces (no torch)
+        json_calls            parses calls that are JSON objects (no torch)
+    tool_calls/               tools, and formats of calls: a parser and a grammar for each
+        tools                 tools that a model may call, from a request (no torch)
+        schema_types          types of values that a JSON schema allows (no torch)
+        python_values         values in Python's syntax as JSON (no torch)
+        call_format           ToolFormat: the interface of a format of calls (no torch)
+        call_grammar          grammars of answers with calls
+        hermes                the format of Hermes and Qwen
+        llama3                the format of Llama 3
+        mistral               the formats of Mistral
+        qwen3_coder           the format of Qwen3-Coder
+        deepseek              the formats of DeepSeek V3, R1 and V3.1
+        pythonic              calls in Python's syntax
+        harmony               the format of gpt-oss
+        formats               all formats of calls, and the one of a chat template
+    text/                     shared by the text protocols: outputs, structured answers
         structured            response formats: schema, pattern, choice, grammar
         generation_fields     sampling and output fields of a body
         log_probs             log probabilities in the shapes of OpenAI
@@ -529,11 +548,6 @@ server/                       a manager behind HTTP and gRPC
     chat/                     chat messages to prompts, and answers to messages
         messages              checks the messages of a chat
         functions             OpenAI's older `functions`, as tools
-        answer_parts          the parts of an answer: thoughts, content, calls (no torch)
-        text_scan             finds tags and ends of JSON objects in pieces of text (no torch)
-        tool_parsing          parses tool calls in the model's text (no torch)
-        thought_tags          parses thoughts in <think> tags (no torch)
-        harmony               parses the harmony format of gpt-oss (no torch)
         reasoning             the format of a model's thoughts, by its chat template
         chat_answer           an answer as a message, or as deltas
         chat_prompt           renders messages as prompt tokens

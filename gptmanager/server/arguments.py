@@ -151,6 +151,10 @@ def _add_requests(add: _Add) -> None:
     text = "format of thoughts: auto (by the chat template), none, think, harmony"
     choices = ("auto", "none", "think", "harmony")
     add("--reasoning-parser", choices=choices, default="auto", metavar="NAME", help=text)
+    choices = ("auto", "hermes", "llama3", "mistral", "qwen3_coder", "deepseek", "pythonic")
+    choices = (*choices, "harmony")
+    text = f"format of calls of tools: {', '.join(choices)} (default auto: by the chat template)"
+    add("--tool-call-parser", choices=choices, default="auto", metavar="NAME", help=text)
     text = "treat names of special tokens in clients' texts as plain text"
     add("--no-special-tokens-in-text", action="store_true", help=text)
     text = "ignore unknown fields with a warning instead of a 400"

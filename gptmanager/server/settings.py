@@ -62,6 +62,12 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
                 raise ConfigError(f"{name} = {value} must be 0 to 65535; 0 means any free port")
         if self.uds is None and self.port and self.port == self.grpc_port:
             raise ConfigError(f"port and grpc_port are both {self.port}: they must differ")
+        parsers = (self.reasoning_parser, self.tool_call_parser)
+        if "harmony" in parsers and not set(parsers) <= {"auto", "harmony"}:
+            raise ConfigError(
+                f"reasoning_parser = {parsers[0]} and tool_call_parser = {parsers[1]} do not fit: "
+                "use harmony for both"
+            )
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ConfigError(f"chat_template = {self.chat_template}: the file does not exist")
         self._check_names()

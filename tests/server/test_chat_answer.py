@@ -3,7 +3,7 @@
 import pytest
 
 from gptmanager.server.chat.chat_answer import ChatAnswer
-from gptmanager.server.chat.tool_parsing import ToolCallParser
+from gptmanager.server.tool_calls.hermes import HermesParser
 
 TEXT = (
     "I look.\n<tool_call>\n"
@@ -13,7 +13,7 @@ TEXT = (
 
 
 def answer_of(**options):
-    return ChatAnswer(ToolCallParser({"add", "stop"}, tagged=True), **options)
+    return ChatAnswer(HermesParser({"add", "stop"}), **options)
 
 
 def joined(deltas):

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from text_checkpoint import byte_tokenizer
 
 from gptmanager.decoding.guided.grammar_start import GrammarStart
+from gptmanager.server.answer_parsing.harmony_parser import HarmonyParser
+from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
 from gptmanager.server.chat.chat_answer import ChatAnswer
-from gptmanager.server.chat.harmony import HarmonyParser
 from gptmanager.server.chat.reasoning import AnswerStart, Reasoning, reasoning_of, special_tags
-from gptmanager.server.chat.thought_tags import ThoughtTags
-from gptmanager.server.chat.tool_parsing import ToolCallParser
+from gptmanager.server.tool_calls.hermes import HermesParser
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 HEAD = "<|start|>assistant"
@@ -22,7 +22,7 @@ NAMES = {"add"}
 
 
 def tags(*, is_open=False):
-    return ThoughtTags(ToolCallParser(NAMES, tagged=True), is_open=is_open)
+    return ThoughtTags(HermesParser(NAMES), is_open=is_open)
 
 
 def read(parser, text, size=None):

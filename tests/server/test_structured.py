@@ -13,7 +13,8 @@ from gptmanager.environment.distribution import install_command
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.text.structured import OutputRule, StructuredOutputs, read_output_rule
-from gptmanager.server.text.tools import HERMES, read_tools
+from gptmanager.server.tool_calls.hermes import Hermes
+from gptmanager.server.tool_calls.tools import read_tools
 
 SCHEMA = {"type": "object"}
 
@@ -128,7 +129,7 @@ def test_a_grammar_that_does_not_compile_is_refused_in_words(outputs, kind, valu
 def with_tools(outputs, rule, choice, parameters=SCHEMA, warnings=None, **more):
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, **more}}]
     read, warnings = read_tools(tools, choice), Warnings() if warnings is None else warnings
-    return asyncio.run(outputs.processor_with_tools(rule, read, HERMES, warnings))
+    return asyncio.run(outputs.processor_with_tools(rule, read, Hermes(), warnings))
 
 
 def test_a_wrong_schema_of_a_tool_is_refused_in_words_if_a_call_is_required(outputs):

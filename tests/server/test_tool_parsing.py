@@ -5,15 +5,16 @@ import random
 
 import pytest
 
-from gptmanager.server.chat.answer_parts import Arguments, CallBegins, Content
-from gptmanager.server.chat.tool_parsing import ToolCallParser
+from gptmanager.server.answer_parsing.answer_parts import Arguments, CallBegins, Content
+from gptmanager.server.tool_calls.hermes import HermesParser
+from gptmanager.server.tool_calls.llama3 import Llama3Parser
 
 NAMES = ("get_weather", "add")
 
 
 def parsed(pieces, *, tagged):
     """The content, and the calls as [name, arguments]."""
-    parser = ToolCallParser(NAMES, tagged=tagged)
+    parser = (HermesParser if tagged else Llama3Parser)(NAMES)
     content, calls = "", []
     for piece in pieces:
         for one in parser.push(piece):
@@ -154,7 +155,7 @@ def test_random_calls_come_back_as_they_were_written(seed):
 
 
 def test_pieces_come_as_soon_as_they_are_known():
-    parser = ToolCallParser(NAMES, tagged=True)
+    parser = HermesParser(NAMES)
     assert parser.push("Let me see.") == [Content("Let me see.")]
     assert parser.push(" <") == []
     assert parser.push("3\n") == [Content(" <3")]
@@ -162,5 +163,5 @@ def test_pieces_come_as_soon_as_they_are_known():
     assert parser.push('{"a"') == [CallBegins(0, "add"), Arguments(0, '{"a"')]
     assert parser.push(": 1}") == [Arguments(0, ": 1}")]
     assert parser.push("}\n</tool_call>") == parser.flush() == []
-    parser = ToolCallParser(NAMES, tagged=False)
+    parser = Llama3Parser(NAMES)
     assert parser.push('{"answer"') == [Content('{"answer"')], "no call has such a key"

@@ -9,7 +9,10 @@ from gptmanager import GuidedDecoding
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.server.chat.functions import has_functions, read_functions
 from gptmanager.server.errors import ApiError
-from gptmanager.server.text.tools import HERMES, LLAMA_3, format_of, marks_of, read_tools
+from gptmanager.server.tool_calls import hermes, llama3
+from gptmanager.server.tool_calls.call_grammar import marks_of
+from gptmanager.server.tool_calls.formats import format_of
+from gptmanager.server.tool_calls.tools import read_tools
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 
@@ -38,14 +41,25 @@ ADD = {"type": "function", "function": {"name": "add"}}
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("qwen", HERMES), ("llama3", LLAMA_3), ("mistral", None), ("gemma", None), ("dates", None)],
-)
+    [("qwen", "hermes"), ("llama3", "llama3"), ("mistral", "mistral"), ("gemma", None),
+     ("dates", None), ("harmony", "harmony")],
+)  # fmt: skip
 def test_formats_are_told_from_templates(name, form):
-    assert format_of((TEMPLATES / f"{name}.jinja").read_text()) is form
+    found = format_of("auto", (TEMPLATES / f"{name}.jinja").read_text())
+    assert (found and found.name) == form
 
 
-def test_calls_in_xml_are_no_known_format():
-    assert format_of("<tool_call>\n<function=name>\n<parameter=x> {{ call.arguments }}") is None
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("<tool_call>\n<function=name>\n<parameter=x> {{ call.arguments }}", "qwen3_coder"),
+        ("<｜tool▁call▁begin｜>' + tool.type + '<｜tool▁sep｜>", "deepseek"),  # noqa: RUF001
+        ("<|header_start|> as [func_name1(params_name1=params_value1...)]", "pythonic"),
+    ],
+)
+def test_formats_of_other_models(template, form):
+    assert format_of("auto", template).name == form
+    assert format_of("hermes", template).name == "hermes"
 
 
 def test_what_may_be_called():
@@ -163,7 +177,7 @@ def fits(request):
     guided = GuidedDecoding(tokenizer, [0])
 
     def fits(form, tools, text, answer=None):
-        grammar, schemas = tools.grammar(form, marks, answer)
+        grammar, schemas = form.grammar(tools, marks, answer, several=bool(form.tag))
         matcher = guided.lark(grammar, schemas=schemas).prepare("cpu").result(30).deep_copy()
         ids = tokenizer.encode(text).ids
         taken = matcher.try_consume_tokens(ids)
@@ -181,7 +195,7 @@ def call(form, name, arguments):
 RIGHT = '{"a": 1, "b": "x"}'
 
 
-@pytest.mark.parametrize("form", [HERMES, LLAMA_3], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [hermes.SHAPE, llama3.SHAPE], ids=["hermes", "llama3"])
 def test_required_calls_are_right_and_nothing_else(fits, form):
     tools = read_tools(TOOLS, "required")
     assert fits(form, tools, call(form, "add", RIGHT)) == "yes"
@@ -193,7 +207,7 @@ def test_required_calls_are_right_and_nothing_else(fits, form):
     assert fits(form, tools, begun + '{"a": 1, "b": "z') == begun + '{"a": 1, "b": "'
     assert fits(form, tools, "Hello") == ""
     twice = "\n".join([call(form, "add", RIGHT)] * 2)
-    assert (fits(form, tools, twice) == "yes") == form.tagged
+    assert (fits(form, tools, twice) == "yes") == bool(form.tag)
     alone = read_tools(TOOLS, "required", parallel_tool_calls=False)
     assert fits(form, alone, call(form, "add", RIGHT)) == "yes" != fits(form, alone, twice)
     named = read_tools(TOOLS, ADD)
@@ -201,7 +215,7 @@ def test_required_calls_are_right_and_nothing_else(fits, form):
     assert fits(form, named, call(form, "stop", "{}")) == form.before
 
 
-@pytest.mark.parametrize("form", [HERMES, LLAMA_3], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [hermes.SHAPE, llama3.SHAPE], ids=["hermes", "llama3"])
 def test_a_call_that_begins_is_right_and_other_text_is_free(fits, form):
     tools = read_tools(TOOLS, "auto")
     for text in ("", "Hello", '{"answer": 4}', "a <tool b {", '{"name'):
@@ -210,7 +224,7 @@ def test_a_call_that_begins_is_right_and_other_text_is_free(fits, form):
     assert fits(form, tools, form.before + "other") == form.before
     begun = form.before + "add" + form.between
     assert fits(form, tools, begun + '{"a": "1"') == begun + '{"a":'
-    if form.tagged:
+    if bool(form.tag):
         both = f"I see. {call(form, 'add', RIGHT)}\n{call(form, 'stop', '{}')} Done."
         assert fits(form, tools, both) == "yes"
         assert fits(form, tools, "I see. <tool_call>{") == "I see. <tool_call>"
@@ -219,7 +233,7 @@ def test_a_call_that_begins_is_right_and_other_text_is_free(fits, form):
     assert fits(form, tools, "<think>I see a plain.<|end|>") == "yes"
 
 
-@pytest.mark.parametrize("form", [HERMES, LLAMA_3], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [hermes.SHAPE, llama3.SHAPE], ids=["hermes", "llama3"])
 def test_calls_beside_an_answer_in_json(fits, form):
     tools, answer = read_tools(TOOLS, "auto"), {"type": "array", "items": {"type": "integer"}}
     assert fits(form, tools, call(form, "add", RIGHT), answer) == "yes"

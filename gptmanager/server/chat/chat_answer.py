@@ -5,12 +5,11 @@ A parser separates thoughts, content and tool calls. Independent of tokens and p
 
 from __future__ import annotations
 
-import uuid
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from gptmanager.server.chat.answer_parts import (
+from gptmanager.server.answer_parsing.answer_parts import (
     AnswerParser,
     Arguments,
     CallBegins,
@@ -18,13 +17,15 @@ from gptmanager.server.chat.answer_parts import (
     Found,
     Thought,
 )
+from gptmanager.server.tool_calls.call_format import random_id
 
 
 class ChatAnswer:
     """Takes text in pieces; the deltas, joined, are the message.
 
     `parser` None: all text is content. `is_alone`: one call is allowed, and later ones are dropped.
-    `is_deprecated`: write the call as the deprecated `function_call`.
+    `is_deprecated`: write the call as the deprecated `function_call`. `new_id`: returns the id of a
+    call.
     """
 
     def __init__(
@@ -33,10 +34,12 @@ class ChatAnswer:
         *,
         is_alone: bool = False,
         is_deprecated: bool = False,
+        new_id: Callable[[], str] = random_id,
     ) -> None:
         self._parser = parser
         self._is_deprecated = is_deprecated
         self._is_alone = is_alone
+        self._new_id = new_id
         self._thoughts: list[str] = []
         self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -124,7 +127,7 @@ class ChatAnswer:
             self._calls[found.index]["function"]["arguments"] += found.text
             return {"index": found.index, "function": {"arguments": found.text}}
         function = {"name": found.name, "arguments": ""}
-        call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        call = {"id": self._new_id(), "type": "function", "function": function}
         self._calls.append(call)
         return {"index": found.index, **call, "function": dict(function)}
 

@@ -45,7 +45,10 @@ from gptmanager.server.fields import (
 from gptmanager.server.http.body import run_in_thread
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.text.tools import HARMONY, ToolFormat, Tools, format_of
+from gptmanager.server.tool_calls.call_format import ToolFormat
+from gptmanager.server.tool_calls.formats import format_of
+from gptmanager.server.tool_calls.harmony import Harmony
+from gptmanager.server.tool_calls.tools import Tools
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
 _MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may have its own
@@ -66,6 +69,10 @@ TEMPLATE_FIELDS = (
 _VARIABLES = ("reasoning_effort", "enable_thinking")
 # variables that a template gets from other fields
 _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
+
+UNKNOWN_FORMAT = (
+    "the chat template describes no known format of calls; --tool-call-parser sets the format"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,23 @@ class ChatPrompts:
         template = pick(self._templates, False)
         if template is None:
             return None
-        return reasoning_of(self._settings.reasoning_parser, template)
+        return self._reasoning(template)
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """The format of calls of the server's template; None if it describes none."""
+        template = pick(self._templates, True)
+        return None if template is None else self._tool_format(template)
+
+    def _reasoning(self, template: str) -> Reasoning:
+        settings = self._settings
+        is_harmony = settings.tool_call_parser == Harmony.name
+        return reasoning_of(Harmony.name if is_harmony else settings.reasoning_parser, template)
+
+    def _tool_format(self, template: str) -> ToolFormat | None:
+        is_harmony = self._reasoning(template) is Reasoning.HARMONY
+        parser = Harmony.name if is_harmony else self._settings.tool_call_parser
+        return format_of(parser, template)
 
     async def read(
         self, body: Mapping[str, Any], tools: Tools | None, warnings: Warnings
@@ -127,8 +150,8 @@ class ChatPrompts:
         messages = await run_in_thread(reading) if num_items > _MANY else reading()
         template, process = self._template(body, tools is not None)
         warnings.add_ignored(_unknown_variables(body, template), "unknown to the chat template")
-        reasoning = reasoning_of(self._settings.reasoning_parser, template)
-        form = None if tools is None else _known_format(template, reasoning)
+        reasoning = self._reasoning(template)
+        form = None if tools is None else self._known_format(template, reasoning)
         if "developer" not in template:  # the newer name of the same role
             messages = [
                 {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
@@ -145,6 +168,14 @@ class ChatPrompts:
         continued = messages[-1]["content"] if body.get("continue_final_message") else None
         start = AnswerStart.of_prompt(reasoning, text, continued)
         return ChatPrompt(tokens, form, one_call, start)
+
+    def _known_format(self, template: str, reasoning: Reasoning) -> ToolFormat:
+        form = self._tool_format(template)
+        if form is None:
+            raise field_error("tools", UNKNOWN_FORMAT)
+        if isinstance(form, Harmony) and reasoning is not Reasoning.HARMONY:
+            raise field_error("tools", "calls of this model need --reasoning-parser harmony")
+        return form
 
     async def _encode(self, text: str, *, special: bool) -> list[int]:
         if self._control_tokens is None:
@@ -285,16 +316,3 @@ def _own_variables(given: Any) -> Mapping[str, Any]:
             at = f"{where}.{name}"
             raise bad_request(at, f"{at} must be passed as the field {name}")
     return given
-
-
-def _known_format(template: str, reasoning: Reasoning) -> ToolFormat:
-    form = HARMONY if reasoning is Reasoning.HARMONY else format_of(template)
-    if form is HARMONY and reasoning is not Reasoning.HARMONY:
-        raise field_error("tools", "calls of this model need --reasoning-parser harmony")
-    if form is None:
-        raise field_error(
-            "tools",
-            "the chat template must describe a known format of calls: that of Hermes and Qwen "
-            "(<tool_call> with name and arguments), of Llama 3 (name and parameters), or harmony",
-        )
-    return form

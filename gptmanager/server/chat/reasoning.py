@@ -8,12 +8,13 @@ from enum import Enum
 from tokenizers import Tokenizer
 
 from gptmanager.decoding.guided.grammar_start import GrammarStart
-from gptmanager.server.chat import harmony, thought_tags
-from gptmanager.server.chat.answer_parts import AnswerParser
-from gptmanager.server.chat.harmony import HarmonyParser
-from gptmanager.server.chat.thought_tags import ThoughtTags
-from gptmanager.server.chat.tool_parsing import ToolCallParser
-from gptmanager.server.text.tools import ToolFormat, Tools
+from gptmanager.server.answer_parsing import harmony_parser as harmony
+from gptmanager.server.answer_parsing import thought_tags
+from gptmanager.server.answer_parsing.answer_parts import AnswerParser
+from gptmanager.server.answer_parsing.harmony_parser import HarmonyParser
+from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
+from gptmanager.server.tool_calls.call_format import ToolFormat
+from gptmanager.server.tool_calls.tools import Tools
 
 
 class Reasoning(Enum):
@@ -75,10 +76,9 @@ class AnswerStart:
 
     def parser(self, tools: Tools | None, form: ToolFormat | None) -> AnswerParser | None:
         """Return the parser of an answer; None if all text of the answer is content."""
-        names = () if tools is None or form is None else tools.parameters
         if self.reasoning is Reasoning.HARMONY:
-            return HarmonyParser(names, self.prompt)
-        calls = None if not names or form is None else ToolCallParser(names, tagged=form.tagged)
+            return HarmonyParser(() if tools is None else tools.parameters, self.prompt)
+        calls = None if tools is None or form is None else form.parser(tools)
         if self.reasoning is Reasoning.NONE or self.is_closed:
             return calls
         return ThoughtTags(calls, is_open=self.is_open)

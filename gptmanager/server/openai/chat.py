@@ -17,6 +17,7 @@ from gptmanager.server.chat.chat_prompt import (
     MESSAGES,
     OBJECTS,
     TEMPLATE_FIELDS,
+    UNKNOWN_FORMAT,
     ChatPrompt,
     ChatPrompts,
 )
@@ -45,7 +46,8 @@ from gptmanager.server.text.log_probs import TokenTexts, chat_shape, prompt_shap
 from gptmanager.server.text.outputs import Delta
 from gptmanager.server.text.processors import STRUCTURED, Processors
 from gptmanager.server.text.sampling import GenerationOptions, check
-from gptmanager.server.text.tools import HARMONY, Tools, read_tools
+from gptmanager.server.tool_calls.call_format import random_id
+from gptmanager.server.tool_calls.tools import Tools, read_tools
 
 _MAX_TOKENS = NewTokens(1)
 
@@ -83,7 +85,7 @@ FIELDS = by_name(
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     chats = Chats(engine, settings)
-    chats.log_reasoning()
+    chats.log_formats()
     return [Route("/v1/chat/completions", chats.handle, methods=["POST"])]
 
 
@@ -93,17 +95,28 @@ class Chats:
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self._engine = engine
         self._is_lenient = settings.lenient
-        self._reasoning_parser = settings.reasoning_parser
+        self._settings = settings
         self._texts = TokenTexts(engine.card.tokenizer)
         self._processors = Processors(engine, lenient=settings.lenient)
         self._prompts = ChatPrompts(engine, settings)
 
-    def log_reasoning(self) -> None:
-        """Log how the server finds thoughts, if the model has a chat template."""
-        found, parser = self._prompts.reasoning, self._reasoning_parser
-        if found is not None:
-            why = "by the chat template" if parser == "auto" else "by --reasoning-parser"
-            logger.info("thoughts in answers: %s, %s", found.value, why)
+    def log_formats(self) -> None:
+        """Log how the server finds thoughts and calls, if the model has a chat template."""
+        found, form = self._prompts.reasoning, self._prompts.tool_format
+        if found is None:
+            return
+        settings = self._settings
+        names = {"--reasoning-parser": settings.reasoning_parser}
+        names["--tool-call-parser"] = settings.tool_call_parser
+        thoughts, calls = (
+            "by the chat template" if given == "auto" else f"by {option}"
+            for option, given in names.items()
+        )
+        logger.info("thoughts in answers: %s, %s", found.value, thoughts)
+        if form is None:
+            logger.info("calls in answers: none, requests with tools get a 400: %s", UNKNOWN_FORMAT)
+        else:
+            logger.info("calls in answers: %s, %s", form.name, calls)
 
     async def handle(self, request: Request) -> Response:
         read = functools.partial(read_request, fields=FIELDS, lenient=self._is_lenient)
@@ -137,14 +150,16 @@ class Chats:
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         most = given.get(name, left)
         self._engine.context_length.check(len(prompt.tokens), most, prompt="messages", most=name)
-        tags = () if card.tokenizer is None else prompt.start.reasoning.tags
+        form = prompt.tool_format
+        tags = prompt.start.reasoning.tags + (() if form is None else form.tags)
         special = special_tags(card.tokenizer, tags) if card.tokenizer and tags else None
         answer = Answer(self._engine, options, [prompt.tokens], [most], special_texts=special)
         messages = [
             ChatAnswer(
-                prompt.start.parser(tools, prompt.tool_format),
+                prompt.start.parser(tools, form),
                 is_alone=tools is not None and not tools.parallel,
                 is_deprecated=is_deprecated,
+                new_id=random_id if form is None else form.new_id,
             )
             for _ in answer.outputs
         ]
@@ -152,8 +167,8 @@ class Chats:
         kind = "chat.completion.chunk" if options.streams else "chat.completion"
         head = answer_head(given, "chatcmpl", kind, card.name, request_id)
         thinks = prompt.start.reasoning is not Reasoning.NONE
-        form = _ChatFormat(given, answer, messages, texts, thinks=thinks)
-        return JsonAnswer(given, answer, form, head)
+        shape = _ChatFormat(given, answer, messages, texts, thinks=thinks)
+        return JsonAnswer(given, answer, shape, head)
 
     async def _processor(
         self, given: Mapping[str, Any], warnings: Warnings, tools: Tools | None, prompt: ChatPrompt
@@ -161,7 +176,7 @@ class Chats:
         """Return the logits post-processor; a rule begins after the thought of the answer."""
         form, tokenizer = prompt.tool_format, self._engine.card.tokenizer
         start = None
-        if tokenizer is not None and form is not HARMONY:  # harmony's grammar has the thought
+        if tokenizer is not None and not (form is not None and form.has_thoughts):
             start = functools.partial(prompt.start.grammar_start, tokenizer)
         return await self._processors.of(given, warnings, tools, form, start)
 

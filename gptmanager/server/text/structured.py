@@ -24,8 +24,9 @@ from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import field_error
 from gptmanager.server.http.warning_header import Warnings
-from gptmanager.server.text.harmony_grammar import harmony_grammar
-from gptmanager.server.text.tools import HARMONY, ToolFormat, Tools, marks_of
+from gptmanager.server.tool_calls.call_format import ToolFormat
+from gptmanager.server.tool_calls.call_grammar import marks_of
+from gptmanager.server.tool_calls.tools import Tools
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = {"type": "object"}
@@ -181,17 +182,16 @@ class StructuredOutputs:
                 raise field_error(rule.where, "with tools, only JSON rules are supported")
             answer = _ANY_OBJECT if rule.kind == "json_object" else rule.value
         is_optional = not tools.required and answer is None
-        if form is HARMONY and is_optional:
-            return None  # a message may begin with a thought, with text or with a call
         marks = {} if self._tokenizer is None else marks_of(self._tokenizer, self._end_ids)
-        if form is HARMONY:
-            grammar, schemas = harmony_grammar(tools, marks, answer)
-        else:
-            grammar, schemas = tools.grammar(form, marks, answer)
-        lenient = {name for name in tools.schemas if tools.is_lenient(name)}
+        made = form.grammar(tools, marks, answer)
+        if made is None:
+            return None
+        grammar, schemas = made
+        of_tools = [name for name in schemas if name != "answer"]
+        lenient = {name for name in of_tools if tools.is_lenient(name)}
         if rule is not None and rule.lenient:
             lenient.add("answer")
-        where = {name: f"tools[{tools.index_of(name)}]" for name in tools.schemas}
+        where = {name: f"tools[{tools.index_of(name)}]" for name in of_tools}
         for allowed in (lenient, set(schemas)) if is_optional else (lenient,):
             make = partial(GuidedDecoding.lark, grammar=grammar, schemas=schemas, lenient=allowed)
             try:

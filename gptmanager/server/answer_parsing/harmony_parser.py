@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection
 from enum import Enum
 
-from gptmanager.server.chat.answer_parts import (
+from gptmanager.server.answer_parsing.answer_parts import (
     Arguments,
     CallBegins,
     Content,
@@ -21,7 +21,7 @@ from gptmanager.server.chat.answer_parts import (
     Thought,
     ThoughtSpan,
 )
-from gptmanager.server.chat.text_scan import ObjectScan, num_tag_letters
+from gptmanager.server.answer_parsing.text_scan import ObjectScan, num_tag_letters
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from enum import Enum
 
-from gptmanager.server.chat.answer_parts import (
+from gptmanager.server.answer_parsing.answer_parts import (
     AnswerParser,
     Content,
     Found,
     Thought,
     ThoughtSpan,
 )
-from gptmanager.server.chat.text_scan import num_tag_letters
+from gptmanager.server.answer_parsing.text_scan import num_tag_letters
 
 OPENER, CLOSER = "<think>", "</think>"
 

@@ -1,0 +1,248 @@
+"""`CallParser`: finds calls in the text of a model, piece by piece; each format is a subclass.
+
+Whole answers use the same parser as streams, so that both have the same result. The parser is
+independent of tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from enum import Enum
+from typing import ClassVar
+
+from gptmanager.server.answer_parsing.answer_parts import (
+    Arguments,
+    CallBegins,
+    Content,
+    Found,
+    ThoughtSpan,
+)
+from gptmanager.server.answer_parsing.text_scan import ObjectScan, num_tag_letters
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{0,128}")
+SPACE = re.compile(r"\s{0,64}")
+OBJECT = re.compile(r"(?=\{)")
+
+
+class State(Enum):
+    CONTENT = "text, until a tag begins a call"
+    START = "spaces before an answer that is calls or text"
+    HEADER = "a call, until its arguments begin"
+    ARGUMENTS = "the arguments of a call"
+    REST = "the rest of the call's object"
+    BETWEEN = "after a call"
+    PLAIN = "text to the end"
+
+
+class CallParser(ABC):
+    """Takes the text of one answer in pieces, and returns its content and calls.
+
+    `names`: the tools that may be called; a call of another name is content. `openers`: tags that
+    begin a call within text, without the spaces before them; none: the whole answer is calls or
+    text. `closers`: tags after a call, which are dropped.
+    """
+
+    openers: ClassVar[tuple[str, ...]] = ()
+    closers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.thoughts: list[ThoughtSpan] = []  # this parser looks for none
+        self.num_calls = 0
+        self._names = frozenset(names)
+        self._state = State.CONTENT if self.openers else State.START
+        self._text = ""  # not returned yet
+        self._before = ""  # text skipped before a possible call, returned if it is not a call
+        self._arguments = ObjectScan()
+        self._depth = 0  # of the scan at which the arguments end
+
+    @property
+    def is_in_arguments(self) -> bool:
+        """Whether the last call's arguments have begun and not ended."""
+        return self._state is State.ARGUMENTS
+
+    def push(self, text: str) -> list[Found]:
+        """Take new text; return what is found so far."""
+        self._text += text
+        found: list[Found] = []
+        while self._step(found):
+            pass
+        return found
+
+    def flush(self) -> list[Found]:
+        """Return what was held back at the end of the answer."""
+        found: list[Found] = []
+        rest = self._take(len(self._text))
+        if self._state is State.HEADER:
+            self._add_content(self._before + rest, found)
+        elif self._state in (State.CONTENT, State.PLAIN) or not self.num_calls:
+            if rest.strip() or not self.num_calls:
+                self._add_content(rest, found)
+        return found
+
+    # One step in the state table; returns False if it needs more text --------------------------
+
+    def _step(self, found: list[Found]) -> bool:
+        if self._state is State.CONTENT:
+            return self._read_content(found)
+        if self._state is State.START:
+            return self._read_start()
+        if self._state is State.HEADER:
+            return self._read_header(found)
+        if self._state is State.ARGUMENTS:
+            return self._read_arguments(found)
+        if self._state is State.REST:
+            return self._read_rest()
+        if self._state is State.BETWEEN:
+            return self._read_between()
+        self._add_content(self._take(len(self._text)), found)
+        return False
+
+    def _read_content(self, found: list[Found]) -> bool:
+        """Return text up to a tag, without the spaces before it; hold back a possible tag."""
+        at, opener = min(
+            ((self._text.find(tag), tag) for tag in self.openers if tag in self._text),
+            default=(-1, ""),
+        )
+        held = max(num_tag_letters(self._text, tag) for tag in self.openers)
+        end = at if at >= 0 else len(self._text) - held
+        stripped = len(self._text[:end].rstrip())
+        self._add_content(self._take(stripped), found)
+        if at < 0:
+            return False
+        self._before = self._take(end - stripped + len(opener))
+        self._begin(opener)
+        return True
+
+    def _read_start(self) -> bool:
+        """Skip spaces before an answer; decide whether a call begins."""
+        rest = self._text.lstrip()
+        if not rest:
+            return False
+        if self._begins_call(rest):
+            self._before, self._text = self._text[: -len(rest)], rest
+            self._begin("")
+        else:
+            self._state = State.PLAIN
+        return True
+
+    def _begins_call(self, rest: str) -> bool:
+        """Return whether an answer without tags that begins with `rest` may be a call."""
+        return False
+
+    def _begin(self, opener: str) -> None:
+        """Go to the header of a call, which follows the tag `opener`."""
+        self._state = State.HEADER
+
+    @abstractmethod
+    def _read_header(self, found: list[Found]) -> bool:
+        """Read a call up to its arguments."""
+
+    def _read_arguments(self, found: list[Found]) -> bool:
+        """Return arguments that are a JSON object as they are."""
+        if not self._text:
+            return False
+        end = self._arguments.take(self._text, depth=self._depth)
+        piece = self._take(len(self._text) if end is None else end)
+        found.append(Arguments(self.num_calls - 1, piece))
+        if end is not None:
+            self._state = State.REST if self._depth else State.BETWEEN
+        return end is not None
+
+    def _read_rest(self) -> bool:
+        """Drop the rest of the object that the arguments are in."""
+        end = self._arguments.take(self._text) if self._text else None
+        self._take(len(self._text) if end is None else end)
+        if end is not None:
+            self._state = State.BETWEEN
+        return end is not None
+
+    def _read_between(self) -> bool:
+        """Drop closing tags after a call."""
+        rest = self._text.lstrip()
+        for tag in self.closers:
+            if rest.startswith(tag):
+                self._text = rest[len(tag) :]
+                return True
+        if any(tag.startswith(rest) for tag in self.closers):
+            return False
+        self._state = State.CONTENT if self.openers else State.PLAIN
+        return True
+
+    # Parts of a step -------------------------------------------------------------------------
+
+    def _take(self, length: int) -> str:
+        taken, self._text = self._text[:length], self._text[length:]
+        return taken
+
+    def _call(self, name: str, found: list[Found]) -> None:
+        found.append(CallBegins(self.num_calls, name))
+        self.num_calls += 1
+
+    def _reject_call(self, found: list[Found]) -> bool:
+        self._add_content(self._before, found)
+        self._state = State.CONTENT if self.openers else State.PLAIN
+        return True
+
+    @staticmethod
+    def _add_content(text: str, found: list[Found]) -> None:
+        if text:
+            found.append(Content(text))
+
+
+class HeadedCallParser(CallParser):
+    """A parser of calls whose name and arguments are separated by tags.
+
+    `headers`: for each opener, the headers that may follow it; a header is a sequence of tags and
+    patterns, with one `NAME` whose text is the name of the tool. The arguments, a JSON object, come
+    after the header.
+    """
+
+    headers: ClassVar[dict[str, tuple[tuple[str | re.Pattern[str], ...], ...]]]
+
+    def _begin(self, opener: str) -> None:
+        super()._begin(opener)
+        self._opener = opener
+
+    def _read_header(self, found: list[Found]) -> bool:
+        read = [read_header(self._text, header) for header in self.headers[self._opener]]
+        name, end = next((it for it in read if it is not None and it[1]), ("", 0))
+        if not end and any(it is not None for it in read):
+            return False  # needs more text
+        if name not in self._names:
+            return self._reject_call(found)
+        self._take(end)
+        self._call(name, found)
+        self._begin_arguments(found)
+        return True
+
+    def _begin_arguments(self, found: list[Found]) -> None:
+        self._arguments, self._depth = ObjectScan(), 0
+        self._state = State.ARGUMENTS
+
+
+def read_header(text: str, header: Sequence[str | re.Pattern[str]]) -> tuple[str, int] | None:
+    """Return the name in a header at the beginning of `text`, and the index after the header.
+
+    The index is 0 if the text ends before the header does; None if another text is there. A NAME
+    must not be empty.
+    """
+    at, name = 0, ""
+    for part in header:
+        if at == len(text):
+            return "", 0
+        if isinstance(part, str):
+            if not text.startswith(part, at):
+                return ("", 0) if part.startswith(text[at:]) else None
+            at += len(part)
+            continue
+        found = part.match(text, at)
+        if found is None:
+            return None
+        at = found.end()
+        if part is NAME:
+            name = name or found[0]
+            if not name:
+                return None
+    return name, at

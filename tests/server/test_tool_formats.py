@@ -1,0 +1,265 @@
+"""Every format of calls: whole, in pieces, hostile, and as its grammar has it."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptmanager import GuidedDecoding
+from gptmanager.callbacks import load_tokenizer
+from gptmanager.server.answer_parsing.answer_parts import Arguments, CallBegins, Content
+from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
+from gptmanager.server.chat.chat_answer import ChatAnswer
+from gptmanager.server.tool_calls.call_grammar import marks_of
+from gptmanager.server.tool_calls.deepseek import TAGS as DEEPSEEK
+from gptmanager.server.tool_calls.formats import FORMATS, format_of
+from gptmanager.server.tool_calls.tools import read_tools
+
+LOOK = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "exact": {"type": "boolean"},
+        "unit": {"$ref": "#/$defs/Unit"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"Unit": {"enum": ["C", "F"]}},
+}
+LISTED = [
+    {"type": "function", "function": {"name": "look", "parameters": LOOK}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+TOOLS = read_tools(LISTED, "auto")
+BEGIN_ALL, END_ALL, BEGIN, END, SEPARATOR = DEEPSEEK
+MADE = {
+    "hermes": format_of("hermes", ""),
+    "llama3": format_of("llama3", ""),
+    "mistral": format_of("mistral", ""),
+    "mistral tags": format_of("mistral", "[ARGS]"),
+    "qwen3_coder": format_of("qwen3_coder", ""),
+    "deepseek": format_of("deepseek", "```json"),
+    "deepseek v3.1": format_of("deepseek", ""),
+    "pythonic": format_of("pythonic", ""),
+    "harmony": format_of("harmony", ""),
+}
+ROME = '{"city": "Rome", "days": 2}'
+QWEN = "<function=look>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
+QWEN_STOP = "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
+CALLS = [["look", ROME], ["stop", "{}"]]
+TWO = {  # two calls, as each format writes them, after a text if it may have one
+    "hermes": 'Hm.\n<tool_call>\n{"name": "look", "arguments": %s}\n</tool_call>\n'
+    '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>' % ROME,
+    "llama3": f'{{"name": "look", "parameters": {ROME}}}; {{"name": "stop", "parameters": {{}}}}',
+    "mistral": 'Hm.[TOOL_CALLS] [{"name": "look", "arguments": %s}, '
+    '{"name": "stop", "arguments": {}}]' % ROME,
+    "mistral tags": f"Hm.[TOOL_CALLS]look[ARGS]{ROME}[TOOL_CALLS]stop[CALL_ID]123456789[ARGS]{{}}",
+    "qwen3_coder": f"Hm.\n<tool_call>\n{QWEN}\n</tool_call>\n{QWEN_STOP}",
+    "deepseek": f"Hm.{BEGIN_ALL}{BEGIN}function{SEPARATOR}look\n```json\n{ROME}\n```{END}\n"
+    f"{BEGIN}function{SEPARATOR}stop\n```json\n{{}}\n```{END}{END_ALL}",
+    "deepseek v3.1": f"Hm.{BEGIN_ALL}{BEGIN}look{SEPARATOR}{ROME}{END}{BEGIN}stop{SEPARATOR}{{}}"
+    f"{END}{END_ALL}",
+    "pythonic": "[look(city='Rome', days=2), stop()]",
+    "harmony": f"<|channel|>final<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+    f"to=functions.look <|constrain|>json<|message|>{ROME}<|end|><|start|>assistant<|channel|>"
+    "commentary to=functions.stop <|message|>{}<|call|>",
+}  # fmt: skip
+
+
+def parsed(form, pieces, wrap=lambda parser: parser):
+    """The content, and the calls as [name, arguments]."""
+    parser = wrap(form.parser(TOOLS))
+    content, calls = "", []
+    for found in [*map(parser.push, pieces), parser.flush()]:
+        for one in found:
+            if isinstance(one, Content):
+                content += one.text
+            elif isinstance(one, CallBegins):
+                assert one.index == len(calls)
+                calls.append([one.name, ""])
+            elif isinstance(one, Arguments):
+                assert one.index == len(calls) - 1
+                calls[-1][1] += one.text
+    assert parser.num_calls == len(calls)
+    return content, calls, parser.is_in_arguments
+
+
+def test_every_format_is_tried():
+    assert {one.name for one in MADE.values()} == {one.name for one in FORMATS}
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("size", [1, 3, 10**9])
+def test_two_calls(name, size):
+    text = TWO[name]
+    content, calls, is_cut = parsed(
+        MADE[name], [text[at : at + size] for at in range(0, len(text), size)]
+    )
+    assert (content, calls) == ("Hm." if "Hm." in text else "", CALLS) and not is_cut
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_arguments_arrive_in_pieces(name):
+    parser = MADE[name].parser(TOOLS)
+    found = [one for letter in TWO[name] for one in parser.push(letter)]
+    assert sum(isinstance(one, Arguments) and one.index == 0 for one in found) > 2
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_call_of_no_tool_is_content(name):
+    text = TWO[name].replace("look", "hack").replace("stop", "halt")
+    content, calls, _ = parsed(MADE[name], [text])
+    assert calls == [] and "hack" in content or name == "harmony"
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_cut_call_is_no_reason_to_run_it(name):
+    text = TWO[name]
+    answer = ChatAnswer(MADE[name].parser(TOOLS))
+    answer.push(text[: text.index("Rome") + 2])
+    answer.flush()
+    assert answer.finish_reason("stop") == "stop"
+
+
+_PARTS = [
+    *DEEPSEEK, "[TOOL_CALLS]", "[TOOL_CALLS] [", "[ARGS]", "[CALL_ID]", "<tool_call>", "</tool_call>",
+    "<function=look>", "<function=", "</function>", "<parameter=city>", "<parameter=days>\n",
+    "</parameter>", "<|channel|>", "<|message|>", "<|end|>", "commentary to=functions.look",
+    "look", "stop", "[", "]", "(", ")", "{", "}", '{"name": "look", "arguments": ', ROME, "```json",
+    "[look(", "city=", "'Ro\\'", '"', "'", ",", ", ", ";", "=", "\n", " ", "7", "\\", "é", "-" * 99,
+    "[[[[", "<think>", "</think>", "\ud7ff", "None", "nan", '"parameters"', "function", "<", "<｜",  # noqa: RUF001
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_an_answer_cut_anywhere_is_the_whole(name):
+    """Also with thoughts, and whatever the model writes: no error, and nothing is lost twice."""
+
+    @settings(max_examples=40)
+    @given(
+        st.lists(st.one_of(st.sampled_from(_PARTS), st.just(TWO[name])), max_size=14).map("".join),
+        st.sets(st.integers(1, 300)),
+        st.booleans(),
+    )
+    def check(text, cuts, thinks):
+        at = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+        pieces = [text[begin:end] for begin, end in zip(at, at[1:], strict=False)]
+        wrap = ThoughtTags if thinks and name != "harmony" else lambda parser: parser
+        whole = parsed(MADE[name], [text], wrap)
+        assert parsed(MADE[name], pieces, wrap) == whole == parsed(MADE[name], list(text), wrap)
+        if not whole[1] and name != "harmony" and not thinks:
+            assert whole[0] == text
+
+    check()
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_huge_answers_take_linear_time(name):
+    """Unclosed, nested and endless: some millions of letters in pieces."""
+    for text in ("[" * 10**5, "(" * 10**5, TWO[name].replace("Rome", "R\n" * 10**5), "<" * 10**5):
+        parsed(MADE[name], [text[at : at + 100] for at in range(0, len(text), 100)])
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ("city='It\\'s', days=-1", '{"city": "It\'s", "days": -1}'),
+        ('city="a, (b)]", exact=True', '{"city": "a, (b)]", "exact": true}'),
+        ("'Rome', 2", '{"city": "Rome", "days": 2}'),
+        ("tags=['a', None], unit=x.y", '{"tags": ["a", null], "unit": "x.y"}'),
+        ("days=-(1), exact={1}", '{"days": -1, "exact": "{1}"}'),
+        ("days=" + "(" * 10**3 + ")" * 10**3, None),
+    ],
+)
+def test_values_in_python(given, arguments):
+    content, calls, _ = parsed(MADE["pythonic"], [f"[look({given})]"])
+    assert content == "" and calls[0][0] == "look"
+    assert isinstance(json.loads(calls[0][1]), dict)
+    assert arguments is None or calls[0][1] == arguments
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments"),
+    [
+        ({"city": 'a "b"\n<c>', "days": "2"}, {"city": 'a "b"\n<c>', "days": 2}),
+        ({"city": "12", "exact": "True"}, {"city": "12", "exact": True}),
+        ({"tags": '["a",\n"b"]', "unit": "C"}, {"tags": ["a", "b"], "unit": "C"}),
+        ({"days": "two", "other": "1"}, {"days": "two", "other": "1"}),
+    ],
+)
+def test_values_in_tags(values, arguments):
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    _, calls, _ = parsed(MADE["qwen3_coder"], [f"<function=look>\n{body}</function>"])
+    assert json.loads(calls[0][1]) == arguments
+
+
+def test_parameters_that_are_not_closed_end_at_the_next():
+    text = "<tool_call><function=look><parameter=city>Rome<parameter=days>2</function></tool_call>"
+    assert parsed(MADE["qwen3_coder"], [text]) == ("", [["look", ROME]], False)
+
+
+def test_ids_of_mistral_have_nine_letters():
+    assert len(MADE["mistral"].new_id()) == 9 and MADE["mistral"].new_id().isalnum()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["letters", "marks"])
+def fits(request):
+    """Whether a text is one of a grammar: "yes", "begins one", or how far it goes."""
+    tokenizer = load_tokenizer("examples/tiny_llama")
+    if request.param:
+        tokenizer.add_special_tokens([*MADE["mistral"].tags, *MADE["harmony"].tags])
+        tokenizer.add_tokens([*DEEPSEEK, "<tool_call>", "</tool_call>"])
+    marks = marks_of(tokenizer, [0, 1])
+    guided = GuidedDecoding(tokenizer, [0])
+
+    def fits(form, tools, text, answer=None):
+        grammar, schemas = form.grammar(tools, marks, answer)
+        matcher = guided.lark(grammar, schemas=schemas).prepare("cpu").result(30).deep_copy()
+        ids = tokenizer.encode(text).ids
+        taken = matcher.try_consume_tokens(ids)
+        if taken < len(ids):
+            return tokenizer.decode(ids[:taken], skip_special_tokens=False)
+        return "yes" if matcher.is_accepting() else "begins one"
+
+    return fits
+
+
+GUIDED = [name for name in MADE if name != "harmony"]
+ONE = {name: TWO[name].removeprefix("Hm.") for name in GUIDED}
+ONE["pythonic"] = '[look(city="Rome", days=2), stop()]'
+ONE["mistral tags"] = ONE["mistral tags"].replace("[CALL_ID]123456789", "")
+ONE["llama3"] = ONE["llama3"].partition(";")[0]
+
+
+@pytest.mark.parametrize("name", GUIDED)
+def test_guided_calls(fits, name):
+    form, required = MADE[name], read_tools(LISTED, "required")
+    text = ONE[name].lstrip()
+    assert fits(form, required, text) == "yes"
+    wrong = text.replace(": 2", ': "two').replace("=2", "=two").replace("\n2", "\ntwo")
+    assert len(fits(form, required, wrong)) < len(wrong) and fits(form, required, "Hm.") == ""
+    assert fits(form, TOOLS, "Hm. [1] {") == fits(form, TOOLS, ONE[name]) == "yes"
+    assert len(fits(form, TOOLS, wrong)) < len(wrong)
+    assert fits(form, TOOLS, "[1, 2]", {"type": "array"}) == fits(form, TOOLS, text, True) == "yes"
+    alone = read_tools(LISTED, "required", parallel_tool_calls=False)
+    assert (fits(form, alone, text) == "yes") == (name == "llama3")
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+def test_optional_arguments(fits, name):
+    def call(**values):
+        if name == "pythonic":
+            return f"[look({', '.join(f'{key}={value}' for key, value in values.items())})]"
+        values = {key: value.strip('"') for key, value in values.items()}
+        body = "".join(f"<parameter={key}>\n{it}\n</parameter>\n" for key, it in values.items())
+        return f"<tool_call>\n<function=look>\n{body}</function>\n</tool_call>"
+
+    form, tools = MADE[name], read_tools(LISTED, "required")
+    assert fits(form, tools, call(city='"R"', days="2", unit='"F"', tags='["a"]')) == "yes"
+    exact = "True" if name == "pythonic" else "true"
+    assert fits(form, tools, call(city='"R"', days="2", exact=exact)) == "yes"
+    for wrong in (call(city='"R"', unit='"F"'), call(city='"R"', days="2", unit='"K"')):
+        assert len(fits(form, tools, wrong)) < len(wrong)
