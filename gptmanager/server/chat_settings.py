@@ -12,8 +12,8 @@ class ChatSettings:
 
     `chat_template`: a file that replaces the checkpoint's template. `trust_request_chat_template`:
     requests may contain a template. `reasoning_parser`: the format of thoughts in answers, by its
-    name, and `tool_call_parser` that of calls; auto: that of the chat template. `no_special_tokens_in_text`: clients' texts never become
-    special tokens.
+    name, and `tool_call_parser` that of calls; auto: that of the chat template.
+    `no_special_tokens_in_text`: clients' texts never become special tokens.
     """
 
     chat_template: Path | None = None

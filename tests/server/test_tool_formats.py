@@ -47,7 +47,10 @@ MADE = {
     "harmony": format_of("harmony", ""),
 }
 ROME = '{"city": "Rome", "days": 2}'
-QWEN = "<function=look>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
+QWEN = (
+    "<function=look>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    "</function>"
+)
 QWEN_STOP = "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
 CALLS = [["look", ROME], ["stop", "{}"]]
 TWO = {  # two calls, as each format writes them, after a text if it may have one
@@ -125,12 +128,12 @@ def test_a_cut_call_is_no_reason_to_run_it(name):
 
 
 _PARTS = [
-    *DEEPSEEK, "[TOOL_CALLS]", "[TOOL_CALLS] [", "[ARGS]", "[CALL_ID]", "<tool_call>", "</tool_call>",
-    "<function=look>", "<function=", "</function>", "<parameter=city>", "<parameter=days>\n",
+    *DEEPSEEK, "[TOOL_CALLS]", "[TOOL_CALLS] [", "[ARGS]", "[CALL_ID]", "<tool_call>",
+    "</tool_call>",    "<function=look>", "<function=", "</function>", "<parameter=city>", "<parameter=days>\n",
     "</parameter>", "<|channel|>", "<|message|>", "<|end|>", "commentary to=functions.look",
     "look", "stop", "[", "]", "(", ")", "{", "}", '{"name": "look", "arguments": ', ROME, "```json",
     "[look(", "city=", "'Ro\\'", '"', "'", ",", ", ", ";", "=", "\n", " ", "7", "\\", "é", "-" * 99,
-    "[[[[", "<think>", "</think>", "\ud7ff", "None", "nan", '"parameters"', "function", "<", "<｜",  # noqa: RUF001
+    "[[[[", "<think>", "</think>", "\ud7ff", "None", "nan", '"parameters"', "function", "<",
 ]  # fmt: skip
 
 

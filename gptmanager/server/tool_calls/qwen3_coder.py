@@ -40,7 +40,7 @@ _KEY = re.compile(re.escape(_PARAMETER) + r"([^<>]{0,256})>")
 
 
 class Qwen3CoderParser(HeadedCallParser):
-    """A model may leave out the first tag. Texts are returned as they arrive, other values whole."""
+    """Returns texts as they arrive, and other values whole. The first tag may be left out."""
 
     openers = (_OPENER, _FUNCTION)
     closers = (_END_FUNCTION, _CLOSER)
