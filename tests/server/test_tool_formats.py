@@ -129,7 +129,8 @@ def test_a_cut_call_is_no_reason_to_run_it(name):
 
 _PARTS = [
     *DEEPSEEK, "[TOOL_CALLS]", "[TOOL_CALLS] [", "[ARGS]", "[CALL_ID]", "<tool_call>",
-    "</tool_call>",    "<function=look>", "<function=", "</function>", "<parameter=city>", "<parameter=days>\n",
+    "</tool_call>",
+    "<function=look>", "<function=", "</function>", "<parameter=city>", "<parameter=days>\n",
     "</parameter>", "<|channel|>", "<|message|>", "<|end|>", "commentary to=functions.look",
     "look", "stop", "[", "]", "(", ")", "{", "}", '{"name": "look", "arguments": ', ROME, "```json",
     "[look(", "city=", "'Ro\\'", '"', "'", ",", ", ", ";", "=", "\n", " ", "7", "\\", "é", "-" * 99,
