@@ -211,7 +211,7 @@ def test_ids_of_mistral_have_nine_letters():
 
 @pytest.fixture(scope="module", params=[False, True], ids=["letters", "marks"])
 def fits(request):
-    """Whether a text is one of a grammar: "yes", "begins one", or how far it goes."""
+    """Whether a text is one of a grammar: "yes", "begins one", or the part that fits."""
     tokenizer = load_tokenizer("examples/tiny_llama")
     if request.param:
         tokenizer.add_special_tokens([*MADE["mistral"].tags, *MADE["harmony"].tags])

@@ -192,11 +192,10 @@ class CallParser(ABC):
 
 
 class HeadedCallParser(CallParser):
-    """A parser of calls whose name and arguments are separated by tags.
+    """A parser of calls with a header of tags before the arguments, a JSON object.
 
-    `headers`: for each opener, the headers that may follow it; a header is a sequence of tags and
-    patterns, with one `NAME` whose text is the name of the tool. The arguments, a JSON object, come
-    after the header.
+    `headers`: for each opener, the headers that may follow it. A header is a sequence of tags and
+    patterns; the text of its first `NAME` is the name of the tool.
     """
 
     headers: ClassVar[dict[str, tuple[tuple[str | re.Pattern[str], ...], ...]]]

@@ -24,7 +24,7 @@ def json_of_literal(text: str) -> str | None:
     if len(text) > _LONGEST:
         return None
     try:
-        with warnings.catch_warnings():  # of escapes that are no escapes
+        with warnings.catch_warnings():  # about unknown escapes in strings
             warnings.simplefilter("ignore")
             return as_json(ast.literal_eval(text))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

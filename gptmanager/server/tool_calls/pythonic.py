@@ -22,7 +22,7 @@ _KEY = re.compile(r"\s*([^\W\d][\w-]{0,255})\s*=(?!=)")
 
 
 class PythonicParser(CallParser):
-    """Arguments are returned one by one. An argument that is no literal is a text."""
+    """Arguments are returned one by one. An argument that is not a literal becomes a string."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__(parameters)
