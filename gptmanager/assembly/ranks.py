@@ -69,7 +69,7 @@ class Ranks(NamedTuple):
         keep.start()
 
     def close(self) -> None:
-        """Leave the other ranks in order. Idempotent; does nothing after `fail`."""
+        """Disconnect from the other ranks. Idempotent, and without effect after `fail`."""
         if not self.links.is_closed:
             self.links.abort_collectives = lambda: None
             self.collectives.close()

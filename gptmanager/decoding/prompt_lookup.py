@@ -30,9 +30,9 @@ class Drafter:
     """Proposes the drafts of one request by prompt lookup (see `config.PromptLookup`).
 
     After a draft that was fully accepted, the next one is twice as long; otherwise it has one token
-    more than were accepted. After each fully rejected draft in a row, twice as many steps run
-    without drafts, so that text without repeats costs little. Virtual tokens (ids from `vocab_size`
-    on) are looked up but never proposed, because they are never chosen.
+    more than were accepted. After a fully rejected draft, some steps run without drafts; each
+    further rejection doubles their number. So text without repeats costs little. Virtual tokens
+    (ids from `vocab_size` on) are looked up but never proposed, because they are never chosen.
     """
 
     __slots__ = ("_config", "_length", "_found", "_rest", "_seen", "_vocab_size", "_wrong")

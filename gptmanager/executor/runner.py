@@ -87,7 +87,7 @@ class Runner:
         return Computed(self._launch(rows).float())
 
     def to_cpu(self, logits: Tensor) -> Tensor:
-        """Return the logits on the CPU, as float32, complete when the step's result is."""
+        """Return the logits as float32 on the CPU, complete when the step's result is known."""
         return logits
 
     def score(self, logits: Tensor, targets: Array, count: int, normalized: bool) -> Scores:

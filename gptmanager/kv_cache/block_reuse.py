@@ -257,7 +257,7 @@ class BlockReuse:
 
     @contextmanager
     def holding(self, requests: Iterable[LlmRequest]) -> Iterator[None]:
-        """Inside the context, keep blocks that `requests` would share from being handed out."""
+        """Hand out no blocks that `requests` would share, within the `with` block."""
         lookups = self.lookups
         held = [
             node

@@ -46,7 +46,7 @@ class Lookup:
             self.key = own_root_key, parent, tuple(request.tokens[start : start + size])
             self.missing = number(self.key)
 
-    def stands(self, request: LlmRequest, tree: PrefixTree) -> bool:
+    def is_valid_for(self, request: LlmRequest, tree: PrefixTree) -> bool:
         """Return whether a new search for `request` would find the same blocks."""
         if self.request is not request or self.prompt_len != request.prompt_len:
             return False
@@ -56,12 +56,12 @@ class Lookup:
             return False
         node = self.node
         if node is None:
-            stands = not tree.has_root(root_key(request))
+            is_valid = not tree.has_root(root_key(request))
         else:
-            stands = self.num_stored == node.num_stored and tree.holds(node)
-        if stands:
+            is_valid = self.num_stored == node.num_stored and tree.holds(node)
+        if is_valid:
             self.version = tree.version
-        return stands
+        return is_valid
 
 
 class Answer(NamedTuple):
@@ -109,7 +109,7 @@ class Lookups:
     def find(self, request: LlmRequest) -> Lookup:
         """Return which part of the prompt is cached."""
         known = self._lookups.get(request.request_id)
-        if known is not None and known.stands(request, self._tree):
+        if known is not None and known.is_valid_for(request, self._tree):
             return known
         lookup = self._lookups[request.request_id] = Lookup(request, self._tree, self._number)
         if len(self._lookups) > _MAX_LOOKUPS:

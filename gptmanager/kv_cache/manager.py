@@ -171,8 +171,8 @@ class KvCacheManager:
     def remove(self, request_id: int, store: bool = True) -> None:
         """End the sequence. With `store`, its content except the newest token may be reused.
 
-        Its content are the confirmed tokens of the request that was added. Blocks are freed from
-        the last one to the first, so that a prefix is evicted after its continuations.
+        Its content is the confirmed tokens of the request that was added. Blocks are freed from the
+        last one to the first, so that a prefix is evicted after its continuations.
         """
         self._sequences.remove(request_id, store)
 
@@ -363,7 +363,7 @@ class KvCacheManager:
         return self._lookups.find_all(requests).missing
 
     def holding_cached(self, requests: Iterable[LlmRequest]) -> AbstractContextManager[None]:
-        """Inside the context, keep the blocks that `requests` would reuse in the cache."""
+        """Keep the blocks that `requests` would reuse in the cache, within the `with` block."""
         reuse = self._sequences.reuse
         return nullcontext() if reuse is None else reuse.holding(requests)
 

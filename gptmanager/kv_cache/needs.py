@@ -134,7 +134,7 @@ class BlockNeeds:
         return total
 
     def most_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        """Return an upper bound of the sum of `remaining`, for any held blocks. Fast."""
+        """Return an upper bound of the sum of `remaining`, for any held blocks, in little time."""
         size, more = self.tokens_per_block, self.bubble + self.tokens_per_block - 1
         return sum(
             [
@@ -144,7 +144,7 @@ class BlockNeeds:
         )
 
     def most_in_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
-        """Return an upper bound of the sum of `one_step` over `requests`. Fast."""
+        """Return an upper bound of the sum of `one_step` over `requests`, in little time."""
         size, bubble, steps = self.tokens_per_block, self.bubble, 1 + two_step_lookahead
         total = 0
         for request in requests:

@@ -149,7 +149,7 @@ class GptManager:
 
     @property
     def recording_error(self) -> str:
-        """Why the file of `recording_path` is incomplete, such as a full disk; "" if it is not."""
+        """Why the file of `recording_path` is incomplete, such as a full disk; "" if complete."""
         return self._recorder.error
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
@@ -298,16 +298,16 @@ class GptManager:
     def watch(self, see: WatchCallback, timeout: float | None = _ANSWER_S) -> None:
         """Call `see` with each event from now on: requests that arrive, run and end.
 
-        It is called on the loop's thread, first with a `Beginning` and an `Arrival` for each active
-        request, then with each `Event` of `gptmanager.manager.watching`. The `append` of a bounded
-        deque is a good choice. If it raises, the error is logged and it is not called again. Raises
-        the same errors as `explain`.
+        `see` is called on the loop's thread, first with a `Beginning` and an `Arrival` for each
+        active request, then with each `Event` of `gptmanager.manager.watching`. The `append` of a
+        bounded deque is a good choice. If `see` raises, the error is logged and `see` is not called
+        again. Raises the same errors as `explain`.
         """
         self._raise_if_failed()
         self._ask("watch", lambda loop: self._watchers.add(loop, see), timeout)
 
     def unwatch(self, see: WatchCallback, timeout: float | None = _ANSWER_S) -> None:
-        """Stop calling `see`. Does nothing if it does not watch, or if the loop has ended.
+        """Stop calling `see`. Does nothing if it is not a watcher, or if the loop has ended.
 
         Raises TimeoutError as `audit` does.
         """

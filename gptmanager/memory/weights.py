@@ -124,8 +124,8 @@ class Weights:
         `on_progress` is called with "weights", the bytes copied so far, and all bytes to copy.
 
         Raises ConfigError, with their names, for tensors that are missing, unknown, duplicated, of
-        a wrong shape or no floating dtype, or not equal to their twin. If memory does not suffice,
-        ConfigError has the number of bytes, and nothing is allocated or copied.
+        a wrong shape, not of a floating dtype, or not equal to their twin. If memory does not
+        suffice, ConfigError has the number of bytes, and nothing is allocated or copied.
         """
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()

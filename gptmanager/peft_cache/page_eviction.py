@@ -113,7 +113,7 @@ class AdapterPages:
         return {page: adapter.task_id for adapter, pages in self.adapters.items() for page in pages}
 
     def problem(self) -> str | None:
-        """Return the first page that is not either free or in one adapter, as a text, or None."""
+        """Return the first contradiction; each page must be free or belong to one adapter."""
         if self.fresh > self.total:
             return f"page {self.fresh - 1} is not within 0..{self.total - 1}"
         holders: dict[int, int] = dict.fromkeys(range(self.fresh), 0)

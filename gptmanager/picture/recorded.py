@@ -29,7 +29,7 @@ from gptmanager.scheduler.wait_reasons import Wait
 # reasons of ends that the intake causes, before the iteration runs anything
 _EARLY = ("CANCELLED", "TIMED_OUT", "ERROR")
 
-# limits of `TraceBuilder.max_work`: for each row of the recording, and in addition
+# `TraceBuilder.max_work` is this for each row of the recording, and _SPARE_WORK more
 _WORK_PER_ROW = 64
 _SPARE_WORK = 1 << 24
 
@@ -40,9 +40,9 @@ def trace_of(recording: Recording) -> Trace:
     The reasons for waits are unknown if the recording cannot be replayed, for example without the
     host's own scheduler.
 
-    A black box has no ends. Ends by length, end id or stop signal, and ends that a reused slot
-    proves, are derived; ends by stop words are not. A request that was active before the first kept
-    schedule is drawn from its first row on.
+    A black box has no ends. Ends by length, end id or stop signal are derived, and so is the end of
+    a request if its slot is used again; ends by stop words are not. A request that was active
+    before the first kept schedule is drawn from its first row on.
     """
     blueprint = recording.header.blueprint
     params, sizes = blueprint.params, blueprint.sizes

@@ -1,4 +1,4 @@
-"""The data of each iteration that a black box keeps, which are those that a replay reads.
+"""Reduces the data of each iteration that a black box keeps to the data that a replay reads.
 
 Requests are copied, because a host may overwrite its arrays later, or pass a part of a larger
 array. Numbers that only the executor reads are kept as a digest, processors as a name, and errors

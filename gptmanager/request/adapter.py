@@ -42,7 +42,7 @@ class LoraVariant(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The elements of an adapter's row divided by its LoRA rank."""
+        """Number of elements of an adapter's row, divided by its LoRA rank."""
         return self.input_width + self.num_columns
 
 
@@ -66,7 +66,7 @@ class LoraModule(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The elements of an adapter's row divided by its LoRA rank, in the widest layer."""
+        """Number of elements of an adapter's row, divided by its LoRA rank, in the widest layer."""
         return max(own.width for own in self.all_variants)
 
     @property
@@ -126,9 +126,9 @@ class AdapterShare(NamedTuple):
 class AdapterLimits(NamedTuple):
     """The limits of the adapters that a model accepts.
 
-    `modules`: what adapters may change, by id. `max_adapter_size`: the largest LoRA rank. `widths`:
-    the width of each module that this process keeps only in part, by id. `layer_widths`: the width
-    in layers where it differs, by layer and id.
+    `modules`: the modules that adapters may change, by id. `max_adapter_size`: the largest LoRA
+    rank. `widths`: the kept width of each module that this process keeps only in part, by id.
+    `layer_widths`: the kept width in layers where it differs, by layer and id.
     """
 
     modules: Mapping[int, LoraModule]

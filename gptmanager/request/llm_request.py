@@ -14,7 +14,7 @@ from typing import TypeVar
 
 
 class LlmRequestState(IntEnum):
-    """The states of a request's life. A request has *reached* each state of a smaller value."""
+    """The states of a request's life. It has *reached* its state and all states of lower values."""
 
     UNKNOWN = 0
     ENCODER_INIT = 1

@@ -1,4 +1,4 @@
-"""Work in pieces: a generator. After a piece the caller may pause, or change the thread."""
+"""Work as a generator: after each piece the caller may pause, or continue on another thread."""
 
 from __future__ import annotations
 

@@ -339,9 +339,9 @@ def _refuse_odd(name: str, items: Any, kinds: tuple[type, ...], expected: str) -
 
 
 def _first_odd(items: Any, kinds: tuple[type, ...]) -> tuple[str, Any] | None:
-    """Return the first element of nested lists that is not of these `kinds`, after its index.
+    """Return index and value of the first element of nested lists that is not of these `kinds`.
 
-    The index is a text such as "[0][2]". A bool does not count as an int.
+    The index is a text such as "[0][2]". A bool does not count as an int. None if all are.
     """
     if not isinstance(items, (list, tuple)):
         if isinstance(items, (np.ndarray, torch.Tensor)):

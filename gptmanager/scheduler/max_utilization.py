@@ -26,8 +26,8 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     """A request is taken when the blocks of its next step are free; others are paused for it.
 
     The policy walks down the list. If a request does not fit, the victim is the last started
-    request of the list that is not before it, possibly the request itself. The victim is paused,
-    and the walk is cut off before it. Requests taken earlier in the walk are never paused. A
+    request from its place in the list on, possibly the request itself. The victim is paused, and
+    the walk is cut off before it. Requests taken earlier in the walk are never paused. A
     context is skipped if another request is about to compute blocks that it can reuse. This also
     skips a context that is tried again after a pause, because its own prefix is recorded already.
     `cross_kv_cache_manager` is not used.
@@ -215,7 +215,7 @@ class _PausingWalk:
         return max(resume, self._growth + self._growth_of([request]))
 
     def _growth_of(self, requests: RequestList) -> int:
-        """Return the blocks that they take in `start_headroom_steps` steps, or until they end."""
+        """Return the blocks that `requests` take in `start_headroom_steps` steps, or to the end."""
         steps, manager = self.policy.start_headroom_steps, self.policy.kv_cache_manager
         growth, size, kept = 0, manager.tokens_per_block, manager.max_kept_tokens
         for request in requests:

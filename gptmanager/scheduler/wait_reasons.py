@@ -32,9 +32,9 @@ class Wait:
     """Why a request waits. In most cases `needed` > `free` - `reserved`.
 
     These are numbers of blocks, tokens of a step, adapter pages or requests, depending on `reason`.
-    `running` and `starting`: numbers of requests taken before it, which have memory already and
-    which do not; `reserved` is kept for them. `behind`: id of the request that it waits for. With
-    BEHIND, `cause` and the numbers are those of that request's wait.
+    `running` and `starting`: numbers of requests taken before it, with memory already and without;
+    `reserved` is kept for them. `behind`: id of the request that it waits for. With BEHIND, `cause`
+    and the numbers are those of that request's wait.
     """
 
     reason: WaitReason
@@ -103,10 +103,10 @@ class Waits(dict[int, Wait]):
 
 
 def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    """Return the waits, where a request behind another waiting request has the other's cause.
+    """Return the waits, with the cause of the other request for each that waits for another one.
 
-    So a request that waits for the prefix of a waiting request is reported behind it. A request
-    that others were paused for may now lack another resource than it lacked then.
+    So a request that waits for the prefix of a waiting request is reported behind it. The cause of
+    a request that others were paused for is the resource that it lacked then; it may differ now.
     """
     found = dict(waits)
     for request_id, wait in waits.items():

@@ -23,7 +23,7 @@ _position = itemgetter(Row._fields.index("position"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CostModel:
-    """The costs of a step in seconds, on one stage with all layers: `fixed`, and one per unit.
+    """The costs of a step in seconds, on one stage with all layers: `fixed`, and per unit of work.
 
     The units are a token of a context (`context_token`), a pair of a context token and a token that
     it attends to (`context_pair`), a sequence in generation (`generation_row`), and a cached token

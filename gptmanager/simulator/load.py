@@ -51,9 +51,9 @@ class Load(Protocol):
     def request(self, number: int) -> InferenceRequest: ...
 
     def output(self, number: int) -> Sequence[int] | None:
-        """Return the tokens that the request generates, or None if they are not known.
+        """Return the tokens that the request generates.
 
-        If not, the simulator generates arbitrary tokens that do not end the request.
+        None if they are not known; then it gets arbitrary tokens that do not end it.
         """
 
     def beams(self, number: int) -> Mapping[int, BeamCandidates]:

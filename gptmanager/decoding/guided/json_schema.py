@@ -51,7 +51,7 @@ _SHAPES: Mapping[str, tuple[Any, str]] = {
     **dict.fromkeys(("format", "$ref"), (str, "a string")),
 }
 _MAX_BRANCHES = 30  # branches of `oneOf` that are made to exclude each other
-_MAX_SET = 6  # values of unique items, to list all combinations
+_MAX_SET = 6  # values of unique items for which all combinations are listed
 _MAX_LISTED = 20  # properties that are listed as alternatives
 TOO_DEEP = "the schema is nested too deeply"
 HOW = (

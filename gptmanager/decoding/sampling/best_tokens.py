@@ -40,7 +40,7 @@ def best_ids(scores: Tensor, count: int) -> Ids:
     return ids
 
 
-def log_probs_beside(scores: Floats, known_scores: Floats, known_log_probs: Floats) -> Floats:
+def log_probs_from_known(scores: Floats, known_scores: Floats, known_log_probs: Floats) -> Floats:
     """Return the log probabilities of tokens with the logits `scores` `[S, k]`, as float32.
 
     One token of each row has the logit `known_scores` `[S]` and the log probability

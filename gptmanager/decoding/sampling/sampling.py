@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gptmanager.cuda.sampling import adjustments, log_probs, sampling
 from gptmanager.decoding.sampling.adjustments import adjust
-from gptmanager.decoding.sampling.best_tokens import log_probs_beside
+from gptmanager.decoding.sampling.best_tokens import log_probs_from_known
 from gptmanager.decoding.sampling.choice import (
     BLOCK,
     NOTHING,
@@ -51,7 +51,7 @@ Ints = npt.NDArray[np.int64]
 
 CHOICE, ADJUSTMENT = sampling.PARAMS, adjustments.PARAMS  # records that CUDA kernels read as well
 NO_VALUE, LOGIT = log_probs.NOTHING, log_probs.LOGIT
-_SMALL = 1 << 15  # logits: computing them costs about as much as waking a second thread
+_SMALL = 1 << 15  # for this many logits, waking a second thread costs about as much as it saves
 
 
 class SampleTask(ctypes.Structure):
@@ -138,8 +138,8 @@ class Sampler:
     probability, and the best token is always kept. Equal logits rank by ascending id (in
     transformers their order is undefined).
 
-    Invalid logits affect their own row only: its token is NOT_FINITE if the row has NaN or +inf,
-    and NO_TOKEN if all are -inf.
+    Invalid logits affect their own row only. The token of a row is NOT_FINITE if a logit is NaN or
+    +inf, and NO_TOKEN if all are -inf.
 
     `histories` int32 `[num_lines, length]`: the tokens of each line. Penalties, bad words and
     n-grams read the tokens before the position that is chosen.
@@ -244,7 +244,7 @@ class Sampler:
         known = np.where(tokens < 0, np.float32(np.nan), log_probs)
         scores, own = (np.take_along_axis(logits.numpy(), wanted, 1) for wanted in (ids, chosen))
         with np.errstate(over="ignore"):
-            found = log_probs_beside(scores / temperatures, (own / temperatures)[:, 0], known)
+            found = log_probs_from_known(scores / temperatures, (own / temperatures)[:, 0], known)
         found[(scores == -np.inf) & ~np.isnan(found)] = -np.inf
         is_normalized = (self._wanted[lines] != LOGIT)[:, None]
         return np.minimum(found, 0, out=found, where=is_normalized)  # the known value was rounded

@@ -17,7 +17,10 @@ from gptmanager.step import SequenceStart
 
 
 class DrawnDrafts:
-    """`by_slot`: sampling parameters and logits `[n, vocab]` of a host's drafts, if it has any."""
+    """The drafts that hosts have sampled.
+
+    `by_slot`: the sampling parameters of their requests, and the draft logits `[n, vocab]`.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self.by_slot: dict[int, tuple[SamplingParams, np.ndarray]] = {}
