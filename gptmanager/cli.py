@@ -18,6 +18,7 @@ from typing import Any
 
 from gptmanager import __version__
 from gptmanager.bench.arguments import add_command as add_bench
+from gptmanager.bench.environment_arguments import add_command as add_env
 from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError, GptManagerError, RecordingError
 from gptmanager.picture.arguments import add_command as add_picture
@@ -138,7 +139,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None, parser=parser, json=False, threads=None, verbose=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     running = add_chat, add_run, add_serve, add_models, add_convert
-    for add in (*running, add_bench, add_replay, add_simulate, add_picture):
+    for add in (*running, add_bench, add_replay, add_simulate, add_picture, add_env):
         add(commands)
     return parser
 

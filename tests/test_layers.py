@@ -617,6 +617,8 @@ bench/                        benchmarks, also of other libraries
     table                     reports as tables
     main                      runs `gptmanager bench`
     arguments                 arguments of `gptmanager bench` (no torch)
+    environment_main          runs `gptmanager env`
+    environment_arguments     arguments of `gptmanager env` (no torch)
 cli                           the command line (no torch)
 __main__
 """

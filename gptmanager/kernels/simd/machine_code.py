@@ -59,7 +59,13 @@ def is_kept(body: Body) -> bool:
 
 def has_folder(body: Body) -> bool:
     """Whether compiled code can be cached on disk."""
-    return _cache_of(_stamped(body)) is not None
+    return folder_of(body) is not None
+
+
+def folder_of(body: Body) -> str | None:
+    """Return the folder that caches the compiled code; None if no folder can be used."""
+    cache = _cache_of(_stamped(body))
+    return None if cache is None else str(cache.cache_path)
 
 
 def _stamped(body: Body) -> FunctionType:

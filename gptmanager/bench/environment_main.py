@@ -1,0 +1,135 @@
+"""`gptmanager env`, after its arguments are parsed: what a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from gptmanager.bench.machine import card, find_gpu, processor, versions
+from gptmanager.cuda.cache_folder import cache_folder
+from gptmanager.cuda.features import Features
+from gptmanager.environment.control_groups import cpu_quota
+from gptmanager.environment.cores import num_cores, num_schedulable
+from gptmanager.environment.distribution import DISTRIBUTION
+from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.errors import ConfigError, error_summary
+from gptmanager.kernels.gemm import matmul
+from gptmanager.kernels.gemm.int4_tiles import has_byte_dots
+from gptmanager.kernels.gemm.int8_tiles import has_int8_dots
+from gptmanager.kernels.gemm.int16_tiles import has_int16_dots
+from gptmanager.kernels.gemm.matrix_tiles import has_matrix_unit
+from gptmanager.kernels.simd.dtypes import HAS_FLOAT16
+from gptmanager.kernels.simd.machine_code import folder_of
+from gptmanager.kernels.simd.pairs import has_fast_pairs
+from gptmanager.terminal.tables import print_report, table
+
+# names of variables whose values are shown; a variable of `serve` may contain a key
+_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME")
+_SWITCHES = ("GPTMANAGER_CUDA", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "CUDA_VISIBLE_DEVICES")
+_KERNELS: dict[str, Callable[[], bool]] = {
+    "bfloat16 in a matrix unit": has_matrix_unit,
+    "bfloat16 in pairs": has_fast_pairs,
+    "float16 conversions": lambda: HAS_FLOAT16,
+    "int8 times int16": has_int16_dots,
+    "int8 times int8": has_int8_dots,
+    "int4 times int8": has_byte_dots,
+}
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the report and return the exit status."""
+    found = report()
+    print_report(found, [table(("", ""), _rows(found))], as_json=options.json)
+    return 0
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a name and a value for each line; an object has a line for each of its values."""
+    for name, value in found.items():
+        if not isinstance(value, Mapping):
+            yield name, str(value)
+            continue
+        for index, (key, inner) in enumerate(value.items()):
+            yield name if index == 0 else "", f"{key}: {inner}"
+
+
+def report() -> dict[str, Any]:
+    """Return the facts about this machine and installation, without keys and host names."""
+    used = [name for name, has in _KERNELS.items() if has()]
+    return {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "versions": versions(),
+        "cpu": processor(),
+        "kernels": ", ".join(used) or "none of the special ones",
+        "cores": _cores(),
+        "memory": f"{free_memory_bytes() / 2**30:.1f} GiB free",
+        "caches": {
+            "kernels of the CPU": folder_of(matmul.multiply_float32) or "none can be written",
+            "kernels of the GPU": str(cache_folder("cuda")),
+        },
+        "gpu": _gpu(),
+        "switches": ", ".join(Features.asked().words) or "none",
+        "environment": _environment(),
+        "extras": _extras(),
+    }
+
+
+def _cores() -> str:
+    quota = cpu_quota()
+    limit = "no quota" if math.isinf(quota) else f"a quota of {quota:.1f}"
+    return (
+        f"{os.cpu_count()} in the machine, {num_schedulable()} for this process, {limit}: "
+        f"{num_cores()} used, {torch.get_num_threads()} threads of torch"
+    )
+
+
+def _gpu() -> Any:
+    try:
+        find_gpu("the CPU is used")
+        return {name: str(value) for name, value in card().items()}
+    except ConfigError as error:
+        return error_summary(error)
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that matter; of those of `serve` only that they are set."""
+    found = {name: os.environ[name] for name in (*_VARIABLES, *_SWITCHES) if name in os.environ}
+    found |= {name: "set" for name in sorted(os.environ) if name.startswith("GPTMANAGER_SERVE_")}
+    return found
+
+
+def _extras() -> dict[str, str]:
+    """Return for each extra whether it is installed, or which packages are missing."""
+    try:
+        requirements = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return {}  # a checkout that is not installed
+    missing: dict[str, list[str]] = {}
+    for line in requirements:
+        needed, _, when = line.partition(";")
+        if "extra ==" not in when or "python_version" in when:
+            continue
+        extra = when.split("extra ==")[1].strip(" \"'")
+        name = needed.strip().partition("[")[0].partition(" ")[0]
+        for sign in "<>=!~":
+            name = name.partition(sign)[0]
+        missing.setdefault(extra, []).extend([] if _is_installed(name) else [name])
+    return {
+        extra: f"lacks {', '.join(names)}" if names else "installed"
+        for extra, names in sorted(missing.items())
+    }
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

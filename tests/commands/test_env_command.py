@@ -1,0 +1,38 @@
+"""`gptmanager env`: what it prints, and what it keeps to itself."""
+
+import json
+import platform
+
+import pytest
+
+from gptmanager import cli
+from gptmanager.bench import environment_main
+
+
+def test_the_report_has_what_a_bug_report_needs_and_no_secret(capsys, monkeypatch):
+    monkeypatch.setenv("GPTMANAGER_SERVE_API_KEY", "SECRET")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["python"] == platform.python_version()
+    assert "torch" in found["versions"] and "used" in found["cores"] and found["extras"]["server"]
+    assert found["environment"]["GPTMANAGER_SERVE_API_KEY"] == "set"
+    assert found["environment"]["OMP_NUM_THREADS"] == "1"
+    for name in ("system", "cpu", "kernels", "memory", "caches", "gpu", "switches"):
+        assert found[name] and f"\n{name}" in f"\n{text}"
+    assert "SECRET" not in text + json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("lines", "extras"),
+    [
+        (["torch>=2", 'numpy[x]>=1; extra == "a"'], {"a": "installed"}),
+        (['no-such-thing>=1; extra == "b"', 'numpy; extra == "b"'], {"b": "lacks no-such-thing"}),
+        (['none-such; python_version < "3" and extra == "c"'], {}),
+    ],
+)
+def test_extras_are_installed_or_lack_packages(monkeypatch, lines, extras):
+    monkeypatch.setattr(environment_main.metadata, "requires", lambda name: lines)
+    assert environment_main._extras() == extras
