@@ -30,7 +30,7 @@ from gptmanager.kernels.simd.machine_code import folder_of
 from gptmanager.kernels.simd.pairs import has_fast_pairs
 from gptmanager.terminal.tables import print_report, table
 
-# names of variables whose values are shown; a variable of `serve` may contain a key
+# variables that are shown with their values; a variable of `serve` may contain a key
 _VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HF_HOME")
 _SWITCHES = ("GPTMANAGER_CUDA", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "CUDA_VISIBLE_DEVICES")
 _KERNELS: dict[str, Callable[[], bool]] = {

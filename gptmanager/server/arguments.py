@@ -159,6 +159,10 @@ def _add_requests(add: _Add) -> None:
     add("--no-special-tokens-in-text", action="store_true", help=text)
     text = "ignore unknown fields with a warning instead of a 400"
     add("--lenient", action="store_true", help=text)
+    text = "lower max_tokens to what fits into the context, with a warning instead of a 400"
+    add("--clamp-max-tokens", action="store_true", help=text)
+    text = "send a comment every S seconds in a stream until its first token (default: none)"
+    add("--sse-keep-alive", type=seconds, metavar="S", help=text)
 
 
 def _add_observation(add: _Add) -> None:

@@ -7,13 +7,28 @@ from __future__ import annotations
 
 from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
+from gptmanager.server.http.warning_header import Warnings
 
 
 class ContextLength:
-    """The maximum number of tokens in prompt and output together."""
+    """The maximum number of tokens in prompt and output together.
 
-    def __init__(self, most: int) -> None:
+    `clamps`: outputs that do not fit are shortened instead of refused.
+    """
+
+    def __init__(self, most: int, *, clamps: bool = False) -> None:
         self._most = most
+        self._clamps = clamps
+
+    def clamped(self, length: int, max_new_tokens: int, name: str, warnings: Warnings) -> int:
+        """Return how many tokens the output of a prompt may have, with a warning if they are less
+        than the field `name` has.
+        """
+        left = max(1, self._most - length)
+        if not self._clamps or max_new_tokens <= left:
+            return max_new_tokens
+        warnings.add(f"{name} = {quoted(max_new_tokens)} does not fit and is lowered to {left}")
+        return left
 
     def check(
         self, length: int, max_new_tokens: int, *, prompt: str = "prompt", most: str = "max_tokens"

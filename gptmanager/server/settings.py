@@ -24,7 +24,8 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
     `max_queued_requests`, `max_queued_tokens`: limits of the waiting requests and their prompt
     tokens; None: no limit. `request_timeout`: seconds; None: no limit. `shutdown_timeout`: seconds.
     `triton`: serve /v2, which `grpc_port` implies. `lenient`: unknown fields cause a warning
-    instead of an error. `log_format`: text or json. `log_prompts`: the log has prompts and outputs.
+    instead of an error. `clamp_max_tokens`: more tokens than fit are lowered with a warning instead
+    of an error. `log_format`: text or json. `log_prompts`: the log has prompts and outputs.
     `manager`: the manager's options.
     """
 
@@ -38,6 +39,7 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
     log_format: str = "text"
     log_prompts: bool = False
     lenient: bool = False
+    clamp_max_tokens: bool = False
     triton: bool = False
     grpc_port: int | None = None
     metrics_prefix: str = "gptmanager"

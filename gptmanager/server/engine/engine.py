@@ -67,7 +67,8 @@ class Engine:
         self.is_draining = False
         self.logs_prompts = settings.log_prompts
         self._settings = settings
-        self.context_length = ContextLength(card.max_model_len)
+        clamps = settings.clamp_max_tokens
+        self.context_length = ContextLength(card.max_model_len, clamps=clamps)
         self._encoder = TextEncoder(
             card.tokenizer,
             card.max_model_len,

@@ -37,7 +37,8 @@ class AccessSettings:
     `max_connections_per_address`: connections of one client, None: no limit; of a client behind a
     proxy, the requests that run at once. `forwarded_allow_ips`: addresses or networks of trusted
     proxies. `keep_alive_timeout`: seconds that an idle connection stays open. `read_timeout`:
-    seconds within which a request must arrive completely.
+    seconds within which a request must arrive completely. `sse_keep_alive`: seconds between the
+    comments in a stream before its first token; None: no comments.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -54,12 +55,14 @@ class AccessSettings:
     forwarded_allow_ips: Sequence[str] = ("127.0.0.1", "::1")
     keep_alive_timeout: float = 130.0
     read_timeout: float = 60.0
+    sse_keep_alive: float | None = None
 
     def __post_init__(self) -> None:
         self._check_minimum(max_body_bytes=1, max_connections=1, max_connections_per_address=1)
-        for name in ("keep_alive_timeout", "read_timeout"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be more than 0 seconds")
+        for name in ("keep_alive_timeout", "read_timeout", "sse_keep_alive"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} = {value} must be more than 0 seconds")
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("pass either api_key or api_key_file, not both")
         self.read_keys()

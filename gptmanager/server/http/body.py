@@ -17,6 +17,7 @@ from gptmanager.server.http.responses import disconnected
 
 _T = TypeVar("_T")
 LARGE_BODY = 1 << 14  # bytes: reading the fields takes 1 ms; handing it to a thread takes 0.1 ms
+COMMENT = b": keep-alive\n\n"  # clients of server-sent events pass over it
 _HUGE_BODY = 1 << 20  # bytes: the parser may hold the interpreter lock for 0.1 s
 
 MAX_BODIES_BYTES = 1 << 30  # of all clients together
@@ -180,10 +181,63 @@ class StartedStream:
         await self._frames.aclose()  # type: ignore[attr-defined]
 
 
-async def start_stream(frames: AsyncIterator[bytes]) -> StartedStream:
+class KeptAlive:
+    """An iterator over frames that sends a comment every `interval_s` until the first frame is
+    there: `starting` waits for it. Proxies close a connection that is silent for too long.
+    """
+
+    def __init__(
+        self, starting: asyncio.Task[bytes | None], frames: AsyncIterator[bytes], interval_s: float
+    ) -> None:
+        self._starting: asyncio.Task[bytes | None] | None = starting
+        self._frames = frames
+        self._interval_s = interval_s
+
+    def __aiter__(self) -> KeptAlive:
+        return self
+
+    def __anext__(self) -> Awaitable[bytes]:
+        if self._starting is None:
+            return self._frames.__anext__()
+        return self._first_or_comment(self._starting)
+
+    async def _first_or_comment(self, starting: asyncio.Task[bytes | None]) -> bytes:
+        done, _ = await asyncio.wait({starting}, timeout=self._interval_s)
+        if not done:
+            return COMMENT
+        self._starting = None
+        first = starting.result()
+        if first is None:
+            raise StopAsyncIteration
+        return first
+
+    async def aclose(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._starting
+        await self._frames.aclose()  # type: ignore[attr-defined]
+
+
+async def start_stream(
+    frames: AsyncIterator[bytes], keep_alive_s: float | None = None
+) -> StartedStream | KeptAlive:
     """Wait for the first frame, then return an iterator over all frames. An error before the first
     frame is raised here, in the endpoint.
 
+    With `keep_alive_s` only an error of the start is raised, such as a refusal because too many
+    requests wait. A request that waits returns at once, and its iterator begins with comments.
+
     Use: `EventStream(await until_disconnected(request, start_stream(frames)))`.
     """
-    return StartedStream(await anext(frames, None), frames)
+    if keep_alive_s is None:
+        return StartedStream(await anext(frames, None), frames)
+    starting = asyncio.ensure_future(_first(frames))
+    await asyncio.sleep(0)  # one step submits the requests
+    if starting.done():
+        return StartedStream(starting.result(), frames)
+    return KeptAlive(starting, frames, keep_alive_s)
+
+
+async def _first(frames: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(frames, None)

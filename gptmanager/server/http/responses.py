@@ -88,8 +88,9 @@ class EventStream(Response):
                 await sending
 
     async def _send(self, start: Send, send: Send) -> None:
-        await start({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with contextlib.aclosing(self._frames) as frames:  # type: ignore[type-var]
+            head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await start(head)
             try:
                 async for frame in frames:
                     await send({"type": "http.response.body", "body": frame, "more_body": True})

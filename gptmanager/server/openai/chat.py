@@ -149,6 +149,7 @@ class Chats:
         left = max(1, card.max_model_len - len(prompt.tokens))
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         most = given.get(name, left)
+        most = self._engine.context_length.clamped(len(prompt.tokens), most, name, warnings)
         self._engine.context_length.check(len(prompt.tokens), most, prompt="messages", most=name)
         form = prompt.tool_format
         tags = prompt.start.reasoning.tags + (() if form is None else form.tags)

@@ -151,11 +151,18 @@ class Completions:
         prompts = await self._read_prompts(given)
         most = given.get("max_tokens")
         left = [max(1, card.max_model_len - len(prompt.tokens)) for prompt in prompts]
+        fits, name = self._engine.context_length.clamped, "max_tokens"
+        limits = [
+            min(_MAX_TOKENS, room)
+            if most is None
+            else fits(len(prompt.tokens), max(most, 1), name, warnings)
+            for prompt, room in zip(prompts, left, strict=True)
+        ]
         answer = Answer(
             self._engine,
             options,
             [prompt.tokens for prompt in prompts],
-            [min(_MAX_TOKENS, room) if most is None else max(most, 1) for room in left],
+            limits,
             offsets=[len(prompt.text) if is_echo else 0 for prompt in prompts],
             lists_end=True,
             is_silent=most == 0,

@@ -114,6 +114,8 @@ async def respond(
     request.scope[RECORD].details = answer.log_fields
     headers = warnings.headers()
     if streams:
-        frames = await until_disconnected(request, start_stream(answer.frames()))
+        keep_alive_s = request.app.state.settings.sse_keep_alive
+        starting = start_stream(answer.frames(), keep_alive_s)
+        frames = await until_disconnected(request, starting)
         return EventStream(frames, headers)
     return json_response(await until_disconnected(request, answer.whole()), headers=headers)
