@@ -1,4 +1,4 @@
-"""Every op of the network: the reference in torch, and what overrides it on the CPU."""
+"""Every op of the network: the reference in torch, and compiled versions for the CPU."""
 
 from __future__ import annotations
 

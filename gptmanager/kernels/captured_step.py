@@ -64,7 +64,7 @@ class _Memory:
 
 
 class _Capture(TorchOperations):  # type: ignore[no-untyped-call]
-    """Captures the tasks that run inside it. `is_whole`: torch itself has computed nothing."""
+    """Captures the tasks that run inside it. `is_whole` is False once torch computes something."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _CapturedStep:
 
 
 class StepCapture:
-    """Captured steps by number of rows. A step is captured at the second use of its number.
+    """Captured steps by number of rows. A number of rows is captured when it occurs again.
 
     A step in which torch itself computes something is never captured. All steps are of one model
     over one KV cache, and one runs at a time. The least recently used one is evicted.
@@ -138,10 +138,11 @@ class StepCapture:
         self._memory = _Memory()
 
     def run(self, inputs: Sequence[Tensor], constant: object, compute: Compute) -> Tensor:
-        """Return `compute(inputs)`, by a captured step where there is one.
+        """Return `compute(inputs)`, by replaying a captured step if there is one.
 
-        `inputs`: all tensors that differ between steps; their shapes depend on the length of the
-        first one alone. `constant`: tensors that captured steps may read; new ones drop the steps.
+        `inputs` are all tensors that differ between steps; their shapes depend only on the length
+        of the first one. `constant` holds other tensors that captured steps read; the steps are
+        dropped when another object is passed.
         """
         if constant is not self._constant:
             self._known.clear()

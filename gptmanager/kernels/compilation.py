@@ -1,7 +1,7 @@
-"""Bodies compiled on all cores: the first start on a machine needs a dozen of them.
+"""Compile bodies on all cores: the first start on a machine needs a dozen of them.
 
-Numba compiles one body at a time in a process, even with several threads. So other processes fill
-the cache on disk while this one also compiles.
+Numba compiles one body at a time in a process, even with several threads. So other processes help
+to fill the cache on disk.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _give_up(processes: Sequence[subprocess.Popen[str]], seconds: float) -> None
 
 
 def _next(waiting: deque[Body]) -> Body | None:
-    """Return the next body, or None where other processes have the rest."""
+    """Return the next body, or None if other processes have taken the rest."""
     try:
         return waiting.popleft()
     except IndexError:

@@ -25,9 +25,10 @@ _STORED = {"int8": torch.int8, "int4": INT4}
 def bodies_of_model(
     dtype: torch.dtype | None, quantized: Collection[Quantized], deterministic: bool
 ) -> Sequence[Body]:
-    """Return the bodies in descending order of compile time. `dtype` None: no matrices.
+    """Return the bodies in descending order of compile time, without those of adapters.
 
-    Those of adapters are not needed before the first adapter. float64 is computed by torch.
+    `dtype` is that of the matrices, which are stored as `quantized` if that is not empty; None
+    means no matrices. float64 is computed by torch.
     """
     if dtype is torch.float64:
         return []

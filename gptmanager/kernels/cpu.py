@@ -47,7 +47,7 @@ from gptmanager.kernels.token_loops import (
 
 
 class CpuKernels(CpuExperts):
-    """The ops on the CPU, for pages of any dtype of `DTYPES`; others use the reference.
+    """The ops on the CPU, for tensors with a dtype of `DTYPES`; others use the reference.
 
     The first call of an op compiles it (seconds) or loads it from Numba's cache; `warm_up` does
     that for all ops. Two managers may use one object, or one each, from two threads.
@@ -68,7 +68,7 @@ class CpuKernels(CpuExperts):
         compile_for_adapters()
 
     def new_step_capture(self) -> StepCapture | None:
-        """Return None for a subclass: its ops may do more than run tasks."""
+        """Return a new capture, but None in a subclass: its ops may do more than run tasks."""
         return StepCapture(self._team) if type(self) is CpuKernels else None
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
@@ -293,7 +293,7 @@ class CpuKernels(CpuExperts):
     def _activate(
         self, x: Tensor, width: int, gated: bool, kind: int, scale: float = 1.0, cap: float = 0.0
     ) -> Tensor:
-        """Activate x; `width` is that of the result, and if gated more columns are factors."""
+        """Activate the first `width` columns of x; if gated, multiply by the columns after them."""
         (own,) = alike(x)
         result: Tensor = own.new_empty(*x.shape[:-1], width)
         address = address_of(own, own.dtype)

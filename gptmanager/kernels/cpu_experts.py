@@ -1,6 +1,6 @@
 """`CpuExperts`: the experts of a layer on the CPU, the matmuls of all of them as one task.
 
-Only experts that tokens have chosen are read. What is not packed uses the reference.
+Only experts that tokens have chosen are read. Matrices that are not packed use the reference.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Chosen(NamedTuple):
 
 
 class _GroupPlan(NamedTuple):
-    """The plan of one expert's matmul, and the tasks of all experts, without what a call adds."""
+    """The plan of one expert's matmul, and the tasks of all experts, which a call completes."""
 
     plan: MatmulPlan
     tasks: npt.NDArray[Any]
@@ -75,7 +75,10 @@ class CpuExperts(CpuMatmuls):
         return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _grouped(self, matrix: Matrix, count: int) -> tuple[_GroupPlan, _GroupPlan] | None:
-        """Return plans for a matrix of `count` experts, also with SiLU; None: not packed."""
+        """Return plans for a matrix of `count` experts, without and with SiLU; None if unsupported.
+
+        Supported are packed matrices with whole panels for each expert.
+        """
         if not isinstance(matrix, PackedMatrix) or len(matrix) // count % (2 * PANEL_ROWS):
             return None
         key = self.deterministic, count

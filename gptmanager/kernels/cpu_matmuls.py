@@ -1,6 +1,6 @@
 """`CpuMatmuls`: matmuls with packed matrices on the CPU, in torch's own threads.
 
-What is not packed uses the reference.
+Matrices that are not packed use the reference.
 """
 
 from __future__ import annotations

@@ -31,12 +31,14 @@ from gptmanager.kernels.token_loops import NAN, share_of
 
 
 class EmbeddingTask(ctypes.Structure):
-    """Addresses (`scales` 0: none), and the index of element k of row i in `table`:
-    `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`.
+    """Addresses, sizes, and the layout of `table`.
 
-    `wide`: float32 `[width]` for each thread; `dtype`: of `result`, and of a table without scales.
-    `groups`, `minima`: those of a table in 4 bits, see `Int4Matrix`: bytes have two positions.
-    `adds`: add to the values in `result`; rows are contiguous.
+    Element k of row i is at index
+    `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`. `wide`
+    is memory for float32 `[width]` of each thread. `dtype` is that of `result`, and of a table
+    without `scales` (0). `groups` and `minima` are those of a table in 4 bits, in which a byte has
+    two positions (see `Int4Matrix`). With `adds`, rows are added to the values in `result`; rows
+    of the table are then contiguous.
     """
 
     _fields_ = task_fields(

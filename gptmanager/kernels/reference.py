@@ -1,7 +1,6 @@
 """`Kernels`: every op of the network in plain torch, the specification of all overrides.
 
-It defines the formulas, the dtypes of inputs and results, and the layout of a page. Ops take
-tensors; batches, pools and models are unknown here.
+It defines the formulas, the dtypes of inputs and results, and the layout of a page.
 
 Letters: T packed tokens, R rows (sequences), H query heads, K KV heads (H is a multiple of K),
 D head dimension, P blocks of the pool, B tokens per block. Rows are packed without padding: row r
@@ -47,10 +46,10 @@ Ints = npt.NDArray[np.int32]
 class Kernels:
     """The ops in torch. A subclass overrides the ops that it computes faster.
 
-    `deterministic`: what an op computes for a token is bitwise independent of the other tokens
-    in the call. Without it the same formulas may round differently from batch to batch.
-    `has_float64`: whether the ops take float64. `plans_experts`: whether `experts` does not wait
-    for the device, so that `plan` serves models with experts.
+    With `deterministic`, the result of an op for a token is bitwise independent of the other tokens
+    in the call. Without it, the same formulas may round differently from batch to batch.
+    `has_float64` is True if the ops accept float64. `plans_experts` is True if `experts` does not
+    wait for the device, so that steps of models with experts can be planned too.
     """
 
     has_float64, plans_experts = True, False
@@ -67,15 +66,15 @@ class Kernels:
     ) -> None:
         """Compile or load now, so that the first calls do not wait for it.
 
-        `dtype`: of matrices; `quantized`: how they are stored, if with fewer bits. `others`:
-        further bodies for this processor. `on_progress`: as in `compile_all`.
+        `dtype` is that of matrices; `quantized` are the formats of those that are stored in fewer
+        bits. `others` are further bodies for this processor. `on_progress` is as in `compile_all`.
         """
 
     def warm_up_adapters(self) -> None:
-        """Compile or load what the first step with an adapter needs; called on its own thread."""
+        """Compile or load what the first step with an adapter needs; may run in any thread."""
 
     def new_step_capture(self) -> StepCapture | None:
-        """Return an object that captures steps, or None: each step runs op by op."""
+        """Return an object that captures steps, or None if each step runs op by op."""
         return None
 
     def plan(
@@ -86,13 +85,13 @@ class Kernels:
         num_context_rows: int,
         fixed: bool = False,
     ) -> tuple[Ints, ...]:
-        """Return further int32 arrays that the ops need about a step's rows, for `begin`.
+        """Return further int32 arrays about a step's rows that `begin` needs.
 
-        `shapes`: the attention shapes of all layers, each distinct one once. `row_starts` and
-        `kv_lengths` are those of the batch, in NumPy, before anything runs. The first
-        `num_context_rows` rows may have several tokens. With `fixed`, the number of arrays and
-        their sizes depend on the number of rows alone, if each row has at most one token: what
-        was captured for one batch can then run for another.
+        `shapes` are the distinct attention shapes of all layers. `row_starts` and `kv_lengths` are
+        those of the batch, in NumPy, before anything runs. The first `num_context_rows` rows may
+        have several tokens. With `fixed`, each row has at most one token, and the number and sizes
+        of the arrays depend only on the number of rows, so that a step captured for one batch can
+        run for another.
         """
         return ()
 
@@ -104,7 +103,7 @@ class Kernels:
         num_tokens: int,
         tokens_per_block: int,
     ) -> RowSpans:
-        """Return the rows as the ops of each layer take them, with the arrays of `plan`.
+        """Return the rows for the ops of each layer, with the arrays of `plan` on the device.
 
         Called once a step, before the first layer.
         """
@@ -113,9 +112,9 @@ class Kernels:
     def new_matrix(
         self, rows: int, columns: int, dtype: torch.dtype, quantized: Quantized | None = None
     ) -> PackedMatrix | None:
-        """Return storage for a weight of `linear` in these kernels' layout; None: use a tensor.
+        """Return storage for a weight of `linear` in these kernels' layout, or None for a tensor.
 
-        `quantized`: stored in 8 or 4 bits; None then means that it is not supported.
+        With `quantized`, it is stored in 8 or 4 bits, and None means that this is not supported.
         """
         return None
 
@@ -124,8 +123,8 @@ class Kernels:
         x, matrix = x.to(weight.dtype), plain(weight)
         if not self.deterministic:
             return F.linear(x, matrix, bias)
-        # A BLAS picks its blocking, and with it the order of summation, by the number of rows and
-        # by how rows are aligned: every matmul has the same number of aligned rows here.
+        # A BLAS chooses its blocking, and so the order of summation, by the number of rows and by
+        # their alignment. So every matmul here has the same number of aligned rows.
         num_tokens, width = x.shape
         padded = F.pad(x, (0, -width % ALIGNMENT, 0, -num_tokens % LINEAR_TILE))
         if width % ALIGNMENT:
@@ -154,8 +153,7 @@ class Kernels:
         return mix_experts(self, x, chosen, weights, experts)
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
-        """Return a step's adapters in the form that the ops of each layer use; None if no token has
-        one.
+        """Return a step's adapters for the ops of each layer, or None if no token has an adapter.
 
         Called once per step, before the first layer. Ops also accept adapters without this call.
         """
@@ -180,9 +178,9 @@ class Kernels:
     ) -> None:
         """`result[t, columns] += B @ (A @ x[t])` for each module of `matrix` that t's adapter has.
 
-        In place; `result [T, O]` is the matrix's output for `x [T, I]`. LoRA (Hu et al., 2021),
-        its scale folded into B. Both matmuls and the sums are float32, or the pool's float64;
-        each element is rounded once for any number of modules.
+        `result [T, O]`, the matrix's output for `x [T, I]`, is changed in place. This is LoRA (Hu
+        et al., 2021) with its scale multiplied into B. Both matmuls and the sums are float32, or
+        float64 if the pool is; each element is rounded once for any number of modules.
         """
         modules, slots = adapters.layout.get(matrix, ()), adapters.rows.tolist()
         for slot in sorted({*slots} - {-1}):
@@ -211,7 +209,7 @@ class Kernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight [C]` over the last dimension, in x's dtype.
 
-        `plus_one`, of every norm: `weight + 1` takes the place of `weight`, before any rounding.
+        With `plus_one`, in every norm, `weight + 1` replaces `weight`, before any rounding.
         """
         wide = widened(x)
         mean = self._each(lambda own: own.square().mean(-1, keepdim=True), wide)
@@ -258,9 +256,9 @@ class Kernels:
         centered: bool,
         plus_one: bool,
     ) -> None:
-        """Norm each stretch of `head_dim` of these columns of `qkv [T, N]`, in place.
+        """Normalize each group of `head_dim` of these columns of `qkv [T, N]`, in place.
 
-        By an RMS norm, or a LayerNorm if `centered`; `weight` has an element for each column.
+        The norm is an RMS norm, or a LayerNorm if `centered`; `weight` has an element per column.
         """
         own = qkv[:, columns.start : columns.stop]
         heads = widened(own).reshape(len(own), -1, head_dim)
@@ -297,7 +295,7 @@ class Kernels:
         return self._each(activated, widened(x)).to(x.dtype)
 
     def scaled(self, x: Tensor, factor: float, softcap: float = 0.0) -> Tensor:
-        """`x * factor`, and with `softcap` softcap * tanh of that / softcap, in x's dtype."""
+        """`x * factor` in x's dtype; with `softcap`, `softcap * tanh(x * factor / softcap)`."""
         result = widened(x) * factor
         if softcap:
             result = softcap * self._each(torch.tanh, result / softcap)
@@ -345,7 +343,7 @@ class Kernels:
         block, offset = cells(rows, qkv.shape[0], tokens_per_block)
         if cache_scales is not None:
             k, v = (to_fp8(it, own) for it, own in zip((k, v), cache_scales, strict=True))
-            keys, values = (keys.view(torch.uint8), values.view(torch.uint8))  # as what torch moves
+            keys, values = (keys.view(torch.uint8), values.view(torch.uint8))  # torch can index it
         keys[block, :, :, offset] = k.to(keys.dtype)
         values[block, :, offset, :] = v.to(values.dtype)
         return q.to(keys.dtype if cache_scales is None else qkv.dtype)
@@ -360,8 +358,8 @@ class Kernels:
     ) -> Tensor:
         """Causal attention of `q [T, H, D]` over the pages -> `[T, H * D]`, in q's dtype.
 
-        `sinks [H]`: a score of each head that takes part in its softmax and has no value.
-        Pages of which no token of the row sees a position may be freed: their ids are not read.
+        `sinks [H]` are scores of the heads that take part in the softmax and have no value. Pages
+        without a position that a token of the row sees may be freed: their ids are not read.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         for start, stop, length, slot in self._pieces(rows):
@@ -378,9 +376,10 @@ class Kernels:
         return result
 
     def _pieces(self, rows: RowSpans) -> Iterator[tuple[int, int, int, int]]:
-        """Yield start and stop of tokens that attend together, the length up to there, the slot.
+        """Yield start and stop of tokens that attend together, the KV length at stop, and the slot.
 
-        A matmul may round differently for each number of tokens.
+        If deterministic, each token attends alone, because a matmul may round differently for each
+        number of tokens.
         """
         starts, lengths, slots = (it.tolist() for it in rows[:3])
         for (first, end), length, slot in zip(pairwise(starts), lengths, slots, strict=True):

@@ -1,7 +1,7 @@
 """The ops that work token by token: rotation and KV write, norms, activations.
 
-Each body is the share of one thread. Bodies know addresses and sizes only; a token's arithmetic
-depends on the token alone. Parts of a task are equal ranges of its tokens.
+Each body computes the share of one thread. The parts of a task are equal ranges of its tokens, and
+a token's arithmetic depends only on the token.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ HALF_ROOT = np.float32(0.7071067811865476)
 
 
 class RopeTask(ctypes.Structure):
-    """Addresses (0: none), sizes, and dtypes: of `qkv` and the norms; of the pages and `q`.
+    """Addresses (0: none), sizes, and dtypes.
 
-    `rotated`: float32 `[num_tokens, head_dim]`, for one head of a token. `token_major`: keys have
-    the layout of values in a page.
+    `dtype` is that of `qkv` and the norms, `page_dtype` that of the pages and `q`. `rotated` is
+    memory for one head of each token, float32 `[num_tokens, head_dim]`. With `token_major`, keys
+    have the layout of values in a page.
     """
 
     _fields_ = task_fields(
@@ -75,10 +76,10 @@ class RopeTask(ctypes.Structure):
 
 
 class NormTask(ctypes.Structure):
-    """Addresses (0: none), sizes, the dtype of all; `centered` for a layer norm.
+    """Addresses (0: none), sizes, and the dtype of all tensors; `centered` for a layer norm.
 
-    `heads`: stretches of `width` in a token, which starts `stride` elements after the one before.
-    `plus` is added to the weights.
+    Each token has `heads` parts of `width` elements that are normalized separately. Tokens are
+    `stride` elements apart. `plus` is added to the weights.
     """
 
     _fields_ = task_fields(
@@ -87,16 +88,16 @@ class NormTask(ctypes.Structure):
 
 
 class ActivationTask(ctypes.Structure):
-    """`x` and `factor` have `stride` elements from token to token, `result` has `width`.
+    """Tokens of `x` and `factor` are `stride` elements apart, those of `result` `width`.
 
-    `factor` 0: the activation is not gated. `scale` and `cap`: of the kind SCALE.
+    If `factor` is 0, the activation is not gated. `scale` and `cap` are for the kind SCALE.
     """
 
     _fields_ = task_fields("x factor result num_tokens width stride kind dtype", "scale cap")
 
 
 class ConversionTask(ctypes.Structure):
-    """`x` has `given` elements a token, and `result` has `width`, of another dtype perhaps."""
+    """Tokens have `given` elements in `x`, and `width` in `result`; the dtypes may differ."""
 
     _fields_ = task_fields("x result num_tokens given width x_dtype dtype")
 
@@ -198,7 +199,7 @@ def rope_and_write(address: int) -> None:
 
 @loop
 def _normalize_token(t: Any, x: int, start: int, first: int) -> None:
-    """Norm `width` elements of x from `start` on, by weights from `first` on."""
+    """Normalize `width` elements of x from `start` on, with the weights from `first` on."""
     width = t.width
     mean = splat(ZERO)
     if t.centered:

@@ -87,7 +87,7 @@ def test_a_damaged_file_is_written_anew(tmp_path, compilations, caplog, kinds, d
     assert answer() == 42 and answer() == 42
     assert len(compilations) == 2  # the third process reads what the second has written
     assert [record.message for record in caplog.records] == [
-        f"kernels kept in {kept[0].parent} are damaged: they are compiled anew"
+        f"compiled kernels in {kept[0].parent} are damaged: they are compiled again"
     ]
 
 

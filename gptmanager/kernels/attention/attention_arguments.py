@@ -1,6 +1,6 @@
-"""The arguments of attention besides queries: `Pages`, `RowSpans` and `AttentionShape`.
+"""The arguments of attention apart from queries: `Pages`, `RowSpans` and `AttentionShape`.
 
-Letters as in `reference`.
+Letters for sizes are explained in `reference`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RowSpans(NamedTuple):
     """The tokens and pages of each row: int32 tensors, the same for all layers.
 
     Row r owns the packed tokens `row_starts[r]:row_starts[r + 1]` of `row_starts [R + 1]`. They are
-    the last of its `kv_lengths[r]` positions (`[R]`). Its blocks are line `slots[r]` (`[R]`) of
-    `block_tables [slots, blocks]`. `plan`: what `Kernels.begin` made of these rows, or None.
+    the last of its `kv_lengths[r]` positions (`[R]`). Its blocks are row `slots[r]` (`[R]`) of
+    `block_tables [slots, blocks]`. `plan` is set by `Kernels.begin` of some kernels, else None.
     """
 
     row_starts: Tensor
@@ -43,9 +43,9 @@ class AttentionShape(NamedTuple):
     Token i of a row with n new tokens and KV length m is at position m - n + i and sees the
     positions 0 to there. With `window` it sees only the last `window` of them, its own included,
     and the first `sink`. A score is a dot product times `scale`; with `softcap` it becomes
-    softcap * tanh(score / softcap). `fp8`: pages are of 8-bit floats. `sinks`: heads have scores
-    without a value. `late_norm`: heads are normed after their rotation. `plus_one`: by
-    weights that are stored less 1.
+    softcap * tanh(score / softcap). With `fp8`, pages have 8-bit floats. With `sinks`, each head
+    has a score without a value. With `late_norm`, heads are normalized after their rotation. With
+    `plus_one`, the weights of these norms are stored less 1.
     """
 
     num_heads: int

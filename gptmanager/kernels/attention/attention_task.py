@@ -1,6 +1,6 @@
 """The task of attention: its fields, the pages it reads, and the layout of a thread's scratch.
 
-Python and compiled code compute these sizes by the same functions. Nothing is read or written here.
+Python and compiled code compute these sizes with the same functions.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SPAN = 64
 
 
 class AttentionTask(ctypes.Structure):
-    """Addresses, sizes in elements, `window` 0 for none, `scratch_bytes` for each thread.
+    """Addresses, sizes in elements, and `scratch_bytes` for each thread.
 
-    `dtype`: of `q` and `result`; `page_dtype`: of keys and values, and `item_bytes` of it.
-    `sink`: the number of first positions that are always seen. `sinks` (0: none), of `sink_dtype`:
-    a score for each head that has no value. `softcap` 0: scores are not limited.
-    `page_tokens`: see `page_of`.
-    `token_major`: the keys of a page are `[tokens, head_dim]`, and transposed as they are read.
+    `dtype` is that of `q` and `result`; keys and values have `page_dtype`, of `item_bytes` each.
+    With `window` 0, all earlier positions are seen; the first `sink` positions always are. `sinks`
+    has, in `sink_dtype`, a score without a value for each head; 0 means none. With `softcap` 0,
+    scores are not limited. `page_of` explains `page_tokens`. With `token_major`, the keys of a page
+    are `[tokens, head_dim]`, and are transposed when they are read.
     """
 
     _fields_ = task_fields(
@@ -57,7 +57,7 @@ def tile_tokens(group: int) -> int:
 
 
 def page_of(tokens_per_block: int, token_major: bool, blocks_per_sequence: int) -> int:
-    """Return the positions that are read as one page: a block, or a part where keys may be cut."""
+    """Return how many positions are read as one page: a block, or less if keys can be divided."""
     fits = blocks_per_sequence == 1 or tokens_per_block % SPAN == 0
     return min(SPAN, tokens_per_block) if token_major and fits else tokens_per_block
 
@@ -116,8 +116,8 @@ def _page_fields(
 ) -> Task:
     """Return a task with the fields that describe pages. TypeError for an unsupported layout.
 
-    The contents of one block must be contiguous; keys may be `[K, B, D]`. Blocks may be apart from
-    each other, with the same stride for keys and values.
+    Each block must be contiguous; its keys may be `[K, B, D]`. There may be gaps between blocks, if
+    the stride is the same for keys and values.
     """
     num_blocks, num_kv_heads, head_dim, tokens_per_block = shape
     block = torch.empty_strided((1, *shape[1:]), key_strides, dtype=key_dtype, device="meta")

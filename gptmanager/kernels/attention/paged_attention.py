@@ -1,10 +1,10 @@
 """Paged attention on the CPU: the share of one thread.
 
 Context, chunks and generation use the same code: a tile of up to `TILE_ROWS` (token, query head)
-rows of one sequence that share a KV head reads each of that head's pages once. The code knows
-addresses and sizes only. Every query takes the positions from 0 in spans of at least `SPAN`, each
-span with its own maximum (online softmax), and masked positions have a weight of exactly zero: the
-arithmetic of a query does not depend on the rest of the tile, the chunk or the batch.
+rows of one sequence that share a KV head reads each of that head's pages once. Every query reads
+the positions from 0 in spans of at least `SPAN`, each span with its own maximum (online softmax),
+and masked positions have a weight of exactly zero. So the arithmetic of a query does not depend on
+the rest of the tile, the chunk or the batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 def _seen(t: Any, position: int, at: int, until: int) -> tuple[int, int]:
     """Return the columns of the span from position `at` that a query sees: low <= column < high.
 
-    `until`: the end of the sink if the span is read for the sink, 0 if for later positions.
+    `until` is the end of the sink while the sink is read, and 0 for later positions.
     """
     high = min(span_of(t.page_tokens), position + 1 - at)
     if until:
@@ -189,7 +189,7 @@ def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) 
             store(mixed, row * wide + d, splat(ZERO))
         store(sums, row * LANES, splat(ZERO))
         put(highest, row, LOWEST)
-        if t.sinks:  # a score that counts in the sum alone
+        if t.sinks:  # a score that only adds to the sum
             own = sum_lanes(load_as(t.sink_dtype, t.sinks, kv_head * group + row % group, 1))
             put(sums, row * LANES, ONE)
             put(highest, row, own * np.float32(LOG2_E))
@@ -222,7 +222,7 @@ def _mix(
 ) -> None:
     """Add the attention of rows from `position` on to the positions `seen_from` to `end`.
 
-    `until`: as of `_seen`.
+    `until` is as in `_seen`.
     """
     compact()
     queries, mixed, scores, transposed = areas[0], areas[1], areas[6], areas[7]

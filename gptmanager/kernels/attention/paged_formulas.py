@@ -1,6 +1,6 @@
 """The formulas of attention over pages in torch: reading, writing and mixing of keys and values.
 
-Letters as in `reference`.
+Letters for sizes are explained in `reference`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def attend(
     hidden: Tensor,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with `q [n, H, D]` to `keys [K, D, N]`, `values [K, N, D]`, if not `hidden [n, N]`.
+    """Return the attention of `q [n, H, D]` to `keys [K, D, N]` and `values [K, N, D]`.
 
-    `sinks [H]`: a score of each head that takes part in the softmax and has no value.
+    Positions are masked where `hidden [n, N]` is true. `sinks [H]` are scores of the heads that
+    take part in the softmax and have no value.
     """
     num_new, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]
@@ -68,14 +69,17 @@ def attend(
 
 
 def take(pages: Tensor, block: Tensor, offset: Tensor) -> Tensor:
-    """`[N, K, D]` of `pages [P, K, B, D]`; torch moves float8 elements as bits."""
+    """Return `[N, K, D]` of `pages [P, K, B, D]`; torch can only index the bytes of float8."""
     if pages.dtype is not torch.float8_e4m3fn:
         return pages[block, :, offset]
     return pages.view(torch.uint8)[block, :, offset].view(pages.dtype)
 
 
 def to_fp8(heads: Tensor, scales: Tensor) -> Tensor:
-    """Return `heads [T, K, D] / scales [K]` as bits of float8_e4m3fn; torch would make 500 NaN."""
+    """Return `heads [T, K, D] / scales [K]` as the bytes of float8_e4m3fn.
+
+    Values are clamped, because torch would convert larger ones to NaN.
+    """
     limit = torch.finfo(torch.float8_e4m3fn).max
     scaled = (heads / scales[:, None]).clamp(-limit, limit)
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8)

@@ -27,7 +27,7 @@ class ExpertOps(Protocol):
 
 
 class ExpertMatrices(NamedTuple):
-    """The experts from number `first` on that are here, one after the other in each matrix.
+    """The experts of this rank: `count` from number `first` on, one after the other in a matrix.
 
     `up [E * U, C]` and `down [E * C, F]`; if `gated`, U is 2F: an expert's gate, then its up.
     `up_bias [E * U]`, `down_bias [E * C]`: None if experts have no biases.
@@ -48,12 +48,12 @@ def mix_experts(
 ) -> Tensor:
     """Return the weighted sums `[T, C]` of the outputs of each token's experts for `x [T, C]`.
 
-    `chosen [T, k]` are numbers of experts, `weights [T, k]` their weights; experts that are not
-    here add nothing. Sums are in the dtype of the weights.
+    `chosen [T, k]` are numbers of experts, `weights [T, k]` their weights; experts of other ranks
+    add nothing. Sums are in the dtype of the weights.
     """
     per_token = chosen.shape[1]
     numbers = (chosen - experts.first).flatten()
-    # an expert of another rank is sorted behind the ones here
+    # experts of other ranks are sorted last
     numbers = torch.where((numbers >= 0) & (numbers < experts.count), numbers, experts.count)
     order = numbers.argsort(stable=True)
     counts = torch.bincount(numbers, minlength=experts.count).tolist()[: experts.count]
@@ -68,7 +68,7 @@ def mix_experts(
 def _outputs(
     ops: ExpertOps, rows: Tensor, counts: Sequence[int], experts: ExpertMatrices
 ) -> Tensor:
-    """Return the outputs of sorted rows, zeros for those of experts that are not here."""
+    """Return the outputs of sorted rows, and zeros for the rows of other ranks' experts."""
     ups, downs = _parts(experts.up, experts.count), _parts(experts.down, experts.count)
     up_biases, down_biases = (
         (None,) * experts.count if bias is None else bias.chunk(experts.count)

@@ -12,10 +12,10 @@ from torch import Tensor
 class Routing(NamedTuple):
     """The choice of `per_token` experts for each token, by a score of the router's logits.
 
-    `score` "softmax_of_best": the softmax is over the logits of the chosen experts alone.
-    `renormalize`: the weights of a token's experts add up to 1. `factor` multiplies the weights.
-    Of `groups` groups of experts the best `top_groups` are considered, by the sum of the two best
-    scores of a group ("two_best"), or by the best one ("best").
+    With the score "softmax_of_best", the softmax is over the logits of the chosen experts only.
+    With `renormalize`, the weights of a token's experts add up to 1. `factor` multiplies the
+    weights. Of `groups` groups of experts only the best `top_groups` are considered; a group is
+    rated by the sum of its two best scores ("two_best"), or by its best one ("best").
     """
 
     per_token: int

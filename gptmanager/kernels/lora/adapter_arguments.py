@@ -12,7 +12,7 @@ from torch import Tensor
 class AdapterModule(NamedTuple):
     """The columns of a fused matrix's output to which a module of an adapter adds.
 
-    `number`: the index of the module in the table. `width`: elements of the matrix's input.
+    `number` is the index of the module in the table, `width` the size of the matrix's input.
     """
 
     number: int
@@ -25,15 +25,15 @@ class AdapterModule(NamedTuple):
 class StepAdapters:
     """The low-rank adapters (LoRA) of a step's tokens: tensors of one device, and a static layout.
 
-    `pool`: flat; of each adapter, layer and module it holds A `[rank, width]`, then B
-    `[num_columns, rank]`, without a gap. Where they begin is free; multiples of 16 bytes are read
-    fastest on a GPU. `table [slots, layers, modules, 2]` int64: the element of the pool at which A
-    begins, and the rank; rank 0: the adapter has no such module. `rows [T]` int32: each token's
-    slot in the table, -1 for none; several tokens of one slot are fast where they are neighbors.
-    `layout`: the modules that add to a matrix, by its name; their columns may overlap. `max_rank`:
-    at least every rank of the table. Only `plan` depends on the contents of the tensors: a
-    captured step may be replayed with other adapters. Kernels may set `plan` in
-    `Kernels.begin_adapters`, and reuse it in a later step of the same tokens.
+    `pool` is flat. For each adapter, layer and module it has A `[rank, width]`, directly followed
+    by B `[num_columns, rank]`. They may begin at any element; multiples of 16 bytes are read
+    fastest on a GPU. `table [slots, layers, modules, 2]` int64 has the element of the pool at which
+    A begins, and the rank, which is 0 if the adapter does not have the module. `rows [T]` int32 is
+    each token's slot in the table, or -1; adjacent tokens of one slot are computed faster. `layout`
+    maps the name of a matrix to the modules that add to it; their columns may overlap. No rank of
+    the table is above `max_rank`. Only `plan` depends on the contents of the tensors, so a captured
+    step may be replayed with other adapters. Kernels may set `plan` in `Kernels.begin_adapters`,
+    and reuse it in a later step of the same tokens.
     """
 
     pool: Tensor

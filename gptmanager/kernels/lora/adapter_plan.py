@@ -1,8 +1,8 @@
-"""`AdapterPlan`: what `CpuKernels` derive from a step's adapters once, for all layers.
+"""`AdapterPlan`: the plan of a step's adapters, which `CpuKernels` make once for all layers.
 
-It decides which tokens are computed together, and which matrices of which layers are skipped. The
-plan is made by compiled code, because torch and NumPy leave the CPU caches between steps: a first
-call of either in a step takes ten times as long as later ones.
+It decides which tokens are computed together, and which matrices of which layers are skipped.
+Compiled code makes the plan, because the code of torch and NumPy leaves the CPU caches between
+steps: their first call in a step takes ten times as long as later ones.
 """
 
 # mypy: allow-untyped-calls
@@ -92,7 +92,7 @@ def plan_runs(address: int) -> None:
 class MatrixPlan(NamedTuple):
     """The plan for one matrix of each layer.
 
-    `modules`: bit mask of the modules that have an adapter. `work`: number of multiplications.
+    `modules` is a bit mask of the matrix's modules, `work` the estimated multiplications.
     """
 
     task: AdapterTask
@@ -110,7 +110,7 @@ class AdapterPlan:
     """The plan of one step. Its tensors must not change before the step has ended."""
 
     def __init__(self, adapters: StepAdapters, team: Team) -> None:
-        """Raises TypeError for an unsupported layout, KeyError for an unsupported dtype."""
+        """Make the plan. TypeError for an unsupported layout, KeyError for an unsupported dtype."""
         pool, rows, table = adapters.pool, adapters.rows, adapters.table
         check_layout(pool, pool.dtype)
         self._adapters = adapters

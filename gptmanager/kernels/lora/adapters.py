@@ -52,12 +52,12 @@ FIXED = SQUARE + TRANSPOSED + SUMS
 class AdapterTask(ctypes.Structure):
     """Addresses, and sizes in elements (`scratch_bytes` in bytes).
 
-    `order`: int64, the tokens that have adapters, sorted by adapter. `runs`: int64 `[num_parts,
-    3]`: where a run begins in `order`, where the next one begins, and the slot; a run has at most
-    BLOCK tokens. `modules`: int64 `[num_modules, 4]`, the fields of `AdapterModule`. `h_stride`:
-    floats between the h of two tokens, a multiple of the tile size that is at least the rank.
-    `dtype`: of `result`. `pairs`: whether A is bfloat16 and is multiplied in pairs with an x in
-    bfloat16.
+    `order` has the tokens with adapters, int64, sorted by adapter. `runs` int64 `[num_parts, 3]`
+    has the indices in `order` at which a run and the next one begin, and the slot; a run has at
+    most BLOCK tokens. `modules` int64 `[num_modules, 4]` has the fields of `AdapterModule`.
+    `h_stride` is the number of floats between the h of two tokens, a multiple of the tile size that
+    is at least the rank. `dtype` is that of `result`. `pairs` is set if A is bfloat16 and is
+    multiplied in pairs with an x in bfloat16.
     """
 
     _fields_ = task_fields(
@@ -74,11 +74,8 @@ _several_float32, _one_float32 = _several["float32"], _one["float32"]
 _several_bfloat16, _one_bfloat16 = _several["bfloat16"], _one["bfloat16"]
 _several_float16 = _several.get("float16", _several_bfloat16)  # never called with float16
 _one_float16 = _one.get("float16", _one_bfloat16)
-_several_pairs, _one_pairs = (
-    _several_bfloat16,
-    _one_bfloat16,
-)  # never called: no task has `pairs` set
-if has_pairs():
+_several_pairs, _one_pairs = _several_bfloat16, _one_bfloat16
+if has_pairs():  # else they are never called: no task has `pairs` set
     _several_pairs = dots(ROWS, RANKS, "bfloat16 pairs")
     _one_pairs = dots(1, RANKS_OF_ONE, "bfloat16 pairs")
 _thirty_two_float32, _sixteen_float32 = expanded(2, "float32"), expanded(1, "float32")

@@ -37,7 +37,7 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 _features = binding.get_host_cpu_features()
 HAS_FLOAT16 = "sse2" not in _features or bool(_features.get("f16c"))
-if HAS_FLOAT16:  # without the instruction it would be a call into a library that is not linked
+if HAS_FLOAT16:  # without the instruction, LLVM would call a library that is not linked
     DTYPES[torch.float16] = FLOAT16
 
 _BYTE = ir.IntType(8)
@@ -58,7 +58,7 @@ def itemsize(dtype: str) -> int:
 
 
 def load_at(builder: Any, dtype: str, address: Any, index: Any, count: Any = None) -> Any:
-    """Load sixteen widened lanes; with `count` the first ones only, and the others are zero."""
+    """Load sixteen widened lanes; with `count`, only the first `count`, and the others are zero."""
     kind, size = _VECTORS[dtype], itemsize(dtype)
     pointer = _pointer(builder, address, index, kind, size)
     if count is None:
@@ -159,7 +159,7 @@ def get_half_byte(builder: Any, address: Any, index: Any, is_upper: Any) -> Any:
 
 @intrinsic(real, long, long)
 def get_half(builder: Any, address: Any, index: Any) -> Any:
-    """Return a float16 as a float; without the instruction 0, for it is never called then."""
+    """Return a float16 as a float; it is never called on processors without the instruction."""
     if not HAS_FLOAT16:
         return ir.Constant(FLOAT, 0.0)
     return builder.fpext(builder.load(_pointer(builder, address, index, ir.HalfType(), 2)), FLOAT)

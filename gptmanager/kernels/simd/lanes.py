@@ -1,9 +1,9 @@
 """SIMD intrinsics for Numba: sixteen float32 lanes at a time, at raw addresses.
 
-Numba's own loops over arrays are vectorized when LLVM sees fit, with sums in an order of its
-choosing. Here every lane's arithmetic, fused multiply-adds included, is written out, so that the
-bits of a result do not depend on the place of its element. An address is an int64, an index counts
-elements, and nothing is checked.
+In Numba's own loops over arrays, LLVM decides what is vectorized and in which order sums are added.
+Here every lane's arithmetic, fused multiply-adds included, is written out, so that the bits of a
+result do not depend on the place of its element. An address is an int64, an index counts elements,
+and nothing is checked.
 """
 
 # mypy: allow-untyped-calls
@@ -56,7 +56,10 @@ long, real, nothing = types.int64, types.float32, types.void
 
 
 def intrinsic(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make `emit(builder, *values) -> value` an intrinsic of those Numba types for Numba code."""
+    """Return a decorator that makes `emit(builder, *values) -> value` an intrinsic for Numba code.
+
+    `result` and `arguments` are its Numba types.
+    """
 
     def make(emit: Callable[..., Any]) -> Any:
         def type_it(*_: Any) -> Any:
@@ -122,7 +125,7 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
 
 
 def lanes_from(builder: Any, comparison: str, bound: Any) -> Any:
-    """Return a mask of the lane numbers that compare so with the int64 `bound`."""
+    """Return a mask of the lanes i for which `i comparison bound` is true; `bound` is int64."""
     lanes = ir.Constant(INDICES, list(range(LANES)))
     return builder.icmp_signed(comparison, lanes, spread(builder, builder.trunc(bound, INT)))
 
@@ -269,26 +272,26 @@ def larger(builder: Any, a: Any, b: Any) -> Any:
 
 @intrinsic(vector, vector, vector, vector)
 def where_above(builder: Any, x: Any, bound: Any, value: Any) -> Any:
-    """`value` in the lanes where x > bound, 0 elsewhere; NaN is above nothing."""
+    """`value` in the lanes where x > bound, 0 elsewhere, and where x is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, bound), value, ir.Constant(VECTOR, None))
 
 
 @intrinsic(vector, vector, vector, vector)
 def where_at_least(builder: Any, x: Any, bound: Any, value: Any) -> Any:
-    """`value` in the lanes where x >= bound, 0 elsewhere; NaN is at least nothing."""
+    """`value` in the lanes where x >= bound, 0 elsewhere, and where x is NaN."""
     return builder.select(builder.fcmp_ordered(">=", x, bound), value, ir.Constant(VECTOR, None))
 
 
 @intrinsic(vector, vector, vector)
 def mark_nan(builder: Any, marks: Any, value: Any) -> Any:
-    """`marks`, NaN also in the lanes where `value` is."""
+    """`marks`, but NaN in the lanes where `value` is NaN."""
     is_nan = builder.sext(builder.fcmp_unordered("uno", value, value), INDICES)
     return builder.bitcast(builder.or_(builder.bitcast(marks, INDICES), is_nan), VECTOR)
 
 
 @intrinsic(vector, vector, long, long, real)
 def keep_lanes(builder: Any, value: Any, low: Any, high: Any, other: Any) -> Any:
-    """`value` in the lanes low <= i < high, `other` elsewhere, NaN or not."""
+    """`value` in the lanes low <= i < high, `other` elsewhere, also in place of NaN."""
     inside = builder.and_(lanes_from(builder, ">=", low), lanes_from(builder, "<", high))
     return builder.select(inside, value, spread(builder, other))
 

@@ -100,7 +100,7 @@ class _CacheImpl(CompileResultCacheImpl):
 
 
 class _SealedFile(IndexDataCacheFile):
-    """Numba's files, with a digest before the data: damaged machine code could run."""
+    """Numba's files, with a digest before the data, so that damaged machine code never runs."""
 
     def _save_data(self, name: str, content: Any) -> None:
         data = self._dump(content)
@@ -121,7 +121,7 @@ class _Cache(FunctionCache):
     _impl_class = _CacheImpl
 
     def __init__(self, function: FunctionType) -> None:
-        """Open the cache. RuntimeError or OSError: no folder can hold it."""
+        """Open the cache. RuntimeError or OSError if no folder can be used."""
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = _SealedFile(self._cache_path, self._impl.filename_base, stamp)
@@ -148,7 +148,7 @@ class _Cache(FunctionCache):
     def save_overload(self, signature: Any, data: Any) -> None:
         try:
             super().save_overload(signature, data)
-        except Exception as error:  # the disk is full, or the index is damaged and must stay so
+        except Exception as error:  # the disk is full, or a damaged index cannot be replaced
             _log_no_cache(f"{type(error).__name__}: {error}")
 
 
@@ -163,13 +163,13 @@ def _cache_of(function: FunctionType) -> _Cache | None:
 
 @functools.cache
 def _log_damage(folder: str) -> None:
-    logger.warning("kernels kept in %s are damaged: they are compiled anew", folder)
+    logger.warning("compiled kernels in %s are damaged: they are compiled again", folder)
 
 
 @functools.cache
 def _log_no_cache(reason: str) -> None:
     logger.warning(
-        "compiled kernels cannot be kept, so that every start compiles them anew (%s); name a "
-        "folder that can be written to in the environment variable NUMBA_CACHE_DIR",
+        "compiled kernels cannot be cached, so every start compiles them again (%s); set the "
+        "environment variable NUMBA_CACHE_DIR to a folder that can be written to",
         reason,
     )

@@ -1,11 +1,11 @@
-"""`Team`: runs a compiled body in torch's own OpenMP threads; and the fields of its tasks.
+"""`Team`: runs compiled bodies in torch's own OpenMP threads, each with a task as its argument.
 
 A second pool of threads, such as that of Numba's prange, would compete with torch's for the cores:
 each spins while it waits for the other. Without OpenMP, Numba's default layer (workqueue) also
 aborts the process when two managers use it from two threads. So bodies run in the OpenMP runtime
 that torch has loaded: without another pool or library, and for any number of managers. The
-interpreter lock is held meanwhile: bodies never need it, and handing it over costs up to 5 ms if
-another thread of the host is busy.
+interpreter lock stays held: bodies never need it, and getting it back takes up to 5 ms if another
+thread of the application is busy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Task = TypeVar("Task", bound=ctypes.Structure)
 
 NEXT_PART, NEXT_THREAD = 0, 1
 COUNTER_BYTES = 16
-DEFAULT_SIZE = torch.get_num_threads()  # before the host sets another number
+DEFAULT_SIZE = torch.get_num_threads()  # before the application sets another number
 
 
 def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
@@ -44,7 +44,7 @@ def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
 def with_first(task: Task, *values: int) -> Task:
     """Return a copy of a task with these values in the first fields after its counters.
 
-    They are written at once, because setting a single field by name takes as long.
+    They are written at once, because setting a single field by name would take as long.
     """
     made = type(task).from_buffer_copy(task)
     struct.pack_into(f"{2 + len(values)}q", made, 0, 0, 0, *values)
@@ -87,9 +87,9 @@ def alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 def end_threads_of_caller() -> None:
     """End the OpenMP threads that torch keeps for the calling thread; it makes new ones on demand.
 
-    Each thread that computes has threads of its own. Where all of them are more than the cores, the
-    GNU runtime lets none wait actively, so that each parallel region wakes them from sleep: a step
-    of a small model took 1.6 times as long because the host's thread had used torch before.
+    Each thread that uses torch gets OpenMP threads of its own. If they are more than the cores in
+    all, the GNU runtime lets none of them wait actively, and each parallel region must wake them: a
+    step of a small model took 1.6 times as long after another thread had used torch.
     """
     pause = getattr(ctypes.PyDLL(torch._C.__file__), "omp_pause_resource_all", None)
     if pause is not None:
@@ -107,21 +107,21 @@ def compute_alone() -> None:
 def keep_within_quota() -> None:
     """Lower torch's default number of threads to the cores that control groups give this process.
 
-    Under a quota more threads wait for each other longer than they work. A number that the host has
-    set, or the environment, stays.
+    Under a quota, more threads would wait for each other longer than they work. A number that the
+    application or the environment has set is not changed.
     """
     is_default = "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() == DEFAULT_SIZE
     if is_default and num_cores() < DEFAULT_SIZE:
         torch.set_num_threads(num_cores())
         logger.info(
-            "%d threads compute, as many as the CPU quota has cores; OMP_NUM_THREADS sets another "
-            "number",
+            "%d threads compute, because the CPU quota has as many cores; set OMP_NUM_THREADS to "
+            "use another number",
             num_cores(),
         )
 
 
 class Capture(Protocol):
-    """Receives the tasks that a team runs, and provides its scratch meanwhile."""
+    """Receives the tasks that a team runs, and provides their scratch memory."""
 
     def add(self, body: int, task: ctypes.Structure, size: int) -> None: ...
 
@@ -136,7 +136,7 @@ class _Own(threading.local):
 
 
 class Team:
-    """Torch's threads; one thread, the caller's, where that runtime has no GNU entry point."""
+    """Torch's OpenMP threads, or only the caller's thread if the runtime is not compatible."""
 
     def __init__(self) -> None:
         # Symbols are looked up in the library and all it was linked with.
