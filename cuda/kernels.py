@@ -7,7 +7,7 @@ launcher decides where the kernels run: on a GPU, or on the CPU in the emulator.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -198,42 +198,21 @@ class CudaKernels(Kernels):
         else:
             super().add_adapters(result, x, adapters, layer, matrix)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
-        out = torch.empty_like(x)
-        norms.rms_norm(self._launcher, out, x, weight, eps, plus_one=plus_one)
-        return out
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False
-    ) -> Tensor:
-        given = x, x, weight, eps
-        norms.rms_norm(self._launcher, *given, residual=residual, plus_one=plus_one)
-        return x
-
-    def layer_norm(
+    def _normalize(
         self,
         x: Tensor,
+        residual: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
-        plus_one: bool = False,
+        plus_one: bool,
+        *,
+        centered: bool,
     ) -> Tensor:
-        out = torch.empty_like(x)
-        norms.layer_norm(self._launcher, out, x, weight, bias, eps, plus_one=plus_one)
+        out = torch.empty_like(x) if residual is None else x
+        kind = {"centered": centered, "plus_one": plus_one}
+        norms.norm(self._launcher, out, x, weight, bias, eps, residual, **kind)
         return out
-
-    def add_layer_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        plus_one: bool = False,
-    ) -> Tensor:
-        given = x, x, weight, bias, eps
-        norms.layer_norm(self._launcher, *given, residual=residual, plus_one=plus_one)
-        return x
 
     def norm_heads(
         self,
@@ -251,16 +230,6 @@ class CudaKernels(Kernels):
             super().norm_heads(*given, centered=centered, plus_one=True)
         else:
             norms.norm_heads(self._launcher, *given, centered=centered)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        activations.activate_gated(self._launcher, out, gate_up)
-        return out
-
-    def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-        kind: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
-        activations.activate(self._launcher, x, x, kind)
-        return x
 
     def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
         if not gated:

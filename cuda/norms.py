@@ -61,7 +61,7 @@ def rms_norm(
     elements if a row is not a multiple of 16 bytes. `plus_one`: weights are stored less 1.
     """
     kind = {"centered": False, "plus_one": plus_one}
-    _norm(launcher, out, x, weight, None, eps, residual, **kind)
+    norm(launcher, out, x, weight, None, eps, residual, **kind)
 
 
 def layer_norm(
@@ -77,7 +77,7 @@ def layer_norm(
 ) -> None:
     """Compute `out = (y - mean(y)) / sqrt(variance(y) + eps) * weight + bias`, as `rms_norm`."""
     kind = {"centered": True, "plus_one": plus_one}
-    _norm(launcher, out, x, weight, bias, eps, residual, **kind)
+    norm(launcher, out, x, weight, bias, eps, residual, **kind)
 
 
 def norm_heads(
@@ -111,7 +111,7 @@ def norm_heads(
     launcher.kernel(PROGRAM, name)((num_tokens, parts), (threads,), arguments)
 
 
-def _norm(
+def norm(
     launcher: Launcher,
     out: Tensor,
     x: Tensor,
@@ -123,6 +123,7 @@ def _norm(
     centered: bool,
     plus_one: bool,
 ) -> None:
+    """Compute `layer_norm` if `centered`, else `rms_norm`, which has no bias."""
     num_tokens, width = x.shape
     row = (num_tokens, width)
     check_tensors(

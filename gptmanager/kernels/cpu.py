@@ -9,7 +9,7 @@ deterministic. All ops are bitwise independent of the number of threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -170,43 +170,6 @@ class CpuKernels(CpuExperts):
         )
         self._run(embed, task, SCATTERED * result.numel())
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
-        if x.dtype is torch.float64:
-            return super().rms_norm(x, weight, eps, plus_one)
-        return self._normalize(x, None, weight, None, eps, plus_one, centered=False)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False
-    ) -> Tensor:
-        if x.dtype is torch.float64:
-            return super().add_rms_norm(x, residual, weight, eps, plus_one)
-        return self._normalize(x, residual, weight, None, eps, plus_one, centered=False)
-
-    def layer_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        plus_one: bool = False,
-    ) -> Tensor:
-        if x.dtype is torch.float64:
-            return super().layer_norm(x, weight, bias, eps, plus_one)
-        return self._normalize(x, None, weight, bias, eps, plus_one, centered=True)
-
-    def add_layer_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        plus_one: bool = False,
-    ) -> Tensor:
-        if x.dtype is torch.float64:
-            return super().add_layer_norm(x, residual, weight, bias, eps, plus_one)
-        return self._normalize(x, residual, weight, bias, eps, plus_one, centered=True)
-
     def _normalize(
         self,
         x: Tensor,
@@ -218,6 +181,8 @@ class CpuKernels(CpuExperts):
         *,
         centered: bool,
     ) -> Tensor:
+        if x.dtype is torch.float64:
+            return super()._normalize(x, residual, weight, bias, eps, plus_one, centered=centered)
         own, weight, bias = alike(x, weight, bias)
         if residual is not None and residual.dtype is not own.dtype:
             residual += x
@@ -273,15 +238,9 @@ class CpuKernels(CpuExperts):
         )
         self._run(token_loops.normalize, task, len(qkv) * len(columns))
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self.activate(gate_up, "silu", gated=True)
-
-    def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-        return self.activate(x, "gelu_tanh" if approximate == "tanh" else "gelu", gated=False)
-
     def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
         if x.dtype is torch.float64:
-            return self._activate_wide(x, activation, gated)
+            return super().activate(x, activation, gated)
         width = x.shape[-1] // 2 if gated else x.shape[-1]
         return self._activate(x, width, gated, token_loops.KINDS[activation])
 

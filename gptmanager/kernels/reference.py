@@ -211,15 +211,13 @@ class Kernels:
 
         With `plus_one`, in every norm, `weight + 1` replaces `weight`, before any rounding.
         """
-        wide = widened(x)
-        mean = self._each(lambda own: own.square().mean(-1, keepdim=True), wide)
-        return (wide * torch.rsqrt(mean + eps) * (widened(weight) + plus_one)).to(x.dtype)
+        return self._normalize(x, None, weight, None, eps, plus_one, centered=False)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool = False
     ) -> Tensor:
         """Add `x [T, C]` to `residual [T, C]` in place; return the residual's `rms_norm`."""
-        return self.rms_norm(residual.add_(x), weight, eps, plus_one).to(x.dtype)
+        return self._normalize(x, residual, weight, None, eps, plus_one, centered=False)
 
     def layer_norm(
         self,
@@ -230,8 +228,7 @@ class Kernels:
         plus_one: bool = False,
     ) -> Tensor:
         """`(x - mean) / sqrt(variance + eps) * weight [C] + bias [C]`, in x's dtype."""
-        wide_bias, own = None if bias is None else widened(bias), widened(weight) + plus_one
-        return F.layer_norm(widened(x), weight.shape, own, wide_bias, eps).to(x.dtype)
+        return self._normalize(x, None, weight, bias, eps, plus_one, centered=True)
 
     def add_layer_norm(
         self,
@@ -243,7 +240,29 @@ class Kernels:
         plus_one: bool = False,
     ) -> Tensor:
         """Add `x [T, C]` to `residual [T, C]` in place; return the residual's `layer_norm`."""
-        return self.layer_norm(residual.add_(x), weight, bias, eps, plus_one).to(x.dtype)
+        return self._normalize(x, residual, weight, bias, eps, plus_one, centered=True)
+
+    def _normalize(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        plus_one: bool,
+        *,
+        centered: bool,
+    ) -> Tensor:
+        """Compute `layer_norm` if `centered`, else `rms_norm`, after adding x to a residual."""
+        own = x if residual is None else residual.add_(x)
+        wide, by = widened(own), widened(weight) + plus_one
+        if centered:
+            wide_bias = None if bias is None else widened(bias)
+            result = F.layer_norm(wide, weight.shape, by, wide_bias, eps)
+        else:
+            mean = self._each(lambda it: it.square().mean(-1, keepdim=True), wide)
+            result = wide * torch.rsqrt(mean + eps) * by
+        return result.to(own.dtype).to(x.dtype)
 
     def norm_heads(
         self,
@@ -270,22 +289,15 @@ class Kernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` of `gate_up [T, 2F]` = gate, then up -> `[T, F]`."""
-        return self._activate_wide(gate_up, "silu", gated=True)
+        return self.activate(gate_up, "silu", gated=True)
 
     def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
         """`x * Phi(x)` by erf ("none", BERT and GPT-J) or by tanh ("tanh", GPT-2)."""
-        kind: Activation = "gelu_tanh" if approximate == "tanh" else "gelu"
-        return self._activate_wide(x, kind, gated=False)
+        return self.activate(x, "gelu_tanh" if approximate == "tanh" else "gelu", gated=False)
 
     def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
         """`activation(x)`; if gated, of the first half of each row, times the second half."""
-        if activation == "silu" and gated:
-            return self.silu_mul(x)
-        if not gated and activation in ("gelu", "gelu_tanh"):
-            return self.gelu(x, "tanh" if activation == "gelu_tanh" else "none")
-        return self._activate_wide(x, activation, gated)
 
-    def _activate_wide(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
         def activated(own: Tensor) -> Tensor:
             if gated:
                 gate, up = own.chunk(2, dim=-1)
@@ -330,13 +342,18 @@ class Kernels:
         q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
         angles = None if cos_sin is None else cos_sin[positions].unsqueeze(1)
 
+        def normed(heads: Tensor, weight: Tensor) -> Tensor:  # a subclass may accept rows only
+            return Kernels._normalize(
+                self, heads, None, weight, None, eps, plus_one, centered=False
+            )
+
         def rotated(heads: Tensor, weight: Tensor | None) -> Tensor:
-            if weight is not None and not norm_last:  # a subclass may accept rows only
-                heads = Kernels.rms_norm(self, heads, weight, eps, plus_one)
+            if weight is not None and not norm_last:
+                heads = normed(heads, weight)
             if angles is not None:
                 heads = rotate(heads, angles)
             if weight is not None and norm_last:
-                heads = Kernels.rms_norm(self, heads, weight, eps, plus_one)
+                heads = normed(heads, weight)
             return heads
 
         q, k = rotated(q, q_norm), rotated(k, k_norm)
