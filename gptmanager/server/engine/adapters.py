@@ -22,7 +22,10 @@ FIRST_OWN_TASK = 2**64 - 2**32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """`tensors`: `lora_weights` and `lora_config` of a request; `created`: epoch seconds."""
+    """A loaded adapter. `tensors` has `lora_weights` and `lora_config` for a request.
+
+    `created` is in seconds since the epoch.
+    """
 
     name: str
     folder: Path
@@ -34,8 +37,8 @@ class Adapter:
 class Adapters:
     """The loaded adapters of the model in the folder `model`, by name.
 
-    `root`: the folder that must contain the adapters; None: none can be loaded. `most`: how many
-    may be loaded at once, each with its weights.
+    `root` is the folder that must contain the adapters; if it is None, none can be loaded. At most
+    `most` may be loaded at once, each with its weights.
     """
 
     def __init__(self, model: Path, root: Path | None, most: int) -> None:

@@ -48,7 +48,7 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class _Running:
-    """A request of a call. `send_again`: resubmit with the adapter's weights; None: no adapter."""
+    """A request of a call. `send_again` resubmits it, once, with the weights of its adapter."""
 
     generation: Generation
     position: ReadPosition
@@ -59,7 +59,6 @@ class _Running:
 
 class Call:
     """The requests of one `Engine.submit`, which are already queued.
-
 
         async with engine.submit(requests) as call:
             async for index, part in call.parts():
@@ -102,7 +101,7 @@ class Call:
                 it.timer.cancel()
         self.cancel()
         for it in self._running:
-            self._cancel(it.generation, None)  # a pending decision how it ended is dropped
+            self._cancel(it.generation, None)  # the metrics no longer wait for a finish reason
         self._on_end(self)
 
     def parts(self) -> AsyncGenerator[tuple[int, GenerationPart], None]:

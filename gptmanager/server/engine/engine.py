@@ -41,7 +41,7 @@ class Counts(NamedTuple):
 class Engine:
     """Runs requests on the model of `card`, by `manager` and `queue`, within the server's limits.
 
-    `adapters`: the loaded adapters. `has_adapters`: whether the manager accepts adapters.
+    `adapters` has the loaded adapters; `has_adapters` tells whether the manager accepts any.
     """
 
     def __init__(

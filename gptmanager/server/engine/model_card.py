@@ -24,11 +24,11 @@ class ModelCard:
     """The properties of a model; clients may use any of its `names`. Lengths are in tokens,
     `created` in seconds since the epoch.
 
-    `max_model_len`: of prompt and output together. `adapter_rows`: the number of modules that an
-    adapter may change; `adapter_width`: values of the largest module, for each rank.
-    `sampling_defaults`: from generation_config.json, by its names. `special_tokens`: texts by their
-    names in tokenizer_config.json (`bos_token`, `eos_token`, ...). `tokenizer` None: the folder has
-    none, so prompts are token ids.
+    `max_model_len` is the limit of prompt and output together. An adapter may change `adapter_rows`
+    modules; the largest has `adapter_width` values for each rank. `sampling_defaults` are those of
+    generation_config.json. `special_tokens` maps names in tokenizer_config.json (`bos_token`,
+    `eos_token`, ...) to texts. `tokenizer` is None if the folder has none; prompts are then token
+    ids.
     """
 
     names: tuple[str, ...]

@@ -30,9 +30,9 @@ MANY_LISTED = 1024  # tokens; formatting their log probabilities takes some tens
 class Answer:
     """Prompts and their outputs: with n choices, output p x n + k is choice k of prompt p.
 
-    `prompts`: token ids. `max_new_tokens`: one limit per prompt. `offsets`: for each prompt, the
-    number of characters before its outputs. `lists_end`, `special_texts`: see `Output`.
-    `is_silent`: generate no text; the request asks only for log probabilities of its prompts.
+    `prompts` are token ids. `max_new_tokens` has one limit per prompt, `offsets` the number of
+    characters before its outputs. `lists_end` and `special_texts` are as in `Output`. With
+    `is_silent`, no text is generated: the request asks only for log probabilities of its prompts.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Answer:
     ) -> None:
         self.prompts = prompts
         self.prompt_log_probs: list[list[TokenLogProb] | None] = [None] * len(prompts)
-        # for each prompt: its log probabilities are known, so its outputs can be sent
+        # for each prompt, whether its log probabilities are known, so that its outputs can be sent
         self._knows = [options.num_prompt_top is None] * len(prompts)
         self._options = options
         self._is_silent = is_silent
@@ -72,7 +72,7 @@ class Answer:
             for index, prompt in enumerate(prompts)
             for _ in range(count)
         ]
-        self._has_ended = [False] * len(self.outputs)  # its last delta has been yielded
+        self._has_ended = [False] * len(self.outputs)  # whether its last delta has been yielded
         if is_silent:
             requests = [[scoring_request(options, engine.card, prompt)] for prompt in prompts]
         else:
@@ -136,8 +136,8 @@ class Answer:
         }
 
     def log_fields(self) -> dict[str, Any]:
-        """Return what the log tells: numbers of tokens, seconds until the first request began and
-        until the first token, how the outputs ended, and with `--log-prompts` texts.
+        """Return the fields for the log: numbers of tokens, seconds until the first request began
+        and until the first token, how the outputs ended, and with `--log-prompts` the texts.
         """
         reasons = {output.finish_reason or "cancelled": None for output in self.outputs}
         fields: dict[str, Any] = {

@@ -22,8 +22,8 @@ _LOWEST = -9999.0
 class TokenLogProb(NamedTuple):
     """A token and its log probability, None for the first token of a prompt.
 
-    `top`: (token, log prob), best first. `start`: where the token's text begins, in characters of
-    the answer.
+    `top` has pairs of a token and its log probability, best first. `start` is where the token's
+    text begins, in characters of the answer.
     """
 
     token: int
@@ -76,7 +76,7 @@ def _numbers(tensor: torch.Tensor) -> Any:
 
 
 class TokenTexts:
-    """The texts of single tokens. `tokenizer` None: each token is written as its id."""
+    """The texts of single tokens. Without a tokenizer, each token is written as its id."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

@@ -29,8 +29,8 @@ _REASONS = {
 class Ends:
     """The tokens and texts that end an output, after its first `min_tokens` tokens.
 
-    `end_ids`: the model's end tokens; their text is never part of an answer. `stop_ids` and
-    `stops`: given by the request. `keeps_stop`: the text of a stop is part of the answer.
+    `end_ids` are the model's end tokens; their text is never part of an answer. `stop_ids` and
+    `stops` are those of the request. With `keeps_stop`, the text of a stop is part of the answer.
     """
 
     end_ids: frozenset[int] = frozenset()
@@ -67,9 +67,10 @@ class Delta(NamedTuple):
 class Output:
     """Decodes tokens into text. The result does not depend on how the tokens are split into pieces.
 
-    `offset`: characters of the answer before this text (an echo of the prompt). `lists_end`: also
-    list the log probability of the token that ended the output. `special_texts`: token id -> text
-    of special tokens that are not left out. `tokenizer` None: no text is made.
+    `offset` is the number of characters of the answer before this text (an echo of the prompt).
+    With `lists_end`, the log probability of the token that ended the output is also listed.
+    `special_texts` maps the ids of special tokens that are not left out to their texts. Without a
+    tokenizer, there is no text.
     """
 
     def __init__(

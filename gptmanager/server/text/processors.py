@@ -33,7 +33,7 @@ STRUCTURED = (
 class Processors:
     """Makes the logits post-processors of one model; slow preparations are done once.
 
-    `lenient`: schema keywords that cannot be enforced are ignored and reported.
+    With `lenient`, schema keywords that cannot be enforced are ignored and reported.
     """
 
     def __init__(self, engine: Engine, *, lenient: bool) -> None:
@@ -51,9 +51,10 @@ class Processors:
     ) -> Any:
         """Return the post-processor of a request; None if its output is unconstrained.
 
-        `tools`: the tools the model may call, in the format `form`. `start`: returns where a rule
-        begins; ValueError says why it begins with the output. Adds to `warnings` what is not
-        enforced. Raises ApiError 400 for a rule that cannot be compiled.
+        `tools` are the tools that the model may call, in the format `form`. `start` returns where a
+        rule begins; its ValueError gives the reason if the rule must apply from the first token.
+        `warnings` receives what is not enforced. Raises ApiError 400 for a rule that cannot be
+        compiled.
         """
         rule, words = read_output_rule(given), given.get("bad_words")
         is_guided = rule is not None or (tools is not None and form is not None)

@@ -37,8 +37,9 @@ _BY_NAME = {
 class GenerationOptions:
     """The generation that a call asks for, the same for each prompt.
 
-    `given`: the fields of the request. `num_top`, `num_prompt_top`: how many top log probabilities
-    are returned for each token; None: no log probabilities. `processor`: a logits post-processor.
+    `given` has the fields of the request. `num_top` and `num_prompt_top` are the numbers of top log
+    probabilities for each token; None means no log probabilities. `processor` is a logits
+    post-processor.
     """
 
     given: Mapping[str, Any]
@@ -52,7 +53,7 @@ class GenerationOptions:
 
     @property
     def beam_width(self) -> int:
-        """The number of beams; 1: the choices are sampled."""
+        """The number of beams, or 1 if the choices are sampled."""
         if not self.given.get("use_beam_search"):
             return 1
         return int(self.given.get("beam_width", self.num_choices))
@@ -178,7 +179,7 @@ def _adapter(options: GenerationOptions, card: ModelCard) -> str | None:
 
 
 def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
-    """Return the seed of one choice. Seeds that differ by 1 share no choice's seed."""
+    """Return the seed of one choice, a hash, so that adjacent seeds have no choices in common."""
     key = struct.pack("<QQQ", seed % 2**64, prompt_index, choice)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 

@@ -35,9 +35,9 @@ _ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
 
 @dataclass(frozen=True, slots=True)
 class OutputRule:
-    """The rule that an answer must fit. `where`: the field that sets it; `kind`: one of `_KINDS`.
+    """The rule that an answer must fit, set by the field `where`; `kind` is one of `_KINDS`.
 
-    `lenient`: schema keywords that cannot be enforced are ignored and reported.
+    With `lenient`, schema keywords that cannot be enforced are ignored and reported.
     """
 
     where: str

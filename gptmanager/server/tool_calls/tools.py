@@ -20,9 +20,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 class Tools:
     """The tools of a request.
 
-    `listed`: as the client gave them. `parameters`: name -> JSON schema of its arguments.
-    `required`: the answer must be a call of one of these tools. `lenient`: schema keywords that
-    cannot be enforced are ignored.
+    `listed` has the tools as the client sent them. `parameters` maps the name of each tool that may
+    be called to the JSON schema of its arguments. If `required`, the answer must be a call of one
+    of these. With `lenient`, schema keywords that cannot be enforced are ignored.
     """
 
     listed: Sequence[Mapping[str, Any]]

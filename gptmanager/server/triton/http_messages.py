@@ -1,6 +1,4 @@
-"""Read and write bodies of the infer call: JSON, followed by tensors as bytes (the binary
-extension).
-"""
+"""Read and write the bodies of infer calls: JSON, then tensors as bytes (the binary extension)."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ _MAX_DIMS = 8
 
 def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
     """Return the decompressed body. Raises ApiError 413 if it exceeds `limit`, or if it is many
-    times larger than the compressed body: a client could send a thousandfold at no cost.
+    times larger than the compressed body, since small bodies could expand a thousandfold.
     """
     if encoding in ("", "identity"):
         return body
@@ -132,7 +130,7 @@ def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
 
 
 class _Rest:
-    """The bytes behind the JSON, which tensors take one after another."""
+    """The bytes after the JSON; tensors take them one after another."""
 
     def __init__(self, raw: memoryview) -> None:
         self._raw = raw
@@ -156,7 +154,7 @@ class _Rest:
 
 
 class _Object:
-    """A JSON object of a call, with methods that check types. `where`: its name in errors."""
+    """A JSON object of a call, with methods that check types. Errors name it `where`."""
 
     def __init__(self, where: str, given: Any) -> None:
         if not isinstance(given, dict):

@@ -31,7 +31,7 @@ VERSION = "1"  # the only version of each model
 
 class Reply(Protocol):
     """One sequence of a row: the request for the engine, and the conversion of its parts into
-    tensors. `is_complete`: the response is complete, so the request can be stopped.
+    tensors. Once `is_complete` is True, the request can be stopped.
     """
 
     @property
@@ -47,8 +47,8 @@ class Reply(Protocol):
 
 
 class Model(Protocol):
-    """A model that clients can call. `inputs`, `outputs`: its tensors by name. `reader` checks the
-    inputs of a call. `needs_outputs`: outputs that a client must request.
+    """A model that clients can call. `inputs` and `outputs` are its tensors by name. `reader`
+    checks the inputs of a call. `needs_outputs` are the outputs that a client must request.
     """
 
     @property
@@ -73,7 +73,7 @@ class Model(Protocol):
 
 
 class Inference:
-    """`models` and their `statistics` by name; `max_rows`: the maximum batch size of a call."""
+    """Runs calls. It has `models` and their `statistics` by name; a call has at most `max_rows`."""
 
     # A weak reference: it refers to the engine, so a strong one would keep the engine alive.
     _of_engines: ClassVar[WeakKeyDictionary[Engine, ref[Inference]]] = WeakKeyDictionary()

@@ -16,7 +16,7 @@ MAX_ID = 1024  # characters of a call's id, which each of its responses repeats
 
 
 class InputTensor(NamedTuple):
-    """An input. `datatype`: Triton's name; `array`: its first dimension is the batch."""
+    """An input, with Triton's name of its datatype. The first dimension of `array` is the batch."""
 
     datatype: str
     array: np.ndarray
@@ -24,9 +24,9 @@ class InputTensor(NamedTuple):
 
 @dataclass(slots=True)
 class InferRequest:
-    """A call. `outputs`: the requested ones; None: the client lists none and gets all.
+    """A call. `outputs` are the requested outputs; None means all.
 
-    `may_have_many`: the client accepts several responses.
+    If `may_have_many`, the client accepts several responses.
     """
 
     model_name: str

@@ -44,8 +44,9 @@ class Sizes(NamedTuple):
 class TensorSpec(NamedTuple):
     """An input or output of a model.
 
-    `dims`: the shape without the batch; -1: any size up to a limit. `most`: for each -1 of an
-    input, the field of `Sizes` that is its limit. `is_of_model`: any float datatype is accepted.
+    `dims` is the shape without the batch; -1 means any size up to a limit. For each -1 of an input,
+    `most` names the field of `Sizes` with its limit. If `is_of_model`, any float datatype is
+    accepted.
     """
 
     name: str

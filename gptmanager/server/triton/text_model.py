@@ -77,9 +77,7 @@ _MAX_STOP_LETTERS = 1 << 16  # characters of one word
 
 
 class TextModel:
-    """A model with text inputs and outputs. `name`: its name for clients; `tokens`: the model that
-    generates.
-    """
+    """A model with text inputs and outputs, which clients call `name`; `tokens` generates."""
 
     outputs = OUTPUTS
     needs_outputs = ()
@@ -150,7 +148,8 @@ class TextModel:
         if not 1 <= size <= most:
             raise invalid(
                 "prompt_vocab_size",
-                f"prompt_vocab_size = {size} is outside 1..{most}, that of prompt_embedding_table",
+                f"prompt_vocab_size = {size} is outside 1..{most}, the rows of "
+                "prompt_embedding_table",
             )
         return range(first, first + size)
 
@@ -219,9 +218,7 @@ class TextReply:
         for index, tensors in enumerate(responses):
             is_last = part.result is not None and index == len(responses) - 1
             ids, lengths = tensors.pop("output_ids")[0], tensors.pop("sequence_length")[0]
-            if (
-                not self.is_complete or not self._pending
-            ):  # later tensors are of tokens behind the end
+            if not self.is_complete or not self._pending:  # else they are of tokens after the end
                 self._pending.append(tensors)
             for beam, output in enumerate(self._outputs[: len(ids)]):
                 output.push(ids[beam, : lengths[beam]].tolist())

@@ -316,7 +316,7 @@ def text(**given):
         (
             "ensemble",
             text(prompt_embedding_table=np.zeros((2, 128)), prompt_vocab_size=2**31 - 1),
-            "prompt_vocab_size = 2147483647 is outside 1..2, that of prompt_embedding_table",
+            "prompt_vocab_size = 2147483647 is outside 1..2, the rows of prompt_embedding_table",
         ),
         ("ensemble", text(bad_words=[b"a" * 257]), "bad_words[0] has 257 characters, at most 256"),
         ("ensemble", text(bad_words=[b"a" * 4000]), "bad_words[0] has 4000 bytes, at most 256"),
