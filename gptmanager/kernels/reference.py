@@ -103,10 +103,7 @@ class Kernels:
         num_tokens: int,
         tokens_per_block: int,
     ) -> RowSpans:
-        """Return the rows for the ops of each layer, with the arrays of `plan` on the device.
-
-        Called once a step, before the first layer.
-        """
+        """Return the rows for the ops of all layers; called once a step, `plan` on the device."""
         return rows
 
     def new_matrix(
@@ -220,12 +217,7 @@ class Kernels:
         return self._normalize(x, residual, weight, None, eps, plus_one, centered=False)
 
     def layer_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        plus_one: bool = False,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool = False
     ) -> Tensor:
         """`(x - mean) / sqrt(variance + eps) * weight [C] + bias [C]`, in x's dtype."""
         return self._normalize(x, None, weight, bias, eps, plus_one, centered=True)
@@ -342,10 +334,8 @@ class Kernels:
         q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
         angles = None if cos_sin is None else cos_sin[positions].unsqueeze(1)
 
-        def normed(heads: Tensor, weight: Tensor) -> Tensor:  # a subclass may accept rows only
-            return Kernels._normalize(
-                self, heads, None, weight, None, eps, plus_one, centered=False
-            )
+        def normed(x: Tensor, weight: Tensor) -> Tensor:  # a subclass may accept rows only
+            return Kernels._normalize(self, x, None, weight, None, eps, plus_one, centered=False)
 
         def rotated(heads: Tensor, weight: Tensor | None) -> Tensor:
             if weight is not None and not norm_last:
@@ -395,8 +385,7 @@ class Kernels:
     def _pieces(self, rows: RowSpans) -> Iterator[tuple[int, int, int, int]]:
         """Yield start and stop of tokens that attend together, the KV length at stop, and the slot.
 
-        If deterministic, each token attends alone, because a matmul may round differently for each
-        number of tokens.
+        If deterministic, each token attends alone: matmuls of other sizes may round differently.
         """
         starts, lengths, slots = (it.tolist() for it in rows[:3])
         for (first, end), length, slot in zip(pairwise(starts), lengths, slots, strict=True):
