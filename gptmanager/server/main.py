@@ -43,12 +43,18 @@ def main(options: argparse.Namespace) -> int:
         raise with_origin(error, options.origins) from error
 
 
+def server_settings(options: argparse.Namespace) -> ServerSettings:
+    """Return the checked settings of parsed options. Raises ConfigError."""
+    names = ServerSettings.__dataclass_fields__.keys() - {"manager"}
+    given = {name: getattr(options, name) for name in names}
+    return ServerSettings(manager=manager_options(options), **given)
+
+
 def _run(options: argparse.Namespace) -> int:
     if options.threads is None:
         leave_a_core()
-    given = manager_options(options)
-    names = ServerSettings.__dataclass_fields__.keys() - {"manager"}
-    settings = ServerSettings(manager=given, **{name: getattr(options, name) for name in names})
+    settings = server_settings(options)
+    given = settings.manager
     if is_follower(given.params):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 ends all ranks
             signal.signal(number, signal.SIG_IGN)
