@@ -551,12 +551,22 @@ server/                       a manager behind HTTP and gRPC
         reasoning             the format of a model's thoughts, by its chat template
         chat_answer           an answer as a message, or as deltas
         chat_prompt           renders messages as prompt tokens
+        chat_call             the one path from the fields of a chat to its generation
+        event_answer          an answer as named events, or in one piece
     openai/                   OpenAI's endpoints
         models                /v1/models, and loading of adapters
         json_answer           the JSON of an answer, in one piece or as chunks
         completions           /v1/completions
         chat                  /v1/chat/completions
+        response_input        items and fields of /v1/responses as those of a chat
+        response_writer       items and events of /v1/responses (no torch)
+        response_store        the latest responses (no torch)
+        responses             /v1/responses
         tokenization          /tokenize and /detokenize
+    anthropic/                Anthropic's endpoints
+        message_input         messages and fields of /v1/messages as those of a chat
+        message_writer        blocks and events of /v1/messages (no torch)
+        messages              /v1/messages and count_tokens
     triton/                   Triton's protocol over HTTP and gRPC
         errors                errors in Triton's protocol
         messages              a call and its responses, for HTTP and gRPC (no torch)

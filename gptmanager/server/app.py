@@ -17,6 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gptmanager.errors import GptManagerError
 from gptmanager.server import health, live, openapi
+from gptmanager.server.anthropic import messages
+from gptmanager.server.chat.chat_call import ChatCalls
 from gptmanager.server.engine import metrics
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
@@ -25,7 +27,7 @@ from gptmanager.server.http.hosts import HostGuard, needs_guard
 from gptmanager.server.http.keys import KeyGuard
 from gptmanager.server.http.request_log import CLIENT_GONE, RECORD, RequestRecord
 from gptmanager.server.http.responses import DIRECT_SEND, IS_WHOLE, error_response
-from gptmanager.server.openai import chat, completions, models, tokenization
+from gptmanager.server.openai import chat, completions, models, responses, tokenization
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import http as triton
 
@@ -41,13 +43,22 @@ _CORS: dict[str, Any] = {
     "allow_headers": ("*",),
     "expose_headers": ("Retry-After", "Warning", "X-Request-Id"),
 }
+
+
+def _chat_routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    """Return the routes of all protocols with chats, which share one `ChatCalls`."""
+    calls = ChatCalls(engine, settings)
+    calls.log_formats()
+    return [*chat.routes(calls), *responses.routes(calls), *messages.routes(calls)]
+
+
 _FRONTS: Sequence[Routes] = (
     health.routes,
     metrics.routes,
     models.routes,
     tokenization.routes,
     completions.routes,
-    chat.routes,
+    _chat_routes,
     triton.routes,
     openapi.routes,
     live.routes,

@@ -155,6 +155,7 @@ def _add_requests(add: _Add) -> None:
     choices = (*choices, "harmony")
     text = f"format of calls of tools: {', '.join(choices)} (default auto: by the chat template)"
     add("--tool-call-parser", choices=choices, default="auto", metavar="NAME", help=text)
+    add("--no-store", action="store_true", help="keep no response for later requests")
     text = "treat names of special tokens in clients' texts as plain text"
     add("--no-special-tokens-in-text", action="store_true", help=text)
     text = "ignore unknown fields with a warning instead of a 400"

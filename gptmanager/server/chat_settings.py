@@ -14,6 +14,7 @@ class ChatSettings:
     requests may contain a template. `reasoning_parser`: the format of thoughts in answers, by its
     name, and `tool_call_parser` that of calls; auto: that of the chat template.
     `no_special_tokens_in_text`: clients' texts never become special tokens.
+    `no_store`: responses are not kept for later requests.
     """
 
     chat_template: Path | None = None
@@ -21,3 +22,4 @@ class ChatSettings:
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
     no_special_tokens_in_text: bool = False
+    no_store: bool = False

@@ -76,6 +76,24 @@ class ApiError(Exception):
         return {"error": error}
 
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """Return the error object for Anthropic's client, as JSON values."""
+    kind = "invalid_request_error" if error.status < 500 else "api_error"
+    own = {"type": _ANTHROPIC_TYPES.get(error.status, kind), "message": error.message}
+    return {"type": "error", "error": own}
+
+
 def _cut(text: str) -> str:
     """Shorten a text that may quote a client's input, to bound the size of the answer."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -10,10 +10,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from gptmanager import __version__
+from gptmanager.server.anthropic import messages
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.fields import Field, object_schema
 from gptmanager.server.http.responses import json_response
-from gptmanager.server.openai import chat, completions, models, tokenization
+from gptmanager.server.openai import chat, completions, models, responses, tokenization
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import described
 
@@ -40,7 +41,7 @@ class Endpoint(NamedTuple):
 
     `fields`: the fields of the body of a POST; None: a GET. `answer`: the properties of the answer,
     or its media type. `parameter`: the name in braces in the path. `link`: an operation that uses
-    values of this answer.
+    values of this answer. `method`: "": POST if there are fields, else GET.
     """
 
     path: str
@@ -49,6 +50,7 @@ class Endpoint(NamedTuple):
     answer: Mapping[str, Any] | str = "application/json"
     parameter: str = ""
     link: Mapping[str, Any] | None = None
+    method: str = ""
 
 
 def _link(path: str, method: str = "post", **values: Any) -> dict[str, Any]:
@@ -72,10 +74,31 @@ _COMPLETION = {
         },
     },
 }
+_LIST = {"type": "array", "items": {"type": "object"}}
+_RESPONSE = {"id": _TEXT, "object": _TEXT, "status": _TEXT, "model": _TEXT, "output": _LIST}
+_MESSAGE = {"id": _TEXT, "type": _TEXT, "role": _TEXT, "model": _TEXT, "content": _LIST}
+_STORED = "/v1/responses/{response_id}"
 _MODEL = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "max_model_len": _COUNT}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {"type": _TEXT, "error": {"type": "object", "required": ["type", "message"]}},
+}
 ENDPOINTS = (
     Endpoint("/v1/completions", "complete prompts", completions.FIELDS, _COMPLETION),
     Endpoint("/v1/chat/completions", "answer a chat", chat.FIELDS, _COMPLETION),
+    Endpoint("/v1/responses", "answer items", responses.FIELDS, _RESPONSE),
+    Endpoint(_STORED, "return a stored response", None, _RESPONSE, "response_id"),
+    Endpoint(_STORED, "forget a response", None, {"id": _TEXT}, "response_id", method="delete"),
+    Endpoint(f"{_STORED}/input_items", "list its input", None, {"data": {}}, "response_id"),
+    Endpoint(f"{_STORED}/cancel", "refused: it has ended", None, {}, "response_id", method="post"),
+    Endpoint("/v1/messages", "answer a chat", messages.FIELDS, _MESSAGE),
+    Endpoint(
+        "/v1/messages/count_tokens",
+        "count the tokens of a chat",
+        messages.COUNT_FIELDS,
+        {"input_tokens": _COUNT},
+    ),
     Endpoint(
         "/v1/models",
         "list the model and its adapters",
@@ -154,10 +177,10 @@ def document(
         "openapi": "3.1.0",
         "info": {"title": "gptmanager", "version": __version__},
         "paths": {
-            **{it.path: _path(it, closed=not lenient) for it in endpoints},
+            **_paths(endpoints, closed=not lenient),
             **(described.paths() if has_triton else {}),
         },
-        "components": {"schemas": {"Error": error}},
+        "components": {"schemas": {"Error": error, "AnthropicError": _ANTHROPIC_ERROR}},
     }
     if has_key:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -165,8 +188,17 @@ def document(
     return found
 
 
+def _paths(endpoints: Sequence[Endpoint], *, closed: bool) -> dict[str, Any]:
+    paths: dict[str, Any] = {}
+    for one in endpoints:
+        paths.setdefault(one.path, {}).update(_path(one, closed=closed))
+    return paths
+
+
 def _path(endpoint: Endpoint, *, closed: bool) -> dict[str, Any]:
-    error = {"schema": {"$ref": "#/components/schemas/Error"}}
+    is_anthropic = endpoint.path.startswith("/v1/messages")
+    schema = "AnthropicError" if is_anthropic else "Error"
+    error = {"schema": {"$ref": f"#/components/schemas/{schema}"}}
     responses: dict[str, Any] = {
         status: {"description": meaning, "content": {"application/json": error}}
         for status, meaning in _ERRORS.items()
@@ -183,12 +215,9 @@ def _path(endpoint: Endpoint, *, closed: bool) -> dict[str, Any]:
             {"name": endpoint.parameter, "in": "path", "required": True, "schema": _TEXT}
         ]
     if endpoint.fields is None:
-        return {"get": operation}
-    schema = object_schema(endpoint.fields, closed=closed)
-    operation["requestBody"] = {
-        "required": True,
-        "content": {"application/json": {"schema": schema}},
-    }
+        return {endpoint.method or "get": operation}
+    body = object_schema(endpoint.fields, closed=closed)
+    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return {"post": operation}
 
 

@@ -7,6 +7,13 @@ from server.test_endpoints import refusal
 from gptmanager.server.openapi import document
 from gptmanager.server.triton.http import UNSUPPORTED_PATHS
 
+LIMITS = {  # path -> the field that limits the new tokens
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/v1/messages": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+
 
 def test_every_endpoint_is_described(server, client):
     described = set(client.get("/openapi.json").json()["paths"])
@@ -41,7 +48,15 @@ def test_a_lenient_server_says_so():
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/chat/completions", "/v1/load_lora_adapter"]
+    "path",
+    [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/load_lora_adapter",
+    ],
 )
 def test_bodies_made_up_from_the_document_are_answered(client, path):
     schemathesis = pytest.importorskip(
@@ -52,10 +67,13 @@ def test_bodies_made_up_from_the_document_are_answered(client, path):
     @settings(max_examples=8, deadline=None)
     @given(case=schema[path]["POST"].as_strategy())
     def ask(case):
-        body = {**case.body, "max_tokens": 1} if "completions" in path else case.body
+        limit = LIMITS.get(path)
+        body = case.body if limit is None else {**case.body, limit: 1}
         response = client.post(path, json=body)
         assert response.status_code < 500, response.text
-        if response.status_code != 200:
+        if response.status_code != 200 and "messages" in path:
+            assert response.json()["type"] == "error"
+        elif response.status_code != 200:
             refusal(response, response.status_code)
 
     ask()

@@ -34,7 +34,8 @@ def scripted_server(
     special: Sequence[str] = (),
     **fields: Any,
 ) -> Iterator[Any]:
-    """`ask(text, **fields)` asks such a server by OpenAI's client, and `ask.post` by httpx.
+    """`ask(text, **fields)` asks such a server by OpenAI's client, and `ask.post` by httpx. Others
+    set the text of the next answer with `ask.says`, and find the server at `ask.url`.
 
     `messages`, `tools`: if a call names none. `tags`, `special`: tokens of their own in the
     vocabulary; special ones are left out of texts.
@@ -69,10 +70,14 @@ def scripted_server(
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         stack.enter_context(client)
 
-        def ask(text: str, **given: Any) -> Any:
+        def say(text: str) -> None:
             says.update(prompt=None, script=tokenizer.encode(text).ids)
+
+        def ask(text: str, **given: Any) -> Any:
+            say(text)
             given = {"messages": messages, **({"tools": tools} if tools else {}), **given}
             return client.chat.completions.create(model="scripted", **given)
 
+        ask.says, ask.url = say, server.url
         ask.post = lambda path, **given: httpx.post(server.url + path, timeout=30, **given)
         yield ask

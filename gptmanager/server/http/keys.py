@@ -136,7 +136,8 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         headers, is_page = dict(scope["headers"]), scope["path"] in PAGE_PATHS
-        key = self._keys.find(bearer(headers.get(b"authorization")))
+        given = bearer(headers.get(b"authorization")) or headers.get(b"x-api-key")
+        key = self._keys.find(given)
         if key is None and is_page:
             key = self._key_of_cookie(headers.get(b"cookie", b""))
         if key is not None:
@@ -151,7 +152,8 @@ class KeyGuard:
         else:
             error = ApiError(
                 401,
-                "the key is missing or wrong: send the header Authorization: Bearer KEY",
+                "the key is missing or wrong: send the header Authorization: Bearer KEY "
+                "or X-Api-Key: KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gptmanager.server.errors import ApiError, api_error
+from gptmanager.server.errors import ApiError, anthropic_error, api_error
 from gptmanager.server.http.request_log import RECORD
 
 _logger = logging.getLogger(__name__)
@@ -31,15 +31,30 @@ def json_response(
 
 
 def error_response(error: ApiError, path: str = "/") -> Response:
-    """Return the response for `error`; for a `path` below /v2, in Triton's format."""
-    is_triton = path == "/v2" or path.startswith("/v2/")
-    body = {"error": error.message} if is_triton else error.body()
+    """Return the response for `error`; in the format of the protocol at `path`."""
+    if path == "/v2" or path.startswith("/v2/"):  # Triton's
+        body: Any = {"error": error.message}
+    elif path == "/v1/messages" or path.startswith("/v1/messages/"):
+        body = anthropic_error(error)
+    else:
+        body = error.body()
     return _Refusal(error, orjson.dumps(body))
 
 
 def event(content: Any) -> bytes:
     """Return `content` as JSON in a server-sent event."""
     return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """Return `content` as a server-sent event with the name that is its `type`."""
+    name = str(content["type"]).encode()
+    return b"event: " + name + b"\ndata: " + orjson.dumps(content) + b"\n\n"
+
+
+def error_frame(error: ApiError) -> bytes:
+    """Return the last events of a stream that fails, for OpenAI's clients."""
+    return event(error.body()) + DONE
 
 
 class _Refusal(Response):
@@ -61,7 +76,7 @@ class EventStream(Response):
     """A response that writes each frame of `frames` as a server-sent event.
 
     Pass frames that `start_stream` has started: an error before the first frame then still becomes
-    an error response. A later error becomes the last event before DONE. When the client
+    an error response. `last_frame` writes a later error. When the client
     disconnects, `frames` is cancelled. While the client does not read, `frames` is not advanced, so
     that nothing is buffered for it.
     """
@@ -69,11 +84,15 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, frames: AsyncIterator[bytes], headers: Mapping[str, str] | None = None
+        self,
+        frames: AsyncIterator[bytes],
+        headers: Mapping[str, str] | None = None,
+        last_frame: Callable[[ApiError], bytes] = error_frame,
     ) -> None:
         super().__init__(None, 200, {**_STREAM_HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._frames = frames
+        self._last_frame = last_frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send, scope.get(DIRECT_SEND, send)))
@@ -96,7 +115,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": frame, "more_body": True})
             except Exception as error:  # the status has already been sent
                 _logger.debug("a stream failed", exc_info=error)
-                last = event(api_error(error).body()) + DONE
+                last = self._last_frame(api_error(error))
                 await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.body import start_stream, until_disconnected
 from gptmanager.server.http.request_log import RECORD
-from gptmanager.server.http.responses import DONE, EventStream, event, json_response
+from gptmanager.server.http.responses import DONE, EventStream, error_frame, event, json_response
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.text.answer import Answer
 from gptmanager.server.text.outputs import Delta
@@ -57,6 +57,9 @@ class JsonAnswer:
             "model": self._head["model"],
             **self._answer.log_fields(),
         }
+
+    def last_frame(self, error: ApiError) -> bytes:
+        return error_frame(error)
 
     async def whole(self) -> dict[str, Any]:
         async for index, delta in self._answer.deltas():
@@ -102,9 +105,22 @@ def answer_head(
     }
 
 
+class HttpAnswer(Protocol):
+    """An answer that can be returned in one piece, or as the frames of a stream."""
+
+    def log_fields(self) -> dict[str, Any]: ...
+
+    async def whole(self) -> dict[str, Any]: ...
+
+    def frames(self) -> AsyncIterator[bytes]: ...
+
+    def last_frame(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that fails."""
+
+
 async def respond(
     request: Request,
-    preparing: Awaitable[JsonAnswer],
+    preparing: Awaitable[HttpAnswer],
     warnings: Warnings,
     *,
     streams: bool,
@@ -117,5 +133,5 @@ async def respond(
         keep_alive_s = request.app.state.settings.sse_keep_alive
         starting = start_stream(answer.frames(), keep_alive_s)
         frames = await until_disconnected(request, starting)
-        return EventStream(frames, headers)
+        return EventStream(frames, headers, answer.last_frame)
     return json_response(await until_disconnected(request, answer.whole()), headers=headers)

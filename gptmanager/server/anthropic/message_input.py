@@ -1,0 +1,171 @@
+"""The messages of Anthropic's API as those of a chat, and its other fields as those of chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from gptmanager.errors import quoted
+from gptmanager.server.fields import field_error
+
+# a field of chats -> what takes its place in errors
+RENAMED = (
+    ("response_format.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
+    ("].function.parameters", "].input_schema"),
+    ("tool_choice.function", "tool_choice"),
+    ("].function", "]"),
+    ("stop[", "stop_sequences["),
+)
+# fields that mean the same for chats
+PASSED_ON = (
+    *("model", "stream", "temperature", "top_p", "top_k", "max_tokens"),
+    *("min_p", "seed", "chat_template_kwargs", "priority", "deadline_s", "cache_salt"),
+)
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_THOUGHTS = ("thinking", "redacted_thinking")
+
+
+def messages_of(
+    given: list[Any], system: Any = None
+) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """Return the messages of a chat, and index -> the place of each in the body.
+
+    ApiError (400) for a message or a block of another kind.
+    """
+    messages: list[dict[str, Any]] = []
+    places: dict[int, str] = {}
+    if system is not None:
+        messages.append({"role": "system", "content": _text_of(system, "system")})
+        places[0] = "system"
+    for index, message in enumerate(given):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise field_error(where, f"{quoted(message)} must be an object with role and content")
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise field_error(f"{where}.role", f"{quoted(role)} must be user or assistant")
+        if isinstance(content, str):
+            found = [{"role": role, "content": content}]
+        elif not isinstance(content, list):
+            raise field_error(f"{where}.content", "must be a string or a list of blocks")
+        elif role == "assistant":
+            found = [_of_assistant(content, f"{where}.content")]
+        else:
+            found = _of_user(role, content, f"{where}.content")
+        places |= dict.fromkeys(range(len(messages), len(messages) + len(found)), where)
+        messages += found
+    return messages, places
+
+
+def _of_user(role: str, content: list[Any], where: str) -> list[dict[str, Any]]:
+    """Return results of tools, and then the texts, which are parts of one message."""
+    results: list[dict[str, Any]] = []
+    texts = []
+    for index, block in enumerate(content):
+        at = f"{where}[{index}]"
+        if isinstance(block, Mapping) and block.get("type") == "tool_result":
+            text = _text_of(block.get("content") or "", f"{at}.content")
+            own_id = block.get("tool_use_id")
+            if not isinstance(own_id, str):
+                raise field_error(f"{at}.tool_use_id", f"{quoted(own_id)} must be a string")
+            results.append({"role": "tool", "tool_call_id": own_id, "content": text})
+        else:
+            texts.append(_text(block, at))
+    if texts or not results:
+        results.append({"role": role, "content": "\n".join(texts)})
+    return results
+
+
+def _of_assistant(content: list[Any], where: str) -> dict[str, Any]:
+    thoughts, texts, calls = [], [], []
+    for index, block in enumerate(content):
+        at = f"{where}[{index}]"
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind in _THOUGHTS:
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind == "tool_use":
+            for name in ("id", "name"):
+                if not isinstance(block.get(name), str):
+                    wrong = quoted(block.get(name))
+                    raise field_error(f"{at}.{name}", f"{wrong} must be a string")
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            function = {"name": block["name"], "arguments": arguments}
+            calls.append({"id": block["id"], "type": "function", "function": function})
+        else:
+            texts.append(_text(block, at))
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "\n".join(thoughts)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _text_of(given: Any, where: str) -> str:
+    """Return a text, or the joined texts of blocks."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise field_error(where, f"{quoted(given)} must be a string or a list of text blocks")
+    return "\n".join(_text(block, f"{where}[{index}]") for index, block in enumerate(given))
+
+
+def _text(block: Any, where: str) -> str:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind != "text":
+        raise field_error(
+            f"{where}.type", f"{quoted(kind)} is not supported: the model reads text only"
+        )
+    if not isinstance(block.get("text"), str):
+        raise field_error(f"{where}.text", f"{quoted(block.get('text'))} must be a string")
+    return str(block["text"])
+
+
+def chat_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat, except its messages."""
+    fields = {name: given[name] for name in PASSED_ON if name in given}
+    if "stop_sequences" in given:
+        fields["stop"] = given["stop_sequences"]
+    if "tools" in given:
+        fields["tools"] = [_tool(one) for one in given["tools"]]
+    choice = given.get("tool_choice")
+    if choice is not None:
+        kind = choice.get("type")
+        if kind == "tool":
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+        elif kind in _CHOICES:
+            fields["tool_choice"] = _CHOICES[kind]
+        else:
+            raise field_error("tool_choice.type", f"{quoted(kind)} must be auto, any, tool or none")
+        fields["parallel_tool_calls"] = choice.get("disable_parallel_tool_use") is not True
+    thinking = given.get("thinking", {}).get("type")
+    if thinking in ("enabled", "disabled"):
+        fields["enable_thinking"] = thinking == "enabled"
+    elif thinking not in (None, "adaptive"):
+        raise field_error(
+            "thinking.type", f"{quoted(thinking)} must be enabled, disabled, adaptive"
+        )
+    output = given.get("output_config", {})
+    if output.get("effort") is not None:
+        fields["reasoning_effort"] = str(output["effort"])[:64]
+    if output.get("format") is not None:
+        fields["response_format"] = _format(output["format"])
+    return fields
+
+
+def _tool(tool: Any) -> Any:
+    """Return a tool of the client in the form of chats. ApiError (400) for a tool of the server."""
+    if not isinstance(tool, Mapping):
+        return tool
+    if tool.get("type") not in (None, "custom"):
+        return {"type": tool["type"]}
+    keys = {"name": "name", "description": "description", "input_schema": "parameters"}
+    function = {own: tool[key] for key, own in keys.items() if key in tool}
+    return {"type": "function", "function": {**function, "strict": tool.get("strict", False)}}
+
+
+def _format(given: Any) -> Any:
+    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+        raise field_error("output_config.format.type", "must be json_schema")
+    own = {"name": "answer", "schema": given.get("schema")}
+    return {"type": "json_schema", "json_schema": own}

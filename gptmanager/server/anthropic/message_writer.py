@@ -1,0 +1,124 @@
+"""The answer of /v1/messages: its blocks, and the events that a stream has for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gptmanager.server.errors import ApiError, anthropic_error
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_EMPTY: Mapping[str, dict[str, Any]] = {
+    "text": {"type": "text", "text": ""},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
+
+
+class MessageWriter:
+    """Writes blocks in the order in which the model writes them. `usage`: returns the usage so far,
+    in the shape of a chat.
+    """
+
+    def __init__(self, answer_id: str, model: str, usage: Callable[[], Mapping[str, Any]]) -> None:
+        self.answer_id = answer_id
+        self._usage = usage
+        self._content: list[dict[str, Any]] = []
+        self._is_open = False  # the last block has not ended
+        self._arguments = ""  # of the last call
+        self._message: dict[str, Any] = {
+            "id": answer_id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": self._content,
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    def begin(self) -> list[dict[str, Any]]:
+        message = {**self._message, "content": [], "usage": self._tokens()}
+        return [{"type": "message_start", "message": message}]
+
+    def add(self, delta: dict[str, Any]) -> list[dict[str, Any]]:
+        if "tool_calls" in delta:
+            (call,) = delta["tool_calls"]
+            return self._add_call(call)
+        kind, key = ("thinking", "reasoning") if "reasoning" in delta else ("text", "content")
+        events, text = [], delta[key]
+        if not self._is_open or self._content[-1]["type"] != kind:
+            events = [*self._close(), self._open(dict(_EMPTY[kind]))]
+        self._content[-1][kind] += text
+        return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
+
+    def end(self, reason: str, stop_reason: str | int | None) -> list[dict[str, Any]]:
+        is_text = reason == "stop" and isinstance(stop_reason, str)
+        found = {
+            "stop_reason": "stop_sequence" if is_text else _REASONS[reason],
+            "stop_sequence": stop_reason if is_text else None,
+        }
+        events, usage = self._close(), self._tokens()
+        self._message |= {**found, "usage": usage}
+        return [
+            *events,
+            {"type": "message_delta", "delta": found, "usage": usage},
+            {"type": "message_stop"},
+        ]
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        return [anthropic_error(error)]
+
+    def whole(self) -> dict[str, Any]:
+        return self._message
+
+    def _add_call(self, call: Mapping[str, Any]) -> list[dict[str, Any]]:
+        events, function = [], call["function"]
+        if "id" in call:
+            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+            events, self._arguments = [*self._close(), self._open(block)], ""
+        text = function["arguments"]
+        if text:
+            self._arguments += text
+            events.append(self._delta({"type": "input_json_delta", "partial_json": text}))
+        return events
+
+    def _open(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._content.append(block)
+        self._is_open = True
+        return self._event("content_block_start", content_block=dict(block))
+
+    def _close(self) -> list[dict[str, Any]]:
+        """End the last block."""
+        if not self._is_open:
+            return []
+        self._is_open, block = False, self._content[-1]
+        if block["type"] == "tool_use":
+            block["input"] = _object(self._arguments)
+        signed = block["type"] == "thinking"
+        delta = [self._delta({"type": "signature_delta", "signature": ""})] if signed else []
+        return [*delta, self._event("content_block_stop")]
+
+    def _delta(self, delta: Mapping[str, Any]) -> dict[str, Any]:
+        return self._event("content_block_delta", delta=delta)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "index": len(self._content) - 1, **fields}
+
+    def _tokens(self) -> dict[str, int]:
+        usage = self._usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _object(text: str) -> Any:
+    """Return the arguments of a call as an object; {} if they are cut off or not an object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

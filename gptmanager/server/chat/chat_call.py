@@ -1,0 +1,161 @@
+"""`ChatCalls`: the one path from the fields of a chat to its generation.
+
+/v1/chat/completions passes its own fields; other protocols convert theirs into the same fields.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gptmanager.server.chat.chat_answer import ChatAnswer
+from gptmanager.server.chat.chat_prompt import UNKNOWN_FORMAT, ChatPrompt, ChatPrompts
+from gptmanager.server.chat.functions import has_functions, read_functions
+from gptmanager.server.chat.reasoning import Reasoning, special_tags
+from gptmanager.server.engine.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.settings import ServerSettings
+from gptmanager.server.text.answer import Answer
+from gptmanager.server.text.log_probs import TokenTexts
+from gptmanager.server.text.processors import Processors
+from gptmanager.server.text.sampling import GenerationOptions, check
+from gptmanager.server.tool_calls.call_format import random_id
+from gptmanager.server.tool_calls.tools import Tools, read_tools
+
+logger = logging.getLogger("gptmanager")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat that can be generated. `messages`: a parser for each output of `answer`. `thinks`: the
+    model may write thoughts.
+    """
+
+    answer: Answer
+    messages: list[ChatAnswer]
+    thinks: bool
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's `usage`, with the tokens of thoughts if the model writes any."""
+        usage = self.answer.usage()
+        if self.thinks:
+            outputs = zip(self.messages, self.answer.outputs, strict=True)
+            num = sum(message.num_reasoning_tokens(it.token_starts) for message, it in outputs)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num}
+        return usage
+
+
+class ChatCalls:
+    """Prepares chats for one model. ConfigError for an unreadable chat template."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.texts = TokenTexts(engine.card.tokenizer)
+        self._processors = Processors(engine, lenient=settings.lenient)
+        self._prompts = ChatPrompts(engine, settings)
+
+    def log_formats(self) -> None:
+        """Log how the server finds thoughts and calls, if the model has a chat template."""
+        found, form = self._prompts.reasoning, self._prompts.tool_format
+        if found is None:
+            return
+        settings = self.settings
+        names = {"--reasoning-parser": settings.reasoning_parser}
+        names["--tool-call-parser"] = settings.tool_call_parser
+        thoughts, calls = (
+            "by the chat template" if given == "auto" else f"by {option}"
+            for option, given in names.items()
+        )
+        logger.info("thoughts in answers: %s, %s", found.value, thoughts)
+        if form is None:
+            logger.info("calls in answers: none, requests with tools get a 400: %s", UNKNOWN_FORMAT)
+        else:
+            logger.info("calls in answers: %s, %s", form.name, calls)
+
+    async def prompt(
+        self, given: Mapping[str, Any], warnings: Warnings
+    ) -> tuple[ChatPrompt, Tools | None]:
+        """Return the prompt of a chat, and the tools that its answer may call. ApiError (400)."""
+        if has_functions(given):
+            tools = read_functions(given.get("functions"), given.get("function_call"))
+        else:
+            parallel = given.get("parallel_tool_calls", True)
+            tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
+        prompt = await self._prompts.read(given, tools, warnings)
+        if tools is not None and prompt.one_call:
+            # the template must accept the answer in the next prompt
+            tools = replace(tools, parallel=False)
+        return prompt, tools
+
+    async def prepare(self, given: Mapping[str, Any], warnings: Warnings) -> PreparedChat:
+        """Return the chat of a request; add to `warnings` what has no effect. ApiError (400)."""
+        card = self.engine.card
+        prompt, tools = await self.prompt(given, warnings)
+        num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
+        processor = await self._processor(given, warnings, tools, prompt)
+        options = GenerationOptions(given, num_top, given.get("prompt_logprobs"), processor)
+        check(options, card)
+        left = max(1, card.max_model_len - len(prompt.tokens))
+        name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+        most = given.get(name, left)
+        most = self.engine.context_length.clamped(len(prompt.tokens), most, name, warnings)
+        self.engine.context_length.check(len(prompt.tokens), most, prompt="messages", most=name)
+        form = prompt.tool_format
+        tags = prompt.start.reasoning.tags + (() if form is None else form.tags)
+        special = special_tags(card.tokenizer, tags) if card.tokenizer and tags else None
+        answer = Answer(self.engine, options, [prompt.tokens], [most], special_texts=special)
+        messages = [
+            ChatAnswer(
+                prompt.start.parser(tools, form),
+                is_alone=tools is not None and not tools.parallel,
+                is_deprecated=has_functions(given),
+                new_id=random_id if form is None else form.new_id,
+            )
+            for _ in answer.outputs
+        ]
+        return PreparedChat(answer, messages, prompt.start.reasoning is not Reasoning.NONE)
+
+    async def _processor(
+        self, given: Mapping[str, Any], warnings: Warnings, tools: Tools | None, prompt: ChatPrompt
+    ) -> Any:
+        """Return the logits post-processor; a rule begins after the thought of the answer."""
+        form, tokenizer = prompt.tool_format, self.engine.card.tokenizer
+        start = None
+        if tokenizer is not None and not (form is not None and form.has_thoughts):
+            start = functools.partial(prompt.start.grammar_start, tokenizer)
+        return await self._processors.of(given, warnings, tools, form, start)
+
+
+@contextmanager
+def fields_renamed(
+    names: Sequence[tuple[str, str]], places: Mapping[int, str] | None = None
+) -> Iterator[None]:
+    """Raise each ApiError of the block in the words of a protocol that has other fields.
+
+    `names`: pairs of a field of chats, and the text that takes its place. `places`: index of a
+    message -> the name of its place in the body.
+    """
+
+    def renamed(text: str) -> str:
+        for own, name in names:
+            text = text.replace(own, name)
+        return re.sub(
+            r"\bmessages\[(\d+)\]", lambda at: (places or {}).get(int(at[1]), at[0]), text
+        )
+
+    try:
+        yield
+    except ApiError as error:
+        param = error.param and renamed(error.param)
+        message = renamed(error.message)
+        kind, code, headers = error.type, error.code, error.headers
+        raise ApiError(
+            error.status, message, type=kind, param=param, code=code, headers=headers
+        ) from None

@@ -1,0 +1,94 @@
+"""`EventAnswer`: an answer as a sequence of named events, for protocols that stream such events.
+
+The whole answer is what the events add up to, so that both have the same content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+from gptmanager.server.chat.chat_call import PreparedChat
+from gptmanager.server.errors import ApiError
+from gptmanager.server.http.responses import named_event
+
+
+class EventWriter(Protocol):
+    """Writes the events of one answer; each is an object with its name as `type`."""
+
+    @property
+    def answer_id(self) -> str: ...
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Return the events before the first text."""
+
+    def add(self, delta: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events for a delta of a chat."""
+
+    def end(self, reason: str, stop_reason: str | int | None) -> list[dict[str, Any]]:
+        """Return the last events. `reason`: the finish reason of a chat."""
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        """Return the last events of an answer that fails."""
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer, after `end`."""
+
+
+class EventAnswer:
+    """Passes the only output of a chat to a writer. `model`: its name in the log. `at_end`: called
+    with the whole answer.
+    """
+
+    def __init__(
+        self,
+        chat: PreparedChat,
+        writer: EventWriter,
+        model: str,
+        at_end: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:
+        self._chat = chat
+        self._writer = writer
+        self._model = model
+        self._at_end = at_end
+
+    def log_fields(self) -> dict[str, Any]:
+        """Return what the log reports about the answer so far."""
+        head = {"answer": self._writer.answer_id, "model": self._model}
+        return {**head, **self._chat.answer.log_fields()}
+
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self._events():
+            pass
+        return self._writer.whole()
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        async for event in self._events():
+            yield named_event(event)
+
+    def last_frame(self, error: ApiError) -> bytes:
+        """Return the last events of a stream that fails."""
+        return b"".join(map(named_event, self._writer.failed(error)))
+
+    async def _events(self) -> AsyncIterator[dict[str, Any]]:
+        (message,), writer = self._chat.messages, self._writer
+        has_begun = False
+        async for _, delta in self._chat.answer.deltas():
+            if not has_begun:  # no event precedes a refusal
+                has_begun = True
+                for event in writer.begin():
+                    yield event
+            found = message.push(delta.text)
+            if delta.finish_reason is not None:
+                found += message.flush()
+            for one in found:
+                for event in writer.add(one):
+                    yield event
+            if delta.finish_reason is not None:
+                reason = message.finish_reason(delta.finish_reason)
+                if reason == "timeout":
+                    raise ApiError(504, "the request timed out")
+                last = writer.end(reason, self._chat.answer.outputs[0].stop_reason)
+                self._at_end(writer.whole())
+                for event in last:
+                    yield event

@@ -1,0 +1,154 @@
+"""The items and fields of /v1/responses as the messages and fields of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gptmanager.errors import quoted
+from gptmanager.server.fields import field_error
+from gptmanager.server.http.warning_header import Warnings
+
+# a field of chats -> what takes its place in errors
+RENAMED = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("tool_choice.allowed_tools.", "tool_choice."),
+    ("tool_choice.function", "tool_choice"),
+    ("].function", "]"),
+    ("max_completion_tokens", "max_output_tokens"),
+)
+# fields that mean the same for chats, also those beyond OpenAI's
+SAME = (
+    *("model", "stream", "temperature", "top_p", "parallel_tool_calls"),
+    *("top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "chat_template_kwargs", "enable_thinking", "priority", "deadline_s"),
+    *("cache_salt", "min_tokens", "ignore_eos"),
+)
+_ROLES = ("system", "developer", "user", "assistant")
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def items_of(given: Any) -> list[Any]:
+    """Return `input` as a list of items."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def messages_of(
+    items: Sequence[Any], earlier: Sequence[Any] = (), instructions: str | None = None
+) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """Return the messages of a chat, and index -> the place of each in `input`.
+
+    `earlier`: the items of the response that this one continues. ApiError (400) for an item of
+    another kind. A thought, a text and calls that follow each other are one message.
+    """
+    messages: list[dict[str, Any]] = []
+    places: dict[int, str] = {}
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+        places[0] = "instructions"
+    for index, item in enumerate((*earlier, *items), -len(earlier)):
+        where = f"input[{index}]" if index >= 0 else "previous_response_id"
+        message = _message(item, where)
+        last = messages[-1] if messages else {}
+        if last.get("role") == message["role"] == "assistant" and _continues(last, message):
+            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+            last.update(message, **({"tool_calls": calls} if calls else {}))
+        else:
+            places[len(messages)] = where
+            messages.append(message)
+    return messages, places
+
+
+def _continues(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    """Return whether both are parts of one message: a thought, then a text, then calls."""
+    if "tool_calls" in message:
+        return True
+    return "content" in message and "content" not in last and "tool_calls" not in last
+
+
+def _message(item: Any, where: str) -> dict[str, Any]:
+    """Return an item as a message."""
+    if not isinstance(item, Mapping):
+        raise field_error(where, f"{quoted(item)} must be an object")
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if kind not in _KINDS:
+        raise field_error(f"{where}.type", f"{quoted(kind)} must be one of {', '.join(_KINDS)}")
+    if kind == "message":
+        if item.get("role") not in _ROLES:
+            wrong = quoted(item.get("role"))
+            raise field_error(f"{where}.role", f"{wrong} must be one of {', '.join(_ROLES)}")
+        return {"role": item["role"], "content": item.get("content")}
+    if kind == "reasoning":
+        return {"role": "assistant", "reasoning_content": _thought(item)}
+    names = ("name", "arguments", "call_id") if kind == "function_call" else ("call_id",)
+    for name in names:
+        if not isinstance(item.get(name), str):
+            raise field_error(f"{where}.{name}", f"{quoted(item.get(name))} must be a string")
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": item.get("output")}
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    call = {"id": item["call_id"], "type": "function", "function": function}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def _thought(item: Mapping[str, Any]) -> str:
+    """Return the text of a reasoning item, or else of its summary."""
+    for key in ("content", "summary"):
+        parts = item.get(key) if isinstance(item.get(key), list) else ()
+        texts = [one.get("text") for one in parts if isinstance(one, Mapping)]
+        if texts:
+            return "\n".join(one for one in texts if isinstance(one, str))
+    return ""
+
+
+def chat_fields(given: Mapping[str, Any], warnings: Warnings) -> dict[str, Any]:
+    """Return the fields of a chat, except its messages. Adds to `warnings` what has no effect."""
+    fields = {name: given[name] for name in SAME if name in given}
+    if "max_output_tokens" in given:
+        fields["max_completion_tokens"] = given["max_output_tokens"]
+    if "tools" in given:
+        fields["tools"] = [_tool(one) for one in given["tools"]]
+    if "tool_choice" in given:
+        fields["tool_choice"] = _choice(given["tool_choice"])
+    text, reasoning = given.get("text", {}), given.get("reasoning", {})
+    if "format" in text:
+        fields["response_format"] = _format(text["format"])
+    if "effort" in reasoning:
+        fields["reasoning_effort"] = reasoning["effort"]
+    ignored = {
+        "text.verbosity": text.get("verbosity") not in (None, "medium"),
+        "truncation": given.get("truncation") == "auto",
+    }
+    warnings.add_ignored(
+        [name for name, is_given in ignored.items() if is_given], "fields that have no effect here"
+    )
+    return fields
+
+
+def _tool(tool: Any) -> Any:
+    """Return a function in the form of chats; others as they are, to be refused by name."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or "function" in tool:
+        return tool
+    function = {key: value for key, value in tool.items() if key != "type"}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Any) -> Any:
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        listed = [_tool(one) for one in tools] if isinstance(tools, list) else tools
+        own = {"mode": choice.get("mode", "auto"), "tools": listed}
+        return {"type": "allowed_tools", "allowed_tools": own}
+    return choice
+
+
+def _format(given: Any) -> Any:
+    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+        return given
+    own = {key: value for key, value in given.items() if key != "type"}
+    return {"type": "json_schema", "json_schema": own}

@@ -1,0 +1,234 @@
+"""/v1/responses: answers input items, in one piece or as events; continues and reads answers."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from gptmanager.server.chat.chat_call import ChatCalls, fields_renamed
+from gptmanager.server.chat.chat_prompt import TEMPLATE_FIELDS
+from gptmanager.server.chat.event_answer import EventAnswer
+from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import (
+    AsItIs,
+    Field,
+    Flag,
+    Integer,
+    ListOf,
+    Object,
+    OneOf,
+    Text,
+    bad_request,
+    by_name,
+    field_error,
+)
+from gptmanager.server.http.body import read_json
+from gptmanager.server.http.request_log import RECORD
+from gptmanager.server.http.responses import json_response
+from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.openai.json_answer import respond
+from gptmanager.server.openai.models import check_model
+from gptmanager.server.openai.response_input import (
+    RENAMED,
+    SAME,
+    chat_fields,
+    items_of,
+    messages_of,
+)
+from gptmanager.server.openai.response_store import ResponseStore
+from gptmanager.server.openai.response_writer import ResponseWriter
+from gptmanager.server.request_fields import read_request
+from gptmanager.server.text.generation_fields import SAMPLING, SERVING, STREAM_OPTIONS, NewTokens
+from gptmanager.server.tool_calls.tools import MAX_TOOLS
+
+_TEXT = {"type": "string"}
+_ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
+_IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "max_tool_calls")
+_CACHE = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
+
+
+class Input:
+    """A string, or a list of items, which are read later."""
+
+    def read(self, where: str, value: Any) -> Any:
+        if not isinstance(value, str | list) or not value:
+            raise bad_request(where, f"{where} must be a string or a list of items, not empty")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"anyOf": [{**_TEXT, "minLength": 1}, _ITEMS]}
+
+
+_BODY = by_name(
+    [
+        Field("input", Input(), "a string, or items: messages, calls and their results, thoughts"),
+        Field("instructions", Text(), "a system message before the input"),
+        Field("previous_response_id", Text(1, 256), "the stored response that this continues"),
+        Field("max_output_tokens", NewTokens(1), "absent: as many as fit into the context"),
+        Field("tools", ListOf(AsItIs({"type": "object"}), longest=MAX_TOOLS), "functions"),
+        Field("tool_choice", AsItIs(), "none, auto, required, or a function by its name"),
+        Field("parallel_tool_calls", Flag(), "false: at most one call"),
+        Field("text", Object(by_name([
+            Field("format", AsItIs({"type": "object"}), "text, json_object, or json_schema"),
+            Field("verbosity", Text(0, 64), "without effect"),
+        ]))),
+        Field("reasoning", Object(by_name([
+            Field("effort", Text(0, 64), "a variable of the template"),
+            Field("summary", Text(0, 64), "without effect: thoughts are returned in full"),
+        ]))),
+        Field("store", Flag(), "absent: true; keep the response for others that continue it"),
+        Field("stream_options", STREAM_OPTIONS),
+        Field("truncation", OneOf(("auto", "disabled")), "nothing is ever cut"),
+        Field("include", ListOf(Text(0, 64), longest=16), "only reasoning.encrypted_content"),
+        Field("background", Flag(), "only false"),
+        Field("top_logprobs", Integer(0, 0), "only 0"),
+    ],
+    [Field(name, AsItIs(), "accepted; has no effect on the answer") for name in _IGNORED + _CACHE],
+)  # fmt: skip
+FIELDS = _BODY | {
+    name: one for name, one in by_name(SAMPLING, SERVING, TEMPLATE_FIELDS).items() if name in SAME
+}
+
+
+def routes(calls: ChatCalls) -> list[BaseRoute]:
+    own = _Responses(calls)
+    path = "/v1/responses/{response_id}"
+    return [
+        Route("/v1/responses", own.create, methods=["POST"]),
+        Route(path, own.read, methods=["GET"]),
+        Route(path, own.delete, methods=["DELETE"]),
+        Route(f"{path}/input_items", own.input_items, methods=["GET"]),
+        Route(f"{path}/cancel", own.cancel, methods=["POST"]),
+    ]
+
+
+class _Responses:
+    """The endpoints, with the stored responses."""
+
+    def __init__(self, calls: ChatCalls) -> None:
+        self._calls = calls
+        self._store = None if calls.settings.no_store else ResponseStore()
+
+    async def create(self, request: Request) -> Response:
+        lenient = self._calls.settings.lenient
+        given, warnings = await read_json(
+            request, functools.partial(read_request, fields=FIELDS, lenient=lenient)
+        )
+        check_model(self._calls.engine, given.get("model"))
+        _check_supported(given)
+        preparing = self._prepare(given, warnings, request.scope[RECORD].key)
+        return await respond(request, preparing, warnings, streams=given.get("stream", False))
+
+    async def _prepare(self, given: dict[str, Any], warnings: Warnings, owner: str) -> EventAnswer:
+        items = items_of(given.get("input", []))
+        name = given.get("previous_response_id")
+        earlier = [] if name is None else self._earlier(owner, name)
+        if not items and not earlier:
+            raise bad_request("input", "input is missing")
+        messages, places = messages_of(items, earlier, given.get("instructions"))
+        with fields_renamed(RENAMED, places):
+            fields = {**chat_fields(given, warnings), "messages": messages}
+            chat = await self._calls.prepare(fields, warnings)
+        model = given.get("model") or self._calls.engine.card.name
+        stores = given.get("store", True) and self._store is not None
+        head = {**_echoed(given), "model": model, "store": stores}
+        writer = ResponseWriter(f"resp_{uuid.uuid4().hex}", head, chat.usage)
+
+        def keep(response: dict[str, Any]) -> None:
+            if self._store is not None and stores:
+                self._store.add(owner, response, [*earlier, *items])
+
+        return EventAnswer(chat, writer, model, keep)
+
+    def _earlier(self, owner: str, name: str) -> list[Any]:
+        """Return the items of a stored response: its input, and then its output."""
+        where, code = "previous_response_id", "previous_response_not_found"
+        if self._store is None:
+            raise bad_request(where, f"{where}: the server was started with --no-store", code=code)
+        stored = self._store.find(owner, name)
+        if stored is None:
+            raise bad_request(where, f"{where}: no response of this id is stored", code=code)
+        found: list[Any] = orjson.loads(stored.items)
+        return found + list(orjson.loads(stored.response)["output"])
+
+    async def read(self, request: Request) -> Response:
+        if request.query_params.get("stream") == "true":
+            raise field_error("stream", "a stored response is returned in one piece only")
+        found = None if self._store is None else self._store.find(*_place(request))
+        if found is None:
+            raise _missing(request)
+        return Response(found.response, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        if self._store is None or not self._store.delete(*_place(request)):
+            raise _missing(request)
+        name = request.path_params["response_id"]
+        return json_response({"id": name, "object": "response.deleted", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        found = None if self._store is None else self._store.find(*_place(request))
+        if found is None:
+            raise _missing(request)
+        items = [
+            {"id": f"item_{index}", **one} for index, one in enumerate(orjson.loads(found.items))
+        ]
+        query = request.query_params
+        if query.get("order") != "asc":
+            items.reverse()
+        ids, after = [one["id"] for one in items], query.get("after")
+        begin = ids.index(after) + 1 if after in ids else 0
+        most = query.get("limit", "20")
+        number = int(most) if most.isascii() and most.isdecimal() and len(most) < 4 else 20
+        page = items[begin : begin + min(max(number, 1), 100)]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+        has_more = begin + len(page) < len(items)
+        return json_response({"object": "list", "data": page, **ends, "has_more": has_more})
+
+    async def cancel(self, request: Request) -> Response:
+        """Refuse: only responses in the background could be canceled, and there are none."""
+        if self._store is None or self._store.find(*_place(request)) is None:
+            raise _missing(request)
+        raise ApiError(400, "the response has ended: only background responses can be canceled")
+
+
+def _place(request: Request) -> tuple[str, str]:
+    return request.scope[RECORD].key, request.path_params["response_id"]
+
+
+def _missing(request: Request) -> ApiError:
+    name = request.path_params["response_id"]
+    return ApiError(404, f"no response {name!r} is stored", param="response_id", code="not_found")
+
+
+def _check_supported(given: Mapping[str, Any]) -> None:
+    if given.get("background"):
+        raise field_error("background", "is not supported: leave it out, or send false")
+    for one in given.get("include", ()):
+        if one != "reasoning.encrypted_content":
+            raise field_error("include", f"{one!r} is not supported")
+
+
+def _echoed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request that its response has, too."""
+    optional = ("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p")
+    return {
+        **{name: given.get(name) for name in optional},
+        "background": False,
+        "metadata": given.get("metadata") or {},
+        "parallel_tool_calls": given.get("parallel_tool_calls", True),
+        "reasoning": given.get("reasoning", {}),
+        "service_tier": "default",
+        "text": {"format": {"type": "text"}, **given.get("text", {})},
+        "tool_choice": given.get("tool_choice", "auto"),
+        "tools": given.get("tools", []),
+        "top_logprobs": 0,
+        "truncation": given.get("truncation", "disabled"),
+        "user": given.get("user"),
+    }

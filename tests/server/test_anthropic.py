@@ -1,0 +1,199 @@
+"""/v1/messages: as Anthropic's own client sees it where it is installed, and as plain HTTP."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from running_server import running_server, settings_of
+from scripted_server import scripted_server
+
+QWEN = Path(__file__).parent / "chat_templates" / "qwen.jinja"
+ASKS = [{"role": "user", "content": "17 + 25 ="}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+LOOK = {"name": "look", "description": "looks", "input_schema": CITY}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
+ANSWER = f"<think>\nI look.\n</think>\n\nI see.\n{CALL}\n{CALL}"
+BODY = {"model": "scripted", "max_tokens": 200, "messages": ASKS}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, one_torch_thread):
+    tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    folder = tmp_path_factory.mktemp("qwen")
+    with scripted_server(folder, QWEN, messages=[], tags=tags) as ask:
+        yield ask
+
+
+def ask(server, says, path="/v1/messages", **fields):
+    server.says(says)
+    return server.post(path, json={**BODY, **fields})
+
+
+def events_of(server, says, **fields):
+    server.says(says)
+    body = {**BODY, **fields, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/messages", json=body, timeout=30) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    names, data = lines[::2], [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+    assert names == [f"event: {one['type']}" for one in data]
+    return data
+
+
+def plain(message):
+    for block in message["content"]:
+        block.pop("id", None)
+    return message["content"], message["stop_reason"], message["usage"]["output_tokens"]
+
+
+def test_blocks(server):
+    message = ask(server, ANSWER, tools=[LOOK]).json()
+    kinds = [block["type"] for block in message["content"]]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+    assert message["content"][0]["thinking"] == "I look."
+    assert message["content"][3]["input"] == {"city": "Rome"}
+    assert message["stop_reason"] == "tool_use" and message["id"].startswith("msg_")
+    assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] > 9
+
+
+def test_a_stream_is_the_whole_message(server):
+    message = ask(server, ANSWER, tools=[LOOK]).json()
+    events = events_of(server, ANSWER, tools=[LOOK])
+    assert events[0]["type"] == "message_start" and events[0]["message"]["content"] == []
+    assert [one["type"] for one in events[-2:]] == ["message_delta", "message_stop"]
+    blocks, texts = [], []
+    for one in events[1:-2]:
+        if one["type"] == "content_block_start":
+            assert one["index"] == len(blocks)
+            blocks.append(one["content_block"])
+            texts.append("")
+        elif one["type"] == "content_block_delta":
+            assert one["index"] == len(blocks) - 1
+            delta = dict(one["delta"])
+            kind = delta.pop("type")
+            if kind == "signature_delta":
+                continue
+            (text,) = delta.values()
+            texts[-1] += text
+    for block, text in zip(blocks, texts, strict=True):
+        if block["type"] == "tool_use":
+            assert block["input"] == {}
+            block["input"] = json.loads(text)
+        else:
+            block[block["type"]] = text
+    found = {**events[0]["message"], "content": blocks, **events[-2]["delta"]}
+    assert plain({**found, "usage": events[-2]["usage"]}) == plain(message)
+
+
+THE_TOOL = {"type": "tool", "name": "look"}
+
+
+@pytest.mark.parametrize(
+    ("says", "fields", "reason", "sequence"),
+    [
+        ("42", {}, "end_turn", None),
+        ("42 and more", {"max_tokens": 2}, "max_tokens", None),
+        ("42 and more", {"stop_sequences": ["and"]}, "stop_sequence", "and"),
+        (CALL[:-18], {"tools": [LOOK], "max_tokens": 45}, "max_tokens", None),
+        (CALL, {"tools": [LOOK], "tool_choice": {"type": "any"}}, "tool_use", None),
+        (CALL, {"tools": [LOOK], "tool_choice": THE_TOOL}, "tool_use", None),
+        (CALL, {"tools": [LOOK], "tool_choice": {"type": "none"}}, "end_turn", None),
+    ],
+)  # fmt: skip
+def test_why_an_answer_ends(server, says, fields, reason, sequence):
+    message = ask(server, says, **fields).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence), message
+
+
+def test_blocks_go_back(server):
+    message = ask(server, ANSWER, tools=[LOOK]).json()
+    uses = [block for block in message["content"] if block["type"] == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": uses[0]["id"], "content": "sunny"},
+        {"type": "tool_result", "tool_use_id": uses[1]["id"], "is_error": True,
+         "content": [{"type": "text", "text": "no"}]},
+        {"type": "text", "text": "And now?", "cache_control": {"type": "ephemeral"}},
+    ]  # fmt: skip
+    messages = [*ASKS, {"role": "assistant", "content": message["content"]},
+                {"role": "user", "content": results}]  # fmt: skip
+    system = [{"type": "text", "text": "Look."}]
+    answer = ask(server, "Sunny.", messages=messages, tools=[LOOK], system=system)
+    usage = answer.json()["usage"]
+    counted = server.post("/v1/messages/count_tokens",
+                          json={"messages": messages, "tools": [LOOK], "system": system})  # fmt: skip
+    total = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert counted.json() == {"input_tokens": total}
+
+
+def test_structured_answers_and_thinking(server):
+    form = {"type": "json_schema", "schema": {**CITY, "additionalProperties": False}}
+    answer = ask(server, '{"city": "Rome"}', output_config={"format": form},
+                 thinking={"type": "disabled"})  # fmt: skip
+    assert json.loads(answer.json()["content"][0]["text"]) == {"city": "Rome"}
+
+
+IMAGE = [{"type": "image", "source": {}}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"tools": [{"name": "a", "input_schema": []}]}, "tools[0].input_schema"),
+        ({"tools": [LOOK], "tool_choice": {"type": "often"}}, "tool_choice.type"),
+        ({"thinking": {"type": "much"}}, "thinking.type"),
+        ({"system": 7}, "system"),
+        ({"best_of": 2}, "best_of"),
+        ({"max_tokens": 10**6}, "maximum context length"),
+        ({"temperature": "hot"}, "temperature"),
+    ],
+)  # fmt: skip
+def test_errors_have_the_shape_of_this_api(server, fields, where):
+    answer = ask(server, "42", **fields)
+    error = answer.json()
+    assert answer.status_code == 400 and error["type"] == "error", error
+    assert error["error"]["type"] == "invalid_request_error" and where in error["error"]["message"]
+    missing = ask(server, "42", model="other").json()
+    assert missing["error"]["type"] == "not_found_error"
+
+
+def test_the_key_may_be_in_the_header_of_this_api(one_torch_thread):
+    with running_server(settings_of(api_key="secret")) as running:
+        url = f"{running.url}/v1/messages/count_tokens"
+        for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "no"}, 401)):
+            answer = httpx.post(url, json={"messages": ASKS}, headers=headers)
+            assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "authentication_error"
+
+
+def test_the_client_itself(server):
+    anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        server.says(ANSWER)
+        message = client.messages.create(**BODY, tools=[LOOK])
+        server.says(ANSWER)
+        with client.messages.stream(**BODY, tools=[LOOK]) as stream:
+            kinds = {event.type for event in stream}
+            found = stream.get_final_message()
+        assert {"thinking", "text", "input_json", "message_stop"} <= kinds
+        assert plain(found.model_dump()) == plain(message.model_dump())
+        again = [*ASKS, {"role": "assistant", "content": found.content}]
+        results = [{"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}
+                   for block in found.content if block.type == "tool_use"]  # fmt: skip
+        again.append({"role": "user", "content": results})
+        assert (
+            client.messages.count_tokens(
+                model="scripted", messages=again, tools=[LOOK]
+            ).input_tokens
+            > 50
+        )
+        server.says("Sunny.")
+        last = client.messages.create(model="scripted", max_tokens=99, messages=again)
+        assert last.content[0].text == "Sunny." and last.stop_reason == "end_turn"
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+            client.messages.create(**{**BODY, "max_tokens": 0})

@@ -1,0 +1,225 @@
+"""/v1/responses by OpenAI's own client: items, events, calls, thoughts, stored responses."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+from openai.types.responses import Response as OpenAIResponse
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+from scripted_server import scripted_server
+
+from gptmanager.server.errors import ApiError
+from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.openai.response_input import chat_fields, items_of, messages_of
+from gptmanager.server.openai.response_store import MAX_AGE_S, ResponseStore
+
+QWEN = Path(__file__).parent / "chat_templates" / "qwen.jinja"
+EVENTS = TypeAdapter(ResponseStreamEvent)
+ASKS = "17 + 25 ="
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+LOOK = {"type": "function", "name": "look", "parameters": CITY}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
+ANSWER = f"<think>\nI look.\n</think>\n\nI see.\n{CALL}\n{CALL}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, one_torch_thread):
+    tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    folder = tmp_path_factory.mktemp("qwen")
+    with scripted_server(folder, QWEN, messages=[], tags=tags) as ask:
+        yield ask
+
+
+@pytest.fixture
+def ask(server):
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+        def ask(says, **fields):
+            server.says(says)
+            return client.responses.create(model="scripted", **{"input": ASKS, **fields})
+
+        ask.client = client
+        yield ask
+
+
+def plain(response):
+    """A response without what differs between two of them."""
+    found = json.loads(response.to_json())
+    for key in ("id", "created_at"):
+        found.pop(key)
+    del found["usage"]["input_tokens_details"]
+    for item in found["output"]:
+        item.pop("id")
+        item.pop("call_id", None)
+    return found
+
+
+def test_a_text(ask):
+    found = ask("42", instructions="Add.", metadata={"a": "b"}, max_output_tokens=20)
+    assert isinstance(found, OpenAIResponse)
+    assert (found.output_text, found.status, found.metadata) == ("42", "completed", {"a": "b"})
+    assert found.instructions == "Add." and found.usage.output_tokens == 3
+    assert found.usage.total_tokens == found.usage.input_tokens + 3
+    cut = ask("4242424242", max_output_tokens=2)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_stream_is_the_whole_response(ask):
+    whole = ask(ANSWER, tools=[LOOK])
+    kinds = [item.type for item in whole.output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    assert whole.output[0].content[0].text == "I look." and whole.output_text == "I see."
+    assert json.loads(whole.output[3].arguments) == {"city": "Rome"}
+    assert whole.usage.output_tokens_details.reasoning_tokens > 0
+    events = [*ask(ANSWER, tools=[LOOK], stream=True)]
+    assert [one.sequence_number for one in events] == list(range(len(events)))
+    for one in events:  # the client itself checks nothing
+        EVENTS.validate_python(one.to_dict(), strict=False)
+    assert plain(events[-1].response) == plain(whole)
+    assert [one.type for one in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[0].response.output == [] and events[-1].type == "response.completed"
+    texts = {}
+    for one in events:
+        if one.type.endswith(".delta"):
+            key = (one.output_index, one.type.removesuffix(".delta"))
+            texts[key] = texts.get(key, "") + one.delta
+        elif one.type.endswith(("_text.done", "arguments.done")):
+            assert texts[one.output_index, one.type.removesuffix(".done")] in (
+                getattr(one, "text", None), getattr(one, "arguments", None))  # fmt: skip
+        elif one.type == "response.output_item.added":
+            assert not getattr(one.item, "content", None) and one.item.status == "in_progress"
+        elif one.type == "response.output_item.done":
+            assert one.item == whole.output[one.output_index].model_copy(
+                update={name: getattr(one.item, name) for name in ("id", "call_id")
+                        if hasattr(one.item, name)})  # fmt: skip
+    assert len(texts) == 4
+
+
+def test_the_helper_for_streams(ask):
+    class City(BaseModel):
+        city: str
+
+    ask('{"city": "Rome"}')
+    fields = {"model": "scripted", "input": ASKS, "text_format": City}
+    with ask.client.responses.stream(**fields) as stream:
+        kinds = {event.type for event in stream}
+        found = stream.get_final_response()
+    assert found.output_parsed is None or found.output_parsed.city is not None
+    assert {"response.output_text.delta", "response.completed"} <= kinds
+
+
+def test_structured_text_and_required_calls(ask):
+    form = {
+        "type": "json_schema",
+        "name": "place",
+        "schema": {**CITY, "additionalProperties": False},
+    }
+    found = ask('{"city": "Rome"}', text={"format": form})
+    assert json.loads(found.output_text) == {"city": "Rome"}
+    choice = {"type": "function", "name": "look"}
+    found = ask(CALL, tools=[LOOK], tool_choice=choice)
+    assert found.output[0].type == "function_call" and found.output[0].name == "look"
+
+
+def test_a_response_goes_on(ask):
+    first = ask(ANSWER, tools=[LOOK])
+    result = {
+        "type": "function_call_output", "call_id": first.output[2].call_id, "output": "sunny",
+    }  # fmt: skip
+    second = ask("Sunny.", input=[result], previous_response_id=first.id, tools=[LOOK])
+    by_hand = [{"role": "user", "content": ASKS}, *first.output, result]
+    third = ask("Sunny.", input=by_hand, tools=[LOOK])
+    assert second.usage.input_tokens == third.usage.input_tokens > first.usage.input_tokens
+    responses = ask.client.responses
+    assert responses.retrieve(second.id).output_text == "Sunny."
+    items = [*responses.input_items.list(second.id, order="asc", limit=2)]
+    assert [one.type for one in items[-2:]] == ["function_call", "function_call_output"]
+    assert len(items) == 6
+    responses.delete(second.id)
+    unstored = ask("42", store=False)
+    for name in (second.id, unstored.id, "resp_other"):
+        with pytest.raises(Exception, match="is stored") as refused:
+            responses.retrieve(name)
+        assert refused.value.status_code == 404
+    with pytest.raises(Exception, match="no response of this id") as refused:
+        ask("42", previous_response_id="resp_other")
+    assert refused.value.code == "previous_response_not_found"
+    with pytest.raises(Exception, match="only background"):
+        responses.cancel(first.id)
+
+
+IMAGE = [{"type": "input_image"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": [{"role": "user", "content": IMAGE}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call_output", "output": ""}]}, "input[0].call_id"),
+        ({"input": []}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [LOOK], "tool_choice": {"type": "function", "name": "b"}}, "tool_choice.name"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        ({"background": True}, "background"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"conversation": "a"}, "conversation"),
+        ({"prompt": {"id": "a"}}, "prompt"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(server, fields, param):
+    answer = server.post("/v1/responses", json={"input": ASKS, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_items_that_follow_each_other_are_one_message():
+    call = {"type": "function_call", "call_id": "1", "name": "a", "arguments": "{}"}
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    said = {"type": "message", "role": "assistant", "content": "I call."}
+    result = {"type": "function_call_output", "call_id": "1", "output": "b"}
+    messages, places = messages_of([*items_of("Hi"), thought, said, call, call, result, said, said])
+    roles = [one["role"] for one in messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "assistant"]
+    assert messages[1].keys() == {"role", "reasoning_content", "content", "tool_calls"}
+    assert len(messages[1]["tool_calls"]) == 2 and places[2] == "input[5]"
+    warnings = Warnings()
+    chat_fields({"truncation": "auto", "text": {"verbosity": "low"}}, warnings)
+    assert "'text.verbosity', truncation" in warnings.headers()["Warning"]
+    with pytest.raises(ApiError, match=r"input\[0\]"):
+        messages_of([7])
+
+
+def test_the_store_has_limits():
+    now = [0.0]
+    store = ResponseStore(most=2, most_bytes=200, clock=lambda: now[0])
+
+    def add(name, size=1, owner=""):
+        store.add(owner, {"id": name, "output": "x" * size}, [])
+
+    for name in "abc":
+        add(name)
+    assert store.find("", "a") is None and store.find("", "c") is not None
+    assert store.find("other", "c") is None and not store.delete("other", "c")
+    add("d", 170)
+    assert store.find("", "c") is None and store.find("", "d") is not None
+    add("e", 500)
+    assert store.find("", "e") is None and store.find("", "d") is not None
+    now[0] = MAX_AGE_S
+    assert store.find("", "d") is None
+    add("f")
+    assert store.delete("", "f") and not store.delete("", "f")
+
+
+def test_events_have_names(server):
+    server.says("42")
+    with httpx.stream("POST", f"{server.url}/v1/responses", json={"input": ASKS, "stream": True},
+                      timeout=30) as answer:  # fmt: skip
+        lines = [line for line in answer.iter_lines() if line.startswith("event: ")]
+    assert lines[0] == "event: response.created" and lines[-1] == "event: response.completed"
