@@ -39,7 +39,7 @@ _ASKED_FOR = {
     "/v1/unload_lora_adapter": "--adapter-dir",
 }
 _CORS: dict[str, Any] = {
-    "allow_methods": ("GET", "POST"),
+    "allow_methods": ("GET", "POST", "DELETE"),
     "allow_headers": ("*",),
     "expose_headers": ("Retry-After", "Warning", "X-Request-Id"),
 }

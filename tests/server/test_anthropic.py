@@ -94,7 +94,7 @@ THE_TOOL = {"type": "tool", "name": "look"}
         ("42", {}, "end_turn", None),
         ("42 and more", {"max_tokens": 2}, "max_tokens", None),
         ("42 and more", {"stop_sequences": ["and"]}, "stop_sequence", "and"),
-        (CALL[:-18], {"tools": [LOOK], "max_tokens": 45}, "max_tokens", None),
+        (CALL, {"tools": [LOOK], "max_tokens": 30}, "max_tokens", None),
         (CALL, {"tools": [LOOK], "tool_choice": {"type": "any"}}, "tool_use", None),
         (CALL, {"tools": [LOOK], "tool_choice": THE_TOOL}, "tool_use", None),
         (CALL, {"tools": [LOOK], "tool_choice": {"type": "none"}}, "end_turn", None),
@@ -120,7 +120,8 @@ def test_blocks_go_back(server):
     answer = ask(server, "Sunny.", messages=messages, tools=[LOOK], system=system)
     usage = answer.json()["usage"]
     counted = server.post("/v1/messages/count_tokens",
-                          json={"messages": messages, "tools": [LOOK], "system": system})  # fmt: skip
+                          json={"messages": messages, "tools": [LOOK], "system": system}
+                          )  # fmt: skip
     total = usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert counted.json() == {"input_tokens": total}
 
@@ -132,7 +133,7 @@ def test_structured_answers_and_thinking(server):
     assert json.loads(answer.json()["content"][0]["text"]) == {"city": "Rome"}
 
 
-IMAGE = [{"type": "image", "source": {}}]
+USER = {"role": "user", "content": [{"type": "image", "source": {}}]}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ IMAGE = [{"type": "image", "source": {}}]
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": IMAGE}]}, "messages[0].content[0]"),
+        ({"messages": [USER]}, "messages[0].content[0]"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),

@@ -16,7 +16,8 @@ from gptmanager.server.http import access, body, http_protocol, json_text, key_f
 from gptmanager.server.http.body import LARGE_BODY
 from gptmanager.server.openai import completions
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.text import generation_fields, tools
+from gptmanager.server.text import generation_fields
+from gptmanager.server.tool_calls import tools
 from gptmanager.server.triton import token_model
 from gptmanager.terminal import option_sources
 
