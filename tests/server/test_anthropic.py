@@ -198,3 +198,9 @@ def test_the_client_itself(server):
         assert last.content[0].text == "Sunny." and last.stop_reason == "end_turn"
         with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
             client.messages.create(**{**BODY, "max_tokens": 0})
+
+
+def test_a_stream_that_fails_says_so_in_the_shape_of_this_api(server):
+    events = events_of(server, "42 " * 9, deadline_s=1e-9)
+    assert [one["type"] for one in events][-1:] == ["error"], events
+    assert events[-1]["error"]["type"] == "timeout_error"
