@@ -231,12 +231,13 @@ class Server(uvicorn.Server):
         yield
 
 
-def http_protocol(settings: ServerSettings) -> Any:
+def http_protocol(settings: ServerSettings, count: Callable[[int, str], None]) -> Any:
     """Return a factory of connections that share the server's limits."""
     limits = Connections(
         settings.max_connections or default_max_connections(),
         settings.max_connections_per_address,
         Proxies(settings.forwarded_allow_ips),
+        count,
     )
     return functools.partial(HttpProtocol, limits=limits, read_timeout_s=settings.read_timeout)
 
@@ -246,7 +247,7 @@ def new_server(engine: Engine, settings: ServerSettings) -> Server:
     config = uvicorn.Config(
         create_app(engine, settings),
         loop="none",
-        http=http_protocol(settings),
+        http=http_protocol(settings, engine.metrics.request_log.count),
         ws="none",
         lifespan="off",
         log_config=None,

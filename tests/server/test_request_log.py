@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import socket
 import threading
 
 import httpx
@@ -59,6 +60,15 @@ def test_refusals_are_logged_and_counted_by_code(client, lines):
     wait_for(lambda: count("unknown_field") == before + 1)
     assert [(line["status"], line["code"]) for line in lines()] == [(400, "unknown_field")]
     assert any('status="400"' in one and 'model_name="tiny_llama"' in one for one in refused())
+
+
+def test_bytes_that_are_not_http_are_counted_by_code(server):
+    count = server.engine.metrics.request_log.refusals
+    before = count["400", "invalid_http"]
+    with socket.create_connection(httpx.URL(server.url).netloc.decode().split(":")) as client:
+        client.sendall(b"nonsense\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 400")
+    wait_for(lambda: count["400", "invalid_http"] == before + 1)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Independent of protocols.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -17,6 +18,14 @@ from gptmanager.callbacks import Generation, GenerationPart, GenerationResult
 from gptmanager.callbacks.queue.generation import ReadPosition
 from gptmanager.errors import AdapterError
 from gptmanager.server.errors import ApiError, api_error
+
+_REASONS = {
+    FinishReason.END_ID: "stop",
+    FinishReason.STOP_WORDS: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIMED_OUT: "timeout",
+    FinishReason.CANCELLED: "cancelled",
+}
 
 
 class EngineRequest:
@@ -74,6 +83,7 @@ class Call:
         timeouts_s: Sequence[float | None],
         cancel: Callable[..., None],
         on_end: Callable[[Call], None],
+        num_prompt_tokens: int,
     ) -> None:
         self._running = [
             _Running(generation, ReadPosition(), again)
@@ -81,6 +91,9 @@ class Call:
         ]
         self._cancel = cancel  # for a finish reason, after some tokens: `ServerMetrics.cancel`
         self._on_end = on_end
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_generated = [0] * len(generations)
+        self._results: list[GenerationResult] = []
         self._waiter = self._running[0].generation.waiter()
         loop = asyncio.get_running_loop()
         for it, timeout_s in zip(self._running, timeouts_s, strict=True):
@@ -133,6 +146,7 @@ class Call:
                     del running[index]
                     if it.has_timed_out:
                         part = part._replace(result=_timed_out(part.result))
+                self._note(index, part)
                 yield index, part
             if running:
                 await self._waiter.wait()
@@ -145,6 +159,30 @@ class Call:
                 found[index] = part.result
                 check_in_time(part.result)
         return [found[index] for index in range(len(self._running))]
+
+    def _note(self, index: int, part: GenerationPart | ApiError) -> None:
+        if isinstance(part, ApiError):
+            return
+        self._num_generated[index] += len(part.tokens)
+        if part.result is not None:
+            self._num_generated[index] = sum(map(len, part.result.generated_ids))
+            self._results.append(part.result)
+
+    def log_fields(self) -> dict[str, Any]:
+        """Return what the log tells about the requests so far: tokens, times, how they ended."""
+        metrics = [result.metrics for result in self._results]
+        reasons = [_REASONS[reason] for it in self._results for reason in it.finish_reasons]
+        is_cut = len(self._results) < len(self._running)
+        fields: dict[str, Any] = {
+            "prompt_tokens": self._num_prompt_tokens,
+            "cached_tokens": int(sum(it.get("cached_tokens", 0) for it in metrics)),
+            "generated_tokens": sum(self._num_generated),
+        }
+        for name in ("queue_s", "first_token_s"):
+            found = [it[name] for it in metrics if not math.isnan(it.get(name, math.nan))]
+            fields |= {name: round(min(found), 4)} if found else {}
+        finish = dict.fromkeys([*reasons, *(["cancelled"] if is_cut else [])])
+        return {**fields, "finish": ",".join(finish)}
 
     def stop(self, index: int, finish_reason: str = "stop", num_tokens: int | None = None) -> None:
         """End one request early, because the caller has found its end, such as a stop string.

@@ -136,6 +136,7 @@ class Engine:
             [self._timeout_s(request) for request in requests],
             self.metrics.cancel,
             end,
+            sum(len(request.tokens) for request in requests),
         )
         self._calls.add(call)
         return call

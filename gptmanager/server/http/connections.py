@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import resource
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -51,7 +51,14 @@ class Connections:
     counts those requests instead.
     """
 
-    def __init__(self, most: int, most_per_address: int | None, proxies: Proxies) -> None:
+    def __init__(
+        self,
+        most: int,
+        most_per_address: int | None,
+        proxies: Proxies,
+        count: Callable[[int, str], None] = lambda status, code: None,
+    ) -> None:
+        self._count = count
         self._most = most
         self._most_per_address = most_per_address
         self._proxies = proxies
@@ -76,8 +83,9 @@ class Connections:
             return _too_many_of_address(limit)
         return None
 
-    def log_refusal(self, host: str, why: str) -> None:
-        self._log.warning("a connection from %s was refused: %s", host, why)
+    def log_refusal(self, host: str, error: ApiError) -> None:
+        self._count(error.status, str(error.code or error.type))
+        self._log.warning("a connection from %s was refused: %s", host, error.message)
 
     def leave(self, host: str) -> None:
         self._num_open -= 1

@@ -68,7 +68,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._set_deadline(self.timeout_keep_alive, transport.close)
             return
         self._drops_input = True  # close at once: lingering would hold a descriptor for this client
-        self._limits.log_refusal(self._host, refusal.message)
+        self._limits.log_refusal(self._host, refusal)
         self._write(refusal)
         transport.close()
 
@@ -213,7 +213,7 @@ class HttpProtocol(HttpToolsProtocol):
 
         Complete requests that came before are answered first.
         """
-        self._limits.log_refusal(self._host, error.message)
+        self._limits.log_refusal(self._host, error)
         refused = self._arriving
         if refused is not None and refused.response_started:
             self.transport.close()  # the error would be inside its answer

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from starlette.types import Message, Scope
+from starlette.types import Message
 
 logger = logging.getLogger("gptmanager.requests")
 RECORD = "gptmanager.record"  # in a request's scope: its `RequestRecord`
@@ -23,7 +23,7 @@ _HEADER = b"x-request-id"
 _ID = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,%d}" % MAX_ID_LETTERS)
 _PLAIN = re.compile(r'[^\s"=\\]+')
 # paths that probes and pages ask for again and again: only their errors are logged
-_QUIET = re.compile(r"/|/live/.*|/metrics|/(v2/)?health(/.*)?")
+_QUIET = re.compile(r"/|/live/.*|/metrics|/(v2/)?health(/.*)?|/inference\..*/Server(Live|Ready)")
 
 
 class RequestRecord:
@@ -36,7 +36,7 @@ class RequestRecord:
 
     __slots__ = ("began", "code", "details", "id", "key", "method", "path", "status")
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Mapping[str, Any]) -> None:
         given = dict(scope["headers"]).get(_HEADER, b"")
         self.id = given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
         self.method, self.path = str(scope["method"]), str(scope["path"])
@@ -67,9 +67,13 @@ class RequestLog:
     def __init__(self) -> None:
         self.refusals: Counter[tuple[str, str]] = Counter()
 
+    def count(self, status: int, code: str) -> None:
+        """Count a refusal that has no line."""
+        self.refusals[str(status), code] += 1
+
     def end(self, record: RequestRecord) -> None:
         if record.status >= 400 and record.status != CLIENT_GONE:
-            self.refusals[str(record.status), record.code or "none"] += 1
+            self.count(record.status, record.code or "none")
         is_quiet = record.status < 400 and _QUIET.fullmatch(record.path)
         if not is_quiet and logger.isEnabledFor(logging.INFO):
             fields = record.fields()

@@ -16,15 +16,17 @@ from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from gptmanager.errors import ConfigError, GptManagerError
+from gptmanager.errors import ConfigError
 from gptmanager.server.engine.engine import Engine
-from gptmanager.server.errors import ApiError, api_error
+from gptmanager.server.errors import ApiError
 from gptmanager.server.http.body import BodyBudget, run_in_thread
 from gptmanager.server.http.connections import default_max_connections
 from gptmanager.server.http.keys import ServerKeys, bearer
+from gptmanager.server.http.request_log import RequestLog, RequestRecord
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
 from gptmanager.server.triton.errors import invalid, unsupported_extension
+from gptmanager.server.triton.grpc_log import CallLog
 from gptmanager.server.triton.grpc_messages import (
     StreamedResponses,
     read_request,
@@ -76,9 +78,10 @@ class GrpcFront:
     @classmethod
     async def start(cls, engine: Engine, settings: ServerSettings) -> GrpcFront:
         """Start the server. Raises ConfigError if the port cannot be used."""
+        log = engine.metrics.request_log
         interceptors: list[grpc.aio.ServerInterceptor] = [BadMessages()]
         if settings.has_key:
-            interceptors.insert(0, KeyInterceptor(engine.keys))
+            interceptors.insert(0, KeyInterceptor(engine.keys, log))
         server = grpc.aio.server(
             interceptors=interceptors,
             options=[
@@ -92,7 +95,8 @@ class GrpcFront:
                 ("grpc.so_reuseport", 0),  # otherwise a second server could share the port
             ],
         )
-        service = TritonService(Inference.of(engine, settings), settings, engine.body_budget)
+        inference = Inference.of(engine, settings)
+        service = TritonService(inference, settings, engine.body_budget, CallLog(engine.keys, log))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address, credentials = f"{host}:{settings.grpc_port}", _credentials(settings)
@@ -125,10 +129,11 @@ def _credentials(settings: ServerSettings) -> Any:
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Checks the key, which clients send as metadata: `authorization` with "Bearer KEY"."""
 
-    def __init__(self, keys: ServerKeys) -> None:
+    def __init__(self, keys: ServerKeys, log: RequestLog) -> None:
         self._keys = keys
 
         async def refuse(messages: Any, context: grpc.aio.ServicerContext) -> None:
+            log.count(401, "invalid_api_key")
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 "the key is missing or wrong: send the metadata 'authorization: Bearer KEY'",
@@ -193,27 +198,19 @@ def _check_message(message: Any) -> None:
 
 
 def _ends_with_status(
-    work: Callable[..., Coroutine[Any, Any, Any]],
+    work: Callable[..., Coroutine[Any, Any, Any]], name: str = ""
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
     """Decorate a method of the service: its errors end the call with their status."""
 
     async def method(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            _check_message(request)
-            return await work(self, request)
-        except Exception as error:
-            refused = refusal(error)
+            with self._log.record(name or work.__name__, context) as record:
+                _check_message(request)
+                return await work(self, request, record)
+        except ApiError as refused:
             await context.abort(status_of(refused), refused.message)
 
     return method
-
-
-def refusal(error: Exception) -> ApiError:
-    """Return `error` as an ApiError, and log it if it is unexpected."""
-    if isinstance(error, (ApiError, GptManagerError)):
-        return api_error(error)
-    _logger.error("a call over gRPC failed", exc_info=error)
-    return ApiError(500, "the server failed; its log has the details")
 
 
 def status_of(refused: ApiError) -> grpc.StatusCode:
@@ -224,55 +221,61 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
     """The methods of the gRPC service."""
 
     def __init__(
-        self, inference: Inference, settings: ServerSettings, body_budget: BodyBudget
+        self,
+        inference: Inference,
+        settings: ServerSettings,
+        body_budget: BodyBudget,
+        log: CallLog,
     ) -> None:
+        self._log = log
         self._inference = inference
         self._body_budget = body_budget
         self._settings = settings
         self._most_calls = settings.concurrency + settings.max_queued_requests + _EXTRA_CALLS
 
     @_ends_with_status
-    async def ServerLive(self, request: Any) -> Any:
+    async def ServerLive(self, request: Any, _: RequestRecord) -> Any:
         return pb.ServerLiveResponse(live=self._inference.is_live)
 
     @_ends_with_status
-    async def ServerReady(self, request: Any) -> Any:
+    async def ServerReady(self, request: Any, _: RequestRecord) -> Any:
         return pb.ServerReadyResponse(ready=self._inference.is_ready)
 
     @_ends_with_status
-    async def ModelReady(self, request: Any) -> Any:
+    async def ModelReady(self, request: Any, _: RequestRecord) -> Any:
         has = request.name in self._inference.models and request.version in ("", "1")
         return pb.ModelReadyResponse(ready=has and self._inference.is_ready)
 
     @_ends_with_status
-    async def ServerMetadata(self, request: Any) -> Any:
+    async def ServerMetadata(self, request: Any, _: RequestRecord) -> Any:
         return pb.ServerMetadataResponse(**repository.server_metadata())
 
     @_ends_with_status
-    async def ModelMetadata(self, request: Any) -> Any:
+    async def ModelMetadata(self, request: Any, _: RequestRecord) -> Any:
         model = self._inference.find(request.name, request.version)
         return pb.ModelMetadataResponse(**repository.model_metadata(model))
 
     @_ends_with_status
-    async def ModelConfig(self, request: Any) -> Any:
+    async def ModelConfig(self, request: Any, _: RequestRecord) -> Any:
         model = self._inference.find(request.name, request.version)
         config = repository.model_config(model, self._inference.max_rows, self._settings)
         message = json_format.ParseDict(config, model_config_pb2.ModelConfig())
         return pb.ModelConfigResponse(config=message)
 
     @_ends_with_status
-    async def RepositoryIndex(self, request: Any) -> Any:
+    async def RepositoryIndex(self, request: Any, _: RequestRecord) -> Any:
         return pb.RepositoryIndexResponse(models=repository.index(self._inference))
 
     @_ends_with_status
-    async def ModelStatistics(self, request: Any) -> Any:
+    async def ModelStatistics(self, request: Any, _: RequestRecord) -> Any:
         found = repository.statistics(self._inference, request.name, request.version)
         return pb.ModelStatisticsResponse(**found)
 
     @_ends_with_status
-    async def ModelInfer(self, call: _Call) -> Any:
+    async def ModelInfer(self, call: _Call, record: RequestRecord) -> Any:
         with self._body_budget.reserved(call.size):
             model, request = await self._read(call.message, may_have_many=False)
+            record.details = request.log_fields
             return write_response(await self._inference.one_response(request), model)
 
     async def _read(self, message: Any, *, may_have_many: bool) -> tuple[Model, InferRequest]:
@@ -303,7 +306,7 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
         try:
             async for message in messages:
                 await free_slots.acquire()
-                call = asyncio.create_task(self._answer(message, write))
+                call = asyncio.create_task(self._answer(message, write, context))
                 calls.add(call)
                 call.add_done_callback(end)
             await asyncio.gather(*calls)
@@ -313,27 +316,33 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _answer(self, call: _Call, write: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+    async def _answer(
+        self, call: _Call, write: Callable[[Any], Coroutine[Any, Any, None]], context: Any
+    ) -> None:
         try:
-            with self._body_budget.reserved(call.size):
+            with (
+                self._log.record("ModelStreamInfer", context) as record,
+                self._body_budget.reserved(call.size),
+            ):
                 model, request = await self._read(call.message, may_have_many=True)
+                record.details = request.log_fields
                 found = StreamedResponses(model)
                 async with contextlib.aclosing(self._inference.responses(request)) as responses:
                     async for response in responses:
                         await write(found.write(response))
         except grpc.aio.BaseError as error:
             _logger.debug("the client of a stream has disconnected", exc_info=error)
-        except Exception as error:
+        except ApiError as refused:
             request_id = getattr(call.message, "id", "")[:MAX_ID]
-            await write(refused_response(request_id, refusal(error)))
+            await write(refused_response(request_id, refused))
 
 
-def _refuses(what: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-    async def method(self: Any, request: Any) -> Any:
+def _refuses(name: str, what: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    async def method(self: Any, request: Any, _: RequestRecord) -> Any:
         raise unsupported_extension(what)
 
-    return _ends_with_status(method)
+    return _ends_with_status(method, name)
 
 
 for _name, _what in _UNSUPPORTED.items():
-    setattr(TritonService, _name, _refuses(_what))
+    setattr(TritonService, _name, _refuses(_name, _what))

@@ -30,6 +30,7 @@ from gptmanager.server.http.body import (
     start_stream,
     until_disconnected,
 )
+from gptmanager.server.http.request_log import RECORD
 from gptmanager.server.http.responses import EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
@@ -147,6 +148,7 @@ class HttpFront:
 
         size = len(body) if encoding in ("", "identity") else limit
         call, binary = await parsed(request, size, read)
+        request.scope[RECORD].details = call.log_fields
         response = await until_disconnected(request, self._inference.one_response(call))
         content, headers = write_response(response, model, binary)
         return Response(content, headers=headers)
@@ -155,6 +157,7 @@ class HttpFront:
         """Answer a call that has inputs by name, in JSON, with one response."""
         model = self._model(request)
         call = await _generate_request(request, model)
+        request.scope[RECORD].details = call.log_fields
         response = await until_disconnected(request, self._inference.one_response(call))
         return json_response(_as_json(response, model))
 
@@ -163,6 +166,7 @@ class HttpFront:
         model = self._model(request)
         call = await _generate_request(request, model)
         call.may_have_many = True
+        request.scope[RECORD].details = call.log_fields
         frames = self._frames(call, model)
         return EventStream(await until_disconnected(request, start_stream(frames)))
 

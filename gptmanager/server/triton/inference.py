@@ -154,6 +154,7 @@ class Inference:
                 replies = await self._replies(request, model, rows)
                 requests = [_with_parameters(it.request, request.parameters) for _, it in replies]
                 async with self._engine.submit(requests) as call:
+                    request.call = call
                     running.begin(call)
                     async with contextlib.aclosing(_outputs(call, replies)) as found:
                         async for outputs, is_final in found:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 import numpy as np
 
+from gptmanager.server.engine.call import Call
 from gptmanager.server.errors import ApiError
 
 Parameter = Union[bool, int, float, str]
@@ -26,7 +27,8 @@ class InputTensor(NamedTuple):
 class InferRequest:
     """A call. `outputs` are the requested outputs; None means all.
 
-    If `may_have_many`, the client accepts several responses.
+    If `may_have_many`, the client accepts several responses. `call`: its requests, once they are
+    submitted.
     """
 
     model_name: str
@@ -36,6 +38,12 @@ class InferRequest:
     outputs: Sequence[str] | None = None
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     may_have_many: bool = False
+    call: Call | None = None
+
+    def log_fields(self) -> dict[str, Any]:
+        """Return what the log tells about the call so far."""
+        fields = {"answer": self.id or None, "model": self.model_name}
+        return fields if self.call is None else {**fields, **self.call.log_fields()}
 
 
 class InferResponse(NamedTuple):

@@ -7,6 +7,7 @@ import grpc as grpc_package
 import tritonclient.grpc as grpcclient
 from triton_calls import TIMEOUT_S, message_of, prompt
 
+from gptmanager.server.triton.grpc_log import CallLog
 from gptmanager.server.triton.grpc_service import TritonService, _Call
 from gptmanager.server.triton.inference import Inference
 
@@ -20,6 +21,9 @@ class Unread:
     def __init__(self):
         self.reads = asyncio.Event()
         self.answers = []
+
+    def invocation_metadata(self):
+        return (("x-request-id", "mine"), ("data-bin", b"\xff"))
 
     async def write(self, answer):
         await self.reads.wait()
@@ -38,7 +42,8 @@ def test_a_flood_that_nobody_reads_is_not_taken_in(server):
     async def main():
         client = Unread()
         inference = Inference.of(server.engine, server.settings)
-        service = TritonService(inference, limits, server.engine.body_budget)
+        log = CallLog(server.engine.keys, server.engine.metrics.request_log)
+        service = TritonService(inference, limits, server.engine.body_budget, log)
         stream = asyncio.create_task(service.ModelStreamInfer(flood(), client))
         for _ in range(2000):
             await asyncio.sleep(0)

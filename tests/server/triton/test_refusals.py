@@ -291,6 +291,7 @@ def test_the_key_comes_as_metadata(tmp_path, monkeypatch):
             with streaming(client) as stream:
                 assert "key is missing" in str(stream.next().error)
         assert counted == [("me", 1)]  # in the key's quota
+        assert server.engine.metrics.request_log.refusals["401", "invalid_api_key"] >= 9
         with grpc_package.insecure_channel(f"127.0.0.1:{front.port}") as channel:
             for method in ("ModelInfer", "ModelConfig", "ModelStreamInfer"):
                 unsent = threading.Event()  # a message that does not arrive

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as grpcclient
-from server.test_access import an_adapter
+from adapter_folders import save_output_adapter
 from triton_calls import arrays_of, inputs_of, prompt, tokens_of
 from tritonclient.utils import InferenceServerException
 
@@ -166,7 +166,7 @@ def test_a_prompt_table(infer, expected):
 
 
 def test_an_adapter_comes_once_and_later_by_its_id(infer, expected, tmp_path, server):
-    weights, config = load_peft_adapter(an_adapter(tmp_path / "adapter", seed=3))
+    weights, config = load_peft_adapter(save_output_adapter(tmp_path / "adapter", seed=3))
     task = {"lora_task_id": 2**63 + 17}
     with pytest.raises(InferenceServerException, match="AdapterError|not cached|task"):
         infer(**prompt(*TOKENS, **task))
@@ -178,7 +178,7 @@ def test_an_adapter_comes_once_and_later_by_its_id(infer, expected, tmp_path, se
 
 
 def test_weights_of_an_adapter_come_in_any_float_datatype(grpc, expected, tmp_path, server):
-    given, config = load_peft_adapter(an_adapter(tmp_path / "adapter", seed=3))
+    given, config = load_peft_adapter(save_output_adapter(tmp_path / "adapter", seed=3))
     weights = torch.as_tensor(given).bfloat16().float().numpy()  # all datatypes hold these
     task = {"lora_task_id": 40, "lora_config": np.asarray(config), "return_log_probs": True}
     wanted = expected(TOKENS, 8, lora_weights=weights, **task)
