@@ -60,12 +60,11 @@ def assemble(
     """
     ranks = connect_ranks(source, scheduler_config, model_type, max_beam_width)
     arguments = source, params, scheduler_config, model_type, max_beam_width, processor_timer
-    if ranks is None:
-        return _assemble(*arguments, None)
     try:
         return _assemble(*arguments, ranks)
     except BaseException as error:
-        ranks.fail(error)
+        if ranks is not None:
+            ranks.fail(error)
         raise
 
 

@@ -105,7 +105,7 @@ class Ranks(NamedTuple):
         given = self.links.exchange(repr(value).encode())
         for rank, own in enumerate(given):
             if own != given[0]:
-                why = f"has other {what} than rank 0: {own.decode()}, not {given[0].decode()}"
+                why = f"differs from rank 0: {what} = {own.decode()}, not {given[0].decode()}"
                 self.links.blame(rank, why)
 
     def _least(self, *numbers: int) -> list[int]:

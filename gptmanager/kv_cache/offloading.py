@@ -65,11 +65,13 @@ class HostTier:
     def problem(self, cached: set[int]) -> str | None:
         """Return the first contradiction, given the host blocks with cached content."""
         if set(self.evictable) != cached:
-            return f"host blocks {sorted(cached ^ set(self.evictable))} are cached, or evictable"
+            odd = sorted(cached ^ set(self.evictable))
+            return f"host blocks {odd} are cached or evictable, but not both"
         if not cached.isdisjoint(self.free):
-            return f"host blocks {sorted(cached & set(self.free))} are free, and cached"
+            return f"host blocks {sorted(cached & set(self.free))} are free, but also cached"
         if len(self.free) + len(cached) != self.num_blocks:
-            return f"{len(self.free)} free and {len(cached)} used are not {self.num_blocks} (host)"
+            used = f"{len(self.free)} free and {len(cached)} used host blocks"
+            return f"{used} are not {self.num_blocks}"
         return None
 
 

@@ -301,7 +301,7 @@ class PrefixTree:
             return f"blocks {lost} are in the index or in the tree, but not both"
         prioritized = sum(node.priority != DEFAULT_PRIORITY for node in found.values())
         if prioritized != self.num_prioritized:
-            return f"num_prioritized = {self.num_prioritized}, but {prioritized} blocks have one"
+            return f"num_prioritized = {self.num_prioritized}, but {prioritized} blocks are"
         return None
 
 

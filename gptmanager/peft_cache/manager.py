@@ -353,7 +353,9 @@ class PeftCacheManager:
         host, device = self._host.adapters, self._device.adapters
         for adapter in (*device, *self._replaced):
             if adapter not in host:
-                return f"adapter {adapter.task_id} is on the device or replaced, not on the host"
+                return (
+                    f"adapter {adapter.task_id} is on the device or replaced, but not on the host"
+                )
         for task_id, adapter in self._by_task.items():
             if adapter not in host or adapter.task_id != task_id or adapter.is_replaced:
                 return f"lora_task_id {task_id} leads to a wrong adapter"

@@ -135,6 +135,6 @@ def _count(holders: dict[int, int], pages: Iterable[int], owner: str) -> str | N
         if page not in holders:
             return f"{owner} page {page}, which was never handed out"
         if holders[page]:
-            return f"{owner} page {page}, which has another owner, too"
+            return f"{owner} page {page}, which also has another owner"
         holders[page] = 1
     return None

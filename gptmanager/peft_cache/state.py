@@ -127,7 +127,7 @@ def _adapter(state: AdapterState, sizes: CacheSizes) -> CachedAdapter:
     try:
         packing = pack(state.rows, sizes.page_size, sizes.first_layers)
     except AdapterError as error:
-        raise LedgerError(f"adapter {state.task_id} fits in no page: {error}") from None
+        raise LedgerError(f"adapter {state.task_id} does not fit into a page: {error}") from None
     return CachedAdapter(
         state.task_id,
         state.digest,

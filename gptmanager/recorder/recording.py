@@ -178,7 +178,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
             raise
         raise RecordingError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     except MemoryError as error:
-        raise RecordingError(f"{path} needs more memory than there is") from error
+        raise RecordingError(f"{path} needs more memory than is available") from error
 
 
 def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
@@ -222,7 +222,7 @@ def located(where: str) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        raise RecordingError(f"{where}: it needs more memory than there is") from error
+        raise RecordingError(f"{where}: it needs more memory than is available") from error
     except (GptManagerError, ArithmeticError, AssertionError, AttributeError, LookupError,
             RuntimeError, StopIteration, TypeError, ValueError) as error:  # fmt: skip
         text = error if isinstance(error, GptManagerError) else response_text(error)

@@ -91,7 +91,9 @@ class KvCapacityScheduler(CapacityScheduler):
     def __post_init__(self) -> None:
         self.max_num_requests = at_least(1, "max_num_requests", self.max_num_requests)
         if self.kv_cache_manager is None:
-            raise ConfigError("kv_cache_manager = None: MaxRequestsScheduler needs no KV cache")
+            raise ConfigError(
+                "kv_cache_manager must not be None: use MaxRequestsScheduler without a KV cache"
+            )
         able("kv_cache_manager", self.kv_cache_manager, "get_num_free_blocks", "KvCacheManager")
         cross, adapters = self.cross_kv_cache_manager, self.peft_cache_manager
         if cross is not None:

@@ -195,7 +195,7 @@ class World:
         if self._steps_left < 0:
             raise RecordingError(
                 f"the load takes more than {self._max_steps} request-steps, far more than its "
-                "recording: its requests would run on for long after its end"
+                "recording: its requests continue to run long after the end of the recorded run"
             )
 
     def _arrive(self, number: int) -> InferenceRequest:

@@ -508,7 +508,7 @@ def test_memory_that_a_recording_wants_and_nobody_has(run, tmp_path, capsys, com
     path = tmp_path / "run.jsonl"
     path.write_bytes(b"\n".join(run))
     assert call(command, path, tmp_path) == 2
-    assert "needs more memory than there is" in capsys.readouterr().err
+    assert "needs more memory than is available" in capsys.readouterr().err
 
 
 def test_a_picture_of_a_file_whose_name_is_no_text(run, tmp_path, capsys):

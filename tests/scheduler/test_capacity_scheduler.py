@@ -385,7 +385,7 @@ def test_limits_are_checked(policy: Callable[..., CapacityScheduler]) -> None:
     [
         ({"max_num_requests": 1.5}, "max_num_requests = 1.5 must be an integer of at least 1"),
         ({"max_num_requests": True}, "max_num_requests = True must be an integer of at least 1"),
-        ({"kv_cache_manager": None}, "kv_cache_manager = None: MaxRequestsScheduler needs no"),
+        ({"kv_cache_manager": None}, "kv_cache_manager must not be None: use MaxRequests"),
         ({"kv_cache_manager": 100}, "kv_cache_manager = 100 must be a KvCacheManager"),
         ({"cross_kv_cache_manager": 7}, "cross_kv_cache_manager = 7 must be a KvCacheManager"),
         ({"peft_cache_manager": "on"}, "peft_cache_manager = 'on' must be a LoRA cache"),
