@@ -290,7 +290,10 @@ def test_schedulers_count_its_pages():
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (lambda it: it._host.free.append(0), "the free pages have page 0, which also has another owner"),
+        (
+            lambda it: it._host.free.append(0),
+            "the free pages have page 0, which also has another owner",
+        ),
         (lambda it: setattr(it._host, "fresh", 2), "page 1 is neither free nor"),
         (lambda it: setattr(it._host, "fresh", 9), "page 8 is not within"),
         (lambda it: it._device.free.append(2), "page 2, which was never handed out"),
