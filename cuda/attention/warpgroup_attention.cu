@@ -18,7 +18,7 @@ template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK> struct Kin
 
 // Returns the offset in shared memory of the 8 elements of a row that start at 8 * `vector`, in the layout
 // that matrix_descriptor describes: columns of 64 elements and ROWS rows, one after the other.
-template <int ROWS> __device__ inline int swizzled(int row, int vector) {
+template <int ROWS> __device__ inline unsigned swizzled(unsigned row, unsigned vector) {
     return (vector / 8 * ROWS + row) * 64 + (vector % 8 ^ row % 8) * 8;
 }
 
@@ -27,8 +27,8 @@ __device__ inline void copy_queries(T* to, const T* from, const Work<K>& work) {
     constexpr int VECTORS = K::D / 8;
 #pragma unroll 4
     for (int i = 0; i < K::QUERIES * VECTORS / K::THREADS; i++) {
-        int index = i * K::THREADS + threadIdx.x;
-        int query = index / VECTORS, vector = index % VECTORS;
+        unsigned index = i * K::THREADS + threadIdx.x;
+        unsigned query = index / VECTORS, vector = index % VECTORS;
         int packed = work.first_query + query;
         bool valid = packed < work.num_packed;
         size_t offset = valid ? work.offset(packed) : 0;
@@ -39,21 +39,18 @@ __device__ inline void copy_queries(T* to, const T* from, const Work<K>& work) {
 // Starts the copies of a tile of keys or of values.
 template <class K, class T = typename K::T>
 __device__ inline void copy_tokens(T* to, const T* memory, const int (&rows)[K::TOKENS]) {
-    constexpr int VECTORS = K::D / 8, PASSES = K::TOKENS * VECTORS / K::THREADS, STEP = 4;
-#pragma unroll 1
-    for (int first = 0; first < PASSES; first += STEP) {
-        int from[STEP];  // read before the copies start: the compiler does not move reads across copies
+    constexpr int VECTORS = K::D / 8, PASSES = K::TOKENS * VECTORS / K::THREADS;
+    constexpr int APART = K::THREADS / VECTORS;  // tokens from one pass to the next
+    static_assert(APART % 8 == 0, "all tokens of a thread have the same place in their pattern");
+    unsigned token = threadIdx.x / VECTORS, vector = threadIdx.x % VECTORS;
+    T* own = to + swizzled<K::TOKENS>(token, vector);
+    const T* source = memory + vector * 8;
+    int from[PASSES];  // read before the copies start: the compiler does not move reads across copies
 #pragma unroll
-        for (int i = 0; i < STEP; i++)
-            from[i] = rows[((first + i) * K::THREADS + threadIdx.x) / VECTORS];
+    for (int i = 0; i < PASSES; i++) from[i] = rows[token + i * APART];
 #pragma unroll
-        for (int i = 0; i < STEP; i++) {
-            int index = (first + i) * K::THREADS + threadIdx.x;
-            int token = index / VECTORS, vector = index % VECTORS;
-            ptrdiff_t offset = ptrdiff_t(max(from[i], 0)) * K::D;
-            ptx::cp_async_16(to + swizzled<K::TOKENS>(token, vector), memory + offset + vector * 8,
-                             from[i] >= 0);
-        }
+    for (int i = 0; i < PASSES; i++) {
+        ptx::cp_async_16(own + i * APART * 64, source + ptrdiff_t(max(from[i], 0)) * K::D, from[i] >= 0);
     }
 }
 

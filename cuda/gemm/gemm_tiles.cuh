@@ -55,6 +55,8 @@ template <class K> struct TileSums {
             for (int n = 0; n < K::N; n++) visit(values[m][n], m, n);
         }
     }
+    // Multiplies also matrices without rows: branches around them would cost more instructions, since the
+    // compiler cannot know that all lanes of a warp take the same one.
     template <class T> __device__ void add_round(const T* stage) {
         int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;  // the lane's for ldmatrix
         const T* rows = stage + (warp_row * 16 + matrix % 2 * 8 + row) * DEPTH;
@@ -73,11 +75,10 @@ template <class K> struct TileSums {
 #pragma unroll
                 for (int m = 0; m < K::AT_ONCE; m++) {
                     const T* from = rows + (first + m) * WARP_ROWS * 16 * DEPTH + own;
-                    if (first + m < matrices) ptx::load_matrix_x4(a[m], from);
+                    ptx::load_matrix_x4(a[m], from);
                 }
 #pragma unroll
                 for (int m = 0; m < K::AT_ONCE; m++) {
-                    if (first + m >= matrices) break;
 #pragma unroll
                     for (int n = 0; n < K::N; n++) {
                         const unsigned* pair = b[n / 2] + n % 2 * 2;
