@@ -233,19 +233,24 @@ models/                       decoder networks, and the table of families
         readers               readers of config fields that several families share
         base                  norms, spellings and families that others begin with
         llamas                families close to Llama
+        layer_types           which layers have a sliding window
+        gemma4                the family of Gemma 4
         gemmas                families of Gemma
         layer_norms           families with LayerNorms
         mixtures              families with mixtures of experts
+        latents               families with latents: DeepSeek V2, V3
         table                 FAMILIES: all of them, by model_type
         wrappers              text models inside of multimodal checkpoints
         config_fields         fields of a config that do not matter, or that are refused
-        layer_types           which layers have a sliding window
         places                the place of each checkpoint tensor in our parameters
     read_spec                 makes a ModelSpec from a config.json
     conversion                writes a checkpoint as a folder of safetensors
     decoder/                  the network of a ModelSpec, on weights and kernels
         lora_modules          the modules of a layer that LoRA adapters may change
         layer_tensors         the tensors of a layer, looked up once
+        attention_inputs      queries with a temperature, pages of another layer
+        latent_attention      attention to the latents of DeepSeek V2
+        token_inputs          further inputs of layers for each token
         split_norms           norms over all heads, where ranks have some each
         network               CheckpointModel: the forward pass of a decoder
     model                     the Model protocol, and load_model

@@ -31,7 +31,7 @@ class Cache(NamedTuple):
 
 def check_cache(dtype: torch.dtype, pages: Pages) -> Cache:
     """Return the cache for a call on tensors of `dtype`. ValueError if pages do not match it."""
-    keys, _, scales = pages
+    keys, _, scales = pages[:3]
     if (keys.dtype is FP8) != (scales is not None):
         wanted = "need cache_scales" if scales is None else f"have cache_scales, expected {FP8}"
         raise ValueError(f"pages of {keys.dtype} {wanted}")
@@ -86,6 +86,8 @@ def check_head_dim(head_dim: int) -> None:
 
 def refusal(shape: AttentionShape) -> str | None:
     """Return the reason why no kernel computes this attention, or None if one does."""
+    if shape.is_once:
+        return "keys that are also values (latents) are not supported"
     if shape.head_dim not in HEAD_DIMS:
         return f"head dimension {shape.head_dim} must be one of {HEAD_DIMS}"
     group, rest = divmod(shape.num_heads, shape.num_kv_heads)

@@ -43,10 +43,10 @@ from gptmanager.kernels.simd.threads import keep_within_quota
 from gptmanager.lifecycle.log import logger
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
-from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.models.checkpoint_parts import is_quantized
 from gptmanager.models.decoder.network import CheckpointModel
-from gptmanager.models.model import Dimensions, Model, WeightsDtype, load_model
+from gptmanager.models.model import Dimensions, Model, WeightsDtype, load_model, page_shapes
 from gptmanager.ranks.collectives import Collectives
 
 
@@ -351,10 +351,9 @@ def _torch_executor(
     )
 
 
-def _shape(spec: Dimensions, sizes: Sizes) -> tuple[int, int, int, int, int]:
+def _shape(spec: Dimensions, sizes: Sizes) -> tuple[Sequence[PageShape], int, int]:
     """Return the shape arguments of a `KvPool`."""
-    blocks = sizes.num_blocks, sizes.tokens_per_block
-    return (spec.num_layers, *blocks, spec.num_kv_heads, spec.head_dim)
+    return page_shapes(spec), sizes.num_blocks, sizes.tokens_per_block
 
 
 def _reserve(model: Model, num_positions: int) -> None:

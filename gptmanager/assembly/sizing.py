@@ -13,7 +13,7 @@ from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.attention_window import AttentionWindow
 from gptmanager.memory.kv_pool import KvPool
-from gptmanager.models.model import Dimensions
+from gptmanager.models.model import Dimensions, page_shapes
 
 logger = logging.getLogger("gptmanager")
 
@@ -225,9 +225,7 @@ def _num_host_blocks(params: OptionalParams, block_bytes: int) -> int:
 
 
 def _block_bytes(spec: Dimensions, tokens_per_block: int, dtype: torch.dtype) -> int:
-    return KvPool.bytes_per_block(
-        spec.num_layers, tokens_per_block, spec.num_kv_heads, spec.head_dim, dtype
-    )
+    return KvPool.bytes_per_block(page_shapes(spec), tokens_per_block, dtype)
 
 
 def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:

@@ -69,7 +69,7 @@ class TorchExecutor:
         self._most_scored = max(1, MOST_LOGITS // runner.model.spec.vocab_size)  # tokens at once
         self._splitter: BatchSplitter | None = None
         if splits_batches:
-            spec, device = runner.model.spec, runner.kv_pool.keys.device
+            spec, device = runner.model.spec, runner.kv_pool.device
             self._splitter = BatchSplitter(spec.vocab_size, device)
         self._stalled_ns = 0
 

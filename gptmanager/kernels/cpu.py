@@ -288,11 +288,14 @@ class CpuKernels(CpuExperts):
             given = positions, cos_sin, q_norm, k_norm, eps, pages, rows, norm_last, plus_one
             return super().rope_and_write(qkv, *given)
         num_kv_heads, head_dim = pages.keys.shape[1:3]
-        num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
+        num_tokens, kinds = qkv.shape[0], 1 if pages.is_once else 2
+        num_heads = qkv.shape[1] // head_dim - kinds * num_kv_heads
         qkv, q_norm, k_norm = alike(qkv, q_norm, k_norm)
         q = pages.values.new_empty(num_tokens, num_heads, head_dim)
         rotated = torch.empty(num_tokens, head_dim, dtype=torch.float32)
         task = on_pages(RopeTask, pages)
+        if pages.is_once:
+            task.values = 0
         give_rows(task, rows)
         task.qkv, task.dtype = qkv.data_ptr(), DTYPES[qkv.dtype]
         task.q, task.rotated = q.data_ptr(), rotated.data_ptr()

@@ -320,7 +320,8 @@ class Kernels:
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to their pages, return the queries.
 
-        `qkv [T, (H + 2K) * D]`: all query heads, then key heads, then value heads.
+        `qkv [T, (H + 2K) * D]`: all query heads, then key heads, then value heads, which are missing
+        if pages store values and keys once.
         `cos_sin [max_pos, N]` float32, N <= D and even: cosines of the N / 2 frequencies, then
         their sines. Dimension i < N / 2 of a head rotates with i + N / 2 (the "NeoX" form of HF's
         Llama); dimensions from N on stay. None: no rotation. `positions [T]` int64 index it.
@@ -328,10 +329,11 @@ class Kernels:
         or after it if `norm_last` (HunYuan).
         Returns `[T, H, D]` in the pages' dtype, for float8 pages in qkv's (on the CPU: float32).
         """
-        keys, values, cache_scales = pages
+        keys, values, cache_scales = pages[:3]
         num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]
         heads = widened(qkv).reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
-        q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
+        num_heads = heads.shape[1] - (1 if pages.is_once else 2) * num_kv_heads
+        q, k, v = heads.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
         angles = None if cos_sin is None else cos_sin[positions].unsqueeze(1)
 
         def normed(x: Tensor, weight: Tensor) -> Tensor:  # a subclass may accept rows only
@@ -352,7 +354,8 @@ class Kernels:
             k, v = (to_fp8(it, own) for it, own in zip((k, v), cache_scales, strict=True))
             keys, values = (keys.view(torch.uint8), values.view(torch.uint8))  # torch can index it
         keys[block, :, :, offset] = k.to(keys.dtype)
-        values[block, :, offset, :] = v.to(values.dtype)
+        if not pages.is_once:
+            values[block, :, offset, :] = v.to(values.dtype)
         return q.to(keys.dtype if cache_scales is None else qkv.dtype)
 
     def attention(

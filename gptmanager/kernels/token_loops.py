@@ -64,7 +64,7 @@ class RopeTask(ctypes.Structure):
 
     `dtype` is that of `qkv` and the norms, `page_dtype` that of the pages and `q`. `rotated` is
     memory for one head of each token, float32 `[num_tokens, head_dim]`. With `token_major`, keys
-    have the layout of values in a page.
+    have the layout of values in a page. With `values` 0 they are the keys, and `qkv` has none.
     """
 
     _fields_ = task_fields(
@@ -158,7 +158,8 @@ def _write_token(t: Any, token: int, block: int, offset: int) -> None:
     cos_sin = 0
     if t.cos_sin:
         cos_sin = t.cos_sin + 4 * get_long(t.positions, token) * t.rotary_dim
-    first, rotated = token * (heads + 2 * kv_heads), t.rotated + 4 * token * dim
+    kinds = 2 if t.values else 1
+    first, rotated = token * (heads + kinds * kv_heads), t.rotated + 4 * token * dim
     for head in range(heads):
         _rotate_head(t, (first + head) * dim, rotated, t.q_norm, cos_sin)
         for d in range(0, dim, LANES):
@@ -174,8 +175,9 @@ def _write_token(t: Any, token: int, block: int, offset: int) -> None:
             to, keys = 0, rotated  # rounded where it is
         for d in range(0, dim, LANES):
             store_as(t.page_dtype, keys, to + d, load_part(rotated, d, dim - d), dim - d)
-            item = load_as(t.dtype, t.qkv, value + d, dim - d)
-            store_as(t.page_dtype, t.values, page + offset * dim + d, item, dim - d)
+            if t.values:
+                item = load_as(t.dtype, t.qkv, value + d, dim - d)
+                store_as(t.page_dtype, t.values, page + offset * dim + d, item, dim - d)
         if not t.token_major:
             for d in range(dim):
                 move_item(t.page_dtype, t.keys, page + d * size + offset, rotated, d)

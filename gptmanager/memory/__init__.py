@@ -1,9 +1,17 @@
 """Tensors that outlive a step (the KV pool, adapter pages, weights), and checkpoint files."""
 
 from gptmanager.memory.adapter_pool import AdapterPool, adapter_table
-from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.memory.places import Place
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.weights import Weights
 
-__all__ = ["AdapterPool", "KvPool", "Place", "SafetensorsFolder", "Weights", "adapter_table"]
+__all__ = [
+    "AdapterPool",
+    "KvPool",
+    "PageShape",
+    "Place",
+    "SafetensorsFolder",
+    "Weights",
+    "adapter_table",
+]

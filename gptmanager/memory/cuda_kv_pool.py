@@ -6,7 +6,7 @@ memory directly, so no thread waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from gptmanager.cuda.attention.block_copy import PROGRAM, Copy, as_tensor, copy_
 from gptmanager.cuda.device.launch import Launcher
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.block import BlockCopy
-from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.kv_pool import KvPool, PageShape
 
 _VECTOR_BYTES = 16  # the kernel copies vectors of this size
 _MAX_ROWS = 1 << 31
@@ -28,8 +28,15 @@ class CudaKvPool(KvPool):
     int indices.
     """
 
-    def __init__(self, launcher: Launcher, *sizes: int, **options: Any) -> None:
-        _, num_blocks, tokens_per_block, num_kv_heads, _ = sizes
+    def __init__(
+        self,
+        launcher: Launcher,
+        shapes: Sequence[PageShape],
+        num_blocks: int,
+        tokens_per_block: int,
+        **options: Any,
+    ) -> None:
+        num_kv_heads = max(shape.num_kv_heads for shape in shapes)
         num_rows = num_blocks * tokens_per_block * num_kv_heads
         if num_rows >= _MAX_ROWS:
             raise ConfigError(
@@ -37,15 +44,14 @@ class CudaKvPool(KvPool):
                 f"{num_kv_heads} KV heads has {num_rows} rows per layer, and CUDA kernels support "
                 f"fewer than {_MAX_ROWS}: set KvCacheConfig.max_tokens"
             )
-        super().__init__(*sizes, token_major=True, **options)
+        super().__init__(shapes, num_blocks, tokens_per_block, token_major=True, **options)
         self._launcher = launcher
         for name in PROGRAM.kernels:  # compiled now, so that no request waits for it
             launcher.kernel(PROGRAM, name)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Enqueue copies of the first tokens of blocks. The result is that of copying in order."""
-        head_dim = self.values.shape[-1]
-        if head_dim * self.values.itemsize % _VECTOR_BYTES:
+        """Enqueue copies of the first tokens of blocks; the result is that of copying in order."""
+        if any(it.values.shape[-1] * it.values.itemsize % _VECTOR_BYTES for it in self.stacks):
             super().copy(copies)
             return
         for together in rounds(copies):
@@ -61,13 +67,12 @@ class CudaKvPool(KvPool):
             to = destination - size if ends[1] else destination
             by_ends.setdefault(ends, []).append((own, to, num_tokens))
         for (from_host, to_host), own_copies in by_ends.items():
-            numbers = as_tensor(own_copies, self.values.device)
+            numbers = as_tensor(own_copies, self.device)
             both = zip(self._pages(from_host), self._pages(to_host), strict=True)
             for from_pages, to_pages in both:
                 copy_blocks(self._launcher, to_pages, from_pages, numbers)
 
-    def _pages(self, on_host: bool) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[layers, blocks, kv_heads, tokens_per_block, head_dim]`."""
-        if on_host:
-            return self._host_keys.mT, self._host_values
-        return self.keys.mT, self.values
+    def _pages(self, on_host: bool) -> list[Tensor]:
+        """Return all tensors `[layers, blocks, kv_heads, tokens_per_block, head_dim]`."""
+        stacks = self.host_stacks if on_host else self.stacks
+        return [tensor for stack in stacks for tensor in stack.tokens]

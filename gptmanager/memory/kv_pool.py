@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +14,50 @@ from gptmanager.memory.host_memory import HostMemory
 NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
+class PageShape(NamedTuple):
+    """What a layer stores of a token. `has_values` False: its values are its keys, stored once."""
+
+    num_kv_heads: int
+    head_dim: int
+    has_values: bool = True
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of a token."""
+        return (1 + self.has_values) * self.num_kv_heads * self.head_dim
+
+
+class PageStack(NamedTuple):
+    """The pages of all layers of one shape.
+
+    `keys` `[layers, blocks, kv_heads, head_dim, tokens_per_block]`, `values` `[layers, blocks,
+    kv_heads, tokens_per_block, head_dim]`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    has_values: bool = True
+
+    @property
+    def tokens(self) -> tuple[Tensor, ...]:
+        """Token-major keys, and values if they are other tensors."""
+        return (self.keys.mT, self.values) if self.has_values else (self.values,)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tokens)
+
+
 class KvPool:
     """The keys and values of all blocks, by block id. Does not know which sequence holds a block.
 
-    `keys` `[layers, blocks, kv_heads, head_dim, tokens_per_block]`: transposed inside a block, so
-    that the scores of one query against a block are computed along contiguous memory. `values`
-    `[layers, blocks, kv_heads, tokens_per_block, head_dim]`. With `dtype` float8_e4m3fn, elements
-    are multiplied by a scale that the model has. `token_major`: keys have the memory layout of
-    values, and `keys` is a transposed view, because CUDA kernels read whole tokens. `contiguous`:
-    as with `token_major`, and the values of a block follow its keys, so that both are views of one
+    `shapes`: of each layer's pages. A block has the bytes that its layers need, whatever their
+    shapes: layers of one shape are a `PageStack`. `layers`: the keys and values of each layer.
+    Keys are transposed inside a block, so that the scores of one query against a block are computed
+    along contiguous memory. With `dtype` float8_e4m3fn, an element is multiplied by a scale of the
+    model. `token_major`: keys have the memory layout of values, and the keys of a stack are a
+    transposed view, because CUDA kernels read whole tokens; so have keys that are their values.
+    `contiguous`: in addition, the values of a block follow its keys, so that both are views of one
     tensor.
 
     `num_host_blocks` more blocks are in CPU memory, with ids from `num_blocks` on. They are copied
@@ -30,11 +66,9 @@ class KvPool:
 
     def __init__(
         self,
-        num_layers: int,
+        shapes: Sequence[PageShape],
         num_blocks: int,
         tokens_per_block: int,
-        num_kv_heads: int,
-        head_dim: int,
         *,
         num_host_blocks: int = 0,
         token_major: bool = False,
@@ -45,29 +79,33 @@ class KvPool:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.tokens_per_block = tokens_per_block
-        own = (num_layers, num_blocks, num_kv_heads)
-        host = (num_layers, num_host_blocks, num_kv_heads)
         self._host_memory = HostMemory(torch.device(device))
-
-        def pages(shape: tuple[int, int, int], is_keys: bool, empty: NewTensor) -> Tensor:
-            if is_keys and not token_major:
-                return empty((*shape, head_dim, tokens_per_block), dtype)
-            tokens = empty((*shape, tokens_per_block, head_dim), dtype)
-            return tokens.mT if is_keys else tokens
 
         def on_device(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self._whole: Tensor | None = None
-        if contiguous:
-            shape = (num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_dim)
-            self._whole = torch.empty(shape, dtype=dtype, device=device)
-            self.keys, self.values = self._whole[:, :, 0].mT, self._whole[:, :, 1]
-        else:
-            self.keys = pages(own, is_keys=True, empty=on_device)
-            self.values = pages(own, is_keys=False, empty=on_device)
-        self._host_keys = pages(host, is_keys=True, empty=self._host_memory.empty)
-        self._host_values = pages(host, is_keys=False, empty=self._host_memory.empty)
+        def stack(shape: PageShape, blocks: int, empty: NewTensor, whole: bool) -> PageStack:
+            heads, head_dim, has_values = shape
+            first = shapes.count(shape), blocks
+            if whole and has_values:
+                both = empty((*first, 2, heads, tokens_per_block, head_dim), dtype)
+                return PageStack(both[:, :, 0].mT, both[:, :, 1])
+            tokens = empty((*first, heads, tokens_per_block, head_dim), dtype)
+            if not has_values:
+                return PageStack(tokens.mT, tokens, has_values)
+            if token_major:
+                return PageStack(empty(tuple(tokens.shape), dtype).mT, tokens)
+            return PageStack(empty((*first, heads, head_dim, tokens_per_block), dtype), tokens)
+
+        kinds = [*dict.fromkeys(shapes)]
+        self._is_contiguous, self._shapes = contiguous, shapes
+        self.stacks = [stack(it, num_blocks, on_device, contiguous) for it in kinds]
+        host = self._host_memory.empty
+        self.host_stacks = [stack(it, num_host_blocks, host, False) for it in kinds]
+        numbers = [shapes[:layer].count(shape) for layer, shape in enumerate(shapes)]
+        places = zip(map(kinds.index, shapes), numbers, strict=True)
+        stacks = self.stacks
+        self.layers = [(stacks[k].keys[at], stacks[k].values[at]) for k, at in places]
 
     def contiguous(self, layer: int) -> Tensor:
         """Return a layer's keys and values, `[blocks, 2, kv_heads, tokens_per_block, head_dim]`.
@@ -76,39 +114,56 @@ class KvPool:
         sequence has one block, so this is `[sequences, 2, kv_heads, max_seq_len, head_dim]`. The
         row of a sequence is the only entry of its line in `Batch.block_tables`.
         """
-        if self._whole is not None:
-            return self._whole[layer]
-        return torch.stack((self.keys[layer].mT, self.values[layer]), dim=1)
+        keys, values = self.layers[layer]
+        if not self._is_contiguous or not self._shapes[layer].has_values:
+            return torch.stack((keys.mT, values), dim=1)
+        blocks, *shape = values.shape
+        strides = values.stride()
+        both = (blocks, 2, *shape), (strides[0], values[0].numel(), *strides[1:])
+        return keys.mT.as_strided(*both)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Copy the first tokens of blocks, one copy after the other."""
         for source, destination, num_tokens in copies:
-            keys, values = self._block(destination)
-            source_keys, source_values = self._block(source)
-            keys[..., :num_tokens] = source_keys[..., :num_tokens]
-            values[:, :, :num_tokens] = source_values[:, :, :num_tokens]
+            for own, other in zip(self._block(destination), self._block(source), strict=True):
+                own.keys[..., :num_tokens] = other.keys[..., :num_tokens]
+                own.values[:, :, :num_tokens] = other.values[:, :, :num_tokens]
 
-    def _block(self, block: int) -> tuple[Tensor, Tensor]:
-        """Return the keys `[layers, kv_heads, head_dim, tokens]` and the values of a block."""
-        if block < self.num_blocks:
-            return self.keys[:, block], self.values[:, block]
-        index = block - self.num_blocks
-        return self._host_keys[:, index], self._host_values[:, index]
+    def _block(self, block: int) -> list[PageStack]:
+        """Return the keys `[layers, kv_heads, head_dim, tokens]` and values of a block on device or
+        host, of each stack.
+        """
+        on_device = block < self.num_blocks
+        stacks = self.stacks if on_device else self.host_stacks
+        index = block if on_device else block - self.num_blocks
+        return [PageStack(it.keys[:, index], it.values[:, index]) for it in stacks]
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(stack.nbytes for stack in self.stacks)
 
     @property
     def host_nbytes(self) -> int:
-        return self._host_keys.nbytes + self._host_values.nbytes
+        return sum(stack.nbytes for stack in self.host_stacks)
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of all layers, if they have one shape."""
+        [stack] = self.stacks
+        return stack.keys
+
+    @property
+    def values(self) -> Tensor:
+        """The values of all layers, if they have one shape."""
+        [stack] = self.stacks
+        return stack.values
+
+    @property
+    def device(self) -> torch.device:
+        return self.stacks[0].keys.device
 
     @staticmethod
     def bytes_per_block(
-        num_layers: int,
-        tokens_per_block: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype = torch.float32,
+        shapes: Iterable[PageShape], tokens_per_block: int, dtype: torch.dtype = torch.float32
     ) -> int:
-        return 2 * num_layers * tokens_per_block * num_kv_heads * head_dim * dtype.itemsize
+        return sum(shape.elements for shape in shapes) * tokens_per_block * dtype.itemsize

@@ -20,14 +20,14 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Ints, Kernels
-from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.memory.tensor_sources import StateDict, TensorSource
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
 from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.families import FAMILIES, place_tensors
-from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper
+from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper, text_config
 from gptmanager.models.parameters import (
     matmul_matrices,
     parameter_shapes,
@@ -61,6 +61,12 @@ class Dimensions(Protocol):
 
     @property
     def head_dim(self) -> int: ...
+
+
+def page_shapes(spec: Dimensions) -> Sequence[PageShape]:
+    """Return the shapes of the pages that a model needs: its `pages`, or one shape in all layers."""
+    shapes: Sequence[PageShape] | None = getattr(spec, "pages", None)
+    return shapes or (PageShape(spec.num_kv_heads, spec.head_dim),) * spec.num_layers
 
 
 class Model(Protocol):
@@ -164,6 +170,11 @@ def load_model(
     _check_float64(spec.dtype, weights_dtype, kernels, device)
     if attention_window is not None:
         spec = _narrowed(spec, attention_window, sink)
+    if kv_cache_dtype is torch.float8_e4m3fn and any(it.attention.latent for it in spec.layers):
+        raise ConfigError(
+            f"kv_cache_dtype = {kv_cache_dtype}: must be None, because this model's latents have no "
+            "scales"
+        )
     spec = replace(spec, kv_cache_dtype=kv_cache_dtype)
     keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)
     quantized = quantized_parameters(spec, weights_dtype, head_dtype)
@@ -171,7 +182,7 @@ def load_model(
         prepare(spec.dtype, {*quantized.values(), *(("int4",) if keeps_groups else ())})
     weights = Weights(
         **_parts(spec, layout),
-        **_naming(spec, is_wrapper(config)),
+        **_naming(spec, config),
         device=device,
         new_matrix=kernels.new_matrix,
         quantized=quantized,
@@ -190,10 +201,15 @@ def _opened(source: Source) -> tuple[Mapping[str, Any], TensorSource]:
     return read_config(source), open_tensors(source)
 
 
-def _naming(spec: ModelSpec, wraps: bool) -> dict[str, Any]:
+def _naming(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `Weights` for the names of a checkpoint's tensors."""
-    family = FAMILIES[spec.family]
+    family, wraps = FAMILIES[spec.family], is_wrapper(config)
     ignored = _either(family.ignored, MEDIA) if wraps else family.ignored
+    num_further = text_config(config).get("num_nextn_predict_layers")
+    if isinstance(num_further, int) and num_further > 0:  # layers that predict further tokens
+        first = len(spec.layers)
+        numbers = "|".join(map(str, range(first, first + min(num_further, 8))))
+        ignored = _either(ignored, re.compile(rf"(^|\.)layers\.({numbers})\."))
     return {"prefix": family.prefix, "prefixes": PREFIXES if wraps else {}, "ignored": ignored}
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Literal
 
 from gptmanager.kernels.gemm.packed_matrix import Quantized
-from gptmanager.models.spec import Attention, Layer, Mlp, ModelSpec, Norms
+from gptmanager.models.spec import Attention, Latent, Layer, Mlp, ModelSpec, Norms
 
 Shape = tuple[int, ...]
 
 # matrices used for lookups, not for matmuls
-_LOOKED_UP = ("positions.weight", "embedding.weight")
+_LOOKED_UP = ("positions.weight", "token_embedding.weight", "embedding.weight")
 _HEADS = {"embedding.weight", "lm_head.weight"}
 
 
@@ -22,6 +22,11 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
     if spec.position_offset is not None:
         num_positions = spec.max_position_embeddings + spec.position_offset
         shapes["positions.weight"] = (num_positions, hidden)
+    if (own := spec.token_inputs) is not None:
+        width = len(spec.layers) * own.width
+        shapes["token_embedding.weight"] = (own.vocab_size, width)
+        shapes["token_projection.weight"] = (width, hidden)
+        shapes["token_norm.weight"] = (own.width,)
     first = spec.first_layer
     for index in range(first, first + spec.num_layers):
         layer = spec.layers[index]
@@ -29,6 +34,8 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
             **_norms(norms, hidden),
             **_attention(spec, layer.attention),
             **_mlp(spec, layer.mlp),
+            **({"scale": (1,)} if layer.scaled else {}),
+            **_token_modules(spec),
         }
         for name, shape in modules.items():
             shapes[f"layers.{index}.{name}"] = shape
@@ -42,12 +49,14 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 def matmul_matrices(spec: ModelSpec) -> list[str]:
     """Return the parameters that are weights of `Kernels.linear` and `Kernels.experts`."""
-    looked_up = _LOOKED_UP[:1] if spec.tied_embeddings else _LOOKED_UP
+    looked_up = _LOOKED_UP[:2] if spec.tied_embeddings else _LOOKED_UP
     shapes = parameter_shapes(spec)
     return [
         name
         for name, shape in shapes.items()
-        if len(shape) == 2 and name not in looked_up and not name.endswith("_norm.weight")
+        if len(shape) == 2
+        and name not in looked_up
+        and not name.endswith(("_norm.weight", "latent_up.weight"))
     ]
 
 
@@ -78,8 +87,8 @@ def matrix_names(spec: ModelSpec, index: int) -> Mapping[str, str]:
 
 def _adapted_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
     own, experts = layer.attention, layer.mlp.experts
-    heads = own.num_heads, own.num_kv_heads, own.head_dim
-    found: dict[str, tuple[int, ...]] = {"qkv": heads, "out": heads}
+    heads = own.num_heads, own.own_kv_heads, own.head_dim, own.projected_heads
+    found: dict[str, tuple[int, ...]] = {"qkv": heads, "out": (own.out_width,)}
     if experts is None:
         return found | dict.fromkeys(("up", "down"), (layer.mlp.width,))
     return found | dict.fromkeys(("shared_up", "shared_down"), (experts.shared_width,))
@@ -129,9 +138,27 @@ def _norms(norms: Norms, hidden: int) -> dict[str, Shape]:
     return found
 
 
+def _latent_attention(spec: ModelSpec, own: Attention, latent: Latent) -> dict[str, Shape]:
+    hidden, rope_dim = spec.hidden_size, own.head_dim - latent.rank
+    found: dict[str, Shape] = {}
+    if latent.query_rank:
+        found |= _affine("query_latent", (latent.query_rank, hidden), latent.bias)
+        found["query_latent_norm.weight"] = (latent.query_rank,)
+    rows = own.num_heads * (latent.key_dim + rope_dim)
+    found |= _affine("query", (rows, latent.query_rank or hidden), False)
+    found |= _affine("kv_latent", (own.head_dim, hidden), latent.bias)
+    found["kv_latent_norm.weight"] = (latent.rank,)
+    rows = own.num_heads * (latent.key_dim + latent.value_dim)
+    found["latent_up.weight"] = (rows, latent.rank)
+    return found | _affine("out", (hidden, own.out_width), spec.out_bias)
+
+
 def _attention(spec: ModelSpec, own: Attention) -> dict[str, Shape]:
-    heads, kv_heads = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-    found = _affine("qkv", (heads + 2 * kv_heads, spec.hidden_size), spec.qkv_bias)
+    if own.latent is not None:
+        return _latent_attention(spec, own, own.latent)
+    heads, kv_heads = own.num_heads * own.head_dim, own.own_kv_heads * own.head_dim
+    rows = own.projected_heads * own.head_dim
+    found = _affine("qkv", (rows, spec.hidden_size), spec.qkv_bias)
     found |= _affine("out", (spec.hidden_size, heads), spec.out_bias)
     kind = spec.norms.query_key
     if kind in ("head", "rotated_head"):
@@ -140,7 +167,22 @@ def _attention(spec: ModelSpec, own: Attention) -> dict[str, Shape]:
         found |= {"q_norm.weight": (heads,), "k_norm.weight": (kv_heads,)}
     if own.sinks:
         found["sinks"] = (own.num_heads,)
+    if own.kv_layer is not None:
+        found.pop("k_norm.weight", None)
+        return found
     return found | {"cache_scales": (2 * own.num_kv_heads,)}  # for keys and for values
+
+
+def _token_modules(spec: ModelSpec) -> dict[str, Shape]:
+    """Return the modules by which a layer adds its token input to the residual."""
+    if spec.token_inputs is None:
+        return {}
+    width, hidden = spec.token_inputs.width, spec.hidden_size
+    return {
+        "token_gate.weight": (width, hidden),
+        "token_out.weight": (hidden, width),
+        "token_out_norm.weight": (hidden,),
+    }
 
 
 def _mlp(spec: ModelSpec, own: Mlp) -> dict[str, Shape]:

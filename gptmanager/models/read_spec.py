@@ -100,31 +100,35 @@ def _read_layers(
 ) -> tuple[Layer, ...]:
     heads, kv_heads, head_dim = _read_heads(fields, family.rotary)
     interleaved = fields.decided(family.interleaved)
-    ropes: dict[str, Rope] = {}
+    ropes: dict[tuple[str, int], Rope] = {}
 
-    def rope(layer_type: str) -> Rope | None:
-        if family.rotary and layer_type not in ropes:
-            ropes[layer_type] = read_rope(
-                fields, head_dim, max_seq_len, layer_type=layer_type, interleaved=interleaved
+    def rope(*kind: Any) -> Rope | None:
+        if family.rotary and kind not in ropes:
+            layer_type, dim = kind
+            ropes[kind] = read_rope(
+                fields, dim, max_seq_len, layer_type=layer_type, interleaved=interleaved
             )
-        return ropes.get(layer_type)
+        return ropes.get(kind)
 
     mlp = _read_mlp(fields, family)
     layers = []
     for index, window in enumerate(windows):
         own_type = fields.layer_types[index] if fields.layer_types else "full_attention"
+        further = family.attention(fields, index)
         attention = Attention(
             heads,
             kv_heads,
             head_dim,
             scale=_read_scale(fields, head_dim, index),
             window=window,
-            rope=rope(own_type),
+            rope=rope(own_type, further.get("rope_dim", further.get("head_dim", head_dim))),
         )
-        attention = replace(attention, **family.attention(fields, index))
+        changes = {name: further[name] for name in further if name != "rope_dim"}
+        attention = replace(attention, **changes)
         found = family.experts(fields, index) if family.experts is not None else None
-        own = mlp if found is None else replace(mlp, experts=found[0], width=found[1])
-        layers.append(Layer(attention, own))
+        own = replace(mlp, **family.mlp(fields, index))
+        own = own if found is None else replace(own, experts=found[0], width=found[1])
+        layers.append(Layer(attention, own, family.scaled))
     return tuple(layers)
 
 

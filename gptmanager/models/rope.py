@@ -25,6 +25,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _KINDS: Mapping[str, frozenset[str]] = {
     "default": _COMMON,
     "linear": _COMMON | {"factor"},
+    "proportional": _COMMON | {"factor"},
     "llama3": _COMMON | {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": _COMMON.union(
         "factor attention_factor beta_fast beta_slow truncate mscale mscale_all_dim".split()
@@ -37,7 +38,8 @@ _KINDS: Mapping[str, frozenset[str]] = {
 class Rope:
     """Rotary position embeddings: the first `dim` dimensions of a head rotate, in pairs.
 
-    `kind`: default, linear, llama3, yarn, or longrope, with the selected `divisors` `[dim / 2]`.
+    `kind`: default, linear, llama3, yarn, or longrope, with the selected `divisors` `[dim / 2]`, or
+    proportional: of the pairs only the first `share` rotate.
     Cosines and sines are multiplied by `attention_factor`. `interleaved`: pairs are neighbors in a
     checkpoint, and loading reorders its rows.
     """
@@ -55,6 +57,7 @@ class Rope:
     attention_factor: float = 1.0
     dim: int = 0
     interleaved: bool = False
+    share: float = 1.0
 
 
 def read_rope(
@@ -86,6 +89,8 @@ def read_rope(
         f"config.json: {label}.",
     )
     kind = "default" if rope.get("rope_type") == "mrope" else rope.get("rope_type")
+    if kind == "dynamic" and rope.get("alpha") and fields.has_default("rope_alpha"):
+        return _with_alpha(rope, head_dim)
     if kind not in [*_KINDS]:
         raise rope.error("rope_type", f"must be one of {[*_KINDS]}")
     for field, value in values.items():
@@ -94,6 +99,14 @@ def read_rope(
     dim = _rotated_dim(fields, rope, head_dim)
     scaled = _scale_rope(rope, kind, dim, max_positions, max_seq_len)
     return replace(scaled, dim=dim, interleaved=interleaved)
+
+
+def _with_alpha(rope: Fields, head_dim: int) -> Rope:
+    """Return HunYuan's rotation: a base that `alpha` has raised once, for any length."""
+    if head_dim < 4:
+        raise rope.error("alpha", "needs heads of more than 2 dimensions")
+    theta = rope.number("rope_theta") * rope.number("alpha") ** (head_dim / (head_dim - 2))
+    return Rope(theta=theta, dim=head_dim)
 
 
 def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], str, Any]:
@@ -122,6 +135,8 @@ def _rope_values(fields: Fields, layer_type: str) -> tuple[Mapping[str, Any], st
 def _rotated_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
     """Return how many dimensions of a head rotate."""
     given = rope.get("partial_rotary_factor")
+    if rope.get("rope_type") == "proportional":
+        return head_dim
     if not fields.has_default("partial_rotary_factor"):
         if given not in (None, 1.0):
             raise rope.error("partial_rotary_factor", "not supported in this family")
@@ -164,6 +179,11 @@ def _scale_rope(
         raise rope.error("rope_theta", "must be more than 1")
     if kind == "default":
         return plain
+    if kind == "proportional":
+        share = rope.number("partial_rotary_factor", 1.0)
+        if share > 1:
+            raise rope.error("partial_rotary_factor", "must be a number above 0 and up to 1")
+        return replace(plain, factor=rope.number("factor", 1.0), share=share)
     original = rope.size("original_max_position_embeddings")
     if original == 1:
         raise rope.error("original_max_position_embeddings", "must be more than 1")
@@ -232,6 +252,9 @@ def _inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     powers = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     frequencies = 1.0 / powers
     if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "proportional":
+        frequencies[int(rope.share * head_dim // 2) :] = 0
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, frequencies)

@@ -14,6 +14,7 @@ import torch
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 from gptmanager.kernels.experts.routing import Routing
+from gptmanager.memory.kv_pool import PageShape
 from gptmanager.models.rope import Rope
 
 
@@ -26,7 +27,7 @@ class Norms:
     has on the inputs of attention and MLP, and on their outputs before the residual addition.
     `query_key`: the norm of queries and keys: "head" has one weight `[head_dim]` for all heads,
     "rotated_head" is the same but applied after the rotation, "own_head" has separate weights per
-    head, and "all_heads" normalizes all heads together. `query_key_kind`: the `kind` of these.
+    head, and "all_heads" normalizes all heads together. `query_key_kind`: the `kind` of these. `value`: heads of values have an RMS norm without weights.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -40,6 +41,7 @@ class Norms:
     after_mlp: bool = False
     query_key: Literal["none", "head", "rotated_head", "own_head", "all_heads"] = "none"
     query_key_kind: Literal["rms", "layer"] = "rms"
+    value: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,33 @@ class QueryTemperature:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek V2): a token's keys and values come from one latent.
+
+    `rank`: its elements. `query_rank`: elements of the latent of the queries; 0: they come from the
+    hidden state. `key_dim`: elements of a head's query and key that do not rotate; `value_dim`: of
+    a head's value. `bias`: the projections to the latents have biases. The layer's `head_dim` is
+    that of the pages: the rotated elements, which all heads share, and the latent.
+    """
+
+    rank: int
+    query_rank: int
+    key_dim: int
+    value_dim: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """The attention of a layer.
 
     `scale` multiplies the scores. `softcap` then limits them to softcap * tanh(score / softcap); 0
     for no limit. `window`: the number of positions that a token sees, including its own; None for
     all. `sinks`: each head has a learned score that only takes part in the sum of the softmax.
-    `rope` None: queries and keys are not rotated.
+    `rope` None: queries and keys are not rotated. `kv_layer`: the layer whose keys and values this
+    one reads; None: it computes its own. `keys_as_values`: values are the keys, before their norm
+    and rotation.
+    `latent`: keys and values come from a latent, which is stored instead of them.
     """
 
     num_heads: int
@@ -69,6 +91,24 @@ class Attention:
     sinks: bool = False
     rope: Rope | None = None
     temperature: QueryTemperature | None = None
+    kv_layer: int | None = None
+    keys_as_values: bool = False
+    latent: Latent | None = None
+
+    @property
+    def own_kv_heads(self) -> int:
+        """The number of KV heads that the layer computes itself."""
+        return self.num_kv_heads if self.kv_layer is None else 0
+
+    @property
+    def out_width(self) -> int:
+        """The number of elements that attention returns for a token."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def projected_heads(self) -> int:
+        """The number of heads in the result of the projection to queries, keys and values."""
+        return self.num_heads + (1 if self.keys_as_values else 2) * self.own_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +156,26 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's attention and MLP."""
+    """A layer's attention and MLP. `scaled`: a learned number multiplies the residual after it."""
 
     attention: Attention
     mlp: Mlp
+    scaled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """A further input of each layer for each token, of `width` elements (Gemma 4's E models).
+
+    It is the mean of an embedding of the token and of a normed projection of its first residual,
+    times the root of 2. A layer multiplies it by a gate, and adds the projected and normed result
+    to the residual. `padding_id`: the token whose embedding a prompt embedding has.
+    """
+
+    width: int
+    vocab_size: int
+    activation: Activation
+    padding_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +189,8 @@ class ModelSpec:
     `logit_scale` the logits, which `logit_softcap` then limits (0 for no limit). `position_offset`:
     row of the learned position 0; None without learned positions. `sink`: the number of first
     positions that are always visible. `kv_cache_dtype` float8_e4m3fn: pages store keys and values
-    divided by the scale of their layer and head; None: unscaled.
+    divided by the scale of their layer and head; None: unscaled. `token_inputs`: further inputs of
+    the layers; None for none.
     """
 
     family: str
@@ -159,6 +216,7 @@ class ModelSpec:
     sink: int = 0
     kv_cache_dtype: torch.dtype | None = None
     first_layer: int = 0
+    token_inputs: TokenInputs | None = None
 
     def attention_shape(self, layer: int) -> AttentionShape:
         """Return the shape of a layer's attention, in the form that kernels need."""
@@ -175,7 +233,22 @@ class ModelSpec:
             sinks=own.sinks,
             late_norm=self.norms.query_key == "rotated_head",
             plus_one=self.norms.plus_one and self.norms.query_key in ("head", "rotated_head"),
+            is_once=own.latent is not None,
         )
+
+    @property
+    def pages(self) -> tuple[PageShape, ...]:
+        """The shapes of the pages of this rank, of each of its layers with keys of its own."""
+        own = self.layers[self.first_layer : self.first_layer + self.num_layers]
+        found = (layer.attention for layer in own if layer.attention.kv_layer is None)
+        return tuple(PageShape(it.num_kv_heads, it.head_dim, it.latent is None) for it in found)
+
+    def page_number(self, layer: int) -> int:
+        """Return which of `pages` a layer of the network reads."""
+        source = self.layers[layer].attention.kv_layer
+        last = layer if source is None else source
+        own = self.layers[self.first_layer : last]
+        return sum(it.attention.kv_layer is None for it in own)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -219,10 +292,7 @@ class ModelSpec:
 
     @property
     def page_shape(self) -> tuple[int, int]:
-        """KV heads and head size of a page: those of the layer with the most elements.
-
-        Layers of other shapes use the first bytes of a page, with their own shape.
-        """
+        """KV heads and head size of the layer with the most elements in a page."""
         shapes = {(it.attention.num_kv_heads, it.attention.head_dim) for it in self.layers}
         return max(shapes, key=lambda shape: (shape[0] * shape[1], shape))
 

@@ -32,10 +32,12 @@ class Split:
 # All other modules, such as norms and positions, are complete on each rank of a stage.
 SPLITS = {
     "embedding": Split(rows=("tokens",)),
-    "qkv": Split(rows=("queries", "keys", "keys")),
+    "qkv": Split(rows=("queries", "keys", "values")),
     "sinks": Split(rows=("heads",)),
     "cache_scales": Split(rows=("kv_heads", "kv_heads")),
-    "out": Split(columns="queries"),
+    "query": Split(rows=("latent_queries",)),
+    "latent_up": Split(rows=("latent_heads",)),
+    "out": Split(columns="mixed"),
     "up": Split(rows=("gates", "width")),
     "down": Split(columns="width"),
     "experts_up": Split(rows=("expert_rows",)),
@@ -64,15 +66,26 @@ class Shares:
         self.heads, self.kv_heads, self.width = queries, kv_heads, width
         self.experts = self.shared = range(0)
         self.tokens = evenly(spec.vocab_size, size, part)
+        own_keys = (own.num_kv_heads * dim, _times(kv_heads, dim))
+        if own.kv_layer is not None:
+            own_keys = (0, range(0))
         self._by_word = {
             "tokens": (spec.vocab_size, self.tokens),
             "queries": (own.num_heads * dim, _times(queries, dim)),
-            "keys": (own.num_kv_heads * dim, _times(kv_heads, dim)),
+            "keys": own_keys,
+            "values": (0, range(0)) if own.keys_as_values else own_keys,
+            "mixed": (own.out_width, _times(queries, own.out_width // own.num_heads)),
             "heads": (own.num_heads, queries),
             "kv_heads": (own.num_kv_heads, kv_heads),
             "gates": (mlp.width, width) if gated else (0, range(0)),
             "width": (mlp.width, width),
         }
+        if (latent := own.latent) is not None:
+            for word, width in (
+                ("latent_queries", latent.key_dim + dim - latent.rank),
+                ("latent_heads", latent.key_dim + latent.value_dim),
+            ):
+                self._by_word[word] = (own.num_heads * width, _times(queries, width))
         if experts is not None:
             self.experts = evenly(experts.count, size, part)
             self.shared = evenly(experts.shared_width, size, part)
@@ -134,6 +147,16 @@ def check(spec: ModelSpec, layout: RankLayout) -> None:
         _check_layer(layer, size, given)
     if size > spec.vocab_size:
         raise ConfigError(f"{given} is more than the vocabulary's {spec.vocab_size} tokens")
+    if stages > 1 and spec.token_inputs is not None:
+        raise ConfigError(
+            f"ParallelConfig.pipeline_parallel_size = {stages}: must be 1, because layers of this "
+            "model have further inputs (hidden_size_per_layer_input)"
+        )
+    if stages > 1 and any(layer.attention.kv_layer is not None for layer in spec.layers):
+        raise ConfigError(
+            f"ParallelConfig.pipeline_parallel_size = {stages}: must be 1, because layers of this "
+            "model share keys and values (num_kv_shared_layers)"
+        )
     if stages > spec.num_layers:
         raise ConfigError(
             f"ParallelConfig.pipeline_parallel_size = {stages} is more than the "
@@ -169,9 +192,10 @@ def _rank_layer(layer: Layer, shares: Shares) -> Layer:
     attention = replace(layer.attention, num_heads=heads, num_kv_heads=kv_heads)
     experts = layer.mlp.experts
     if experts is None:
-        return Layer(attention, replace(layer.mlp, width=len(shares.width)))
+        mlp = replace(layer.mlp, width=len(shares.width))
+        return replace(layer, attention=attention, mlp=mlp)
     experts = replace(experts, own=shares.experts, shared_width=len(shares.shared))
-    return Layer(attention, replace(layer.mlp, experts=experts))
+    return replace(layer, attention=attention, mlp=replace(layer.mlp, experts=experts))
 
 
 def vocabulary_shares(spec: ModelSpec, layout: RankLayout) -> tuple[range, list[int]]:
@@ -207,7 +231,7 @@ def _modules(spec: ModelSpec, layout: RankLayout, layers: range) -> set[str]:
     """Return the name prefixes of a stage's modules."""
     found = {f"layers.{layer}." for layer in layers}
     if layout.is_first_stage:
-        found |= {"embedding", "positions"}
+        found |= {"embedding", "positions", "token_"}
     if layout.is_last_stage:
         return found | {"final_norm", "embedding" if spec.tied_embeddings else "lm_head"}
     # the norm after the last layer of this stage is the first norm of the next

@@ -67,9 +67,7 @@ def steps(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     config = {**SMALL_LLAMA, "dtype": str(dtype).split(".")[-1]}
     model = load_model((config, random_llama(SMALL_LLAMA, 0)))
     spec, per_row = model.spec, CONTEXT // 64 + 1
-    pool = KvPool(
-        spec.num_layers, ROWS * per_row, 64, spec.num_kv_heads, spec.head_dim, dtype=dtype
-    )
+    pool = KvPool(spec.pages, ROWS * per_row, 64, dtype=dtype)
     for it in (pool.keys, pool.values):
         it.normal_()
     every = torch.arange(ROWS)

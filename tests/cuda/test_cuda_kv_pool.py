@@ -8,14 +8,13 @@ import torch
 
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
-from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.kv_pool import KvPool, PageShape
 
-SIZES = (2, 5, 8, 3)  # layers, blocks, tokens of a block, KV heads
+SIZES = (5, 8)  # blocks, tokens of a block
 
 
 def pages(pool):
-    host = pool._host_keys.mT, pool._host_values
-    return [tensor.cpu() for tensor in (pool.keys.mT, pool.values, *host)]
+    return [it.cpu() for stack in (*pool.stacks, *pool.host_stacks) for it in stack.tokens]
 
 
 @pytest.mark.parametrize("head_dim", [16, 6])  # 6: no whole vectors, so torch copies
@@ -23,15 +22,13 @@ def pages(pool):
 def test_copies_are_those_of_the_cpu(machine, head_dim, dtype):
     device = machine.tensor(torch.zeros(1)).device
     options = {"num_host_blocks": 4, "dtype": dtype}
-    own = CudaKvPool(machine.launcher, *SIZES, head_dim, device=device, **options)
-    other = KvPool(*SIZES, head_dim, token_major=True, **options)
-    for start, (one, two) in enumerate(
-        zip(
-            (own.keys, own.values, own._host_keys, own._host_values),
-            (other.keys, other.values, other._host_keys, other._host_values),
-            strict=True,
-        )
-    ):
+    once = PageShape(1, 4 * head_dim, has_values=False)
+    shapes = [PageShape(3, head_dim), once, PageShape(1, 2 * head_dim), PageShape(3, head_dim)]
+    own = CudaKvPool(machine.launcher, shapes, *SIZES, device=device, **options)
+    other = KvPool(shapes, *SIZES, token_major=True, **options)
+    stacks = zip(*([*it.stacks, *it.host_stacks] for it in (own, other)), strict=True)
+    both = [pair for one, two in stacks for pair in zip(one.tokens, two.tokens, strict=True)]
+    for start, (one, two) in enumerate(both):
         numbers = torch.arange(two.numel()).view(two.shape) % 200 + 256 * start
         if dtype.itemsize == 1:  # each a number of its own
             numbers = ((numbers + 13 * start) % 126).to(torch.uint8).view(dtype)

@@ -36,7 +36,7 @@ from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
-from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.models.model import load_model
 
 pytestmark = pytest.mark.every(2)
@@ -94,7 +94,7 @@ def test_nothing_is_compiled_while_requests_wait(device):
         return find(program, name, shared_mem)
 
     launcher.kernel = kernel
-    CudaKvPool(launcher, 1, 4, 16, 1, 64, device=stream.device)
+    CudaKvPool(launcher, [PageShape(1, 64)], 4, 16, device=stream.device)
     DeviceSampler(2, 96, np.zeros((2, 8), np.int32), launcher, stream.device)
     names = {"adjust", "sample", "log_probs", "best_of_rows", "copy_blocks"}
     assert {name.partition("<")[0] for name in asked} >= names
@@ -436,7 +436,7 @@ def test_the_largest_step_runs_with_one_block(device):
         kernels=CudaKernels(stream.launcher),
         device=stream.device,
     )
-    pool = KvPool(2, 1, 16, 1, 64, token_major=True, device=stream.device)
+    pool = KvPool([PageShape(1, 64)] * 2, 1, 16, token_major=True, device=stream.device)
     tables = DeviceTables(1, 160, 10, stream.device)
     runner = DeviceRunner(model, pool, tables, stream, Uploads(stream), Downloads(stream, 8))
     runner.run_largest(350, 4)

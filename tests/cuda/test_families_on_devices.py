@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -47,8 +49,8 @@ def logits_of(name, kernels, stream):
     """Of two sequences: prompts, a chunk and a first token, and two steps of generation."""
     model = load_model(family_folder(name), kernels=kernels, device=stream.device, dtype="float32")
     spec, tables = model.spec, DeviceTables(2, 32, 4, stream.device)
-    pool = KvPool(spec.num_layers, 8, 8, spec.num_kv_heads, spec.head_dim, token_major=True)
-    for pages in (pool.keys, pool.values):
+    pool = KvPool(spec.pages, 8, 8, token_major=True)
+    for pages in chain.from_iterable(it.tokens for it in pool.stacks):
         pages.fill_(torch.nan)
     copies = Uploads(stream), Downloads(stream, 16)
     runner = DeviceRunner(model, pool, tables, stream, *copies, graph_sizes=(2,))

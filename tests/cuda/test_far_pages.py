@@ -18,6 +18,7 @@ from gptmanager.cuda.attention.cache_write import rope_and_write
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.attention.attention_arguments import Pages
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
+from gptmanager.memory.kv_pool import PageShape
 
 FAR = 2**31
 HEAD_DIM, TOKENS = 256, 64
@@ -95,4 +96,4 @@ def test_copies(machine):
 def test_a_pool_of_more_rows_than_kernels_count(machine):
     """A row is a token's key of one head. Nothing is allocated."""
     with pytest.raises(ConfigError, match=r"33554432 blocks .* 2147483648 rows per layer"):
-        CudaKvPool(machine.launcher, 1, 2**25, 8, 8, 2**20, device=torch.device("meta"))
+        CudaKvPool(machine.launcher, [PageShape(8, 2**20)], 2**25, 8, device=torch.device("meta"))

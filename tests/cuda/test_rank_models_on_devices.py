@@ -47,7 +47,7 @@ def logits_of(collectives):
         collectives=collectives,
     )
     spec, tables = model.spec, DeviceTables(2, 64, 4, stream.device)
-    pool = KvPool(spec.num_layers, 8, 16, spec.num_kv_heads, spec.head_dim, token_major=True)
+    pool = KvPool(spec.pages, 8, 16, token_major=True)
     copies = Uploads(stream), Downloads(stream, 16)
     runner = DeviceRunner(model, pool, tables, stream, *copies, graph_sizes=(2,))
     for line, prompt in enumerate(PROMPTS):

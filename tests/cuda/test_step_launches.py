@@ -22,7 +22,7 @@ from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs, SamplingRows, StepInFlight
-from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.models.model import load_model
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import Row, SequenceStart
@@ -81,7 +81,7 @@ def new_runner(num_layers, has_matmuls=False, chooses=False):
         dtype="bfloat16",
     )
     sizes = {"token_major": True, "device": stream.device, "dtype": torch.bfloat16}
-    pool = KvPool(num_layers, 4, 16, 1, 64, **sizes)
+    pool = KvPool([PageShape(1, 64)] * num_layers, 4, 16, **sizes)
     tables = DeviceTables(2, 64, 4, stream.device)
     copies = Uploads(stream), Downloads(stream, 16)
     chooser = new_chooser(tables, launches, *copies) if chooses else None

@@ -22,7 +22,7 @@ from gptmanager import (
 )
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache import BlockCopy, KvCacheManager
-from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.request.llm_request import LlmRequest
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
@@ -78,7 +78,7 @@ def test_a_host_tier_needs_block_reuse():
 
 
 def test_the_pool_copies_to_the_host_and_back():
-    pool = KvPool(2, 3, 4, 2, 8, num_host_blocks=2)
+    pool = KvPool([PageShape(2, 8)] * 2, 3, 4, num_host_blocks=2)
     pool.keys.copy_(torch.randn(pool.keys.shape))
     pool.values.copy_(torch.randn(pool.values.shape))
     keys, values = pool.keys[:, 1].clone(), pool.values[:, 1].clone()
@@ -159,7 +159,7 @@ def test_a_host_tier_does_not_show_in_the_tokens(policy, max_tokens):
 )
 def test_a_block_moves_if_that_is_sooner_than_to_compute_it_again(rule, rate, expected, caplog):
     spec = random_model(CONFIGS["llama"]).config
-    block_bytes = KvPool.bytes_per_block(3, 8, 2, 8)
+    block_bytes = KvPool.bytes_per_block([PageShape(2, 8)] * 3, 8)
     kv_cache = KvCacheConfig(
         max_tokens=256,
         tokens_per_block=8,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gptmanager.kv_cache.block import BlockCopy
-from gptmanager.memory import KvPool
+from gptmanager.memory import KvPool, PageShape
 
 LAYOUTS = {"paged": {}, "token-major": {"token_major": True}, "contiguous": {"contiguous": True}}
 
@@ -14,7 +14,7 @@ LAYOUTS = {"paged": {}, "token-major": {"token_major": True}, "contiguous": {"co
 @pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
 def pool(request):
     """2 layers, 3 blocks of 5 tokens, 4 KV heads of 6, each element another number."""
-    pool = KvPool(2, 3, 5, 4, 6, **request.param)
+    pool = KvPool([PageShape(4, 6)] * 2, 3, 5, **request.param)
     for start, pages in ((0, pool.keys), (720, pool.values)):
         pages.copy_(torch.arange(start, start + 720.0).view(pages.shape))
     return pool
@@ -39,8 +39,24 @@ def test_beginnings_are_copied_whatever_the_layout(pool):
     assert torch.equal(after[:2], before[:2])
 
 
+def test_layers_of_other_shapes_have_pages_of_their_own():
+    shapes = [PageShape(4, 6), PageShape(1, 16, has_values=False), PageShape(2, 8), PageShape(4, 6)]
+    pool = KvPool(shapes, 3, 5, num_host_blocks=2)
+    assert pool.nbytes == 3 * KvPool.bytes_per_block(shapes, 5) == 3 * 5 * (48 + 16 + 32 + 48) * 4
+    assert pool.host_nbytes == 2 * KvPool.bytes_per_block(shapes, 5)
+    for number, (keys, values) in enumerate(pool.layers):
+        keys.fill_(number)
+        values[0].fill_(number + 10)
+    for shape, (keys, values) in zip(shapes, pool.layers, strict=True):
+        assert keys.shape == (3, shape.num_kv_heads, shape.head_dim, 5)
+        assert torch.equal(keys.mT, values) is not shape.has_values
+    pool.copy([BlockCopy(0, 4, 2), BlockCopy(4, 2, 2)])
+    for number, (_, values) in enumerate(pool.layers):
+        assert (values[2, :, :2] == number + 10).all()
+
+
 def test_a_contiguous_pool_shows_its_own_memory():
-    pool = KvPool(2, 3, 5, 4, 6, contiguous=True)
+    pool = KvPool([PageShape(4, 6)] * 2, 3, 5, contiguous=True)
     for layer in range(2):
         shown = pool.contiguous(layer)
         assert shown.data_ptr() == pool.keys[layer].data_ptr()

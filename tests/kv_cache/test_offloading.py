@@ -11,7 +11,7 @@ from tree_paths import path_to
 
 from gptmanager.errors import CapacityError, ConfigError
 from gptmanager.kv_cache import BlockCopy, HostCounts, KvCacheManager, LedgerError
-from gptmanager.memory import KvPool
+from gptmanager.memory import KvPool, PageShape
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -150,7 +150,7 @@ def test_a_host_tier_needs_block_reuse():
 
 
 def test_a_pool_copies_between_its_tiers_in_order():
-    pool = KvPool(2, 3, 4, 1, 2, num_host_blocks=2)
+    pool = KvPool([PageShape(1, 2)] * 2, 3, 4, num_host_blocks=2)
     pool.keys.copy_(torch.arange(pool.keys.numel()).reshape(pool.keys.shape))
     pool.values.copy_(-torch.arange(pool.values.numel()).reshape(pool.values.shape))
     keys, values = pool.keys.clone(), pool.values.clone()
@@ -159,7 +159,7 @@ def test_a_pool_copies_between_its_tiers_in_order():
     assert torch.equal(pool.values[:, 2], values[:, 1])
     assert torch.equal(pool.keys[:, 1, ..., :3], keys[:, 0, ..., :3])
     assert torch.equal(pool.values[:, 1, :, 3:], values[:, 1, :, 3:])
-    assert pool.nbytes + pool.host_nbytes == 5 * KvPool.bytes_per_block(2, 4, 1, 2)
+    assert pool.nbytes + pool.host_nbytes == 5 * KvPool.bytes_per_block([PageShape(1, 2)] * 2, 4)
 
 
 class Lives:

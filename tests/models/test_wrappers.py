@@ -19,6 +19,7 @@ from gptmanager.models.read_spec import read_spec
 CASES = [
     ("mistral3", "mistral", {"model.": "language_model.model.", "lm_": "language_model.lm_"}),
     ("gemma3", "gemma3_text", {"model.": "model.language_model."}),
+    ("gemma4", "gemma4_text", {"model.": "model.language_model."}),
     ("qwen2_5_vl", "qwen2", {"model.": "model.language_model."}),
     ("qwen3_vl", "qwen3", {"model.": "model.language_model."}),
 ]
@@ -94,6 +95,17 @@ def test_other_folders_are_described(tmp_path: Path, files: dict[str, str], text
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be at most the 4"),
         ("glm4_moe", {"n_group": 3}, "n_group = 3: must divide the 8 experts"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block = True: must be false"),
+        ("gemma4_text", {"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3: no earlier layer"),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"1": {"window": 3}}},
+            "per_layer_config = .* may only",
+        ),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc': must be 'greedy'"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax': not supported"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "layer_types = .*: not supported"),
+        ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts = 4: must be 0"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers = .1.: must be a list of 4"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm = True: an unknown field"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False: must be true"),
@@ -113,6 +125,7 @@ def test_fields_that_would_change_the_computation_are_refused(
         ("gpt_oss", "mlp.experts.gate_up_proj_bias"),
         ("gpt_oss", "self_attn.sinks"),
         ("glm4", "post_mlp_layernorm.weight"),
+        ("gemma4_text", "layer_scalar"),
     ],
 )
 def test_a_missing_tensor_is_named(family: str, part: str) -> None:

@@ -38,7 +38,8 @@ def test_adapters_on_ranks_are_merged_weights_on_one(name: str, tmp_path: Path) 
     def on_a_rank(collectives):
         return logits(load_model(folder, kernels=Kernels(), collectives=collectives, **EXACT))
 
-    for found in (logits(plain), World(2, 2).run(on_a_rank)[0]):
+    shares = any(layer.attention.kv_layer is not None for layer in plain.spec.layers)
+    for found in (logits(plain), World(2, 1 if shares else 2).run(on_a_rank)[0]):
         for own, right in zip(found, expected, strict=True):
             # merged weights are rounded to float32
             assert (own - right).abs().max() < 2e-5 * right.std()

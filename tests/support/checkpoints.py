@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.memory import KvPool
 from gptmanager.models import Batch, Model
+from gptmanager.models.model import page_shapes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -226,12 +228,9 @@ class PagedDriver:
         num_blocks = -(-spec.max_seq_len // tokens_per_block)
         total = num_slots * num_blocks
         self.model = model
-        self.pool = KvPool(
-            *(spec.num_layers, total, tokens_per_block, spec.num_kv_heads, spec.head_dim),
-            dtype=dtype,
-        )
-        self.pool.keys.fill_(torch.nan)
-        self.pool.values.fill_(torch.nan)
+        self.pool = KvPool(page_shapes(spec), total, tokens_per_block, dtype=dtype)
+        for pages in chain.from_iterable(it.tokens for it in self.pool.stacks):
+            pages.fill_(torch.nan)
         order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
         self._block_tables = order.to(torch.int32).reshape(num_slots, num_blocks)
         self._token_table = torch.zeros(num_slots, spec.max_seq_len, dtype=torch.int32)

@@ -21,8 +21,9 @@ from gptmanager.peft_cache.layout import pack
 from gptmanager.request.adapter import AdapterTensors
 
 _RANK = 3
-_OTHER = re.compile(
-    r"norm|\.experts\.|router|gate\.weight|expert_gate|embed|lm_head|wte|wpe|correction"
+_OTHER = (
+    r"norm|\.experts\.|router|gate\.weight|expert_gate|embed|lm_head|wte|wpe|correction|per_layer"
+    r"|[qk]v?_[ab]_proj"
 )
 _STEPS = (
     [(0, tokens(9, 1)), (1, tokens(12, 2))],
@@ -34,10 +35,11 @@ def save_family_adapter(name: str, folder: Path) -> dict[str, Tensor]:
     """Save an adapter in PEFT's form; return the checkpoint's tensors merged with it."""
     generator = torch.Generator().manual_seed(7)
     state, transposed = load_file(family_folder(name) / "model.safetensors"), name == "gpt2"
+    other = re.compile(_OTHER + (r"|q_proj" if "deepseek" in name else ""))
     modules = [
         key.removesuffix(".weight")
         for key, tensor in state.items()
-        if tensor.ndim == 2 and re.search(r"\.\d+\.", key) and not _OTHER.search(key)
+        if tensor.ndim == 2 and re.search(r"\.\d+\.", key) and not other.search(key)
     ]
     assert len(modules) >= 4 * 4 - 8  # of four layers, and fused ones have fewer
     pairs = {it: random_pair(state[f"{it}.weight"], _RANK, generator, transposed) for it in modules}

@@ -40,6 +40,28 @@ _ROUTED = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _HALF = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}
+_GEMMA4 = {
+    **_HEADS,
+    **_EVERY_SECOND,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "rope_parameters": {
+        "sliding_attention": _ROPE,
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
 FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "llama": {**BASE, "attention_bias": True, "mlp_bias": True},
@@ -72,12 +94,25 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
     },
     "gemma3_text": {**_HEADS, **_EVERY_SECOND, "query_pre_attn_scalar": 24},
+    "gemma4_text": {
+        **_GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 3.0,
+    },
     "phi": {**BASE, **_HALF},
     "phi3": {**BASE, "sliding_window": 8},
     "olmo": {**BASE, "attention_bias": True},
     "olmo2": {**BASE},
     "olmo3": {**BASE, "sliding_window": 8},
     "granite": {**BASE, **_GRANITE, "attention_bias": True},
+    "granitemoehybrid": {
+        **BASE,
+        **_GRANITE,
+        **{"num_local_experts": 0, "shared_intermediate_size": 80, "num_experts_per_tok": 0},
+        **{"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"},
+        **{"mamba_n_heads": 8, "mamba_d_head": 16, "attention_bias": True},
+    },
     "cohere": {**BASE, "use_qk_norm": True, "tie_word_embeddings": True},
     "cohere2": {**BASE, **_EVERY_SECOND, "logit_scale": 0.3},
     "glm": {**_HEADS, **_HALF},
@@ -115,11 +150,59 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
         "moe_k": 2,
         "moe_num_shared_experts": 1,
     },
+    "deepseek_v2": {
+        **_ROUTED,
+        **_LATENT,
+        "topk_method": "group_limited_greedy",
+        "norm_topk_prob": False,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "deepseek_v3": {
+        **_ROUTED,
+        **_LATENT,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+            **{"mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 40},
+        },
+    },
 }
 # other properties of the same families
 VARIANTS: Mapping[str, dict[str, Any]] = {
+    "gemma4_text small": {
+        **_GEMMA4,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 96,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
     "stablelm parallel": {**BASE, "use_parallel_residual": True},
     "gpt_neox sequential": {**_NEOX, "use_parallel_residual": False},
+    "deepseek_v2 greedy": {
+        **_ROUTED,
+        **_LATENT,
+        "num_hidden_layers": 2,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+    },
+    "deepseek_v3 in halves": {
+        **_ROUTED,
+        **_LATENT,
+        "num_hidden_layers": 2,
+        "rope_interleave": False,
+    },
+    "hunyuan_v1_dense alpha": {
+        **_HEADS,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            **{"alpha": 20.0, "factor": 1.0},
+        },
+    },
     "smollm3 tied": {**BASE, "tie_word_embeddings": True},
 }
 
@@ -130,7 +213,10 @@ def _widened(config: Mapping[str, Any]) -> dict[str, Any]:
         **{"num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 1, "head_dim": 32},
         **{"num_hidden_layers": 2, "n_layer": 2, "max_window_layers": 1},
         "layer_types": config.get("layer_types", [])[:2],
+        "global_head_dim": 64,
     }
+    if config.get("num_kv_shared_layers"):  # the other layers must be of both types
+        sizes = {key: sizes[key] for key in sizes if "head" in key}
     return {**config, **{name: own for name, own in sizes.items() if name in config}}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,11 @@ def family_model(name: str) -> Any:
     model = new_model({"model_type": name.split(" ")[0], **config})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        buffers = [it for key, it in model.named_buffers() if "correction_bias" in key]
+        buffers = [
+            it
+            for key, it in model.named_buffers()
+            if re.search("correction_bias|layer_scalar", key)
+        ]
         for parameter in [*model.parameters(), *buffers]:
             noise = 0.2 * torch.randn(parameter.shape, generator=generator)
             is_one = parameter.ndim == 1 and bool((parameter == 1).all())
@@ -51,8 +57,8 @@ class SharingDriver(PagedDriver):
     def drop(self, slot: int) -> None:
         """Forget a sequence, as a pause does; its pages hold NaN again."""
         for block in self._block_tables[slot].tolist():
-            self.pool.keys[:, block] = torch.nan
-            self.pool.values[:, block] = torch.nan
+            for pages in chain.from_iterable(it.tokens for it in self.pool.stacks):
+                pages[:, block] = torch.nan
         self._lengths[slot] = 0
 
     def share(self, source: int, slot: int, length: int) -> None:

@@ -15,11 +15,13 @@ class Pages(NamedTuple):
 
     They may be float8_e4m3fn, with `cache_scales [2, K]` float32 (of keys, then of values): a value
     is element * scale. A written element is value / scale, rounded to nearest and clamped to 448.
+    `is_once`: values are the keys, in the same memory.
     """
 
     keys: Tensor
     values: Tensor
     cache_scales: Tensor | None = None
+    is_once: bool = False
 
 
 class RowSpans(NamedTuple):
@@ -46,6 +48,7 @@ class AttentionShape(NamedTuple):
     softcap * tanh(score / softcap). With `fp8`, pages have 8-bit floats. With `sinks`, each head
     has a score without a value. With `late_norm`, heads are normalized after their rotation. With
     `plus_one`, the weights of these norms are stored less 1.
+    `is_once`: see `Pages`.
     """
 
     num_heads: int
@@ -59,6 +62,7 @@ class AttentionShape(NamedTuple):
     sinks: bool = False
     late_norm: bool = False
     plus_one: bool = False
+    is_once: bool = False
 
     @property
     def group(self) -> int:

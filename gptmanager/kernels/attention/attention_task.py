@@ -97,7 +97,7 @@ Task = TypeVar("Task", RopeTask, AttentionTask)
 
 def on_pages(kind: type[Task], pages: Pages) -> Task:
     """Return a task with the fields of its pages, cached: a layer's pages never change."""
-    keys, values, _ = pages
+    keys, values = pages[:2]
     layout = keys.shape, keys.stride(), values.stride(), keys.dtype, values.dtype
     known = _page_fields(kind, keys.data_ptr(), values.data_ptr(), *layout)
     return kind.from_buffer_copy(known)

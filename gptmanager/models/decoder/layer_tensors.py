@@ -35,6 +35,14 @@ class HeadNorm(NamedTuple):
     weight: Tensor
 
 
+class TokenInput(NamedTuple):
+    """How a layer adds its token input to the residual; see `spec.TokenInputs`."""
+
+    gate: Matrix
+    out: Matrix
+    norm: Norm
+
+
 class ExpertLayer(NamedTuple):
     """The router of a layer, its experts, and the shared MLP that all tokens use."""
 
@@ -57,16 +65,18 @@ class DenseLayer(NamedTuple):
 
 
 class LayerTensors(NamedTuple):
-    """The tensors of a layer. `number`: index of the layer among the layers of this rank.
+    """The tensors of a layer. `number`: index of the layer among the layers of this rank; `pages`:
+    index of its pages in the pool.
 
-    `qkv_name` and `out_name`: see `matrix_names`. `q_norm` and `k_norm` are applied with the
+    `qkv` is None in a layer with latents. `qkv_name` and `out_name`: see `matrix_names`. `q_norm` and `k_norm` are applied with the
     rotation, `head_norms` before it. A norm is None if the layer does not have it. `next_norm`: the
     first norm of the next layer, or the final norm.
     """
 
     number: int
+    pages: int
     attention_norm: Norm | None
-    qkv: Affine
+    qkv: Affine | None
     qkv_name: str
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -82,7 +92,11 @@ class LayerTensors(NamedTuple):
     mlp_norm: Norm | None
     mlp: DenseLayer | ExpertLayer
     mlp_out_norm: Norm | None
+    token_input: TokenInput | None
+    scale: Tensor | None
     next_norm: Norm | None
+    keys_as_values: bool
+    has_own_keys: bool
 
 
 def layer_tensors(
@@ -96,34 +110,41 @@ def layer_tensors(
     q_norm = k_norm = None
     if spec.norms.query_key in ("head", "rotated_head"):
         q_norm = weights.tensor(f"{prefix}.q_norm.weight")
-        k_norm = weights.tensor(f"{prefix}.k_norm.weight")
+        if own.kv_layer is None:
+            k_norm = weights.tensor(f"{prefix}.k_norm.weight")
     cache_scales = None
     if spec.kv_cache_dtype is torch.float8_e4m3fn:
-        cache_scales = weights.tensor(f"{prefix}.cache_scales").view(2, own.num_kv_heads)
+        source = index if own.kv_layer is None else own.kv_layer
+        cache_scales = weights.tensor(f"layers.{source}.cache_scales").view(2, own.num_kv_heads)
 
     def norm(module: str) -> Norm | None:
         return find_norm(spec, weights, module, device)
 
     return LayerTensors(
         number=index - spec.first_layer,
+        pages=spec.page_number(index),
         attention_norm=norm(f"{prefix}.attention_norm"),
-        qkv=_affine(weights, f"{prefix}.qkv"),
+        qkv=affine(weights, f"{prefix}.qkv") if own.latent is None else None,
         qkv_name=names["qkv"],
         q_norm=q_norm,
         k_norm=k_norm,
-        head_norms=_head_norms(spec, weights, index),
+        head_norms=_head_norms(spec, weights, index, device),
         rope=own.rope,
         temperature=own.temperature,
         attention=spec.attention_shape(index),
         sinks=weights.tensor(f"{prefix}.sinks") if own.sinks else None,
         cache_scales=cache_scales,
-        out=_affine(weights, f"{prefix}.out"),
+        out=affine(weights, f"{prefix}.out"),
         out_name=names["out"],
         attention_out_norm=norm(f"{prefix}.attention_out_norm"),
         mlp_norm=norm(f"{prefix}.mlp_norm"),
         mlp=_mlp(spec, weights, index),
         mlp_out_norm=norm(f"{prefix}.mlp_out_norm"),
+        token_input=_token_input(spec, weights, prefix),
+        scale=weights.tensor(f"{prefix}.scale") if spec.layers[index].scaled else None,
         next_norm=norm(following),
+        keys_as_values=own.keys_as_values,
+        has_own_keys=own.kv_layer is None,
     )
 
 
@@ -145,7 +166,8 @@ def find_norm(
     return Norm(torch.ones(spec.hidden_size, dtype=spec.dtype, device=device), None)
 
 
-def _affine(weights: Weights, module: str) -> Affine:
+def affine(weights: Weights, module: str) -> Affine:
+    """Return a module's weight and bias; None if it has no bias."""
     return Affine(weights[f"{module}.weight"], _bias(weights, module))
 
 
@@ -154,11 +176,27 @@ def _bias(weights: Weights, module: str) -> Tensor | None:
     return weights.tensor(name) if name in weights else None
 
 
-def _head_norms(spec: ModelSpec, weights: Weights, index: int) -> tuple[HeadNorm, ...]:
+def _token_input(spec: ModelSpec, weights: Weights, prefix: str) -> TokenInput | None:
+    if spec.token_inputs is None:
+        return None
+    norm = Norm(weights.tensor(f"{prefix}.token_out_norm.weight"), None)
+    return TokenInput(
+        weights[f"{prefix}.token_gate.weight"], weights[f"{prefix}.token_out.weight"], norm
+    )
+
+
+def _head_norms(
+    spec: ModelSpec, weights: Weights, index: int, device: torch.device | str
+) -> tuple[HeadNorm, ...]:
     kind, own = spec.norms.query_key, spec.layers[index].attention
-    if kind not in ("own_head", "all_heads"):
-        return ()
     norms, first = [], 0
+    if spec.norms.value and own.kv_layer is None:
+        size = own.num_kv_heads * own.head_dim
+        end = own.num_heads * own.head_dim + 2 * size
+        ones = torch.ones(size, dtype=spec.dtype, device=device)
+        norms.append(HeadNorm(range(end - size, end), own.head_dim, ones))
+    if kind not in ("own_head", "all_heads"):
+        return tuple(norms)
     for name, heads in (("q_norm", own.num_heads), ("k_norm", own.num_kv_heads)):
         size = heads * own.head_dim
         width = own.head_dim if kind == "own_head" else size
@@ -173,12 +211,12 @@ def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLa
     experts = mlp.experts
 
     def dense(up: str, down: str) -> DenseLayer:
-        tensors = [_affine(weights, f"{prefix}.{name}") for name in (up, down)]
+        tensors = [affine(weights, f"{prefix}.{name}") for name in (up, down)]
         return DenseLayer(mlp, tensors[0], tensors[1], names[up], names[down])
 
     if experts is None:
         return dense("up", "down")
-    up, down = (_affine(weights, f"{prefix}.{name}") for name in ("experts_up", "experts_down"))
+    up, down = (affine(weights, f"{prefix}.{name}") for name in ("experts_up", "experts_down"))
     shared = dense("shared_up", "shared_down") if experts.shared_width else None
     gate = weights[f"{prefix}.shared_gate.weight"] if experts.shared_gate else None
     matrices = ExpertMatrices(
@@ -187,7 +225,7 @@ def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLa
         count=experts.own_count,
     )
     return ExpertLayer(
-        _affine(weights, f"{prefix}.router"),
+        affine(weights, f"{prefix}.router"),
         weights.tensor(f"{prefix}.correction") if experts.correction else None,
         experts.routing,
         matrices,

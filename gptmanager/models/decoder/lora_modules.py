@@ -62,12 +62,15 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
     ) -> tuple[str, LoraVariant]:
         return name, LoraVariant(names[matrix], first, count, width, orders.get(name, ()), ())
 
-    queries, keys = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-    yield module("attn_qkv", "qkv", 0, queries + 2 * keys, hidden)
-    yield module("attn_q", "qkv", 0, queries, hidden)
-    yield module("attn_k", "qkv", queries, keys, hidden)
-    yield module("attn_v", "qkv", queries + keys, keys, hidden)
-    yield module("attn_dense", "out", 0, hidden, queries)
+    if own.latent is None:
+        queries, keys = own.num_heads * own.head_dim, own.own_kv_heads * own.head_dim
+        yield module("attn_qkv", "qkv", 0, own.projected_heads * own.head_dim, hidden)
+        yield module("attn_q", "qkv", 0, queries, hidden)
+        if keys:
+            yield module("attn_k", "qkv", queries, keys, hidden)
+        if keys and not own.keys_as_values:
+            yield module("attn_v", "qkv", queries + keys, keys, hidden)
+    yield module("attn_dense", "out", 0, hidden, own.out_width)
     width, up, down = mlp.width, "up", "down"
     if mlp.experts is not None:
         width, up, down = mlp.experts.shared_width, "shared_up", "shared_down"

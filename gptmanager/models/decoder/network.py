@@ -21,6 +21,8 @@ from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
+from gptmanager.models.decoder.attention_inputs import warmed, without_heads
+from gptmanager.models.decoder.latent_attention import attend_to_latents, latent_tensors
 from gptmanager.models.decoder.layer_tensors import (
     Affine,
     DenseLayer,
@@ -31,8 +33,9 @@ from gptmanager.models.decoder.layer_tensors import (
 )
 from gptmanager.models.decoder.lora_modules import adapter_share, lora_modules
 from gptmanager.models.decoder.split_norms import norm_over_ranks
+from gptmanager.models.decoder.token_inputs import TokenInputTensors, of_sampled
 from gptmanager.models.rope import Rope, rope_table
-from gptmanager.models.spec import ModelSpec, QueryTemperature
+from gptmanager.models.spec import ModelSpec
 from gptmanager.models.splits import rank_spec, vocabulary_shares
 from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout
@@ -64,6 +67,7 @@ class CheckpointModel:
         self._kernels = kernels
         own = range(spec.first_layer, spec.first_layer + spec.num_layers)
         self._layers = [layer_tensors(spec, weights, index, device) for index in own]
+        self._latents = [latent_tensors(spec, weights, index) for index in own]
         self._shapes = tuple(dict.fromkeys(layer.attention for layer in self._layers))
         self._has_experts = any(isinstance(layer.mlp, ExpertLayer) for layer in self._layers)
         self._tokens, self._widths = vocabulary_shares(spec, layout)
@@ -73,6 +77,9 @@ class CheckpointModel:
         if layout.is_last_stage:
             bias = weights.tensor("lm_head.bias") if spec.head_bias else None
             self._lm_head = Affine(weights[head], bias)
+        self._token_inputs = None
+        if spec.token_inputs is not None:
+            self._token_inputs = TokenInputTensors(spec, spec.token_inputs, weights, kernels)
         self._positions = None
         if spec.position_offset is not None and layout.is_first_stage:
             self._positions = weights.tensor("positions.weight")
@@ -144,24 +151,25 @@ class CheckpointModel:
         )
         adapters = self._kernels.begin_adapters(batch.adapters)
         residual = self._begin(batch)
+        own = self._token_inputs
+        inputs = None if own is None else own.of_batch(batch, residual)
         hidden = self._norm(residual, self._layers[0].attention_norm)
         last = None if self._lm_head is None else self._layers[-1]
-        for layer, keys, values in zip(
-            self._layers, kv_pool.keys.unbind(), kv_pool.values.unbind(), strict=True
-        ):
-            pages = Pages(keys, values, layer.cache_scales)
+        for layer in self._layers:
+            pages = Pages(*kv_pool.layers[layer.pages], layer.cache_scales)
             attended = self._attend(layer, hidden, batch.positions, pages, rows, adapters)
             # only the sampled tokens are needed from here on
             if layer is last and not batch.all_sampled:
                 attended = attended.index_select(0, batch.sample_index)
                 residual = residual.index_select(0, batch.sample_index)
+                inputs = of_sampled(inputs, batch.sample_index)
                 if self.spec.parallel:
                     hidden = hidden.index_select(0, batch.sample_index)
                 if adapters is not None:
                     own = adapters.rows.index_select(0, batch.sample_index)
                     adapters = replace(adapters, rows=own)
                     adapters = self._kernels.begin_adapters(adapters)
-            hidden = self._feed_forward(layer, attended, hidden, residual, adapters)
+            hidden = self._feed_forward(layer, attended, hidden, residual, adapters, inputs)
         return self._end(hidden, residual, len(batch.sample_index))
 
     def new_step_capture(self) -> StepCapture | None:
@@ -269,27 +277,34 @@ class CheckpointModel:
         rows: RowSpans,
         adapters: StepAdapters | None,
     ) -> Tensor:
-        """Run attention on normalized `[T, C]`; return `[T, H * D]`, before the output
-        projection.
-        """
+        """Run attention on normalized `[T, C]`; return the input of the output projection."""
         norms = self.spec.norms
+        cos_sin = None if layer.rope is None else self._cos_sin[layer.rope]
+        latent = self._latents[layer.number]
+        if latent is not None:
+            given = layer, latent, hidden, positions, cos_sin, pages._replace(is_once=True), rows
+            return attend_to_latents(self._kernels, *given)
+        assert layer.qkv is not None
         qkv = self._project(hidden, layer.qkv, layer, layer.qkv_name, adapters)
+        if layer.keys_as_values:
+            own = layer.attention
+            qkv = torch.cat((qkv, qkv[:, own.num_heads * own.head_dim :]), dim=1)
         if layer.head_norms:
             self._norm_heads(layer, qkv)
         queries = self._kernels.rope_and_write(
             qkv,
             positions,
-            None if layer.rope is None else self._cos_sin[layer.rope],
+            cos_sin,
             layer.q_norm,
             layer.k_norm,
             norms.eps,
-            pages,
+            pages if layer.has_own_keys else without_heads(pages),
             rows,
             layer.attention.late_norm,
             layer.attention.plus_one,
         )
         if layer.temperature is not None:
-            queries = _warmed(queries, positions, layer.temperature)
+            queries = warmed(queries, positions, layer.temperature)
         return self._kernels.attention(queries, pages, rows, layer.attention, layer.sinks)
 
     def _norm_heads(self, layer: LayerTensors, qkv: Tensor) -> None:
@@ -310,6 +325,7 @@ class CheckpointModel:
         hidden: Tensor,
         residual: Tensor,
         adapters: StepAdapters | None,
+        inputs: Tensor | None,
     ) -> Tensor:
         """Apply the output projection to `[T, H * D]` and run the MLP; add both to the residual in
         place.
@@ -325,7 +341,16 @@ class CheckpointModel:
             return self._join(self._sum(out), residual, None, layer.next_norm)
         hidden = self._join(self._sum(out), residual, layer.attention_out_norm, layer.mlp_norm)
         out = self._sum(self._mlp(layer, layer.mlp, hidden, adapters))
-        return self._join(out, residual, layer.mlp_out_norm, layer.next_norm)
+        if layer.scale is None and inputs is None:
+            return self._join(out, residual, layer.mlp_out_norm, layer.next_norm)
+        self._join(out, residual, layer.mlp_out_norm, None)
+        if self._token_inputs is not None and layer.token_input is not None:
+            assert inputs is not None
+            given = layer.token_input, residual, inputs[:, layer.number]
+            residual += self._token_inputs.of_layer(*given)
+        if layer.scale is not None:
+            residual *= layer.scale
+        return self._norm(residual, layer.next_norm)
 
     def _mlp(
         self,
@@ -386,11 +411,3 @@ class CheckpointModel:
             weight = following.weight
             return self._kernels.add_rms_norm(out, residual, weight, norms.eps, norms.plus_one)
         return self._kernels.add_layer_norm(out, residual, *following, norms.eps, norms.plus_one)
-
-
-def _warmed(queries: Tensor, positions: Tensor, temperature: QueryTemperature) -> Tensor:
-    """Return the queries `[T, H, D]`, scaled by the temperature of their positions."""
-    wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
-    steps = (positions // temperature.length).to(wide)
-    factors = 1 + temperature.beta * torch.log1p(steps)
-    return (queries.to(wide) * factors.view(-1, 1, 1)).to(queries.dtype)

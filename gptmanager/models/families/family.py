@@ -37,7 +37,8 @@ class Family:
     `transposed`: layers store their matrices as [in, out].
 
     `network` returns further fields of the `ModelSpec`, `attention` further fields of a layer's
-    `Attention`, and `experts` a layer's mixture of experts and the width of an expert.
+    `Attention` (and `rope_dim`, if less than a head rotates), `mlp` of its `Mlp`, and `experts` a
+    layer's mixture of experts and the width of an expert. `scaled`: see `Layer`.
     """
 
     title: str
@@ -61,7 +62,9 @@ class Family:
     head_bias: bool | str = False
     windows: Literal["none", "all", "some"] | int = "none"
     transposed: bool = False
+    scaled: bool = False
     neutral: Mapping[str, Any] = field(default_factory=dict)
     network: Callable[[Fields], Mapping[str, Any]] = _nothing
     attention: Callable[[Fields, int], Mapping[str, Any]] = _nothing
+    mlp: Callable[[Fields, int], Mapping[str, Any]] = _nothing
     experts: Callable[[Fields, int], tuple[Experts, int] | None] | None = None

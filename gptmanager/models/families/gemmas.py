@@ -13,6 +13,7 @@ from gptmanager.models.families.base import (
     llama_fields,
 )
 from gptmanager.models.families.family import Family
+from gptmanager.models.families.gemma4 import GEMMA4
 from gptmanager.models.families.names import SANDWICH, llama_names
 from gptmanager.models.spec import Norms
 
@@ -65,4 +66,5 @@ GEMMAS: Mapping[str, Family] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
+    "gemma4_text": GEMMA4,
 }

@@ -32,6 +32,8 @@ def read_windows(
         first = fields.count("max_window_layers")
     types = [SLIDING if i >= first else FULL for i in range(num_layers)]
     given = types if fields.get("layer_types") is None else fields.get("layer_types")
+    if isinstance(given, list):
+        given = [FULL if kind == "attention" else kind for kind in given]
     possible = [FULL, SLIDING][: 1 if window is None else 2]
     if given != types and (
         concerned != "some"

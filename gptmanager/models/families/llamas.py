@@ -154,6 +154,23 @@ LLAMAS: Mapping[str, Family] = {
         windows=4,
     ),
     "granite": _GRANITE,
+    "granitemoehybrid": replace(
+        _GRANITE,
+        title="Granite 4 (dense)",
+        tensors=llama_names(
+            gate=None, up=None, gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear"
+        ),
+        defaults={
+            **_GRANITE.defaults,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+            "position_embedding_type": None,
+        },
+        mlp_bias=False,
+        network=readers.granite4_network,
+        attention=readers.granite4_attention,
+        mlp=lambda fields, _: {"width": fields.size("shared_intermediate_size")},
+    ),
     "glm": _GLM,
     "glm4": replace(
         _GLM,
@@ -216,7 +233,7 @@ LLAMAS: Mapping[str, Family] = {
         BIASED_ATTENTION,
         title="HunYuan (dense)",
         tensors=llama_names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
-        defaults=llama_fields(norm_eps=1e-5),
+        defaults=llama_fields(norm_eps=1e-5, rope_alpha=None),
         norms=Norms(query_key="rotated_head"),
     ),
     "cwm": replace(

@@ -20,14 +20,14 @@ from gptmanager.models.families.readers import experts_of
 from gptmanager.models.spec import Norms
 
 _DENSE = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-_EXPERTS = {
+EXPERTS = {
     **_DENSE,
     "router": "mlp.gate",
     "expert_gate": "mlp.experts.{}.gate_proj",
     "expert_up": "mlp.experts.{}.up_proj",
     "expert_down": "mlp.experts.{}.down_proj",
 }
-_SHARED = {
+SHARED = {
     "shared_gate_proj": "mlp.shared_experts.gate_proj",
     "shared_up": "mlp.shared_experts.up_proj",
     "shared_down": "mlp.shared_experts.down_proj",
@@ -58,7 +58,7 @@ _SIGMOID: Mapping[str, Any] = {
 _GLM4_MOE = replace(
     BIASED_ATTENTION,
     title="GLM-4.5, 4.6",
-    tensors=llama_names(**_EXPERTS, **_SHARED, correction="mlp.gate.e_score_correction_bias"),
+    tensors=llama_names(**EXPERTS, **SHARED, correction="mlp.gate.e_score_correction_bias"),
     defaults=llama_fields(
         norm_eps=1e-5,
         max_position_embeddings=131072,
@@ -82,7 +82,7 @@ _GLM4_MOE = replace(
 _QWEN3_MOE = replace(
     LLAMAS["qwen3"],
     title="Qwen3-MoE",
-    tensors=llama_names(**_EXPERTS),
+    tensors=llama_names(**EXPERTS),
     spellings={**LLAMAS["qwen3"].spellings, "num_experts": "num_local_experts"},
     defaults={
         **LLAMAS["qwen3"].defaults,
@@ -98,7 +98,7 @@ _QWEN3_MOE = replace(
 _OLMOE = replace(
     BIASED_ATTENTION,
     title="OLMoE",
-    tensors=llama_names(**{**_EXPERTS, "gate": None, "up": None, "down": None}),
+    tensors=llama_names(**{**EXPERTS, "gate": None, "up": None, "down": None}),
     defaults=llama_fields(
         norm_eps=1e-5,
         max_position_embeddings=4096,
@@ -144,7 +144,7 @@ MIXTURES: Mapping[str, Family] = {
         LLAMAS["qwen2"],
         title="Qwen1.5-MoE, Qwen2-MoE",
         tensors=llama_names(
-            **_EXPERTS,
+            **EXPERTS,
             shared_gate_proj="mlp.shared_expert.gate_proj",
             shared_up="mlp.shared_expert.up_proj",
             shared_down="mlp.shared_expert.down_proj",
@@ -173,7 +173,7 @@ MIXTURES: Mapping[str, Family] = {
     "flex_olmo": replace(
         _OLMOE,
         title="FlexOlmo",
-        tensors=llama_names(**{**_EXPERTS, "gate": None, "up": None, "down": None}, **NORMS_AFTER),
+        tensors=llama_names(**{**EXPERTS, "gate": None, "up": None, "down": None}, **NORMS_AFTER),
         defaults=llama_fields(
             norm_eps=1e-6,
             rope_theta=500000.0,
@@ -313,7 +313,7 @@ MIXTURES: Mapping[str, Family] = {
         LLAMAS["ernie4_5"],
         title="ERNIE 4.5 MoE",
         tensors=llama_names(
-            **_EXPERTS, **_SHARED, correction_row="mlp.moe_statics.e_score_correction_bias"
+            **EXPERTS, **SHARED, correction_row="mlp.moe_statics.e_score_correction_bias"
         ),
         defaults={
             **LLAMAS["ernie4_5"].defaults,

@@ -10,7 +10,7 @@ from gptmanager.models.families.family import Family
 from gptmanager.models.families.table import FAMILIES
 from gptmanager.models.parameters import Shape, parameter_shapes
 from gptmanager.models.rope import Rope
-from gptmanager.models.spec import Attention, Layer, ModelSpec
+from gptmanager.models.spec import Attention, Latent, Layer, ModelSpec
 
 Order = tuple[tuple[int, int, int], ...]
 
@@ -53,9 +53,9 @@ def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
     rope = _pairs(spec)
     if rope is None or "q" not in parts:
         return {}
-    queries, keys = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+    queries, keys = own.num_heads * own.head_dim, own.own_kv_heads * own.head_dim
     orders = [
-        _order(_head_runs(own, rope, 0, heads)) for heads in (own.num_heads, own.num_kv_heads)
+        _order(_head_runs(own, rope, 0, heads)) for heads in (own.num_heads, own.own_kv_heads)
     ]
     moved = tuple((start + queries, stop + queries, step) for start, stop, step in orders[1])
     values = (queries + keys, queries + 2 * keys, 1)
@@ -95,12 +95,20 @@ def _in_layer(
     transposed = family.transposed and is_matrix
     if experts is not None and ".experts_" in parameter:
         yield from _experts(layer, theirs, part, parameter, shape)
+    elif part in ("query", "direct_query", "kv_latent"):
+        if (latent := layer.attention.latent) is not None:
+            is_direct = latent.query_rank == 0
+            if part == "kv_latent" or is_direct == (part == "direct_query"):
+                runs = _latent_runs(spec, layer.attention, latent, part == "kv_latent")
+                yield theirs, Place(parameter, runs=runs)
     elif part in ("by_head", "by_group"):
         runs = _fused_by_group(layer.attention, part == "by_head")
         yield theirs, Place(parameter, runs=runs, transposed=transposed)
     elif part in ("q", "k", "v"):
         own = layer.attention
-        heads, kv_heads = own.num_heads, own.num_kv_heads
+        heads, kv_heads = own.num_heads, own.own_kv_heads
+        if part != "q" and (not kv_heads or part == "v" and own.keys_as_values):
+            return
         first = {"q": 0, "k": heads, "v": heads + kv_heads}[part]
         count = heads if part == "q" else kv_heads
         rope = _pairs(spec) if part in _ROTATED else None
@@ -154,6 +162,25 @@ def _head_runs(own: Attention, rope: Rope, first: int, count: int) -> tuple[Run,
     return tuple(runs)
 
 
+def _latent_runs(spec: ModelSpec, own: Attention, latent: Latent, of_keys: bool) -> tuple[Run, ...]:
+    """Return the rows of queries, or of the latent and the key that all heads share.
+
+    Rows of pairs that are neighbors in a checkpoint are reordered; see `_head_runs`.
+    """
+    heads, plain = (1, latent.rank) if of_keys else (own.num_heads, latent.key_dim)
+    rope_dim, is_reordered = own.head_dim - latent.rank, _pairs(spec) is not None
+    runs = []
+    for head in range(heads):
+        start = head * (plain + rope_dim)
+        middle, end = start + plain, start + plain + rope_dim
+        if not is_reordered:
+            runs.append(Run(range(start, end), start))
+            continue
+        runs += [Run(range(start, middle), start), Run(range(middle, end, 2), middle)]
+        runs.append(Run(range(middle + 1, end, 2), middle + rope_dim // 2))
+    return tuple(runs)
+
+
 def _fused_by_group(own: Attention, by_head: bool) -> tuple[Run, ...]:
     """Return the rows of queries, keys and values that are interleaved by KV head (GPT-NeoX,
     Falcon).
@@ -204,9 +231,13 @@ def _experts(
 def _place_scales(spec: ModelSpec, family: Family) -> dict[str, Place]:
     """Return the scales of an 8-bit KV cache, by the names that quantizers give them."""
     modules = [theirs for theirs, (ours, _) in family.tensors.items() if ours == "qkv"]
+    if not modules:  # latents have no scales
+        return {}
     attention = modules[0].rpartition(".")[0]
     places = {}
     for index, layer in enumerate(spec.layers):
+        if layer.attention.kv_layer is not None:
+            continue
         heads = layer.attention.num_kv_heads
         names = {
             "kv_scale": (0, 2 * heads),

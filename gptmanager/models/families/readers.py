@@ -25,6 +25,25 @@ def granite_attention(fields: Fields, _: int) -> Mapping[str, Any]:
     return {"scale": fields.number("attention_multiplier")}
 
 
+def granite4_network(fields: Fields) -> Mapping[str, Any]:
+    """Return Granite's scales. Refuse the variants of Granite 4 with experts or Mamba layers."""
+    if fields.get("layer_types") is None:  # the default is Mamba
+        raise fields.error("layer_types", "must be 'attention' for each layer")
+    if fields.count("num_local_experts"):
+        raise fields.error("num_local_experts", "must be 0: only dense models are supported")
+    fields.note_read("num_experts_per_tok", "time_step_limit")
+    fields.note_read(*(field for field in fields.unread() if field.startswith("mamba_")))
+    return granite_scales(fields)
+
+
+def granite4_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+    found = granite_attention(fields, layer)
+    given = fields.get("position_embedding_type")
+    if given not in (None, "nope", "rope"):
+        raise fields.error("position_embedding_type", "must be null, 'nope' or 'rope'")
+    return found if given == "rope" else {**found, "rope": None}
+
+
 def gemma_network(fields: Fields) -> Mapping[str, Any]:
     """Return the scale of Gemma's embeddings, and the softcap of its logits if it has one."""
     if fields.get("use_bidirectional_attention"):

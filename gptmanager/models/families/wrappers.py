@@ -16,6 +16,7 @@ from gptmanager.errors import ConfigError, quoted
 TEXT_FAMILIES: Mapping[str, str] = {
     "aya_vision": "cohere2",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "internvl": "qwen2",
     "llava": "llama",
     "mistral3": "mistral",

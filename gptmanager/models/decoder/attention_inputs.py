@@ -1,0 +1,23 @@
+"""What attention receives in some layers: queries with a temperature, pages of another layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.attention.attention_arguments import Pages
+from gptmanager.models.spec import QueryTemperature
+
+
+def without_heads(pages: Pages) -> Pages:
+    """Return pages without KV heads, to which nothing is written."""
+    scales = None if pages.cache_scales is None else pages.cache_scales[:, :0].contiguous()
+    return Pages(pages.keys[:, :0], pages.values[:, :0], scales)
+
+
+def warmed(queries: Tensor, positions: Tensor, temperature: QueryTemperature) -> Tensor:
+    """Return the queries `[T, H, D]`, scaled by the temperature of their positions."""
+    wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
+    steps = (positions // temperature.length).to(wide)
+    factors = 1 + temperature.beta * torch.log1p(steps)
+    return (queries.to(wide) * factors.view(-1, 1, 1)).to(queries.dtype)

@@ -1,0 +1,100 @@
+"""Multi-head latent attention: the latent of a token is its key and its value, for all heads.
+
+Queries are projected to the latents' space, and what attention returns from there to values. So keys
+and values of single heads are never computed (the "absorbed" form of DeepSeek V2, arXiv:2405.04434).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
+from gptmanager.kernels.reference import Kernels
+from gptmanager.memory.weights import Weights
+from gptmanager.models.decoder.layer_tensors import Affine, LayerTensors, affine
+from gptmanager.models.spec import Latent, ModelSpec
+
+_EPS = 1e-6  # of the norms of latents, whatever the config says, as in transformers
+
+
+class LatentTensors(NamedTuple):
+    """The projections of a layer. `query_latent` is None if queries have no latent.
+
+    `key_up` `[H, key_dim, rank]` and `value_up` `[H, value_dim, rank]`: from latents to each head.
+    """
+
+    latent: Latent
+    rope_dim: int
+    query_latent: Affine | None
+    query_norm: Tensor | None
+    query: Affine
+    kv_latent: Affine
+    kv_norm: Tensor
+    key_up: Tensor
+    value_up: Tensor
+
+
+def latent_tensors(spec: ModelSpec, weights: Weights, index: int) -> LatentTensors | None:
+    """Return the projections of layer `index`; None if it has no latents."""
+    own, prefix = spec.layers[index].attention, f"layers.{index}"
+    latent = own.latent
+    if latent is None:
+        return None
+    has_query, dims = latent.query_rank > 0, (latent.key_dim, latent.value_dim)
+    up = weights.tensor(f"{prefix}.latent_up.weight").view(own.num_heads, sum(dims), latent.rank)
+    key_up, value_up = up.split(dims, dim=1)
+    return LatentTensors(
+        latent,
+        own.head_dim - latent.rank,
+        affine(weights, f"{prefix}.query_latent") if has_query else None,
+        weights.tensor(f"{prefix}.query_latent_norm.weight") if has_query else None,
+        affine(weights, f"{prefix}.query"),
+        affine(weights, f"{prefix}.kv_latent"),
+        weights.tensor(f"{prefix}.kv_latent_norm.weight"),
+        key_up,
+        value_up,
+    )
+
+
+def attend_to_latents(
+    kernels: Kernels,
+    layer: LayerTensors,
+    own: LatentTensors,
+    hidden: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    pages: Pages,
+    rows: RowSpans,
+) -> Tensor:
+    """Run attention on normalized `[T, C]`; return `[T, H * value_dim]`.
+
+    A key of the pages is the rotated part that all heads share, then the latent.
+    """
+    latent, rope_dim, num_heads = own.latent, own.rope_dim, layer.attention.num_heads
+    source = hidden
+    if own.query_latent is not None and own.query_norm is not None:
+        source = kernels.linear(hidden, *own.query_latent)
+        source = kernels.rms_norm(source, own.query_norm, _EPS)
+    queries = kernels.linear(source, *own.query).unflatten(1, (num_heads, -1))
+    plain, rotated = queries.split((latent.key_dim, rope_dim), dim=-1)
+    queries = torch.cat((rotated, _by_head(kernels, plain, own.key_up)), dim=-1)
+    found, shared = kernels.linear(hidden, *own.kv_latent).split((latent.rank, rope_dim), dim=-1)
+    found = kernels.rms_norm(found.contiguous(), own.kv_norm, _EPS)
+    both = torch.cat((queries.flatten(1), shared, found), dim=1)
+    given = positions, cos_sin, None, None, _EPS, pages, rows
+    queries = kernels.rope_and_write(both, *given)
+    mixed = kernels.attention(queries, pages, rows, layer.attention)
+    mixed = mixed.to(hidden.dtype).unflatten(1, (num_heads, -1))[..., rope_dim:]
+    return _by_head(kernels, mixed, own.value_up.mT).flatten(1)
+
+
+def _by_head(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x [T, H, I]` times `weight [H, I, O]`, of each head: `[T, H, O]`."""
+    by_head = x.transpose(0, 1)
+    if not kernels.deterministic:
+        return torch.bmm(by_head, weight).transpose(0, 1)
+    each = [torch.bmm(own, weight) for own in by_head.split(1, dim=1)]  # the same for any batch
+    return torch.cat(each, dim=1).transpose(0, 1)

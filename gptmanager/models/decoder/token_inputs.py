@@ -1,0 +1,51 @@
+"""`TokenInputTensors`: the further inputs of layers that `spec.TokenInputs` describes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.reference import Kernels
+from gptmanager.memory.weights import Weights
+from gptmanager.models.batch import Batch
+from gptmanager.models.decoder.layer_tensors import TokenInput
+from gptmanager.models.spec import ModelSpec, TokenInputs
+
+
+class TokenInputTensors:
+    """Computes the inputs of all layers once a step, and what a layer adds to the residual."""
+
+    def __init__(
+        self, spec: ModelSpec, given: TokenInputs, weights: Weights, kernels: Kernels
+    ) -> None:
+        self._given, self._kernels = given, kernels
+        self._hidden_size, self._eps = spec.hidden_size, spec.norms.eps
+        self._plus_one = spec.norms.plus_one
+        self._embedding = weights["token_embedding.weight"]
+        self._projection = weights["token_projection.weight"]
+        self._norm = weights.tensor("token_norm.weight")
+
+    def of_batch(self, batch: Batch, residual: Tensor) -> Tensor:
+        """Return the inputs `[T, layers, width]` of tokens with this first residual."""
+        width, kernels, ids = self._given.width, self._kernels, batch.token_ids
+        if batch.prompt_index is not None:
+            ids = ids.index_fill(0, batch.prompt_index, self._given.padding_id)
+        embedded = kernels.scaled(kernels.embedding(ids, self._embedding), width**0.5)
+        projected = kernels.linear(residual, self._projection)
+        projected = kernels.scaled(projected, self._hidden_size**-0.5)
+        normed = kernels.rms_norm(
+            projected.view(-1, width), self._norm, self._eps, self._plus_one
+        ).view_as(embedded)
+        return kernels.scaled(normed + embedded, 0.5**0.5).view(len(ids), -1, width)
+
+    def of_layer(self, layer: TokenInput, residual: Tensor, inputs: Tensor) -> Tensor:
+        """Return what a layer adds to the `residual` for its `inputs [T, width]`."""
+        gate = self._kernels.linear(residual, layer.gate)
+        gated = self._kernels.activate(gate, self._given.activation, gated=False) * inputs
+        out = self._kernels.linear(gated, layer.out)
+        return self._kernels.rms_norm(out, layer.norm.weight, self._eps, self._plus_one)
+
+
+def of_sampled(inputs: Tensor | None, index: Tensor) -> Tensor | None:
+    """Return the inputs of the sampled tokens; None if there are none."""
+    return None if inputs is None else torch.index_select(inputs, 0, index)

@@ -1,0 +1,150 @@
+"""Gemma 4: heads by layer, keys that are values, layers that share keys, further inputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gptmanager.models.families.base import (
+    BIASED_ATTENTION,
+    FOUR_NORMS,
+    RMS_EPS,
+    llama_fields,
+)
+from gptmanager.models.families.layer_types import FULL
+from gptmanager.models.families.names import SANDWICH, llama_names
+from gptmanager.models.fields import Fields
+from gptmanager.models.spec import TokenInputs
+
+_HEAD_FIELDS = {"head_dim", "num_key_value_heads"}
+
+
+def _network(fields: Fields) -> Mapping[str, Any]:
+    if fields.get("use_bidirectional_attention") not in (None, "vision"):
+        raise fields.error("use_bidirectional_attention", "must be null or 'vision'")
+    if fields.flag("enable_moe_block"):
+        raise fields.error("enable_moe_block", "must be false: only dense models are supported")
+    found: dict[str, Any] = {
+        "embedding_scale": fields.size("hidden_size") ** 0.5,
+        "logit_softcap": fields.optional_number("final_logit_softcapping"),
+    }
+    width = fields.get("hidden_size_per_layer_input") and fields.size("hidden_size_per_layer_input")
+    fields.note_read("vocab_size_per_layer_input", "pad_token_id")
+    if not width:
+        return found
+    known = fields.size("vocab_size_per_layer_input")
+    if known < fields.size("vocab_size"):
+        raise fields.error("vocab_size_per_layer_input", "must be at least vocab_size")
+    padding = 0 if fields.get("pad_token_id") is None else fields.count("pad_token_id")
+    if padding >= known:
+        raise fields.error("pad_token_id", f"must be less than the {known} tokens")
+    return {**found, "token_inputs": TokenInputs(width, known, "gelu_tanh", padding)}
+
+
+def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+    found = {"scale": 1.0, **_heads(fields, layer)}
+    first = _first_shared(fields)
+    if layer >= first:
+        kind = fields.layer_type(layer)
+        same = [it for it in range(first) if fields.layer_type(it) == kind]
+        if not same or _heads(fields, same[-1]) != _heads(fields, layer):
+            need = f"no earlier layer has the {kind} of layer {layer}, with the same heads"
+            raise fields.error("num_kv_shared_layers", need)
+        return {**found, "kv_layer": same[-1]}
+    is_full = fields.layer_type(layer) == FULL
+    return {**found, "keys_as_values": is_full and fields.flag("attention_k_eq_v")}
+
+
+def _heads(fields: Fields, layer: int) -> Mapping[str, int]:
+    """Return the KV heads of a layer and their size, where they differ from other layers."""
+    given, is_full = fields.get("per_layer_config"), fields.layer_type(layer) == FULL
+    fields.note_read("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
+    if given is None and not is_full:
+        return {}
+    if given is None:
+        has_own = fields.flag("attention_k_eq_v") and fields.get("num_global_key_value_heads")
+        source = fields
+        names = {"head_dim": "global_head_dim"}
+        names |= {"num_kv_heads": "num_global_key_value_heads"} if has_own else {}
+    else:
+        if not isinstance(given, Mapping) or not all(str(it).isdecimal() for it in given):
+            raise fields.error("per_layer_config", "must be an object of objects by layer")
+        own = {int(it): given[it] for it in given}.get(layer, {})  # "05" is layer 5
+        if not isinstance(own, Mapping):
+            raise fields.error("per_layer_config", "must be an object of objects by layer")
+        if own.keys() - _HEAD_FIELDS:
+            raise fields.error("per_layer_config", f"may only have {sorted(_HEAD_FIELDS)}")
+        source = Fields(own, {}, {}, f"config.json: per_layer_config.{layer}.")
+        known = {"head_dim": "head_dim", "num_kv_heads": "num_key_value_heads"}
+        names = {ours: theirs for ours, theirs in known.items() if theirs in own}
+    found = {ours: source.size(theirs) for ours, theirs in names.items()}
+    if found.get("head_dim", 2) % 2:
+        raise source.error(names["head_dim"], "must be even, because rotation needs pairs")
+    heads = fields.size("num_attention_heads")
+    if heads % found.get("num_kv_heads", 1):
+        raise source.error(names["num_kv_heads"], f"must divide the {heads} query heads")
+    return found
+
+
+def _mlp(fields: Fields, layer: int) -> Mapping[str, Any]:
+    """Return the doubled width of layers that share keys, if the config asks for it."""
+    is_wide = fields.flag("use_double_wide_mlp") and layer >= _first_shared(fields)
+    return {"width": 2 * fields.size("intermediate_size")} if is_wide else {}
+
+
+def _first_shared(fields: Fields) -> int:
+    """Return the first layer that reads the keys and values of another one."""
+    num_layers = fields.size("num_hidden_layers")
+    shared = fields.count("num_kv_shared_layers")
+    if shared >= num_layers:
+        raise fields.error("num_kv_shared_layers", f"must be less than the {num_layers} layers")
+    return num_layers - shared
+
+
+GEMMA4 = replace(
+    BIASED_ATTENTION,
+    title="Gemma 4 (dense)",
+    tensors={
+        **llama_names(
+            **SANDWICH,
+            scale="layer_scalar",
+            token_gate="per_layer_input_gate",
+            token_out="per_layer_projection",
+            token_out_norm="post_per_layer_input_norm",
+        ),
+        "model.embed_tokens_per_layer": ("token_embedding", None),
+        "model.per_layer_model_projection": ("token_projection", None),
+        "model.per_layer_projection_norm": ("token_norm", None),
+    },
+    # layers that share keys have unused projections in some checkpoints
+    ignored=re.compile(r"rotary_emb|\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."),
+    spellings={**RMS_EPS, "hidden_act": "hidden_activation"},
+    defaults=llama_fields(
+        hidden_act="gelu_pytorch_tanh",
+        max_position_embeddings=131072,
+        head_dim=256,
+        global_head_dim=512,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        sliding_window=512,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=256,
+        vocab_size_per_layer_input=262144,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
+        },
+    ),
+    norms=replace(FOUR_NORMS, query_key="head", value=True),
+    windows=6,
+    scaled=True,
+    network=_network,
+    attention=_attention,
+    mlp=_mlp,
+)

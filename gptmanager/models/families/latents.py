@@ -1,0 +1,162 @@
+"""Families with multi-head latent attention: DeepSeek V2 and V3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gptmanager.models.families import readers
+from gptmanager.models.families.base import PLAIN, llama_fields
+from gptmanager.models.families.family import Family
+from gptmanager.models.families.mixtures import EXPERTS, SHARED
+from gptmanager.models.families.names import llama_names
+from gptmanager.models.families.readers import experts_of
+from gptmanager.models.fields import Fields
+from gptmanager.models.spec import Experts, Latent
+
+_LATENTS = {
+    "q": None,
+    "k": None,
+    "v": None,
+    "q_norm": None,
+    "k_norm": None,
+    "query_latent": "self_attn.q_a_proj",
+    "query_latent_norm": "self_attn.q_a_layernorm",
+    "query": "self_attn.q_b_proj",
+    "direct_query": "self_attn.q_proj",
+    "kv_latent": "self_attn.kv_a_proj_with_mqa",
+    "kv_latent_norm": "self_attn.kv_a_layernorm",
+    "latent_up": "self_attn.kv_b_proj",
+}
+_FIELDS = {
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
+
+def _attention(fields: Fields, _: int) -> Mapping[str, Any]:
+    heads, rope_dim = fields.size("num_attention_heads"), fields.size("head_dim")
+    if fields.size("num_key_value_heads", heads) != heads:
+        raise fields.error("num_key_value_heads", f"must be num_attention_heads {heads}")
+    fields.note_read("qk_head_dim")
+    latent = Latent(
+        rank=fields.size("kv_lora_rank"),
+        query_rank=0 if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
+        key_dim=fields.size("qk_nope_head_dim"),
+        value_dim=fields.size("v_head_dim"),
+        bias=fields.flag("attention_bias"),
+    )
+    return {
+        "num_kv_heads": 1,
+        "head_dim": rope_dim + latent.rank,
+        "rope_dim": rope_dim,
+        "latent": latent,
+        "scale": (latent.key_dim + rope_dim) ** -0.5 * _yarn_scale(fields),
+    }
+
+
+def _yarn_scale(fields: Fields) -> float:
+    """Return the factor of attention scores that yarn's `mscale_all_dim` asks for."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping) or not rope.get("mscale_all_dim"):
+        return 1.0
+    own = Fields(rope, {}, {}, "config.json: rope_parameters.")
+    factor = own.number("factor", 1.0)
+    if (rope.get("rope_type") or rope.get("type") or "default") == "default" or factor <= 1:
+        return 1.0
+    return float((0.1 * own.number("mscale_all_dim") * math.log(factor) + 1.0) ** 2)
+
+
+_GREEDY = experts_of(
+    "n_routed_experts",
+    renormalize=False,
+    group_score="best",
+    num_shared="n_shared_experts",
+    is_dense=readers.first_layers_dense,
+)
+
+
+def _v2_experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
+    """Return the experts of DeepSeek V2, which may be chosen without regard to their groups."""
+    method, found = fields.get("topk_method"), _GREEDY(fields, layer)
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.error("topk_method", "must be 'greedy' or 'group_limited_greedy'")
+    if found is None or method == "group_limited_greedy":
+        return found
+    routing = found[0].routing._replace(groups=1, top_groups=1)
+    return replace(found[0], routing=routing), found[1]
+
+
+_V2 = replace(
+    PLAIN,
+    title="DeepSeek V2",
+    tensors=llama_names(**_LATENTS, **EXPERTS, **SHARED),
+    spellings={**PLAIN.spellings, "head_dim": "qk_rope_head_dim"},
+    defaults=llama_fields(
+        **_FIELDS,
+        attention_bias=False,
+        mlp_bias=False,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        moe_intermediate_size=1407,
+        routed_scaling_factor=1.0,
+        first_k_dense_replace=0,
+        topk_method="greedy",
+    ),
+    interleaved=True,
+    out_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    neutral={
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "moe_layer_freq": 1,
+        "seq_aux": True,
+    },
+    attention=_attention,
+    experts=_v2_experts,
+)
+LATENTS: Mapping[str, Family] = {
+    "deepseek_v2": _V2,
+    "deepseek_v3": replace(
+        _V2,
+        title="DeepSeek V3, R1",
+        tensors=llama_names(
+            **_LATENTS, **EXPERTS, **SHARED, correction="mlp.gate.e_score_correction_bias"
+        ),
+        defaults=llama_fields(
+            **_FIELDS,
+            max_position_embeddings=4096,
+            attention_bias=False,
+            rope_interleave=True,
+            n_routed_experts=256,
+            num_experts_per_tok=8,
+            n_shared_experts=1,
+            n_group=8,
+            topk_group=4,
+            moe_intermediate_size=2048,
+            routed_scaling_factor=2.5,
+            first_k_dense_replace=3,
+            norm_topk_prob=True,
+        ),
+        interleaved="rope_interleave",
+        mlp_bias=False,
+        neutral={
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "moe_layer_freq": 1,
+            "seq_aux": True,
+        },
+        experts=experts_of(
+            "n_routed_experts",
+            score="sigmoid",
+            correction=True,
+            num_shared="n_shared_experts",
+            is_dense=readers.first_layers_dense,
+        ),
+    ),
+}
