@@ -320,8 +320,8 @@ class Kernels:
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to their pages, return the queries.
 
-        `qkv [T, (H + 2K) * D]`: all query heads, then key heads, then value heads, which are missing
-        if pages store values and keys once.
+        `qkv [T, (H + 2K) * D]`: all query heads, then key heads, then value heads. The last are
+        missing if pages store values and keys once.
         `cos_sin [max_pos, N]` float32, N <= D and even: cosines of the N / 2 frequencies, then
         their sines. Dimension i < N / 2 of a head rotates with i + N / 2 (the "NeoX" form of HF's
         Llama); dimensions from N on stay. None: no rotation. `positions [T]` int64 index it.

@@ -6,7 +6,7 @@ Decides how a checkpoint is opened. It does not know scheduling, sampling or req
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -64,7 +64,7 @@ class Dimensions(Protocol):
 
 
 def page_shapes(spec: Dimensions) -> Sequence[PageShape]:
-    """Return the shapes of the pages that a model needs: its `pages`, or one shape in all layers."""
+    """Return the shapes of a model's pages: the spec's `pages`, or one shape in all layers."""
     shapes: Sequence[PageShape] | None = getattr(spec, "pages", None)
     return shapes or (PageShape(spec.num_kv_heads, spec.head_dim),) * spec.num_layers
 
@@ -172,8 +172,7 @@ def load_model(
         spec = _narrowed(spec, attention_window, sink)
     if kv_cache_dtype is torch.float8_e4m3fn and any(it.attention.latent for it in spec.layers):
         raise ConfigError(
-            f"kv_cache_dtype = {kv_cache_dtype}: must be None, because this model's latents have no "
-            "scales"
+            f"kv_cache_dtype = {kv_cache_dtype}: must be None, because latents have no scales"
         )
     spec = replace(spec, kv_cache_dtype=kv_cache_dtype)
     keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)

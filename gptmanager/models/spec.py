@@ -27,7 +27,8 @@ class Norms:
     has on the inputs of attention and MLP, and on their outputs before the residual addition.
     `query_key`: the norm of queries and keys: "head" has one weight `[head_dim]` for all heads,
     "rotated_head" is the same but applied after the rotation, "own_head" has separate weights per
-    head, and "all_heads" normalizes all heads together. `query_key_kind`: the `kind` of these. `value`: heads of values have an RMS norm without weights.
+    head, and "all_heads" normalizes all heads together. `query_key_kind`: the `kind` of these.
+    `value`: heads of values have an RMS norm without weights.
     """
 
     kind: Literal["rms", "layer"] = "rms"

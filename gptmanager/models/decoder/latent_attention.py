@@ -1,7 +1,8 @@
 """Multi-head latent attention: the latent of a token is its key and its value, for all heads.
 
-Queries are projected to the latents' space, and what attention returns from there to values. So keys
-and values of single heads are never computed (the "absorbed" form of DeepSeek V2, arXiv:2405.04434).
+Queries are projected to the latents' space, and what attention returns from there to values. Keys
+and values of single heads are never computed (the "absorbed" form of DeepSeek V2,
+arXiv:2405.04434).
 """
 
 from __future__ import annotations
