@@ -68,10 +68,10 @@ class LayerTensors(NamedTuple):
     """The tensors of a layer.
 
     `number`: index of the layer among the layers of this rank. `pages`: index of its pages in the
-    pool. `keys_as_values`: see `Attention`. `has_own_keys`: the layer writes keys and values.
-    `qkv` is None in a layer with latents. `qkv_name` and `out_name`: see `matrix_names`. `q_norm`
-    and `k_norm` are applied with the rotation, `head_norms` before it. A norm is None if the layer does not have it. `next_norm`: the
-    first norm of the next layer, or the final norm.
+    pool. `qkv` is None in a layer with latents. `qkv_name` and `out_name`: see `matrix_names`.
+    `q_norm` and `k_norm` are applied with the rotation, `head_norms` before it. A norm is None if
+    the layer does not have it. `next_norm`: the first norm of the next layer, or the final norm.
+    `keys_as_values`: see `Attention`. `has_own_keys`: the layer writes keys and values.
     """
 
     number: int
