@@ -248,6 +248,7 @@ models/                       decoder networks, and the table of families
     decoder/                  the network of a ModelSpec, on weights and kernels
         lora_modules          the modules of a layer that LoRA adapters may change
         layer_tensors         the tensors of a layer, looked up once
+        rotary_tables         cosines and sines of all positions
         attention_inputs      queries with a temperature, pages of another layer
         latent_attention      attention to the latents of DeepSeek V2
         token_inputs          further inputs of layers for each token

@@ -28,8 +28,8 @@ from gptmanager.kernels.attention.paged_formulas import (
     cells,
     read_positions,
     rotate,
-    to_fp8,
     widened,
+    write_heads,
 )
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.experts.mixture import ExpertMatrices, mix_experts
@@ -329,8 +329,7 @@ class Kernels:
         or after it if `norm_last` (HunYuan).
         Returns `[T, H, D]` in the pages' dtype, for float8 pages in qkv's (on the CPU: float32).
         """
-        keys, values, cache_scales = pages[:3]
-        num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]
+        num_kv_heads, head_dim, tokens_per_block = pages.keys.shape[1:]
         heads = widened(qkv).reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
         num_heads = heads.shape[1] - (1 if pages.is_once else 2) * num_kv_heads
         q, k, v = heads.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
@@ -350,13 +349,8 @@ class Kernels:
 
         q, k = rotated(q, q_norm), rotated(k, k_norm)
         block, offset = cells(rows, qkv.shape[0], tokens_per_block)
-        if cache_scales is not None:
-            k, v = (to_fp8(it, own) for it, own in zip((k, v), cache_scales, strict=True))
-            keys, values = (keys.view(torch.uint8), values.view(torch.uint8))  # torch can index it
-        keys[block, :, :, offset] = k.to(keys.dtype)
-        if not pages.is_once:
-            values[block, :, offset, :] = v.to(values.dtype)
-        return q.to(keys.dtype if cache_scales is None else qkv.dtype)
+        write_heads(pages, block, offset, k, v)
+        return q.to(pages.keys.dtype if pages.cache_scales is None else qkv.dtype)
 
     def attention(
         self,

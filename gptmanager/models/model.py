@@ -170,10 +170,7 @@ def load_model(
     _check_float64(spec.dtype, weights_dtype, kernels, device)
     if attention_window is not None:
         spec = _narrowed(spec, attention_window, sink)
-    if kv_cache_dtype is torch.float8_e4m3fn and any(it.attention.latent for it in spec.layers):
-        raise ConfigError(
-            f"kv_cache_dtype = {kv_cache_dtype}: must be None, because latents have no scales"
-        )
+    _check_pages(spec, kv_cache_dtype)
     spec = replace(spec, kv_cache_dtype=kv_cache_dtype)
     keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)
     quantized = quantized_parameters(spec, weights_dtype, head_dtype)
@@ -271,6 +268,11 @@ def _check_weights_dtype(
         raise ConfigError(
             f"{given} is refused with kernels = {type(kernels).__name__}: they have no such matmuls"
         )
+
+
+def _check_pages(spec: ModelSpec, dtype: torch.dtype | None) -> None:
+    if dtype is torch.float8_e4m3fn and any(it.attention.latent for it in spec.layers):
+        raise ConfigError(f"kv_cache_dtype = {dtype}: must be None, because latents have no scales")
 
 
 def _check_float64(

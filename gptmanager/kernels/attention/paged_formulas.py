@@ -27,6 +27,17 @@ def cells(rows: RowSpans, num_tokens: int, tokens_per_block: int) -> tuple[Tenso
     return block, position % tokens_per_block
 
 
+def write_heads(pages: Pages, block: Tensor, offset: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write keys and values `[T, K, D]` of the tokens at these `cells`."""
+    keys, values, scales, is_once = pages
+    if scales is not None:
+        k, v = (to_fp8(it, own) for it, own in zip((k, v), scales, strict=True))
+        keys, values = (keys.view(torch.uint8), values.view(torch.uint8))  # torch can index it
+    keys[block, :, :, offset] = k.to(keys.dtype)
+    if not is_once:
+        values[block, :, offset, :] = v.to(values.dtype)
+
+
 def read_positions(pages: Pages, blocks: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys `[K, D, N]` and values `[K, N, D]` of positions `at [N]` of a row's `blocks`."""
     tokens_per_block = pages.values.shape[2]

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.attention.attention_arguments import AttentionShape
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix
+from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.parameters import matrix_names
 from gptmanager.models.rope import Rope
@@ -43,6 +44,29 @@ class TokenInput(NamedTuple):
     norm: Norm
 
 
+class LayerEnd(NamedTuple):
+    """What follows the MLP: an addition for the token, and a factor of the residual."""
+
+    token_input: TokenInput | None
+    scale: Tensor | None
+
+
+class LayerPages(NamedTuple):
+    """The pages that a layer reads: their index in the pool, and their scales.
+
+    `is_own`: the layer writes them. `keys_as_values`: see `Attention`. `is_once`: see `Pages`.
+    """
+
+    number: int
+    scales: Tensor | None
+    is_own: bool
+    keys_as_values: bool
+    is_once: bool
+
+    def of(self, kv_pool: KvPool) -> Pages:
+        return Pages(*kv_pool.layers[self.number], self.scales, self.is_once)
+
+
 class ExpertLayer(NamedTuple):
     """The router of a layer, its experts, and the shared MLP that all tokens use."""
 
@@ -65,17 +89,15 @@ class DenseLayer(NamedTuple):
 
 
 class LayerTensors(NamedTuple):
-    """The tensors of a layer.
+    """The tensors of a layer. `number`: index of the layer among the layers of this rank.
 
-    `number`: index of the layer among the layers of this rank. `pages`: index of its pages in the
-    pool. `qkv` is None in a layer with latents. `qkv_name` and `out_name`: see `matrix_names`.
-    `q_norm` and `k_norm` are applied with the rotation, `head_norms` before it. A norm is None if
-    the layer does not have it. `next_norm`: the first norm of the next layer, or the final norm.
-    `keys_as_values`: see `Attention`. `has_own_keys`: the layer writes keys and values.
+    `qkv` is None in a layer with latents. `qkv_name` and `out_name`: see `matrix_names`. `q_norm`
+    and `k_norm` are applied with the rotation, `head_norms` before it. A norm is None if the layer
+    does not have it. `next_norm`: the first norm of the next layer, or the final norm.
     """
 
     number: int
-    pages: int
+    pages: LayerPages
     attention_norm: Norm | None
     qkv: Affine | None
     qkv_name: str
@@ -86,18 +108,14 @@ class LayerTensors(NamedTuple):
     temperature: QueryTemperature | None
     attention: AttentionShape
     sinks: Tensor | None
-    cache_scales: Tensor | None
     out: Affine
     out_name: str
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp: DenseLayer | ExpertLayer
     mlp_out_norm: Norm | None
-    token_input: TokenInput | None
-    scale: Tensor | None
+    end: LayerEnd | None
     next_norm: Norm | None
-    keys_as_values: bool
-    has_own_keys: bool
 
 
 def layer_tensors(
@@ -113,17 +131,13 @@ def layer_tensors(
         q_norm = weights.tensor(f"{prefix}.q_norm.weight")
         if own.kv_layer is None:
             k_norm = weights.tensor(f"{prefix}.k_norm.weight")
-    cache_scales = None
-    if spec.kv_cache_dtype is torch.float8_e4m3fn:
-        source = index if own.kv_layer is None else own.kv_layer
-        cache_scales = weights.tensor(f"layers.{source}.cache_scales").view(2, own.num_kv_heads)
 
     def norm(module: str) -> Norm | None:
         return find_norm(spec, weights, module, device)
 
     return LayerTensors(
         number=index - spec.first_layer,
-        pages=spec.page_number(index),
+        pages=_pages(spec, weights, index),
         attention_norm=norm(f"{prefix}.attention_norm"),
         qkv=affine(weights, f"{prefix}.qkv") if own.latent is None else None,
         qkv_name=names["qkv"],
@@ -134,18 +148,14 @@ def layer_tensors(
         temperature=own.temperature,
         attention=spec.attention_shape(index),
         sinks=weights.tensor(f"{prefix}.sinks") if own.sinks else None,
-        cache_scales=cache_scales,
         out=affine(weights, f"{prefix}.out"),
         out_name=names["out"],
         attention_out_norm=norm(f"{prefix}.attention_out_norm"),
         mlp_norm=norm(f"{prefix}.mlp_norm"),
         mlp=_mlp(spec, weights, index),
         mlp_out_norm=norm(f"{prefix}.mlp_out_norm"),
-        token_input=_token_input(spec, weights, prefix),
-        scale=weights.tensor(f"{prefix}.scale") if spec.layers[index].scaled else None,
+        end=_end(spec, weights, index),
         next_norm=norm(following),
-        keys_as_values=own.keys_as_values,
-        has_own_keys=own.kv_layer is None,
     )
 
 
@@ -177,13 +187,28 @@ def _bias(weights: Weights, module: str) -> Tensor | None:
     return weights.tensor(name) if name in weights else None
 
 
-def _token_input(spec: ModelSpec, weights: Weights, prefix: str) -> TokenInput | None:
-    if spec.token_inputs is None:
-        return None
-    norm = Norm(weights.tensor(f"{prefix}.token_out_norm.weight"), None)
-    return TokenInput(
-        weights[f"{prefix}.token_gate.weight"], weights[f"{prefix}.token_out.weight"], norm
+def _pages(spec: ModelSpec, weights: Weights, index: int) -> LayerPages:
+    own, scales = spec.layers[index].attention, None
+    if spec.kv_cache_dtype is torch.float8_e4m3fn:
+        source = index if own.kv_layer is None else own.kv_layer
+        scales = weights.tensor(f"layers.{source}.cache_scales").view(2, own.num_kv_heads)
+    return LayerPages(
+        spec.page_number(index),
+        scales,
+        is_own=own.kv_layer is None,
+        keys_as_values=own.keys_as_values,
+        is_once=own.latent is not None,
     )
+
+
+def _end(spec: ModelSpec, weights: Weights, index: int) -> LayerEnd | None:
+    prefix, is_scaled = f"layers.{index}", spec.layers[index].scaled
+    scale = weights.tensor(f"{prefix}.scale") if is_scaled else None
+    if spec.token_inputs is None:
+        return None if scale is None else LayerEnd(None, scale)
+    norm = Norm(weights.tensor(f"{prefix}.token_out_norm.weight"), None)
+    gate, out = (weights[f"{prefix}.{name}.weight"] for name in ("token_gate", "token_out"))
+    return LayerEnd(TokenInput(gate, out, norm), scale)
 
 
 def _head_norms(

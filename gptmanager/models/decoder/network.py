@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gptmanager.errors import ConfigError, error_summary
 from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.gemm.packed_matrix import Matrix
@@ -32,9 +31,9 @@ from gptmanager.models.decoder.layer_tensors import (
     layer_tensors,
 )
 from gptmanager.models.decoder.lora_modules import adapter_share, lora_modules
+from gptmanager.models.decoder.rotary_tables import RotaryTables
 from gptmanager.models.decoder.split_norms import norm_over_ranks
 from gptmanager.models.decoder.token_inputs import TokenInputTensors, of_sampled
-from gptmanager.models.rope import Rope, rope_table
 from gptmanager.models.spec import ModelSpec
 from gptmanager.models.splits import rank_spec, vocabulary_shares
 from gptmanager.ranks.collectives import Collectives
@@ -83,9 +82,7 @@ class CheckpointModel:
         self._positions = None
         if spec.position_offset is not None and layout.is_first_stage:
             self._positions = weights.tensor("positions.weight")
-        self._device = device
-        self._cos_sin: dict[Rope, Tensor] = {}
-        self._tables: tuple[Tensor, ...] | None = None
+        self._rotary = RotaryTables((layer.rope for layer in self._layers), device)
 
     @property
     def nbytes(self) -> int:
@@ -97,23 +94,7 @@ class CheckpointModel:
         Otherwise the first `forward` creates them, for `max_seq_len`. Raises ConfigError if values
         overflow float32 or memory does not suffice.
         """
-        try:
-            self._make_cos_sin(num_positions)
-        except (RuntimeError, MemoryError) as error:  # torch raises either of them
-            raise ConfigError(
-                f"no memory for max_seq_len = {num_positions} positions: {error_summary(error)}"
-            ) from error
-
-    def _make_cos_sin(self, num_positions: int) -> None:
-        """Compute the cosines and sines of exactly these positions."""
-        if self._tables is not None and all(len(it) == num_positions for it in self._tables):
-            return
-        self._cos_sin, self._tables = {}, None  # freed first, so that only one table is in memory
-        for layer in self._layers:
-            if layer.rope is not None and layer.rope not in self._cos_sin:
-                table = rope_table(layer.rope, num_positions, self._device)
-                self._cos_sin[layer.rope] = table
-        self._tables = tuple(self._cos_sin.values())
+        self._rotary.reserve(num_positions)
 
     @property
     def adapter_modules(self) -> dict[int, LoraModule]:
@@ -140,8 +121,8 @@ class CheckpointModel:
 
         A rank that computes no logits returns `[S, 0]`.
         """
-        if self._tables is None:
-            self._make_cos_sin(self.spec.max_seq_len)
+        if self._rotary.all is None:
+            self._rotary.reserve(self.spec.max_seq_len)
         rows = self._kernels.begin(
             self._shapes,
             RowSpans(batch.row_starts, batch.kv_lengths, batch.slots, batch.block_tables),
@@ -156,7 +137,7 @@ class CheckpointModel:
         hidden = self._norm(residual, self._layers[0].attention_norm)
         last = None if self._lm_head is None else self._layers[-1]
         for layer in self._layers:
-            pages = Pages(*kv_pool.layers[layer.pages], layer.cache_scales)
+            pages = layer.pages.of(kv_pool)
             attended = self._attend(layer, hidden, batch.positions, pages, rows, adapters)
             # only the sampled tokens are needed from here on
             if layer is last and not batch.all_sampled:
@@ -201,7 +182,7 @@ class CheckpointModel:
             )
             return self.forward(changed, kv_pool)
 
-        return capture.run(inputs, self._tables, compute)
+        return capture.run(inputs, self._rotary.all, compute)
 
     def _begin(self, batch: Batch) -> Tensor:
         """Return the residual `[T, C]` for the first layer here, received from the previous stage
@@ -279,14 +260,14 @@ class CheckpointModel:
     ) -> Tensor:
         """Run attention on normalized `[T, C]`; return the input of the output projection."""
         norms = self.spec.norms
-        cos_sin = None if layer.rope is None else self._cos_sin[layer.rope]
+        cos_sin = self._rotary.by_rope.get(layer.rope)
         latent = self._latents[layer.number]
         if latent is not None:
-            given = layer, latent, hidden, positions, cos_sin, pages._replace(is_once=True), rows
+            given = layer, latent, hidden, positions, cos_sin, pages, rows
             return attend_to_latents(self._kernels, *given)
         assert layer.qkv is not None
         qkv = self._project(hidden, layer.qkv, layer, layer.qkv_name, adapters)
-        if layer.keys_as_values:
+        if layer.pages.keys_as_values:
             own = layer.attention
             qkv = torch.cat((qkv, qkv[:, own.num_heads * own.head_dim :]), dim=1)
         if layer.head_norms:
@@ -298,7 +279,7 @@ class CheckpointModel:
             layer.q_norm,
             layer.k_norm,
             norms.eps,
-            pages if layer.has_own_keys else without_heads(pages),
+            pages if layer.pages.is_own else without_heads(pages),
             rows,
             layer.attention.late_norm,
             layer.attention.plus_one,
@@ -341,15 +322,13 @@ class CheckpointModel:
             return self._join(self._sum(out), residual, None, layer.next_norm)
         hidden = self._join(self._sum(out), residual, layer.attention_out_norm, layer.mlp_norm)
         out = self._sum(self._mlp(layer, layer.mlp, hidden, adapters))
-        if layer.scale is None and inputs is None:
+        if layer.end is None:
             return self._join(out, residual, layer.mlp_out_norm, layer.next_norm)
         self._join(out, residual, layer.mlp_out_norm, None)
-        if self._token_inputs is not None and layer.token_input is not None:
-            assert inputs is not None
-            given = layer.token_input, residual, inputs[:, layer.number]
-            residual += self._token_inputs.of_layer(*given)
-        if layer.scale is not None:
-            residual *= layer.scale
+        if self._token_inputs is not None and inputs is not None:
+            self._token_inputs.add(layer, residual, inputs)
+        if layer.end.scale is not None:
+            residual *= layer.end.scale
         return self._norm(residual, layer.next_norm)
 
     def _mlp(

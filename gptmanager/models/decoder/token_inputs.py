@@ -8,7 +8,7 @@ from torch import Tensor
 from gptmanager.kernels.reference import Kernels
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
-from gptmanager.models.decoder.layer_tensors import TokenInput
+from gptmanager.models.decoder.layer_tensors import LayerTensors
 from gptmanager.models.spec import ModelSpec, TokenInputs
 
 
@@ -38,12 +38,14 @@ class TokenInputTensors:
         ).view_as(embedded)
         return kernels.scaled(normed + embedded, 0.5**0.5).view(len(ids), -1, width)
 
-    def of_layer(self, layer: TokenInput, residual: Tensor, inputs: Tensor) -> Tensor:
-        """Return what a layer adds to the `residual` for its `inputs [T, width]`."""
-        gate = self._kernels.linear(residual, layer.gate)
-        gated = self._kernels.activate(gate, self._given.activation, gated=False) * inputs
-        out = self._kernels.linear(gated, layer.out)
-        return self._kernels.rms_norm(out, layer.norm.weight, self._eps, self._plus_one)
+    def add(self, layer: LayerTensors, residual: Tensor, inputs: Tensor) -> None:
+        """Add a layer's part of `inputs [T, layers, width]` to the `residual`, in place."""
+        assert layer.end is not None and layer.end.token_input is not None
+        own, activation = layer.end.token_input, self._given.activation
+        gate = self._kernels.linear(residual, own.gate)
+        gated = self._kernels.activate(gate, activation, gated=False) * inputs[:, layer.number]
+        out = self._kernels.linear(gated, own.out)
+        residual += self._kernels.rms_norm(out, own.norm.weight, self._eps, self._plus_one)
 
 
 def of_sampled(inputs: Tensor | None, index: Tensor) -> Tensor | None:
