@@ -1,4 +1,4 @@
-"""What attention receives in some layers: queries with a temperature, pages of another layer."""
+"""Inputs of attention in some layers: queries with a temperature, pages of another layer."""
 
 from __future__ import annotations
 

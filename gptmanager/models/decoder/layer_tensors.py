@@ -45,7 +45,7 @@ class TokenInput(NamedTuple):
 
 
 class LayerEnd(NamedTuple):
-    """What follows the MLP: an addition for the token, and a factor of the residual."""
+    """The end of a layer after its MLP: an addition for the token, and a factor of the residual."""
 
     token_input: TokenInput | None
     scale: Tensor | None
