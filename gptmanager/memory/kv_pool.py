@@ -15,7 +15,10 @@ NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class PageShape(NamedTuple):
-    """The elements that a layer stores of a token. `has_values` False: its values are its keys, stored once."""
+    """The elements that a layer stores of a token.
+
+    `has_values` False: its values are its keys, stored once.
+    """
 
     num_kv_heads: int
     head_dim: int
