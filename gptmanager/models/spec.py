@@ -77,10 +77,9 @@ class Attention:
     `scale` multiplies the scores. `softcap` then limits them to softcap * tanh(score / softcap); 0
     for no limit. `window`: the number of positions that a token sees, including its own; None for
     all. `sinks`: each head has a learned score that only takes part in the sum of the softmax.
-    `rope` None: queries and keys are not rotated. `kv_layer`: the layer whose keys and values this
-    one reads; None: it computes its own. `keys_as_values`: values are the keys, before their norm
-    and rotation.
-    `latent`: keys and values come from a latent, which is stored instead of them.
+    `rope` None: queries and keys are not rotated. `kv_layer`: this layer reads the
+    keys and values of that layer; None: it computes its own. `keys_as_values`: values are the keys
+    before their norm and rotation. `latent`: keys and values come from a latent, which is stored instead of them.
     """
 
     num_heads: int
@@ -170,7 +169,7 @@ class TokenInputs:
 
     It is the mean of an embedding of the token and of a normed projection of its first residual,
     times the root of 2. A layer multiplies it by a gate, and adds the projected and normed result
-    to the residual. `padding_id`: the token whose embedding a prompt embedding has.
+    to the residual. `padding_id`: the token in the place of a prompt embedding.
     """
 
     width: int
