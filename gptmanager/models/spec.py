@@ -77,9 +77,9 @@ class Attention:
     `scale` multiplies the scores. `softcap` then limits them to softcap * tanh(score / softcap); 0
     for no limit. `window`: the number of positions that a token sees, including its own; None for
     all. `sinks`: each head has a learned score that only takes part in the sum of the softmax.
-    `rope` None: queries and keys are not rotated. `kv_layer`: this layer reads the
-    keys and values of that layer; None: it computes its own. `keys_as_values`: values are the keys
-    before their norm and rotation. `latent`: keys and values come from a latent, which is stored instead of them.
+    `rope` None: queries and keys are not rotated. `kv_layer`: this layer reads the keys and values
+    of that layer; None: it computes its own. `keys_as_values`: values are the keys before their
+    norm and rotation. `latent`: a latent is stored instead of keys and values.
     """
 
     num_heads: int
