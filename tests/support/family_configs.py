@@ -215,6 +215,8 @@ def _widened(config: Mapping[str, Any]) -> dict[str, Any]:
         "layer_types": config.get("layer_types", [])[:2],
         "global_head_dim": 64,
     }
+    if "kv_lora_rank" in config:  # each head has keys of its own
+        sizes["num_key_value_heads"] = 2
     if config.get("num_kv_shared_layers"):  # the other layers must be of both types
         sizes = {key: sizes[key] for key in sizes if "head" in key}
     return {**config, **{name: own for name, own in sizes.items() if name in config}}
