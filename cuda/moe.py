@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda import activations
-from gptmanager.cuda.device.launch import (
-    NAMES,
-    Argument,
-    Launcher,
-    Program,
-    check_tensors,
-    ints,
-)
+from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing

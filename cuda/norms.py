@@ -8,14 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from torch import Tensor
 
-from gptmanager.cuda.device.launch import (
-    NAMES,
-    Argument,
-    Launcher,
-    Program,
-    check_tensors,
-    ints,
-)
+from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 
 _COUNTS = {True: (1, 2, 4), False: (1, 2, 8)}  # vectors per thread, for wide and narrow vectors
 _MAX_THREADS = 1024

@@ -211,10 +211,7 @@ TRITON: dict[str, tuple[str, dict[str, str]]] = {
             "empty_generation_slots": "Empty Generation Slots",
         },
     ),
-    "general": (
-        "general_type",
-        {"timestamp": "seconds", "iteration_counter": "Iteration Counter"},
-    ),
+    "general": ("general_type", {"timestamp": "seconds", "iteration_counter": "Iteration Counter"}),
 }
 
 

@@ -129,12 +129,7 @@ def plan_generation(
 
 
 def max_num_items(
-    num_rows: int,
-    num_kv_heads: int,
-    places: Places,
-    *,
-    window: int | None = None,
-    sink: int = 0,
+    num_rows: int, num_kv_heads: int, places: Places, *, window: int | None = None, sink: int = 0
 ) -> int:
     """Return the most items that `plan_generation` creates for rows of any lengths.
 

@@ -16,11 +16,7 @@ import numpy as np
 from gptmanager.cuda.emulator.arguments import convert
 from gptmanager.cuda.emulator.library import Library
 from gptmanager.cuda.emulator.reports import EmulatorError
-from gptmanager.cuda.emulator.source import (
-    compilable,
-    compiler_options,
-    translation_unit,
-)
+from gptmanager.cuda.emulator.source import compilable, compiler_options, translation_unit
 from gptmanager.cuda.emulator.toolchain import Toolchain
 
 _MAX_THREADS = 1024

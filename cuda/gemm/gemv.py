@@ -61,13 +61,7 @@ def multiply_silu(
 
 
 def _multiply(
-    launcher: Launcher,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    silu: bool,
+    launcher: Launcher, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool
 ) -> None:
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width

@@ -41,11 +41,7 @@ class MatmulChoice:
         return number in self._ours.get((weight.shape, weight.dtype), _UNMEASURED)
 
     def measure(
-        self,
-        own: OwnMatmuls,
-        weights: Iterable[Tensor],
-        device: str,
-        seconds: Seconds,
+        self, own: OwnMatmuls, weights: Iterable[Tensor], device: str, seconds: Seconds
     ) -> None:
         """Time both on `weights`, and log the results.
 

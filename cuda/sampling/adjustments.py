@@ -129,7 +129,5 @@ def adjust(
         return
     sizes = ints(vocab_size, histories.shape[1])
     launcher.kernel(PROGRAM, "adjust")(
-        (num_rows,),
-        (_THREADS,),
-        (logits, params, lists, histories, seen, slots, positions, *sizes),
+        (num_rows,), (_THREADS,), (logits, params, lists, histories, seen, slots, positions, *sizes)
     )

@@ -36,25 +36,10 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "gptmanager.bench.end_to_end.benchmark": ("bench_end_to_end",),
-        "gptmanager.bench.engine": (
-            "Figures",
-            "run_manager",
-        ),
-        "gptmanager.bench.kernels.benchmark": (
-            "KernelOptions",
-            "bench_kernels",
-        ),
-        "gptmanager.bench.load": (
-            "LLAMA_8B",
-            "Load",
-            "SHAPES",
-            "SMALL_LLAMA",
-            "random_llama",
-        ),
-        "gptmanager.bench.peer_throughput": (
-            "BenchOptions",
-            "bench",
-        ),
+        "gptmanager.bench.engine": ("Figures", "run_manager"),
+        "gptmanager.bench.kernels.benchmark": ("KernelOptions", "bench_kernels"),
+        "gptmanager.bench.load": ("LLAMA_8B", "Load", "SHAPES", "SMALL_LLAMA", "random_llama"),
+        "gptmanager.bench.peer_throughput": ("BenchOptions", "bench"),
         "gptmanager.bench.peers.transformers_peer": ("TransformersPeer",),
         "gptmanager.bench.peers.vllm_peer": ("VllmPeer",),
         "gptmanager.bench.end_to_end.workbench": ("EndToEndOptions",),

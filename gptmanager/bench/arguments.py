@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gptmanager.bench.names import PARTS, SHAPE_NAMES
-from gptmanager.terminal.arguments import (
-    device,
-    minutes,
-    numbers,
-    positive,
-    span,
-    words,
-    writable,
-)
+from gptmanager.terminal.arguments import device, minutes, numbers, positive, span, words, writable
 from gptmanager.terminal.options import (
     add_device,
     add_dtype,

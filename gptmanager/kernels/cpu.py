@@ -39,11 +39,7 @@ from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.lanes import LANES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import address_of, alike
-from gptmanager.kernels.token_loops import (
-    ActivationTask,
-    NormTask,
-    RopeTask,
-)
+from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
 
 
 class CpuKernels(CpuExperts):

@@ -13,12 +13,7 @@ from typing import Any, get_args
 import numpy as np
 
 from gptmanager.kernels.activation_kinds import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
-from gptmanager.kernels.simd.dtypes import (
-    FLOAT32,
-    load_as,
-    move_item,
-    store_as,
-)
+from gptmanager.kernels.simd.dtypes import FLOAT32, load_as, move_item, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,
     claim,
@@ -38,10 +33,7 @@ from gptmanager.kernels.simd.lanes import (
     where_above,
     where_at_least,
 )
-from gptmanager.kernels.simd.threads import (
-    NEXT_PART,
-    task_fields,
-)
+from gptmanager.kernels.simd.threads import NEXT_PART, task_fields
 
 ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
 LOG2_E = np.float32(1.4426950408889634)

@@ -7,12 +7,7 @@ from gptmanager.testing.conformance import (
     check_scheduler,
 )
 from gptmanager.testing.contract import ContractChecker, ContractViolation
-from gptmanager.testing.hosts import (
-    RecordingCallbacks,
-    Response,
-    ScriptedModel,
-    ScriptedSpec,
-)
+from gptmanager.testing.hosts import RecordingCallbacks, Response, ScriptedModel, ScriptedSpec
 from gptmanager.testing.rules import RULES
 from gptmanager.testing.scenarios import PlannedRequest, Scenario, random_scenario
 from gptmanager.testing.scripted_executor import NextToken, ScriptedExecutor

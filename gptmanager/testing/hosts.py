@@ -41,11 +41,7 @@ class ScriptedModel:
     nbytes = 0
 
     def __init__(
-        self,
-        next_token: NextToken,
-        *,
-        vocab_size: int = 1000,
-        max_position_embeddings: int = 2048,
+        self, next_token: NextToken, *, vocab_size: int = 1000, max_position_embeddings: int = 2048
     ) -> None:
         self.next_token = next_token
         self.spec = ScriptedSpec(vocab_size, max_position_embeddings)

@@ -13,12 +13,7 @@ from typing import Any
 
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.sizing import size
-from gptmanager.config import (
-    ContextChunkingPolicy,
-    KvCacheConfig,
-    OptionalParams,
-    SchedulerConfig,
-)
+from gptmanager.config import ContextChunkingPolicy, KvCacheConfig, OptionalParams, SchedulerConfig
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.testing.hosts import ScriptedSpec
 

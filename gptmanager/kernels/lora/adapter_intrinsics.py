@@ -160,10 +160,7 @@ def _of_bfloat16(builder: Any, value: Any) -> list[Any]:
     return [builder.bitcast(lower, VECTOR), builder.bitcast(upper, VECTOR)]
 
 
-_WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {
-    "float32": _floats,
-    "bfloat16": _of_bfloat16,
-}
+_WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {"float32": _floats, "bfloat16": _of_bfloat16}
 
 
 def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:

@@ -27,15 +27,7 @@ from gptmanager.kernels.lora.adapter_intrinsics import (
     expanded,
 )
 from gptmanager.kernels.simd.dtypes import BFLOAT16, FLOAT32, load_as, store_as
-from gptmanager.kernels.simd.lanes import (
-    LANES,
-    claim,
-    get_long,
-    load,
-    loop,
-    store,
-    task_at,
-)
+from gptmanager.kernels.simd.lanes import LANES, claim, get_long, load, loop, store, task_at
 from gptmanager.kernels.simd.pairs import has_pairs
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 

@@ -123,8 +123,6 @@ class Adapters:
             ) from error
         if not folder.is_relative_to(self._root):
             raise ApiError(
-                403,
-                f"lora_path = {quoted(path)} must be inside --adapter-dir",
-                param="lora_path",
+                403, f"lora_path = {quoted(path)} must be inside --adapter-dir", param="lora_path"
             )
         return folder

@@ -14,12 +14,7 @@ from gptmanager.server.http.json_text import parse_json
 from gptmanager.server.triton.datatypes import from_bytes, from_values, to_bytes, to_values
 from gptmanager.server.triton.errors import invalid, unsupported
 from gptmanager.server.triton.inference import VERSION, Model, check_outputs
-from gptmanager.server.triton.messages import (
-    PARAMETERS,
-    InferRequest,
-    InferResponse,
-    InputTensor,
-)
+from gptmanager.server.triton.messages import PARAMETERS, InferRequest, InferResponse, InputTensor
 
 HEADER = "inference-header-content-length"  # bytes of JSON before the tensors
 # limit for a decompressed body: a constant, plus a number of bytes for each compressed one

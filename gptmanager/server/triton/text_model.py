@@ -22,13 +22,7 @@ from gptmanager.server.http.body import run_in_thread
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text.outputs import Ends, Output
 from gptmanager.server.triton.errors import invalid
-from gptmanager.server.triton.tensors import (
-    InputReader,
-    Sizes,
-    input_table,
-    prompt_too_long,
-    table,
-)
+from gptmanager.server.triton.tensors import InputReader, Sizes, input_table, prompt_too_long, table
 from gptmanager.server.triton.token_model import (
     LOG_PROBS_AND_LOGITS,
     Tensors,
@@ -83,12 +77,7 @@ class TextModel:
     needs_outputs = ()
 
     def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        settings: ServerSettings,
-        tokens: TokenModel,
-        sizes: Sizes,
+        self, name: str, engine: Engine, settings: ServerSettings, tokens: TokenModel, sizes: Sizes
     ) -> None:
         self.name = name
         self.backend = "python" if name == "tensorrt_llm_bls" else "ensemble"

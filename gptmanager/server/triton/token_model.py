@@ -19,13 +19,7 @@ from gptmanager.server.engine.engine import Engine
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text.sampling import mixed_seed
 from gptmanager.server.triton.errors import invalid
-from gptmanager.server.triton.tensors import (
-    InputReader,
-    Sizes,
-    input_table,
-    prompt_too_long,
-    table,
-)
+from gptmanager.server.triton.tensors import InputReader, Sizes, input_table, prompt_too_long, table
 
 _logger = logging.getLogger(__name__)
 
