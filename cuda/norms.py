@@ -36,74 +36,6 @@ def _kernels() -> Iterator[str]:
 PROGRAM = Program("norms.cu", tuple(_kernels()), dependent=True)
 
 
-def rms_norm(
-    launcher: Launcher,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    residual: Tensor | None = None,
-    plus_one: bool = False,
-) -> None:
-    """Compute `out = y / sqrt(mean(y^2) + eps) * weight` over the last dimension.
-
-    y is x; with a residual, y is their rounded sum, which is also written to the residual. `out`,
-    `x`, `residual` `[T, C]`; `weight` `[C]`; one dtype of float32, float16, bfloat16. `out` may be
-    `x`. ValueError for other tensors, and for rows of more than 64 KiB, or of more than 8192
-    elements if a row is not a multiple of 16 bytes. `plus_one`: weights are stored less 1.
-    """
-    kind = {"centered": False, "plus_one": plus_one}
-    norm(launcher, out, x, weight, None, eps, residual, **kind)
-
-
-def layer_norm(
-    launcher: Launcher,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    residual: Tensor | None = None,
-    plus_one: bool = False,
-) -> None:
-    """Compute `out = (y - mean(y)) / sqrt(variance(y) + eps) * weight + bias`, as `rms_norm`."""
-    kind = {"centered": True, "plus_one": plus_one}
-    norm(launcher, out, x, weight, bias, eps, residual, **kind)
-
-
-def norm_heads(
-    launcher: Launcher,
-    x: Tensor,
-    columns: range,
-    width: int,
-    weight: Tensor,
-    eps: float,
-    *,
-    centered: bool = False,
-) -> None:
-    """Normalize each group of `width` of these columns of `x [T, N]` in place.
-
-    The norm is an RMSNorm, or a LayerNorm if `centered`.
-
-    `weight` has an element for each column. Dtypes and widths are those of `rms_norm`. ValueError
-    for other tensors.
-    """
-    num_tokens, stride = x.shape
-    check_tensors(x=(x, (num_tokens, stride), x.dtype), weight=(weight, (len(columns),), x.dtype))
-    parts, rest = divmod(len(columns), width)
-    if rest or columns.step != 1 or columns.stop > stride:
-        raise ValueError(f"{columns} of {stride} columns do not divide into parts of {width}")
-    if not num_tokens or not parts:
-        return
-    sizes = columns.start, width, stride
-    vector, count, threads = _sizes(width, x.itemsize, is_wide=_are_wide(x.itemsize, *sizes))
-    name = f"norm_heads<{NAMES[x.dtype]}, {vector}, {count}, {str(centered).lower()}>"
-    arguments: tuple[Argument, ...] = (x, weight, *ints(*sizes), np.float32(eps))
-    launcher.kernel(PROGRAM, name)((num_tokens, parts), (threads,), arguments)
-
-
 def norm(
     launcher: Launcher,
     out: Tensor,
@@ -111,12 +43,20 @@ def norm(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    residual: Tensor | None,
+    residual: Tensor | None = None,
     *,
-    centered: bool,
-    plus_one: bool,
+    centered: bool = False,
+    plus_one: bool = False,
 ) -> None:
-    """Compute `layer_norm` if `centered`, else `rms_norm`, which has no bias."""
+    """Compute an RMSNorm, or a LayerNorm if `centered`, over the last dimension.
+
+    The RMSNorm is `out = y / sqrt(mean(y^2) + eps) * weight + bias`. For a LayerNorm, the mean of y
+    is first subtracted from it. y is x; with a residual, y is their rounded sum, which is also
+    written to the residual. `out`, `x`, `residual` `[T, C]`; `weight`, `bias` `[C]`; one dtype of
+    float32, float16, bfloat16. `out` may be `x`. ValueError for other tensors, and for rows of more
+    than 64 KiB, or of more than 8192 elements if a row is not a multiple of 16 bytes. With
+    `plus_one`, weights are stored less 1.
+    """
     num_tokens, width = x.shape
     row = (num_tokens, width)
     check_tensors(
@@ -133,6 +73,35 @@ def norm(
     name = f"norm<{NAMES[x.dtype]}, {vector}, {count}, {flags}{', true' if plus_one else ''}>"
     arguments = (out, residual, x, weight, bias, np.int32(width), np.float32(eps))
     launcher.kernel(PROGRAM, name)((num_tokens,), (threads,), arguments)
+
+
+def norm_heads(
+    launcher: Launcher,
+    x: Tensor,
+    columns: range,
+    width: int,
+    weight: Tensor,
+    eps: float,
+    *,
+    centered: bool = False,
+) -> None:
+    """Normalize each group of `width` of these columns of `x [T, N]` in place.
+
+    The norm is an RMSNorm, or a LayerNorm if `centered`. `weight` has an element for each column.
+    Dtypes and widths are those of `norm`. ValueError for other tensors.
+    """
+    num_tokens, stride = x.shape
+    check_tensors(x=(x, (num_tokens, stride), x.dtype), weight=(weight, (len(columns),), x.dtype))
+    parts, rest = divmod(len(columns), width)
+    if rest or columns.step != 1 or columns.stop > stride:
+        raise ValueError(f"{columns} of {stride} columns do not divide into parts of {width}")
+    if not num_tokens or not parts:
+        return
+    sizes = columns.start, width, stride
+    vector, count, threads = _sizes(width, x.itemsize, is_wide=_are_wide(x.itemsize, *sizes))
+    name = f"norm_heads<{NAMES[x.dtype]}, {vector}, {count}, {str(centered).lower()}>"
+    arguments: tuple[Argument, ...] = (x, weight, *ints(*sizes), np.float32(eps))
+    launcher.kernel(PROGRAM, name)((num_tokens, parts), (threads,), arguments)
 
 
 def _are_wide(itemsize: int, *sizes: int) -> bool:

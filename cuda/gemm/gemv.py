@@ -37,32 +37,23 @@ def covers(x: Tensor, weight: Tensor) -> bool:
 
 
 def multiply(
-    launcher: Launcher, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    launcher: Launcher,
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    silu: bool = False,
 ) -> None:
     """Compute `out [T, O] = x [T, I] @ weight [O, I]^T + bias [O]`; float32, float16 or bfloat16.
 
+    With `silu`, `weight [2O, I]` contains the rows of the gate, then those of the up projection,
+    and `out [T, O] = silu(gate) * up`; gate and up are not rounded before the activation.
     Accumulates in float32 and rounds once. Batch-invariant: a row of `out` is bitwise the same
     whatever the other rows and their number are. The weight is read once per tile of 16 rows
     (`FEW_ROWS`), in float32 of 8. The row size of `x` must be a multiple of 16 bytes. Raises
     ValueError for other tensors.
     """
-    _multiply(launcher, out, x, weight, bias, silu=False)
-
-
-def multiply_silu(
-    launcher: Launcher, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> None:
-    """Compute `out [T, O] = silu(gate) * up`; the rest as in `multiply`.
-
-    `weight [2O, I]` contains the rows of the gate, then those of the up projection. Gate and up are
-    not rounded before the activation.
-    """
-    _multiply(launcher, out, x, weight, bias, silu=True)
-
-
-def _multiply(
-    launcher: Launcher, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool
-) -> None:
     num_rows, width = out.shape
     depth, dtype, num_weights = x.shape[1], out.dtype, (1 + silu) * width
     check_tensors(

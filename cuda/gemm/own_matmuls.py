@@ -24,10 +24,9 @@ class OwnMatmuls:
     def multiply(
         self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = False
     ) -> None:
-        """Compute `gemv.multiply` (or `multiply_silu`) of tensors that `covers` accepts."""
+        """Compute `gemv.multiply` of tensors that `covers` accepts."""
         if len(x) <= FEW_ROWS:
-            few = gemv.multiply_silu if silu else gemv.multiply
-            few(self._launcher, out, x, weight, bias)
+            gemv.multiply(self._launcher, out, x, weight, bias, silu=silu)
             return
         if self._arrived is None:
             self._arrived = gemm.new_counters(self._launcher, x.device)

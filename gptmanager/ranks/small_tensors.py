@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+import torch.distributed
 from torch import Tensor
 
 from gptmanager.errors import RankError
@@ -56,7 +56,7 @@ def connect_parts(
     """
     others: dict[int, Frames] = {}
     for first in range(size - 1):
-        own = _Prefixed(store, f"{prefix}/part-{first}/")
+        own = torch.distributed.PrefixStore(f"{prefix}/part-{first}", store)
         if part == first:
             own.set("address", links.address)
             found, blame = meet(own, links.address, size - first, boot_s)
@@ -73,17 +73,3 @@ def connect_parts(
         if blame is not None:
             raise RankError(f"part {first + blame[0]} of a stage {blame[1]}")
     return SmallTensors(part, others, links)
-
-
-class _Prefixed:
-    """A store that adds a prefix to each key."""
-
-    def __init__(self, store: Any, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(self._prefix + key, value)
-
-    def get(self, key: str) -> bytes:
-        found: bytes = self._store.get(self._prefix + key)
-        return found

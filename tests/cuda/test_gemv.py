@@ -5,7 +5,7 @@ import torch
 from kernel_values import DTYPES, close, randn
 
 from gptmanager.cuda.device.launch import EmulatorLauncher
-from gptmanager.cuda.gemm.gemv import FEW_ROWS, covers, multiply, multiply_silu
+from gptmanager.cuda.gemm.gemv import FEW_ROWS, covers, multiply
 
 pytestmark = pytest.mark.every(2)
 
@@ -38,7 +38,7 @@ def check_multiply_silu(machine, dtype, rows, width, depth, has_bias=True):
     bias = bias if has_bias else None
     out = machine.empty((rows, width), dtype)
     on_machine = [it if it is None else machine.tensor(it) for it in (x, weight, bias)]
-    multiply_silu(machine.launcher, out, *on_machine)
+    multiply(machine.launcher, out, *on_machine, silu=True)
     gate, up = product(x, weight, bias).chunk(2, dim=1)
     close(out, gate * gate.sigmoid() * up)
 
@@ -57,20 +57,20 @@ def test_products_have_no_race(checked_machine, dtype):
     check_multiply_silu(checked_machine, dtype, 2, 20, 72)
 
 
-@pytest.mark.parametrize("multiply_it", [multiply, multiply_silu], ids=["plain", "silu"])
+@pytest.mark.parametrize("silu", [False, True], ids=["plain", "silu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_alone_and_beside_others(machine, dtype, multiply_it):
+def test_a_row_is_the_same_alone_and_beside_others(machine, dtype, silu):
     """Whatever number of rows there is, wherever it stands."""
     num_rows, width, depth = 37, 104 if dtype is torch.float16 else 24, 520
-    columns = 2 * width if multiply_it is multiply_silu else width
+    columns = 2 * width if silu else width
     x, weight, _ = tensors(num_rows, columns, depth, dtype)
     x, weight = machine.tensor(x), machine.tensor(weight)
     whole = machine.empty((num_rows, width), dtype)
-    multiply_it(machine.launcher, whole, x, weight)
+    multiply(machine.launcher, whole, x, weight, silu=silu)
     for first, last in ((0, 1), (36, 37), (5, 9), (2, 18)):
         part = machine.empty((last - first, width), dtype)
         rows = machine.tensor(x[first:last].cpu().clone())
-        multiply_it(machine.launcher, part, rows, weight)
+        multiply(machine.launcher, part, rows, weight, silu=silu)
         assert torch.equal(part.cpu(), whole[first:last].cpu())
 
 
@@ -111,4 +111,4 @@ def test_tensors_that_do_not_fit(machine):
     with pytest.raises(ValueError, match=r"bias is torch.bfloat16 \[7\], expected .* \[8\]"):
         multiply(machine.launcher, out, x, weight, bias[:7])
     with pytest.raises(ValueError, match=r"weight is torch.bfloat16 \[8, 16\], expected .* \[16,"):
-        multiply_silu(machine.launcher, out, x, weight)
+        multiply(machine.launcher, out, x, weight, silu=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_values import DTYPES, close, randn
 
-from gptmanager.cuda.norms import layer_norm, norm_heads, rms_norm
+from gptmanager.cuda.norms import norm, norm_heads
 
 pytestmark = pytest.mark.every(3)
 
@@ -24,12 +24,8 @@ def check_norm(machine, dtype, tokens, width, centered, add, plus_one=False):
     weight, bias = randn(width, dtype=dtype, seed=2), randn(width, dtype=dtype, seed=3)
     out, residual = machine.empty((tokens, width), dtype), machine.tensor(before)
     arguments = [out, machine.tensor(x), machine.tensor(weight)]
-    if centered:
-        arguments.append(machine.tensor(bias))
-    norm = layer_norm if centered else rms_norm
-
-    kind = {"plus_one": True} if plus_one else {}
-    norm(machine.launcher, *arguments, EPS, residual=residual if add else None, **kind)
+    arguments += [machine.tensor(bias) if centered else None, EPS, residual if add else None]
+    norm(machine.launcher, *arguments, centered=centered, plus_one=plus_one)
 
     summed = x + before if add else x
     assert torch.equal(residual.cpu(), summed if add else before)
@@ -102,25 +98,25 @@ def test_rows_that_are_smaller_than_epsilon(machine, dtype, centered):
     weight, bias = randn(64, dtype=dtype, seed=2), randn(64, dtype=dtype, seed=3)
     out = machine.empty((3, 64), dtype)
     given = [out, *map(machine.tensor, (x, weight, bias))]
-    norm = layer_norm if centered else rms_norm
-    norm(machine.launcher, *(given if centered else given[:3]), EPS)
+    given = given if centered else [*given[:3], None]
+    norm(machine.launcher, *given, EPS, centered=centered)
     close(out, textbook(x, weight, bias if centered else None, centered))
 
 
 def test_a_result_in_place_of_its_argument(machine):
     x, weight = randn(2, 256), randn(256, seed=1)
     place = machine.tensor(x)
-    rms_norm(machine.launcher, place, place, machine.tensor(weight), EPS)
+    norm(machine.launcher, place, place, machine.tensor(weight), None, EPS)
     close(place, textbook(x, weight, None, centered=False))
 
 
 def test_tensors_that_do_not_fit(machine):
     x, weight = machine.tensor(randn(2, 64)), machine.tensor(randn(63))
     with pytest.raises(ValueError, match=r"weight is torch.float32 \[63\], expected .* \[64\]"):
-        rms_norm(machine.launcher, x, x, weight, EPS)
+        norm(machine.launcher, x, x, weight, None, EPS)
     for columns, width in ((range(0, 64), 30), (range(2, 66), 32)):
         with pytest.raises(ValueError, match="of 64 columns do not divide into parts of"):
             norm_heads(machine.launcher, x, columns, width, machine.tensor(randn(64)), EPS)
     with pytest.raises(ValueError, match="rows of 99999 elements: at most"):
         wide = machine.tensor(randn(1, 99999))
-        rms_norm(machine.launcher, wide, wide, wide[0], EPS)
+        norm(machine.launcher, wide, wide, wide[0], None, EPS)

@@ -22,7 +22,7 @@ from gptmanager.bench.machine import cache_bytes, find_gpu, free_bytes, header
 from gptmanager.bench.roofline import measure_ceilings
 from gptmanager.bench.timing import Budget, DeviceTimer, Timer, host_seconds
 from gptmanager.cuda.device.launch import DeviceLauncher
-from gptmanager.cuda.norms import rms_norm
+from gptmanager.cuda.norms import norm
 from gptmanager.errors import ConfigError
 
 _ROUNDS, _QUICK_ROUNDS = 20, 5
@@ -138,7 +138,7 @@ def launch_costs(rig: Rig) -> dict[str, float]:
     out = torch.empty_like(x)
 
     def kernel() -> None:
-        rms_norm(rig.launcher, out, x, x[0], 1e-5)
+        norm(rig.launcher, out, x, x[0], None, 1e-5)
 
     kernel()
     torch.cuda.synchronize()

@@ -22,7 +22,7 @@ from gptmanager.bench.kernels.cases import (
 from gptmanager.cuda.activations import activate_gated
 from gptmanager.cuda.attention.block_copy import as_tensor, copy_blocks
 from gptmanager.cuda.attention.cache_write import locate_tokens, rope_and_write
-from gptmanager.cuda.norms import rms_norm
+from gptmanager.cuda.norms import norm
 from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
 
 _EPS = 1e-5
@@ -50,7 +50,7 @@ def _prepare_norm(num_tokens: int, num_bytes: int, rig: Rig) -> Prepared:
     own = [it.clone() for it in residuals]
 
     def ours(number: int) -> Tensor:
-        rms_norm(rig.launcher, out, sets[number], weight, _EPS, residual=own[number])
+        norm(rig.launcher, out, sets[number], weight, None, _EPS, own[number])
         return out
 
     def peer_flashinfer() -> Contender:

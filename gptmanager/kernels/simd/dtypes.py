@@ -23,12 +23,14 @@ from gptmanager.kernels.simd.lanes import (
     get_int,
     intrinsic,
     lanes_from,
+    load_either,
     load_part,
     long,
     loop,
     nothing,
     put_int,
     real,
+    store_either,
     store_part,
     vector,
 )
@@ -77,31 +79,15 @@ def _pointer(builder: Any, address: Any, index: Any, kind: Any, size: int) -> An
     return builder.inttoptr(start, kind.as_pointer())
 
 
-def _is_full(builder: Any, count: Any) -> Any:
-    return builder.icmp_signed(">=", count, ir.Constant(LONG, LANES))
-
-
 def _read(builder: Any, dtype: str, address: Any, index: Any, count: Any) -> Any:
-    with builder.if_else(_is_full(builder, count)) as (full, part):
-        with full:
-            whole, full_block = load_at(builder, dtype, address, index), builder.block
-        with part:
-            masked, part_block = load_at(builder, dtype, address, index, count), builder.block
-    value = builder.phi(VECTOR)
-    value.add_incoming(whole, full_block)
-    value.add_incoming(masked, part_block)
-    return value
+    return load_either(
+        builder, count, lambda masked_to: load_at(builder, dtype, address, index, masked_to)
+    )
 
 
 def _write(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
     pointer = _pointer(builder, address, index, value.type, 2)
-    with builder.if_else(_is_full(builder, count)) as (full, part):
-        with full:
-            builder.store(value, pointer, align=2)
-        with part:
-            name = f"llvm.masked.store.{_NAMES[value.type]}.p0"
-            mask, align = lanes_from(builder, "<", count), ir.Constant(INT, 2)
-            call(builder, name, ir.VoidType(), value, pointer, align, mask)
+    store_either(builder, count, value, pointer, 2, _NAMES[value.type])
 
 
 @intrinsic(vector, long, long, long)

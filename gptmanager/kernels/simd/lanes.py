@@ -140,6 +140,30 @@ def _is_full(builder: Any, count: Any) -> Any:
     return builder.icmp_signed(">=", count, ir.Constant(LONG, LANES))
 
 
+def load_either(builder: Any, count: Any, load_lanes: Callable[[Any], Any]) -> Any:
+    """Return `load_lanes(None)` if `count` is at least LANES, else `load_lanes(count)`."""
+    with builder.if_else(_is_full(builder, count)) as (full, part):
+        with full:
+            whole, full_block = load_lanes(None), builder.block
+        with part:
+            masked, part_block = load_lanes(count), builder.block
+    value = builder.phi(VECTOR)
+    value.add_incoming(whole, full_block)
+    value.add_incoming(masked, part_block)
+    return value
+
+
+def store_either(builder: Any, count: Any, value: Any, pointer: Any, size: int, kind: str) -> None:
+    """Store the first `count` lanes of `value`, of `size` bytes each; `kind` is LLVM's name."""
+    with builder.if_else(_is_full(builder, count)) as (full, part):
+        with full:
+            builder.store(value, pointer, align=size)
+        with part:
+            mask, align = lanes_from(builder, "<", count), ir.Constant(INT, size)
+            name = f"llvm.masked.store.{kind}.p0"
+            call(builder, name, ir.VoidType(), value, pointer, align, mask)
+
+
 for _operator, _instruction in (
     (operator.add, "fadd"),
     (operator.sub, "fsub"),
@@ -164,15 +188,12 @@ def load(builder: Any, address: Any, index: Any) -> Any:
 def load_part(builder: Any, address: Any, index: Any, count: Any) -> Any:
     """Load the first `count` lanes; the rest are zero and their memory is not touched."""
     pointer = at(builder, address, index, VECTOR)
-    with builder.if_else(_is_full(builder, count)) as (full, part):
-        with full:
-            whole, full_block = builder.load(pointer, align=4), builder.block
-        with part:
-            masked, part_block = load_masked(builder, pointer, count), builder.block
-    value = builder.phi(VECTOR)
-    value.add_incoming(whole, full_block)
-    value.add_incoming(masked, part_block)
-    return value
+
+    def load_lanes(masked_to: Any) -> Any:
+        whole = masked_to is None
+        return builder.load(pointer, align=4) if whole else load_masked(builder, pointer, count)
+
+    return load_either(builder, count, load_lanes)
 
 
 @intrinsic(nothing, long, long, vector)
@@ -183,13 +204,7 @@ def store(builder: Any, address: Any, index: Any, value: Any) -> None:
 @intrinsic(nothing, long, long, vector, long)
 def store_part(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
     """Store the first `count` lanes; the memory of the others is not touched."""
-    pointer, align = at(builder, address, index, VECTOR), ir.Constant(INT, 4)
-    with builder.if_else(_is_full(builder, count)) as (full, part):
-        with full:
-            builder.store(value, pointer, align=4)
-        with part:
-            mask, name = lanes_from(builder, "<", count), "llvm.masked.store.v16f32.p0"
-            call(builder, name, ir.VoidType(), value, pointer, align, mask)
+    store_either(builder, count, value, at(builder, address, index, VECTOR), 4, "v16f32")
 
 
 @intrinsic(real, long, long)
