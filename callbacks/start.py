@@ -80,9 +80,10 @@ def generate(
 ) -> Any:
     """Return the completions of `prompts`, in their order: texts for texts, ids for token ids.
 
-    `model`: as for `GptManager`, a checkpoint folder, (config dict, state dict), or a `Model`
-    object. `prompts`: texts or lists of token ids. For a single prompt the completion itself is
-    returned. Completions do not contain the prompt, nor the `end_id` or stop word that ended them.
+    `model` is a checkpoint folder, (config dict, state dict), or a `Model` object, as for
+    `GptManager`. `prompts` are texts or lists of token ids. For a single prompt the completion
+    itself is returned. Completions contain neither the prompt nor the `end_id` or stop word that
+    ended them.
     Text needs a tokenizer: the folder's tokenizer.json, or `tokenizer` (an object, or a folder that
     has one).
 
@@ -90,11 +91,11 @@ def generate(
     `temperature`, `runtime_top_p`, `stop_words_list`, ... The defaults of `end_id` and `pad_id` are
     in the checkpoint's generation_config.json. With beams the best one is returned.
 
-    `stop`: strings that end a completion, as for `RequestQueue.submit`; they need a tokenizer. Text
-    ends before the stop string, token ids include the token that completes it.
+    `stop` has strings that end a completion, as for `RequestQueue.submit`; they need a tokenizer.
+    Text ends before the stop string, token ids include the token that completes it.
 
-    `num_return_sequences`: return a list of this many completions for each prompt, which are
-    sampled independently, or are the best beams.
+    With `num_return_sequences`, the result has a list of this many completions for each prompt,
+    which are sampled independently, or are the best beams.
 
     `progress`: True shows a progress bar on standard error after one second, or one line if
     standard error is not a terminal; None shows it only on a terminal. An interrupt (Ctrl-C) aborts

@@ -115,7 +115,7 @@ def _compile_one(choice: Choice) -> Row:
 def whole_matrix(arch: str = "", word: str = "") -> Iterator[Choice]:
     """Yield every kernel for every architecture, or only for `arch`.
 
-    `word`: only kernels with it in their name, and those that serve all dtypes.
+    If `word` is given, only kernels with it in their name, and those for all dtypes.
     """
     for program in PROGRAMS:
         for own in _architectures(program, arch):

@@ -41,11 +41,11 @@ MAX_WORDS, MAX_WORD_LETTERS, MAX_LETTERS = 1024, 256, 8192  # of one list
 class BannedTexts:
     """Bans words from outputs, for one tokenizer; `bind` returns the processor of a request.
 
-    `tokenizer`: a `tokenizers.Tokenizer` with a decoder that `token_bytes` supports. The end of the
-    prompt counts as text: after "a red ba" the word "ball" is not completed. Special tokens do not
-    count as text. A list has at most 1,024 words of at most 256 letters, and 8,192 letters in all.
-    The last `max_word_lists` lists are cached for other requests, fewer if they are long. The lists
-    in use take at most 256 MiB together; a list of 8,192 letters takes up to 7 MiB.
+    `tokenizer` must have a decoder that `token_bytes` supports. The end of the prompt counts as
+    text: after "a red ba" the word "ball" is not completed. Special tokens do not count as text. A
+    list has at most 1,024 words of at most 256 letters, and 8,192 letters in all. The last
+    `max_word_lists` lists are cached for other requests, fewer if they are long. The lists in use
+    take at most 256 MiB together; a list of 8,192 letters takes up to 7 MiB.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:

@@ -43,7 +43,7 @@ class TemperatureSchedule(RawKernelLogitsPostProcessor):
     ) -> BoundKernel:
         """Return the processor of a request. Raise ValueError unless all values are above 0.
 
-        `steps`: number of tokens until the temperature is `end`.
+        `steps` is the number of tokens until the temperature is `end`.
         """
         for name, value in (("start", start), ("end", end), ("steps", steps)):
             if not value > 0:

@@ -128,7 +128,7 @@ class TokenBias(RawKernelLogitsPostProcessor):
         self.max_tokens = max_tokens
 
     def bind(self, bias: Mapping[int, float]) -> BoundKernel:  # type: ignore[override]
-        """Return the processor of a request. `bias`: by token id; -inf bans a token.
+        """Return the processor of a request. `bias` maps token ids to biases; -inf bans a token.
 
         Raise ValueError for more than `max_tokens` ids, for a negative id, and for NaN and +inf.
         """

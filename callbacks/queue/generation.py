@@ -34,9 +34,9 @@ _Item = TypeVar("_Item", int, str)
 class GenerationPart(NamedTuple):
     """The responses since the last part: one response, or several if the reader was slow.
 
-    `tokens`: the new tokens of the first beam. `tensors`: the response tensors by name, without
-    the tokens; tensors of several responses are joined. `result`: only in the last part. `text`:
-    the new text of the first beam if the request was submitted with `stop`, else "".
+    `tokens` are the new tokens of the first beam. `tensors` has the other response tensors by name;
+    tensors of several responses are joined. Only the last part has a `result`. `text` is the new
+    text of the first beam if the request was submitted with `stop`, else "".
     """
 
     tokens: list[int]

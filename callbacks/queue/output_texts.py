@@ -16,7 +16,7 @@ from gptmanager.errors import ConfigError
 
 
 class OutputTexts:
-    """Creates the texts of outputs. `tokenizer`: an object, a checkpoint folder, or None."""
+    """Creates the texts of outputs with a tokenizer, or one from a checkpoint folder, if given."""
 
     def __init__(self, tokenizer: Tokenizer | str | os.PathLike[str] | None) -> None:
         self._tokenizer = tokenizer

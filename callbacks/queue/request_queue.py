@@ -140,8 +140,8 @@ class RequestQueue:
         `timeout=0`, or `asyncio.to_thread`. Without `request_id` the ids count from 1, so a
         repeated run has the same ids and the same seeds.
 
-        `stop`: at most 64 stop strings of 1 to 4,096 characters. The output ends when its text, not
-        the prompt's, contains one of them, in any split into tokens. Its finish reason is then
+        `stop` has at most 64 stop strings of 1 to 4,096 characters. The output ends when its text,
+        without the prompt, contains one of them, in any split into tokens. Its finish reason is
         STOP_WORDS, its text is cut before the stop string, and its tokens are those up to the one
         that completes the stop string, inclusive. An empty list only decodes the text. A
         request of several outputs runs until all of them have ended, and each is cut on its own.

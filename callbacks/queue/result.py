@@ -32,7 +32,7 @@ _TOKENS = ("output_ids", "sequence_length")
 class GenerationResult:
     """The output of a request that ended without an error: a sequence for each beam, best first.
 
-    `generated_ids`: the tokens without prompt and padding; of a cancelled request, the tokens
+    `generated_ids` are the tokens without prompt and padding; for a cancelled request, the tokens
     generated so far. `metrics` has the fields of `REQUEST_METRICS`: counts, and times in seconds
     since the manager fetched the request, NaN for an event that did not happen.
 
@@ -76,8 +76,8 @@ class GenerationResult:
 class ResponseCollector:
     """Collects the responses to `request`, in their order.
 
-    `exclude_input`: the manager's `OptionalParams.exclude_input_in_output`. `new_text`: returns
-    the text of one output, which decides where the output ends; None: no text is decoded.
+    `exclude_input` is the manager's `OptionalParams.exclude_input_in_output`. `new_text` returns
+    the text of one output, which decides where the output ends; if it is None, no text is decoded.
     """
 
     def __init__(

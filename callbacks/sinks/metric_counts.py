@@ -133,10 +133,10 @@ def _since_start(own: dict[str, Any]) -> Totals:
 class _Open:
     """A request that has not ended.
 
-    `wait_s`: the time before GetInferenceRequests returned it. `num_counted` of its `num_streamed`
-    tokens are counted. `is_scoring`: its generated tokens are not returned to the client.
-    `is_ended_by_caller`: the request ends when it has its final response, `final`, and the
-    application has decided (`is_decided`) that `num_kept` tokens count; None: all.
+    `wait_s` is the time before GetInferenceRequests returned it. `num_counted` of its
+    `num_streamed` tokens are counted. With `is_scoring`, its generated tokens are not returned to
+    the client. With `is_ended_by_caller`, the request ends when it has its final response, `final`,
+    and the application has decided (`is_decided`) that `num_kept` tokens count (None: all).
     """
 
     __slots__ = (

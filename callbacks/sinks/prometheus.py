@@ -103,9 +103,9 @@ class PrometheusSink:
     ) -> None:
         """Report that a client's request begins to wait. Call it before Get can return the request.
 
-        `is_scoring`: the request scores its prompt, and its generated tokens do not count.
-        `is_ended_by_caller`: the application ends requests for reasons that the manager does not
-        know. It must call `ends_as` for this request, which has not ended before.
+        With `is_scoring`, the request scores its prompt, and its generated tokens do not count.
+        With `is_ended_by_caller`, the application may end the request for reasons that the manager
+        does not know: the request has not ended before the application calls `ends_as` for it.
         """
         self.requests.arrive(
             request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller
@@ -125,7 +125,7 @@ class PrometheusSink:
 
         `finish_reason`: "stop" for a stop string, "timeout"; None: the manager's reason. Call it
         before the final response, or at any time if the request is `is_ended_by_caller`.
-        `num_tokens`: the number of generated tokens that count; None: all.
+        `num_tokens` is the number of generated tokens that count; None means all.
         """
         self.requests.end_as(request_id, finish_reason, num_tokens)
 

@@ -52,7 +52,7 @@ class TokenDefaults:
     def of_config(cls, config: Mapping[str, Any], where: str = "config.json") -> TokenDefaults:
         """Read the keys `eos_token_id` (an id, or a list) and `pad_token_id`.
 
-        Raise ConfigError for a value that is not a token id. `where`: the file named in the error.
+        Raise ConfigError for a value that is not a token id; the error names the file `where`.
         """
         end_ids, pad_id = config.get("eos_token_id"), config.get("pad_token_id")
         listed = end_ids if isinstance(end_ids, (list, tuple)) else [end_ids]

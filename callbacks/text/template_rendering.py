@@ -29,8 +29,9 @@ def fill_in(
 ) -> str:
     """Return the text of a conversation, as transformers' `apply_chat_template` returns it.
 
-    `variables`: the template's variables in addition to `messages`. `continue_final_message`: the
-    text ends with the content of the last message. Raise TemplateError if the template fails.
+    `variables` are the template's variables in addition to `messages`. With
+    `continue_final_message`, the text ends with the content of the last message. Raise
+    TemplateError if the template fails.
     """
     import jinja2
 

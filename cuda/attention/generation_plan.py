@@ -105,11 +105,11 @@ def plan_generation(
 ) -> GenerationPlan:
     """Plan the items of rows with one token each, the last of `kv_lengths[r]` >= 1 positions.
 
-    `window`: only the last `window` positions are visible, and the first `sink`. `stretch`: the
-    most tokens of an item, a multiple of PASS. By default each block has one item, unless one would
-    be much longer than the others; then all blocks have equal shares of the work, across rows. A
-    row's result depends on its cuts, because of rounding: a fixed stretch makes it independent of
-    the other rows.
+    With a `window`, only the last `window` positions are visible, and the first `sink`. An item has
+    at most `stretch` tokens, a multiple of PASS. By default each block has one item, unless one
+    would be much longer than the others; then all blocks have equal shares of the work, across
+    rows. A row's result depends on its cuts, because of rounding: a fixed stretch makes it
+    independent of the other rows.
     """
     spans = _spans(kv_lengths.astype(np.int64), window, sink)
     num_blocks = places.blocks(num_kv_heads)

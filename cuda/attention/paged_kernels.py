@@ -106,7 +106,7 @@ def refusal(shape: AttentionShape) -> str | None:
 def sinks_arguments(dtype: torch.dtype, cache: str, *others: str) -> str:
     """Return the last template arguments of a kernel for heads with sinks.
 
-    `cache`: one of CACHES. It and the `others` have defaults that other kernels leave out.
+    `cache` is one of CACHES. Kernels without sinks omit it and the `others`, which have defaults.
     """
     element = NAMES[dtype]
     others = tuple(f", {other}" for other in others)

@@ -58,7 +58,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for one architecture. `lowered`: name expression -> symbol in `code`."""
+    """Machine code for one architecture. `lowered` maps name expressions to symbols in `code`."""
 
     code: bytes
     lowered: Mapping[str, str]

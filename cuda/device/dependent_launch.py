@@ -68,7 +68,7 @@ class DependentLaunch:
     ) -> None:
         """Launch the kernel. RuntimeError if the driver refuses.
 
-        `values`: addresses as Python ints, and NumPy scalars of the declared types.
+        `values` are addresses as Python ints, and NumPy scalars of the declared types.
         """
         if not self._format:
             self._lay_out(values)

@@ -32,7 +32,7 @@ class _Graph:
 
 
 class GenerationGraphs:
-    """A CUDA graph for each of `sizes`: numbers of rows at which a step has fixed shapes."""
+    """A CUDA graph for each of `sizes`, the numbers of rows for which steps are captured."""
 
     def __init__(self, stream: Stream, uploads: Uploads, sizes: Sequence[int]) -> None:
         self._stream = stream

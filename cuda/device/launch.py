@@ -38,8 +38,8 @@ _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 class Program:
     """A `.cu` file (path below `cuda/`), and all instantiations of its kernels that are launched.
 
-    `dependent`: each thread calls `ptx::wait_for_previous` before it touches global memory, so a
-    kernel may begin while the previous one ends.
+    If it is `dependent`, each thread calls `ptx::wait_for_previous` before it accesses global
+    memory, so that a kernel may begin before the previous one has ended.
     """
 
     file: str

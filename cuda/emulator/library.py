@@ -58,7 +58,7 @@ class _Launch(ctypes.Structure):  # state.h
 
 @dataclass(frozen=True)
 class Parameter:
-    """A kernel's parameter. `kind`: pointer p, signed i, unsigned u, float f, bool b, other V."""
+    """A kernel's parameter. Its kind is p (pointer), i (signed), u (unsigned), f, b (bool) or V."""
 
     size: int
     kind: str

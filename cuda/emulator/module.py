@@ -29,8 +29,8 @@ _MAX_SHARED_OPTIN = 227 << 10  # of sm_90
 class Kernel:
     """A kernel of a `Module`, called as `kernel(grid, block, args, shared_mem=0, stream=None)`.
 
-    `dependent`: a programmatic dependent launch, which may begin before the previous kernel has
-    ended: an access to global memory before `ptx::wait_for_previous` is an error.
+    With `dependent`, a launch may begin before the previous kernel has ended (programmatic
+    dependent launch): an access to global memory before `ptx::wait_for_previous` is an error.
     """
 
     dependent = False
@@ -59,8 +59,8 @@ class Kernel:
     ) -> None:
         """Run the kernel to its end.
 
-        `grid`, `block`: one to three sizes. `args`: NumPy arrays, CPU tensors of torch, and NumPy
-        scalars of the declared types. The stream is ignored.
+        `grid` and `block` have one to three sizes. `args` are NumPy arrays, CPU tensors of torch,
+        and NumPy scalars of the declared types. The stream is ignored.
         """
         self._check_shared(shared_mem)
         sizes = self._sizes("block", block, _MAX_BLOCK)
@@ -115,10 +115,11 @@ class Kernel:
 class Module:
     """The kernels `name_expressions` (as `decode<128, 4>`) of CUDA C++ in a file or a string.
 
-    `options`: macros and folders as for NVRTC; options that only concern GPUs are ignored. `check`:
-    check every access, and report races and uninitialized shared memory; slow. `order` of blocks,
-    warps and lanes: "forward", "reverse", or the seed of a shuffle. `EmulatorError` with g++'s
-    messages if the source does not compile; `ConfigError` without g++.
+    `options` has macros and folders as for NVRTC; options that only concern GPUs are ignored. With
+    `check`, every access is checked, and races and uninitialized shared memory are reported, which
+    is slow. The `order` of blocks, warps and lanes is "forward", "reverse", or the seed of a
+    shuffle. Raise `EmulatorError` with g++'s messages if the source does not compile, and
+    `ConfigError` without g++.
     """
 
     def __init__(

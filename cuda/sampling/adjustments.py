@@ -62,8 +62,8 @@ def pack(
 ) -> tuple[object, ...]:
     """Return a value of dtype PARAMS for a sequence with `orig_prompt_len` prompt tokens.
 
-    `lists`: where the result of `pack_lists(params)` begins: its index in the device's tensor of
-    all lists, or its memory address on the CPU.
+    `lists` is where the result of `pack_lists(params)` begins: an index in the device's tensor of
+    all lists, or a memory address on the CPU.
     """
     words = [word for word in params.bad_words if word]
     num_biases = len(split_bias(params.embedding_bias)[0])

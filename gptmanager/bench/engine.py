@@ -96,8 +96,8 @@ class IterationLog:
 class Session:
     """A manager with a queue in front of it, for one load after another.
 
-    `log`: receives every iteration's statistics; without it none are made. `send`: returns the
-    SendResponse callback for a queue, which has to call the queue's own `send_response`.
+    `log` receives every iteration's statistics; without it none are made. `send` returns the
+    SendResponse callback for a queue, which must call the queue's own `send_response`.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Session:
     def start(
         self, requests: Sequence[Request], adapters: AdapterLoad | None = None, **options: Any
     ) -> list[Generation]:
-        """Submit all requests at once: greedy, without an end id. `adapters`: as in `warm_up`."""
+        """Submit all requests at once, greedy and without an end id, with their adapters."""
         tasks = [None] * len(requests) if adapters is None else adapters.tasks
         return [
             self.queue.submit(prompt, new_tokens, lora_task_id=task, **options)

@@ -61,7 +61,7 @@ def measure_ceilings(
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a Llama that its floors depend on. `kv_itemsize`: bytes of a cached element."""
+    """The sizes of a Llama that its floors depend on. `kv_itemsize` is that of the KV cache."""
 
     num_layers: int
     hidden: int

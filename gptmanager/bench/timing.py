@@ -115,7 +115,7 @@ def host_seconds(work: Callable[[], object], device: torch.device, calls: int = 
 
 @dataclass(frozen=True)
 class Spread:
-    """The spread of repeated measurements, in seconds. `quartiles`: the first and the third."""
+    """The spread of repeated measurements, in seconds, with the first and the third quartile."""
 
     median: float
     best: float

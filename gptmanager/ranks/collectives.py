@@ -64,14 +64,14 @@ class Collectives(Protocol):
 class GroupCollectives:
     """Collectives on process groups of torch.
 
-    `stage_group`: the ranks of the stage, by part. `from_previous` and `to_next`: two ranks each,
-    the sender first; None at the ends of the pipeline.
+    `stage_group` has the ranks of the stage, by part. `from_previous` and `to_next` have two ranks
+    each, the sender first, and are None at the ends of the pipeline.
 
     `wait` is called with each `Work`. It returns when the work is done, or is enqueued on the
     current CUDA stream, and raises the error that ends the step. `replicates`: `gather` returns its
-    result on each rank of the stage. `deterministic`: the sum of an element has the same bits
+    result on each rank of the stage. With `deterministic`, the sum of an element has the same bits
     for any other content of the tensor; a ring's order of addition depends on the position.
-    `small_tensors`: a faster exchange of small tensors on a CPU, or None.
+    `small_tensors` is a faster exchange of small tensors on a CPU, or None.
     """
 
     def __init__(

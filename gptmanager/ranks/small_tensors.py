@@ -22,7 +22,7 @@ _KIND = 0
 
 
 class SmallTensors:
-    """Exchanges small tensors for part number `part`. `others`: a connection to each other part."""
+    """Exchanges small tensors for part number `part`, over connections to the `others`."""
 
     def __init__(self, part: int, others: Mapping[int, Frames], links: Links) -> None:
         self._part, self._others, self._links = part, others, links

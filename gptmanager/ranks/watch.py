@@ -61,7 +61,7 @@ class Watch:
     # From any thread -------------------------------------------------------------------------
 
     def report_failure(self, text: str, decided: Any = None) -> None:
-        """Report that this rank has failed. `decided`: data for rank 0's `explain`."""
+        """Report that this rank has failed. `decided` is passed to rank 0's `explain`."""
         self._post({"failed": text, "decided": decided})
 
     def report_blame(self, rank: int, why: str) -> None:

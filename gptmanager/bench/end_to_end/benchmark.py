@@ -56,7 +56,7 @@ def bench_end_to_end(
     fails is reported, and the others run. After Ctrl-C the report has the parts so far and
     `interrupted`. `on_report` is called with the report after each part, so that a killed benchmark
     leaves one. `on_start` is called before each part with its name, its number from 0, and the
-    number of parts. `on_progress`: as in OptionalParams, for each manager.
+    number of parts. `on_progress` is that of each manager's OptionalParams.
     """
     for word in options.only:
         if word not in PARTS:

@@ -172,7 +172,7 @@ def time_load(
 ) -> dict[str, Any]:
     """Time all requests at once, from the first submit to the last final response.
 
-    `goal`: the allowed multiple of the floor.
+    `goal` is the allowed multiple of the floor.
     """
     target.log.restart()
     figures = target.session.run(requests, is_streaming=streaming)

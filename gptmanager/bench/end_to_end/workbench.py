@@ -93,7 +93,7 @@ class EndToEndOptions:
 class Workbench:
     """Loads a model once and starts managers for it. Call `load` first.
 
-    `on_progress`: as in OptionalParams, for each manager.
+    `on_progress` is that of each manager's OptionalParams.
     """
 
     source: Source  # for managers

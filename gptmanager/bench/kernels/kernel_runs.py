@@ -23,10 +23,10 @@ Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
 
 @dataclass(frozen=True)
 class Entry:
-    """The result of one contender in one case. `note`: why it has no figure or is wrong.
+    """The result of one contender in one case. `note` says why it has no figure or is wrong.
 
-    `first_use_s`: the time to its first result, including compilation; `plan_s`: host time of the
-    plan for one step. Neither is part of `spread`.
+    `first_use_s` is the time to its first result, including compilation; `plan_s` is the CPU time
+    of the plan for one step. Neither is part of `spread`.
     """
 
     status: Status
@@ -68,7 +68,7 @@ def run_case(
     budget: Budget,
     peers: Sequence[str] | None = None,
 ) -> CaseResult:
-    """Run a case, or skip it if the budget is spent. `peers`: prefixes of names; None: all."""
+    """Run a case, or skip it if the budget is spent. `peers` are prefixes of names, None is all."""
     if budget.is_spent:
         return CaseResult(case, None, {OURS: Entry("skipped", NO_TIME)})
     reason = _reason_not_to_fit(case, rig)

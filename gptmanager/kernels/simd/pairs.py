@@ -24,7 +24,7 @@ _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """Add the dot product of each lane's pairs to `total`; `left` and `right`: any 64-byte type."""
+    """Add the dot product of each lane's pairs to `total`; the pairs may have any 64-byte type."""
     pairs = (builder.bitcast(value, _PAIRS) for value in (left, right))
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, total, *pairs)
 

@@ -31,10 +31,10 @@ _REASONS = {
 class EngineRequest:
     """One prompt and how to generate from it.
 
-    `by_name`: names and keywords of `InferenceRequest.from_tokens`, without the request id.
-    `adapter`: the name of a loaded adapter. `is_scoring`: only the prompt's log probabilities are
-    needed; generated tokens do not count. `is_ended_by_caller`: the caller looks for ends that the
-    engine does not know, and calls `Call.stop` at each end.
+    `by_name` has names and keywords of `InferenceRequest.from_tokens`, without the request id.
+    `adapter` is the name of a loaded adapter. With `is_scoring`, only the prompt's log
+    probabilities are needed, and generated tokens do not count. With `is_ended_by_caller`, the
+    caller looks for ends that the engine does not know, and calls `Call.stop` at each end.
     """
 
     def __init__(

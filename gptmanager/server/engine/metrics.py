@@ -68,9 +68,9 @@ class ServerMetrics(PrometheusSink):
     ) -> Generation:
         """Call `submit`, and count its request as waiting unless it raises.
 
-        `is_try`: the request names an adapter that the cache may have evicted. If so, the request
-        does not count, because it is resubmitted with the weights. `is_scoring`,
-        `is_ended_by_caller`: see `arrived`.
+        With `is_try`, the request names an adapter that the cache may have evicted. If it has, the
+        request does not count, because it is resubmitted with the weights. `is_scoring` and
+        `is_ended_by_caller` are as in `arrived`.
         """
         self.arrived(request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller)
         if is_try:

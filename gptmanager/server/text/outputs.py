@@ -43,9 +43,8 @@ class Ends:
 class Delta(NamedTuple):
     """The next piece of an output; the joined deltas are the whole output.
 
-    `token_ids`: the new tokens, including those that ended the output. `log_probs`: log
-    probabilities of the tokens that begin in the text sent so far. `finish_reason`: None before the
-    last delta.
+    `token_ids` are the new tokens, including those that ended the output. `log_probs` are those of
+    the tokens that begin in the text sent so far. `finish_reason` is None before the last delta.
     """
 
     text: str

@@ -69,7 +69,7 @@ _CALLS = ("ModelInfer", "ModelStreamInfer")  # methods with large messages
 
 
 class GrpcFront:
-    """The gRPC server, on the event loop of the HTTP server. `port`: its port."""
+    """The gRPC server at `port`, on the event loop of the HTTP server."""
 
     def __init__(self, server: grpc.aio.Server, port: int) -> None:
         self._server = server

@@ -200,7 +200,7 @@ class _Object:
 def write_response(
     response: InferResponse, model: Model, binary: set[str] | None
 ) -> tuple[bytes, dict[str, str]]:
-    """Return the body and the headers of a response. `binary`: outputs sent as bytes; None: all."""
+    """Return the body and the headers of a response; the outputs in `binary` (None: all) are bytes."""
     outputs, raw = [], []
     for name, array in response.outputs.items():
         output: dict[str, Any] = {

@@ -300,8 +300,8 @@ def _check_single_response(request: InferRequest, replies: Sequence[Reply]) -> N
 
 
 def _with_parameters(request: EngineRequest, parameters: Mapping[str, Any]) -> EngineRequest:
-    """Apply the parameters of a call to its request. `timeout`: microseconds; `priority`: 1 is the
-    highest; 0 means the default for both.
+    """Apply the parameters of a call to its request. `timeout` is in microseconds; the highest
+    `priority` is 1; for both, 0 means the default.
     """
     for name in ("priority", "timeout"):
         value = parameters.get(name, 0)

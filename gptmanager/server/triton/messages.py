@@ -47,7 +47,7 @@ class InferRequest:
 
 
 class InferResponse(NamedTuple):
-    """One response to a call. `is_final`: it is the last one. `error`: why a row has failed."""
+    """One response to a call. The last one `is_final`. `error` says why a row has failed."""
 
     request: InferRequest
     outputs: Mapping[str, np.ndarray]

@@ -14,7 +14,7 @@ _NOT_MEASURED = (
 
 
 class CallRecord:
-    """One call. `num_rows`: rows of its batch; `succeeded`: all rows were answered in full."""
+    """One call, with `num_rows` in its batch. It `succeeded` if all rows were answered in full."""
 
     num_rows = 0
     succeeded = False
@@ -48,7 +48,7 @@ class ModelStatistics:
     def as_json(self) -> dict[str, Any]:
         """Return the statistics as JSON values.
 
-        `inference_count`: successful rows; `execution_count`: successful calls. Failed and
+        `inference_count` counts successful rows, `execution_count` successful calls. Failed and
         cancelled calls count only as `fail`. Durations that are not measured have the count 0.
         """
         durations = {kind: {"count": self._counts[kind], "ns": self._ns[kind]} for kind in self._ns}

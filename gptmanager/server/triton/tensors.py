@@ -24,9 +24,9 @@ _FLOATS = ("FP16", "FP32", "BF16")
 class Sizes(NamedTuple):
     """The maximum sizes of dimensions for one server.
 
-    `rows`: rows of a batch. `prompt`: tokens of a prompt. `hidden`: numbers of an embedding.
-    `adapter_rows`, `adapter_width`: modules of an adapter, and numbers of each. `word_ids`: token
-    ids of all words in a list.
+    `rows` limits the rows of a batch, `prompt` the tokens of a prompt, `hidden` the numbers of an
+    embedding, `adapter_rows` the modules of an adapter, `adapter_width` the numbers of each, and
+    `word_ids` the token ids of all words in a list.
     """
 
     rows: int
@@ -82,7 +82,7 @@ def input_table(*rows: tuple[Any, ...]) -> dict[str, TensorSpec]:
 
 
 class InputReader:
-    """Checks the inputs of calls. `model`: the model's name for clients."""
+    """Checks the inputs of calls of the model that clients know as `model`."""
 
     def __init__(self, model: str, specs: Mapping[str, TensorSpec], sizes: Sizes) -> None:
         self.specs = specs

@@ -110,7 +110,7 @@ class TokenModel:
     ) -> list[TokenReply]:
         """Return a reply for each sequence that the row asks for. Raises ApiError for a wrong row.
 
-        `output_len`: the client's name of the input `request_output_len`.
+        `output_len` is the client's name of the input `request_output_len`.
         """
         count, width = self.check_outputs(row)
         is_streaming = row.get("streaming", False)

@@ -19,7 +19,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class _Field(NamedTuple):
-    """A field. `begin` and `end`: the position of its content, if the field has a length."""
+    """A field. If it has a length, its content is between `begin` and `end`."""
 
     number: int
     begin: int
