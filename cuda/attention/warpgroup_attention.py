@@ -14,7 +14,7 @@ _ALIGNMENT = 1024  # of tiles, in shared memory
 
 
 def warpgroup_kernel(kind: str, dtype: torch.dtype, sinks: bool) -> str:
-    """Return the name of a kernel with the first template arguments `kind`, with or without sinks."""
+    """Return the name of the kernel with the first template arguments `kind`."""
     return f"warpgroup_attention<{kind}{f', const {NAMES[dtype]}*' if sinks else ''}>"
 
 

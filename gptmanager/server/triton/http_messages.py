@@ -200,7 +200,10 @@ class _Object:
 def write_response(
     response: InferResponse, model: Model, binary: set[str] | None
 ) -> tuple[bytes, dict[str, str]]:
-    """Return the body and the headers of a response; the outputs in `binary` (None: all) are bytes."""
+    """Return the body and the headers of a response.
+
+    The outputs in `binary`, or all if it is None, are sent as bytes.
+    """
     outputs, raw = [], []
     for name, array in response.outputs.items():
         output: dict[str, Any] = {
