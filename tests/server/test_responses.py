@@ -48,7 +48,7 @@ def ask(server):
 def plain(response):
     """A response without what differs between two of them."""
     found = json.loads(response.to_json())
-    for key in ("id", "created_at"):
+    for key in ("id", "created_at", "completed_at"):
         found.pop(key)
     del found["usage"]["input_tokens_details"]
     for item in found["output"]:

@@ -35,7 +35,7 @@ def scripted_server(
     **fields: Any,
 ) -> Iterator[Any]:
     """`ask(text, **fields)` asks such a server by OpenAI's client, and `ask.post` by httpx. Others
-    set the text of the next answer with `ask.says`, and find the server at `ask.url`.
+    set the texts of the next answers with `ask.says`, and find the server at `ask.url`.
 
     `messages`, `tools`: if a call names none. `tags`, `special`: tokens of their own in the
     vocabulary; special ones are left out of texts.
@@ -47,11 +47,13 @@ def scripted_server(
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", *special])
     tokenizer.add_tokens(list(tags))
     tokenizer.save(str(folder / "tokenizer.json"))
-    says: dict[str, Any] = {"prompt": None, "script": []}
+    says: dict[str, Any] = {"prompt": 0, "script": [], "length": 0, "next": []}
 
     def next_token(history: Any) -> int:
-        if says["prompt"] is None:
+        if len(history) != says["length"] + 1:  # of another request
             says["prompt"] = len(history)
+            says["script"] = says["next"].pop(0) if says["next"] else says["script"]
+        says["length"] = len(history)
         done = len(history) - says["prompt"]
         return says["script"][done] if done < len(says["script"]) else 0
 
@@ -70,8 +72,8 @@ def scripted_server(
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         stack.enter_context(client)
 
-        def say(text: str) -> None:
-            says.update(prompt=None, script=tokenizer.encode(text).ids)
+        def say(*texts: str) -> None:
+            says.update(length=-2, next=[tokenizer.encode(text).ids for text in texts])
 
         def ask(text: str, **given: Any) -> Any:
             say(text)

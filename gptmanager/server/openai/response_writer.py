@@ -58,8 +58,8 @@ class ResponseWriter:
 
     def end(self, reason: str, stop_reason: str | int | None) -> list[dict[str, Any]]:
         is_cut = reason == "length"
-        events = self._close("incomplete" if is_cut else "completed")
         status = "incomplete" if is_cut else "completed"
+        events = self._close(status)
         if is_cut:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         return [*events, self._last(status)]
@@ -123,7 +123,7 @@ class ResponseWriter:
         usage = self._usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         thoughts = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
-        self._response["status"] = status
+        self._response |= {"status": status, "completed_at": int(time.time())}
         self._response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},

@@ -50,6 +50,9 @@ from gptmanager.server.tool_calls.tools import MAX_TOOLS
 
 _TEXT = {"type": "string"}
 _ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
+# fields of a response that are null here; clients expect them
+_NULL = ("completed_at", "conversation", "moderation", "prompt", "prompt_cache_diagnostics")
+_ECHOED = ("user", "safety_identifier", "max_tool_calls", "prompt_cache_key")
 _IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "max_tool_calls")
 _CACHE = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 
@@ -219,7 +222,8 @@ def _echoed(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a request that its response has, too."""
     optional = ("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p")
     return {
-        **{name: given.get(name) for name in optional},
+        **dict.fromkeys(_NULL),
+        **{name: given.get(name) for name in (*optional, *_ECHOED)},
         "background": False,
         "metadata": given.get("metadata") or {},
         "parallel_tool_calls": given.get("parallel_tool_calls", True),
@@ -230,5 +234,4 @@ def _echoed(given: Mapping[str, Any]) -> dict[str, Any]:
         "tools": given.get("tools", []),
         "top_logprobs": 0,
         "truncation": given.get("truncation", "disabled"),
-        "user": given.get("user"),
     }
