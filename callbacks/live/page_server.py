@@ -47,7 +47,7 @@ class LivePage:
         if max_viewers < 1:
             raise ValueError(f"max_viewers = {max_viewers} must be at least 1")
         self.html = files("gptmanager.callbacks.live").joinpath("page.html").read_bytes()
-        self.headers = _headers(self.html)
+        self.headers = page_headers(self.html)
         self._max_viewers = max_viewers
         self._feed = LiveFeed(num_outside, max_viewers)
         self._server: _Server | None = None
@@ -110,15 +110,17 @@ class LivePage:
         self.close()
 
 
-def _headers(html: bytes) -> dict[str, str]:
-    """Return headers that allow only the page's own script and style, by digest, and its server."""
+def page_headers(html: bytes) -> dict[str, str]:
+    """Return headers that allow only the page's own scripts and styles, by digest, and its server."""
     script, style = (
-        base64.b64encode(hashlib.sha256(body).digest()).decode()
+        " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(body).digest()).decode()}'"
+            for body in re.findall(b"<%b>(.*?)</%b>" % (name, name), html, re.DOTALL)
+        )
         for name in (b"script", b"style")
-        for body in re.findall(b"<%b>(.*?)</%b>" % (name, name), html, re.DOTALL)
     )
     policy = (
-        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; "
+        f"default-src 'none'; script-src {script}; style-src {style}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     )

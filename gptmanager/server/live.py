@@ -1,14 +1,16 @@
-"""The live page: shows the server's schedule in a browser while it runs."""
+"""The live page: shows the server's schedule in a browser while it runs, and a chat next to it."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from importlib.resources import files
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from gptmanager.callbacks import LivePage
+from gptmanager.callbacks.live.page_server import page_headers
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.settings import ServerSettings
@@ -21,8 +23,12 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     live_page = LivePage(num_outside=lambda: engine.counts.waiting)
     live_page.attach(engine.manager)
 
+    chat = files("gptmanager.server").joinpath("chat_box.html").read_bytes()
+    html = live_page.html.replace(b"</body>", chat + b"</body>")
+    headers = page_headers(html)
+
     async def page(request: Request) -> Response:
-        return Response(live_page.html, media_type="text/html", headers=live_page.headers)
+        return Response(html, media_type="text/html", headers=headers)
 
     async def events(request: Request) -> Response:
         headers = {"Cache-Control": "no-store"}

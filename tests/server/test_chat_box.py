@@ -1,0 +1,76 @@
+"""The chat on the server's page: what it sends, what it shows, and that it believes nothing."""
+
+import base64
+import hashlib
+import re
+
+import httpx
+import pytest
+from chromium import EXECUTABLE, Chromium
+from running_server import running_server, settings_of
+
+needs_chromium = pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium here")
+MARKUP = "<img src=x onerror=document.title='hacked'>"
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with running_server(settings_of(api_key="a key", triton=False)) as server:
+        yield server
+
+
+def test_the_policy_allows_these_scripts_and_styles_and_nothing_else(client):
+    page = client.get("/")
+    policy = page.headers["content-security-policy"]
+    for name in ("script", "style"):
+        parts = re.findall(f"<{name}>(.*?)</{name}>", page.text, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(it.encode()).digest()).decode() for it in parts]
+        allowed = " ".join(f"'sha256-{one}'" for one in digests)
+        assert len(parts) == 2 and f"{name}-src {allowed};" in policy
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert page.text.count("</body>") == 1
+    assert not re.search(r"(src|href)=.(?!data:)|@import|https?://(?!www\.w3\.org)", page.text)
+    assert "innerHTML" not in page.text.partition('id="chat"')[2]
+
+
+@needs_chromium
+@pytest.mark.xdist_group("chromium")
+def test_a_chat_in_a_browser(guarded, tmp_path):
+    with Chromium(tmp_path) as browser:
+        lines = "[...document.querySelectorAll('#chat-log > div')]"
+        log = f"{lines}.map(it => [it.className, it.textContent])"
+
+        def fill(name, value):
+            field = f"document.getElementById('chat-{name}')"
+            browser.evaluate(f"{field}.value = {value!r}, {field}.onchange?.()")
+
+        def send(text):
+            fill("text", text)
+            browser.evaluate("document.getElementById('chat-send').click()")
+            browser.wait_for("!document.getElementById('chat-send').disabled")
+
+        assert httpx.get(guarded.url).status_code == 401  # the page itself needs the key
+        browser.call("Page.navigate", url=f"{guarded.url}/?key=a%20key")
+        browser.wait_for("document.getElementById('chat-open') !== null")
+        browser.errors.clear()
+        browser.evaluate("document.getElementById('chat-open').click()")
+        browser.wait_for("document.getElementById('chat-note').textContent.includes('key')")
+        fill("key", "a key")
+        browser.wait_for("document.getElementById('chat-model').value === 'tiny_llama'")
+        browser.errors.clear()  # the refusal without the key
+        fill("temperature", "0")
+        fill("max_tokens", "4")
+        send(f"17 + 25 = {MARKUP}")
+        shown = browser.evaluate(log)
+        assert shown[0] == ["user", f"17 + 25 = {MARKUP}"] and shown[1][0] == "assistant"
+        assert "tokens" in browser.evaluate("document.getElementById('chat-note').textContent")
+        fill("more", '{"top_k": "x"}')
+        send("again")
+        assert browser.evaluate(log)[-1] == ["error", "top_k must be an integer, got 'x'"]
+        fill("more", "nonsense")
+        send("again")
+        assert browser.evaluate(log)[-1][0] == "error"
+        browser.evaluate("document.getElementById('chat-clear').click()")
+        assert browser.evaluate(log) == []
+        assert browser.evaluate("document.title") != "hacked"
+        assert not [it for it in browser.errors if "400" not in it]
