@@ -111,7 +111,7 @@ class LivePage:
 
 
 def page_headers(html: bytes) -> dict[str, str]:
-    """Return headers that allow only the page's own scripts and styles, by digest, and its server."""
+    """Return headers that allow the scripts and styles of the page, by digest, and its server."""
     script, style = (
         " ".join(
             f"'sha256-{base64.b64encode(hashlib.sha256(body).digest()).decode()}'"
