@@ -99,6 +99,8 @@ def add_command(commands: Any) -> None:
     add("--peer-python", metavar="FILE", help=text)
     text = "the folder of llama.cpp's llama-bench, llama-batched-bench and llama-quantize"
     add("--peer-binary", type=Path, metavar="DIR", help=text)
+    text = "with llama-cpp and a GGUF file: also compare the perplexity of a text"
+    add("--text", type=Path, metavar="FILE", help=text)
     text = "also run the load with N LoRA adapters, and with an adapter in one request only"
     add("--adapters", type=positive, default=0, metavar="N", help=text)
     add("--adapter-size", type=positive, default=8, metavar="D", help="their rank (default 8)")

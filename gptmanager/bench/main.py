@@ -49,6 +49,7 @@ def main(options: argparse.Namespace) -> int:
             peer=options.peer,
             peer_python=options.peer_python,
             peer_binary=options.peer_binary,
+            text=options.text,
             adapters=options.adapters,
             adapter_size=options.adapter_size,
             params=given.params,

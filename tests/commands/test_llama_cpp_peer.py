@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import PagedDriver
+from text_checkpoint import save_text_checkpoint
 
 from gptmanager.bench.load import SMALL_LLAMA, random_llama
 from gptmanager.bench.peer_throughput import BenchOptions, bench
-from gptmanager.bench.peers import llama_cpp_peer
+from gptmanager.bench.peers import llama_cpp_peer, own_script
 from gptmanager.bench.peers.gguf_writer import write_gguf
+from gptmanager.callbacks import load_tokenizer
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
@@ -28,6 +31,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+ECHO = "import json, sys; print(json.dumps({'perplexity': json.load(sys.stdin)['context']}))"
 QWEN = {**TINY, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 # each program notes its arguments
 PROGRAMS = {
@@ -42,6 +46,9 @@ print("a log", file=sys.stderr)
 if lost.exists():
     print('{"t_pp": 1.0, "t_tg": 3.0}', file=sys.stderr)
 lost.touch()
+""",
+    "llama-perplexity": """
+print("[1]5.1,[2]6.2,\\nFinal estimate: PPL = 6.2000 +/- 0.1", file=sys.stderr)
 """,
 }
 
@@ -115,6 +122,7 @@ def test_engines_alternate_and_the_best_counts(
     assert started[3:7] == [f"llama.cpp {name}" for name in llama_cpp_peer.TYPES]
     assert report["engines"]["gptmanager int4"]["prompt"] == 306  # of the second round
     assert report["engines"]["llama.cpp Q4_0"] == {"prompt": 100.0, "alone": 10.0, "batch": 192.0}
+    assert report["ratios"]["int4 to our int8"] == {"prompt": 1.0, "alone": 1.0, "batch": 1.0}
     assert report["ratios"]["int8 to Q8_0"] == {"prompt": 3.05, "alone": 2.0, "batch": 3.0}
     assert [params.get("weights_dtype") for _, params in ours[:3]] == [None, "int8", "int4"]
     calls = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
@@ -152,9 +160,68 @@ def test_a_program_that_fails_is_quoted(programs: Path, ours: list[Any], tmp_pat
         llama_cpp_peer.compare(source(), programs, tmp_path, threads=1, rounds=1)
 
 
-def test_the_folder_needs_the_peer(tmp_path: Path) -> None:
+def test_options_need_the_peer_and_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--peer-binary needs --peer llama-cpp"):
         bench(BenchOptions(peer_binary=tmp_path))
+    with pytest.raises(ConfigError, match="--text needs --peer llama-cpp"):
+        bench(BenchOptions(text=tmp_path))
+    with pytest.raises(ConfigError, match="--text needs a GGUF file as --model: random weights"):
+        bench(BenchOptions(peer="llama-cpp", text=tmp_path))
+
+
+def test_both_perplexities_of_a_text_are_reported(
+    programs: Path, ours: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, text = tmp_path / "a.gguf", tmp_path / "text"
+    write_gguf(file, *source())
+    text.write_text("some words")
+    monkeypatch.setattr(llama_cpp_peer, "_OWN_SCRIPT", (sys.executable, "-c", ECHO))
+    given: Any = {"threads": 1, "rounds": 1, "text": text}
+    report = llama_cpp_peer.compare(file, programs, tmp_path, **given)
+
+    own = "gptmanager as the file"
+    assert report["perplexity"] == {own: 512.0, "llama.cpp as the file": 6.2}
+    calls = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
+    assert calls[-1][-6:] == ["-c", "512", "--chunks", "12", "-t", "1"]
+    (programs / "llama-perplexity").write_text("#!/bin/sh\necho too few tokens\n")
+    with pytest.raises(GptManagerError, match="llama-perplexity printed no estimate: .*too few"):
+        llama_cpp_peer.compare(file, programs, tmp_path, **given)
+    (programs / "llama-perplexity").unlink()
+    report = llama_cpp_peer.compare(file, programs, tmp_path, **given)
+    assert report["perplexity"] == {own: 512.0} and "llama-perplexity" in report["notes"][0]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_perplexity_counts_the_second_half_of_each_chunk(tmp_path: Path, first: bool) -> None:
+    folder = save_text_checkpoint(tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    if first:
+        tokenizer["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [
+                {"SpecialToken": {"id": "x", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [],
+            "special_tokens": {"x": {"id": "x", "ids": [7], "tokens": ["x"]}},
+        }
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    text = tmp_path / "text"
+    text.write_text("The weather is fine, and so are we. " * 3)
+    ids = load_tokenizer(folder).encode(text.read_text()).ids
+    given = {"model": str(folder), "params": {}, "text": str(text), "context": 16, "chunks": 2}
+
+    driver = PagedDriver(load_model(folder), 2)
+    losses = []
+    for slot in range(2):
+        chunk = ids[16 * slot : 16 * slot + 16]
+        chunk[0] = 7 if first else chunk[0]
+        logits = driver.forward([(slot, chunk)])
+        losses.append(torch.nn.functional.cross_entropy(logits[8:-1], torch.tensor(chunk[9:])))
+    expected = torch.stack(losses).mean().exp().item()
+    assert own_script.perplexity(given)["perplexity"] == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(ConfigError, match=r"text has \d+ tokens: at least 4000 are needed"):
+        own_script.perplexity({**given, "context": 4000})
 
 
 def test_this_library_in_a_process_of_its_own(

@@ -6,6 +6,7 @@ counts. A prompt and one request are `llama-bench`'s tests, a batch is `llama-ba
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,18 +27,22 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "int8": {"weights_dtype": "int8"},
     "int4": {"weights_dtype": "int4"},
 }
+CONTEXT, CHUNKS = 512, 12  # of a text: tokens of a chunk, and how many are counted
 _PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize")
+_PERPLEXITY = re.compile(rb"Final estimate: PPL = ([0-9.]+)")
 _LIMIT_S = 1800.0
 _TRIES = 5  # of `llama-batched-bench`: some runs end before the last line is written
+_OWN_SCRIPT = (sys.executable, "-m", "gptmanager.bench.peers.own_script")
 _NOTE = 300  # characters of an error's end that are shown
 Run = Callable[[], Mapping[str, float]]
 
 
-def missing(folder: Path | None) -> str | None:
-    """Return a sentence if the programs are not there, else None."""
+def missing(folder: Path | None, text: Path | None = None) -> str | None:
+    """Return a sentence if the programs are not there, else None. `text`: as for `compare`."""
     if folder is None:
         return "llama.cpp is skipped: pass the folder of its programs as --peer-binary"
-    absent = [name for name in _PROGRAMS if not (folder / name).is_file()]
+    needed = [*_PROGRAMS, *([] if text is None else ["llama-perplexity"])]
+    absent = [name for name in needed if not (folder / name).is_file()]
     return f"llama.cpp is skipped: {folder} has no {', '.join(absent)}" if absent else None
 
 
@@ -48,14 +53,18 @@ def compare(
     *,
     threads: int,
     rounds: int,
+    text: Path | None = None,
     on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
 ) -> dict[str, Any]:
     """Return the report's fields: tokens/s of each engine, and ratios to its types.
 
     `folder`: an empty folder for the files. Random weights are written in bfloat16 and quantized by
-    llama.cpp; a GGUF file is used as it is.
+    llama.cpp; a GGUF file is used as it is. `text`: a file of which the report has the perplexity,
+    for a GGUF file only.
     """
-    why = missing(programs)
+    why = missing(programs, text)
+    if text is not None and isinstance(source, tuple):
+        raise ConfigError("--text needs a GGUF file as --model: random weights have no tokenizer")
     own, theirs = _files(source, None if why else programs, folder)
     engines: dict[str, Run] = {
         f"gptmanager {name}": _ours(path, params, threads) for name, (path, params) in own.items()
@@ -73,7 +82,37 @@ def compare(
             kept = best.setdefault(name, {})
             kept[key] = round(max(kept.get(key, 0.0), value), 1)
     report: dict[str, Any] = {"engines": best, "loads": _loads()}
+    if text is not None:
+        report["perplexity"] = _perplexities(text, own, theirs, None if why else programs, threads)
     return report | ({"ratios": _ratios(best)} if why is None else {"notes": [why]})
+
+
+def _perplexities(
+    text: Path,
+    own: Mapping[str, tuple[Path, Mapping[str, Any]]],
+    theirs: Mapping[str, Path],
+    programs: Path | None,
+    threads: int,
+) -> dict[str, float]:
+    """Return the perplexity of a text with each engine."""
+    found = {}
+    for name, (path, params) in own.items():
+        given = {
+            **{"model": str(path), "params": params, "threads": threads},
+            **{"text": str(text), "context": CONTEXT, "chunks": CHUNKS},
+        }
+        own_figures = _figures(_call(_OWN_SCRIPT, orjson.dumps(given)))[-1]
+        found[f"gptmanager {name}"] = round(own_figures["perplexity"], 4)
+    for name, path in theirs.items() if programs is not None else ():
+        size = ["-c", CONTEXT, "--chunks", CHUNKS, "-t", threads]
+        output = _call([programs / "llama-perplexity", "-m", path, "-f", text, *size])
+        match = _PERPLEXITY.search(output)
+        if match is None:
+            raise GptManagerError(
+                f"llama-perplexity printed no estimate: {quoted(output[-_NOTE:])}"
+            )
+        found[f"llama.cpp {name}"] = float(match[1])
+    return found
 
 
 def _loads() -> dict[str, str]:
@@ -112,10 +151,9 @@ def _ours(path: Path, params: Mapping[str, Any], threads: int) -> Run:
         **{"model": str(path), "params": params, "threads": threads, "rounds": 1},
         **{"prompt": PROMPT, "alone": ALONE, "batch": BATCH},
     }
-    command = [sys.executable, "-m", "gptmanager.bench.peers.own_script"]
 
     def run() -> Mapping[str, float]:
-        return _figures(_call(command, orjson.dumps(given)))[-1]
+        return _figures(_call(_OWN_SCRIPT, orjson.dumps(given)))[-1]
 
     return run
 
@@ -139,14 +177,16 @@ def _llama_cpp(programs: Path, path: Path, threads: int) -> Run:
 
 
 def _ratios(best: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    ours = {name: row for name, row in best.items() if name.startswith("gptmanager")}
-    theirs = {name: row for name, row in best.items() if name not in ours}
+    ours, others = (
+        {name.removeprefix(end): row for name, row in best.items() if name.startswith(end)}
+        for end in ("gptmanager ", "llama.cpp ")
+    )
+    pairs = [(name, other, others[other]) for name in ours for other in others]
+    if "int4" in ours:
+        pairs.append(("int4", "our int8", ours["int8"]))
     return {
-        f"{name.removeprefix('gptmanager ')} to {other.removeprefix('llama.cpp ')}": {
-            key: round(row[key] / theirs[other][key], 2) for key in row
-        }
-        for name, row in ours.items()
-        for other in theirs
+        f"{name} to {other}": {key: round(ours[name][key] / row[key], 2) for key in row}
+        for name, other, row in pairs
     }
 
 

@@ -1,11 +1,12 @@
 """Time this library in a process of its own, as llama.cpp's benchmarks time theirs.
 
 Reads a JSON object from standard input, and prints one with tokens/s: of a prompt, of one request,
-and of a batch of requests.
+and of a batch of requests. With a `text` the printed object has the perplexity of that file.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,9 @@ import torch
 
 from gptmanager.bench.engine import Session
 from gptmanager.bench.load import Request, read_config
+from gptmanager.callbacks import load_tokenizer
 from gptmanager.config import KvCacheConfig, OptionalParams
+from gptmanager.errors import ConfigError
 
 
 def measure(given: Mapping[str, Any]) -> dict[str, float]:
@@ -57,7 +60,38 @@ def measure(given: Mapping[str, Any]) -> dict[str, float]:
     return best
 
 
+def perplexity(given: Mapping[str, Any]) -> dict[str, float]:
+    """Count the perplexity of a text as `llama-perplexity` does.
+
+    The text is cut into chunks of `context` tokens, and the tokens after the middle of each chunk
+    are counted. At most `chunks` are used. If the model has a first token, chunks begin with it.
+    """
+    model, context = Path(given["model"]), given["context"]
+    tokenizer, text = load_tokenizer(model), Path(given["text"]).read_text("utf-8")
+    tokens = tokenizer.encode(text).ids
+    has_first = tokens != tokenizer.encode(text, add_special_tokens=False).ids
+    firsts = tokens[:1] if has_first else []
+    starts = [context * n for n in range(min(given["chunks"], len(tokens) // context))]
+    if not starts:
+        raise ConfigError(
+            f"{given['text']} has {len(tokens)} tokens: at least {context} are needed"
+        )
+    params = OptionalParams(
+        **given["params"],
+        max_seq_len=context + 1,
+        max_batch_size=1,
+        kv_cache_config=KvCacheConfig(max_tokens=2 * context, enable_block_reuse=False),
+    )
+    chunks = [[*firsts, *tokens[at + len(firsts) : at + context]] for at in starts]
+    with Session(model, params) as session:
+        found = session.results([(chunk, 1) for chunk in chunks], num_prompt_log_probs=0)
+    # the first number is that of the second token
+    counted = [it.tensors["prompt_log_probs"][0, context // 2 :].double() for it in found]
+    return {"perplexity": math.exp(-torch.cat(counted).mean().item())}
+
+
 if __name__ == "__main__":
     options = orjson.loads(sys.stdin.buffer.read())
     torch.set_num_threads(options["threads"])
-    sys.stdout.buffer.write(orjson.dumps(measure(options)) + b"\n")
+    found = perplexity(options) if "text" in options else measure(options)
+    sys.stdout.buffer.write(orjson.dumps(found) + b"\n")
