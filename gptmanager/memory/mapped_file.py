@@ -1,4 +1,4 @@
-"""`MappedFile`: tensors of a safetensors file as memory of the file, which nothing copies."""
+"""`MappedFile`: maps a safetensors file, and returns its tensors without copying them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import orjson
 import torch
 from torch import Tensor
 
-_LENGTH_BYTES = 8  # of the header's length, with which a file begins
+_LENGTH_BYTES = 8  # a file begins with the length of its header, in this many bytes
 
 
 class MappedFile:
-    """A safetensors file that has been checked; a change of its memory does not reach the file.
+    """A mapped safetensors file, which has been checked. Writes to its tensors do not change it.
 
     Pages are read when they are first used, and shared with other processes that map the file.
     """
@@ -32,9 +32,9 @@ class MappedFile:
                 self._places[name] = first, end
 
     def joined(self, names: Sequence[str], dtype: torch.dtype) -> Tensor | None:
-        """Return tensors that are next to each other in the file as one, of one dimension.
+        """Return tensors that follow each other in the file as one tensor of one dimension.
 
-        None if they are not, or if their address is not a multiple of the dtype's size.
+        None if they do not, or if their address is not a multiple of the dtype's size.
         """
         places = [self._places[name] for name in names]
         first, end = places[0][0], places[-1][1]

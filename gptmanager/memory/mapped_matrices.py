@@ -25,8 +25,8 @@ def mapped_matrices(
 ) -> dict[str, MappedMatrix]:
     """Return those of `parameters` that are complete in the memory of a source.
 
-    `names`: of places -> of the source. Memory of a file is private: what is written to it later
-    changes copies of its pages.
+    `names`: the name in the source for each name of a place. Later writes to the memory change
+    private copies of its pages, not the file.
     """
     if not isinstance(source, PanelSource):
         return {}
