@@ -82,7 +82,8 @@ class KvPool:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.tokens_per_block = tokens_per_block
-        self._host_memory = HostMemory(torch.device(device))
+        self.device = torch.device(device)
+        self._host_memory = HostMemory(self.device)
 
         def on_device(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -160,10 +161,6 @@ class KvPool:
         """The values of all layers, if they have one shape."""
         [stack] = self.stacks
         return stack.values
-
-    @property
-    def device(self) -> torch.device:
-        return self.stacks[0].keys.device
 
     @staticmethod
     def bytes_per_block(

@@ -44,6 +44,10 @@ then the environment, then the file.
 exit status: 0 ended by a signal, 1 the server failed, 2 an argument was wrong
 """
 
+_CALLS = (
+    *("auto", "hermes", "llama3", "mistral", "qwen3_coder", "deepseek", "pythonic", "harmony"),
+)
+
 
 def add_command(commands: Any) -> None:
     parser = add_parser(
@@ -151,10 +155,8 @@ def _add_requests(add: _Add) -> None:
     text = "format of thoughts: auto (by the chat template), none, think, harmony"
     choices = ("auto", "none", "think", "harmony")
     add("--reasoning-parser", choices=choices, default="auto", metavar="NAME", help=text)
-    choices = ("auto", "hermes", "llama3", "mistral", "qwen3_coder", "deepseek", "pythonic")
-    choices = (*choices, "harmony")
-    text = f"format of calls of tools: {', '.join(choices)} (default auto: by the chat template)"
-    add("--tool-call-parser", choices=choices, default="auto", metavar="NAME", help=text)
+    text = f"format of calls of tools: {', '.join(_CALLS)} (default auto: by the chat template)"
+    add("--tool-call-parser", choices=_CALLS, default="auto", metavar="NAME", help=text)
     add("--no-store", action="store_true", help="keep no response for later requests")
     text = "treat names of special tokens in clients' texts as plain text"
     add("--no-special-tokens-in-text", action="store_true", help=text)

@@ -1,5 +1,6 @@
 """/v1/messages: as Anthropic's own client sees it where it is installed, and as plain HTTP."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -204,3 +205,12 @@ def test_a_stream_that_fails_says_so_in_the_shape_of_this_api(server):
     events = events_of(server, "42 " * 9, deadline_s=1e-9)
     assert [one["type"] for one in events][-1:] == ["error"], events
     assert events[-1]["error"]["type"] == "timeout_error"
+
+
+def test_input_that_is_nested_too_deeply_is_refused(server):
+    deep = functools.reduce(lambda inner, _: [inner], range(900), 0)
+    use = {"type": "tool_use", "id": "1", "name": "a", "input": {"a": deep}}
+    messages = [*ASKS, {"role": "assistant", "content": [use]}]
+    for field in ({"messages": messages}, {"thinking": {"type": deep}}, {"system": deep},
+                  {"tools": [{**LOOK, "input_schema": {"a": deep}}]}):  # fmt: skip
+        assert ask(server, "42", **field).status_code in (200, 400)

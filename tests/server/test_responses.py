@@ -1,5 +1,6 @@
 """/v1/responses by OpenAI's own client: items, events, calls, thoughts, stored responses."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from openai import OpenAI
 from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
+from running_server import running_server, settings_of
 from scripted_server import scripted_server
 
 from gptmanager.server.errors import ApiError
@@ -223,3 +225,40 @@ def test_events_have_names(server):
                       timeout=30) as answer:  # fmt: skip
         lines = [line for line in answer.iter_lines() if line.startswith("event: ")]
     assert lines[0] == "event: response.created" and lines[-1] == "event: response.completed"
+
+
+DEEP = {"a": functools.reduce(lambda inner, _: [inner], range(900), 0)}
+
+
+@pytest.mark.parametrize("name", ["input", "tools", "metadata", "text", "user", "tool_choice"])
+def test_values_that_are_nested_too_deeply_are_refused(server, name):
+    value = {"input": [{"role": "user", "content": "a", **DEEP}], "tools": [{**LOOK, **DEEP}]}
+    value["text"] = {"format": {"type": "text", **DEEP}}
+    body = {"input": ASKS, "tool_choice": "none", name: value.get(name, DEEP)}
+    for stream in (False, True):
+        answer = server.post("/v1/responses", json={**body, "stream": stream})
+        assert answer.status_code == 400, answer.text
+
+
+def test_a_response_belongs_to_its_key(tmp_path, one_torch_thread):
+    """And a server with --no-store keeps none."""
+    (tmp_path / "keys").write_text("a one\nb two\n")
+    body = {"input": "a", "max_output_tokens": 1}
+    with running_server(settings_of(api_key_file=tmp_path / "keys")) as running:
+        of_a, of_b = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        url = f"{running.url}/v1/responses"
+        name = httpx.post(url, json=body, headers=of_a, timeout=30).json()["id"]
+        for path in (f"/{name}", f"/{name}/input_items"):
+            assert httpx.get(url + path, headers=of_a).status_code == 200
+            assert httpx.get(url + path, headers=of_b).status_code == 404
+        assert httpx.delete(f"{url}/{name}", headers=of_b).status_code == 404
+        again = {**body, "previous_response_id": name}
+        answers = [httpx.post(url, json=again, headers=key, timeout=30) for key in (of_a, of_b)]
+        assert [one.status_code for one in answers] == [200, 400]
+    with running_server(settings_of(no_store=True)) as running:
+        url = f"{running.url}/v1/responses"
+        answer = httpx.post(url, json={**body, "store": True}, timeout=30).json()
+        assert answer["store"] is False
+        assert httpx.get(f"{url}/{answer['id']}").status_code == 404
+        again = httpx.post(url, json={**body, "previous_response_id": answer["id"]})
+        assert again.status_code == 400 and "--no-store" in again.text

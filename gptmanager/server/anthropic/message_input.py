@@ -90,7 +90,10 @@ def _of_assistant(content: list[Any], where: str) -> dict[str, Any]:
                 if not isinstance(block.get(name), str):
                     wrong = quoted(block.get(name))
                     raise field_error(f"{at}.{name}", f"{wrong} must be a string")
-            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            try:
+                arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            except RecursionError:
+                raise field_error(f"{at}.input", "is nested too deeply") from None
             function = {"name": block["name"], "arguments": arguments}
             calls.append({"id": block["id"], "type": "function", "function": function})
         else:

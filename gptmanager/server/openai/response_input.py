@@ -95,7 +95,8 @@ def _message(item: Any, where: str) -> dict[str, Any]:
 def _thought(item: Mapping[str, Any]) -> str:
     """Return the text of a reasoning item, or else of its summary."""
     for key in ("content", "summary"):
-        parts = item.get(key) if isinstance(item.get(key), list) else ()
+        parts = item.get(key)
+        parts = parts if isinstance(parts, list) else []
         texts = [one.get("text") for one in parts if isinstance(one, Mapping)]
         if texts:
             return "\n".join(one for one in texts if isinstance(one, str))

@@ -82,7 +82,7 @@ class ResponseWriter:
         return self._event("output_item.added", self._place(item=dict(self._output[-1])))
 
     def _open_text(self, kind: str) -> list[dict[str, Any]]:
-        own = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
         added = self._open({"type": kind, **own, "content": []})
         part: dict[str, Any] = {"type": _TEXTS[kind], "text": ""}
         if kind == "message":

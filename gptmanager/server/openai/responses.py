@@ -53,6 +53,8 @@ _ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
 # fields of a response that are null here; clients expect them
 _NULL = ("completed_at", "conversation", "moderation", "prompt", "prompt_cache_diagnostics")
 _ECHOED = ("user", "safety_identifier", "max_tool_calls", "prompt_cache_key")
+# values of any depth that a response, or a list of its input, has again
+_RETURNED = ("input", "tools", "tool_choice", "text", "metadata", *_ECHOED)
 _IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "max_tool_calls")
 _CACHE = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 
@@ -211,6 +213,11 @@ def _missing(request: Request) -> ApiError:
 
 
 def _check_supported(given: Mapping[str, Any]) -> None:
+    for name in _RETURNED:
+        try:
+            orjson.dumps([[[[[[[[given.get(name)]]]]]]]])
+        except TypeError:
+            raise field_error(name, "is nested too deeply") from None
     if given.get("background"):
         raise field_error("background", "is not supported: leave it out, or send false")
     for one in given.get("include", ()):
