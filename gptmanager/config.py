@@ -163,9 +163,11 @@ class OptionalParams:
     `enable_trt_overlap` and with pipeline stages, otherwise 1. `cuda_graphs`: generation steps on a
     device are captured at the start and then replayed. `weights_dtype`, on the CPU: "int8"
     quantizes the network's matrices to 8 bits, "int4" to 4 bits, with the output matrix in
-    `head_dtype` (None: 8 bits). None means `dtype`, but a quantized file with `dtype` None stays in
-    8 bits, or in 4 bits where its matrices have 4 bits. `speculative_decoding_config`: draft tokens
-    for requests with one beam; None means no drafts.
+    `head_dtype` (None: 8 bits). "none" means `dtype`. None means the same, but a quantized
+    checkpoint with `dtype` None stays in 8 bits, or in 4 bits where its matrices have 4 bits.
+    `model_backend`: "native" computes the network here, "transformers" through that library, and
+    "auto" natively if the architecture is in the table of families.
+    `speculative_decoding_config`: draft tokens for requests with one beam; None means no drafts.
 
     The host. `idle_poll_s`: the time between two calls of Get while the manager is idle; with None
     it calls Get only after `notify()`. `callback_budget_s`: a callback that takes longer is logged.
@@ -210,8 +212,9 @@ class OptionalParams:
     normalize_log_probs: bool = True
     device: str | None = None
     dtype: str | None = None
-    weights_dtype: Literal["int8", "int4"] | None = None
+    weights_dtype: Literal["int8", "int4", "none"] | None = None
     head_dtype: Literal["int8", "int4"] | None = None
+    model_backend: Literal["auto", "native", "transformers"] = "auto"
     deterministic: bool = False
     cuda_graphs: bool = True
     seed: int = 0

@@ -219,10 +219,17 @@ models/                       decoder networks, and the table of families
         pre_tokenizers        the table of pre-tokenizers of byte-level BPE
         tokenizer             makes a tokenizer from a file's metadata
         checkpoint            GgufCheckpoint: a file as the parts of a checkpoint
+    fields                    checked reading of a checkpoint's config
     quantized_tensors         tensors of a checkpoint with matrices in 8 or 4 bits
+    quantized/                quantized safetensors checkpoints, read as floats
+        unpacking             bits of packed integers as elements
+        scheme                how a checkpoint is quantized, from its config
+        matrices              quantized matrices, which return their rows as floats
+        codebooks             matrices of bitsandbytes in 4 bits, checked
+        formats               finds the quantized matrices among a checkpoint's tensors
+        source                the tensors of a quantized checkpoint, as if they were floats
     other_folders             describes a folder without a usable checkpoint (no torch)
     checkpoint_parts          reads a checkpoint from a folder or a GGUF file
-    fields                    checked reading of a checkpoint's config
     rope                      rotary embeddings and their scaling
     spec                      ModelSpec: all sizes and features of a network
     parameters                names and shapes of a network's parameters
@@ -255,6 +262,14 @@ models/                       decoder networks, and the table of families
         split_norms           norms over all heads, where ranks have some each
         network               CheckpointModel: the forward pass of a decoder
     model                     the Model protocol, and load_model
+    hf/                       models that transformers computes, with our attention
+        library               imports transformers when it is needed (no torch)
+        attention             the attention that transformers calls
+        probe                 refuses by name what our attention cannot compute
+        rotation              rotary embeddings that depend on the longest sequence
+        linears               replaces linear layers by our matmuls
+        network               TransformersModel: a network of transformers as a Model
+        loading               loads a checkpoint folder through transformers
 decoding/                     from logits to tokens, and the end of an output
     deferred                  a value that is computed only if it is used (no torch)
     stop_words                finds the first stop word in a growing output
@@ -329,6 +344,7 @@ assembly/                     builds a loop from options and a checkpoint
     sizing                    size of the KV cache and longest sequence
     adapter_sizing            size of the LoRA cache
     blueprint                 builds schedulers, caches and the loop
+    loading                   loads a checkpoint, natively or through transformers
     backend                   device, kernels and memory of a model
     ranks                     settings that all ranks must agree on
     assemble                  builds a loop from checked options and a model

@@ -6,16 +6,15 @@ The device alone determines kernels, dtypes and memory. This module knows nothin
 from __future__ import annotations
 
 import gc
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes
+from gptmanager.assembly.loading import load
 from gptmanager.assembly.sizing import MemoryBudget, Sizes, wanted_seq_len
 from gptmanager.config import OptionalParams
 from gptmanager.cuda.device.downloads import Downloads
@@ -28,7 +27,6 @@ from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.decoding.sampling.device_sampling import DeviceSampler
 from gptmanager.decoding.sampling.sampling import Sampler, sample_rows
 from gptmanager.environment.memory import free_memory_bytes
-from gptmanager.errors import ConfigError
 from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.choice.token_chooser import Chooser, TokenChooser
 from gptmanager.executor.device_runner import DeviceRunner
@@ -40,13 +38,11 @@ from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.threads import keep_within_quota
-from gptmanager.lifecycle.log import logger
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
 from gptmanager.memory.kv_pool import KvPool, PageShape
-from gptmanager.models.checkpoint_parts import is_quantized
 from gptmanager.models.decoder.network import CheckpointModel
-from gptmanager.models.model import Dimensions, Model, WeightsDtype, load_model, page_shapes
+from gptmanager.models.model import Dimensions, Model, page_shapes
 from gptmanager.ranks.collectives import Collectives
 
 
@@ -97,46 +93,7 @@ class Backend(ABC):
 
         `collectives`: given if this is one of several ranks, which loads a part of the checkpoint.
         """
-        if isinstance(source, (str, os.PathLike, tuple)):
-            weights_dtype, progress = self._weights_dtype(source, params), params.on_progress
-            return load_model(
-                source if isinstance(source, tuple) else Path(source),
-                kernels=self.kernels,
-                device=self.device,
-                dtype=params.dtype,
-                weights_dtype=weights_dtype,
-                head_dtype=params.head_dtype,
-                max_seq_len=params.max_seq_len,
-                attention_window=params.kv_cache_config.max_attention_window,
-                sink=params.kv_cache_config.sink_token_length or 0,
-                kv_cache_dtype=torch.float8_e4m3fn if params.kv_cache_config.dtype else None,
-                on_progress=params.on_progress,
-                collectives=collectives,
-                prepare=lambda dtype, quantized: self.kernels.warm_up(
-                    dtype, quantized, self.bodies, progress
-                ),
-            )
-        if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
-            _refuse_for_models(params)
-            model: Model = source
-            return model
-        raise ConfigError(
-            f"model_path = {source!r} is neither a checkpoint folder, nor a GGUF file, nor a "
-            "Model, nor a pair (config dict, state dict)"
-        )
-
-    def _weights_dtype(self, source: Any, params: OptionalParams) -> WeightsDtype | None:
-        """Return the option, or "file" for a quantized file on the CPU if no dtype is given.
-
-        Floats would be larger and slower than the file's numbers, and not more exact.
-        """
-        given = params.weights_dtype, params.dtype
-        if given != (None, None) or isinstance(source, tuple) or self.device.type != "cpu":
-            return params.weights_dtype
-        if not isinstance(self.kernels, CpuKernels) or not is_quantized(source):
-            return None
-        logger.info("%s is quantized: its matrices stay in 8 bits or 4; dtype: as floats", source)
-        return "file"
+        return load(source, params, self.kernels, self.device, self.bodies, collectives)
 
     def _adapter_pool(self, model: Model, options: StepOptions) -> AdapterPool | None:
         sizes = options.adapters
@@ -360,20 +317,3 @@ def _reserve(model: Model, num_positions: int) -> None:
     reserve = getattr(model, "reserve_positions", None)  # a host's wrapper of a model may have it
     if reserve is not None:
         reserve(num_positions)
-
-
-def _refuse_for_models(params: OptionalParams) -> None:
-    """Raise ConfigError for options that need a model that the manager has loaded."""
-    if params.kv_cache_config.max_attention_window is not None:
-        raise ConfigError(
-            "KvCacheConfig.max_attention_window has no effect on a Model object, which defines its "
-            "own attention"
-        )
-    for name, dtype in (
-        ("OptionalParams.dtype", params.dtype),
-        ("OptionalParams.weights_dtype", params.weights_dtype),
-        ("OptionalParams.head_dtype", params.head_dtype),
-        ("KvCacheConfig.dtype", params.kv_cache_config.dtype),
-    ):
-        if dtype is not None:
-            raise ConfigError(f"{name} = {dtype!r} has no effect on a Model object")

@@ -30,10 +30,12 @@ from gptmanager.errors import ConfigError, quoted
 from gptmanager.lifecycle.callables import checked, ordinary
 from gptmanager.request.post_processor import problem_of
 
-_MAX_LINES = 2**31 - 1  # int32
-_DTYPES = (None, "float32", "bfloat16", "float16", "float64")
-_CACHE_DTYPES = (None, "fp8")
-
+_CHOICES = {
+    "dtype": (None, "float32", "bfloat16", "float16", "float64"),
+    "weights_dtype": (None, "int8", "int4", "none"),
+    "head_dtype": (None, "int8", "int4"),
+    "model_backend": ("auto", "native", "transformers"),
+}
 _NO_EFFECT = "it has no effect in this library"
 _LATER = "it is not supported yet"
 
@@ -265,8 +267,8 @@ def _settle_device(params: OptionalParams) -> None:
             )
     on_host = params.device in (None, "cpu")
     dtype = params.kv_cache_config.dtype
-    if dtype not in _CACHE_DTYPES:
-        raise ConfigError(f"KvCacheConfig.dtype = {dtype!r} must be one of {_CACHE_DTYPES}")
+    if dtype not in (None, "fp8"):
+        raise ConfigError(f"KvCacheConfig.dtype = {dtype!r} must be one of (None, 'fp8')")
     if dtype is not None and on_host:
         raise ConfigError(
             f"KvCacheConfig.dtype = {dtype!r} is refused with OptionalParams.device = "
@@ -282,11 +284,9 @@ def _settle_dtypes(params: OptionalParams) -> None:
     """Convert `dtype` to a str, and check that the device supports all dtypes."""
     if params.dtype is not None:
         params.dtype = str(params.dtype).removeprefix("torch.")
-    if params.dtype not in _DTYPES:
-        raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} must be one of {_DTYPES}")
-    for name in ("weights_dtype", "head_dtype"):
-        if (value := getattr(params, name)) not in (None, "int8", "int4"):
-            raise ConfigError(f"OptionalParams.{name} = {value!r} must be 'int8', 'int4' or None")
+    for name, allowed in _CHOICES.items():
+        if (value := getattr(params, name)) not in allowed:
+            raise ConfigError(f"OptionalParams.{name} = {value!r} must be one of {allowed}")
     if params.head_dtype is not None and params.weights_dtype != "int4":
         raise ConfigError(
             f"OptionalParams.head_dtype = {params.head_dtype!r} is refused with weights_dtype = "
@@ -313,10 +313,10 @@ def check_arguments(
         raise ConfigError(f"max_beam_width must be an integer, got {max_beam_width!r}")
     if max_beam_width < 1:
         raise ConfigError(f"max_beam_width = {max_beam_width} must be at least 1")
-    if max_beam_width * params.max_batch_size > _MAX_LINES:
+    if max_beam_width * params.max_batch_size > _MANY:
         raise ConfigError(
             f"max_beam_width = {quoted(max_beam_width)} x max_batch_size = "
-            f"{params.max_batch_size} must be at most {_MAX_LINES}"
+            f"{params.max_batch_size} must be at most {_MANY}"
         )
     window = params.kv_cache_config.max_attention_window
     if max_beam_width > 1 and window is not None:

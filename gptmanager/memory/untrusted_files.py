@@ -47,19 +47,25 @@ def read_object(path: Path) -> dict[str, Any]:
     size = check_file(path, _MAX_JSON_BYTES)
     try:
         with path.open("rb") as file:
-            content = json.loads(file.read(size), object_pairs_hook=_object)
+            return parse_object(quoted_path(path), file.read(size))
     except OSError as error:
         raise ConfigError(f"{quoted_path(path)} cannot be read: {error.strerror}") from error
+
+
+def parse_object(where: str, content: bytes) -> dict[str, Any]:
+    """Return the JSON object that is written in `content`. Raises ConfigError for other content."""
+    try:
+        found = json.loads(content, object_pairs_hook=_object)
     except RecursionError:
-        raise ConfigError(f"{quoted_path(path)}: {_TOO_DEEP}") from None
+        raise ConfigError(f"{where}: {_TOO_DEEP}") from None
     except ConfigError as error:
-        raise ConfigError(f"{quoted_path(path)}: {error}") from None
+        raise ConfigError(f"{where}: {error}") from None
     except ValueError as error:
-        raise ConfigError(f"{quoted_path(path)} is not JSON: {error_summary(error)}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{quoted_path(path)}: must be a JSON object")
-    check_depth(quoted_path(path), content)
-    return content
+        raise ConfigError(f"{where} is not JSON: {error_summary(error)}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where}: must be a JSON object")
+    check_depth(where, found)
+    return found
 
 
 def check_depth(where: str, value: Any) -> None:

@@ -7,6 +7,7 @@ with one GGUF file, or all files of a split model, and no `config.json`.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from gptmanager.memory.untrusted_files import read_object
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.gguf.split_files import first_of_split
 from gptmanager.models.other_folders import describe_other
-from gptmanager.models.quantized_tensors import QuantizedTensors, without_quantization
+from gptmanager.models.quantized.scheme import read_scheme, without_quantization
+from gptmanager.models.quantized.source import QuantizedSource
+from gptmanager.models.quantized_tensors import QuantizedTensors, is_own_layout
 
 _MAGIC = b"GGUF"
 
@@ -67,20 +70,23 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorSource:
     """Open the tensors of a checkpoint. Raises ConfigError for files that cannot be read."""
     if (gguf := gguf_checkpoint(path)) is not None:
         return gguf.tensors()
-    folder = SafetensorsFolder(Path(path))
-    return QuantizedTensors(folder) if _is_quantized(path) else folder
+    config, folder = read_part(path, "config.json") or {}, SafetensorsFolder(Path(path))
+    return QuantizedTensors(folder) if is_own_layout(config) else as_floats(config, folder)
+
+
+def as_floats(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:
+    """Return a source of the same tensors as floats, as the config says that they are quantized."""
+    scheme = read_scheme(config)
+    return tensors if scheme is None else QuantizedSource(tensors, scheme)
 
 
 def is_quantized(path: str | os.PathLike[str]) -> bool:
     """Return whether the checkpoint's weights have 8 bits or fewer."""
     gguf = gguf_checkpoint(path)
-    return _is_quantized(path) if gguf is None else gguf.is_quantized
-
-
-def _is_quantized(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder has matrices in 8 or 4 bits."""
-    config = read_part(path, "config.json")
-    return config is not None and without_quantization(config) is not config
+    if gguf is not None:
+        return gguf.is_quantized
+    config = read_part(path, "config.json") or {}
+    return is_own_layout(config) or read_scheme(config) is not None
 
 
 def _gguf_file(path: Path) -> Path | None:

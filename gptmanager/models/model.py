@@ -24,7 +24,7 @@ from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.memory.tensor_sources import StateDict, TensorSource
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
-from gptmanager.models.checkpoint_parts import open_tensors, read_config
+from gptmanager.models.checkpoint_parts import as_floats, open_tensors, read_config
 from gptmanager.models.decoder.network import CheckpointModel
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper, text_config
@@ -34,6 +34,7 @@ from gptmanager.models.parameters import (
     quantized_parameters,
     wide_parameters,
 )
+from gptmanager.models.quantized.scheme import without_quantization
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
 from gptmanager.models.splits import rank_cuts
@@ -193,7 +194,7 @@ def _opened(source: Source) -> tuple[Mapping[str, Any], TensorSource]:
     """Return a checkpoint's config, and the source of its tensors."""
     if isinstance(source, tuple):
         config, state_dict = _check_pair(source)
-        return config, StateDict(state_dict)
+        return without_quantization(config), as_floats(config, StateDict(state_dict))
     return read_config(source), open_tensors(source)
 
 

@@ -35,20 +35,17 @@ def quantization_config() -> dict[str, Any]:
     return {"quant_method": "gptmanager", "gptmanager_layout": LAYOUT_VERSION, "group_size": GROUP}
 
 
-def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config without its quantization, as for a checkpoint of floats.
-
-    Any other config is returned unchanged. Raises ConfigError for another layout version.
-    """
+def is_own_layout(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has this layout. Raises ConfigError for another version of it."""
     own = config.get(FIELD)
     if not isinstance(own, dict) or "gptmanager_layout" not in own:
-        return config
+        return False
     if own != quantization_config():
         raise ConfigError(
             f"config.json: {FIELD} = {quoted(own)}: not a layout of this version; convert the "
             "checkpoint again"
         )
-    return {field: value for field, value in config.items() if field != FIELD}
+    return True
 
 
 class QuantizedTensors:

@@ -187,6 +187,11 @@ def _read_max_seq_len(fields: Fields, rotary: bool, max_seq_len: int | None) -> 
     return max_seq_len
 
 
+def read_dtype(config: Mapping[str, Any], dtype: str | torch.dtype | None) -> torch.dtype:
+    """Return `dtype`, or the dtype of the weights that a `config.json` names; else float32."""
+    return _read_dtype(Fields(config, {}, {}), dtype)
+
+
 def _read_dtype(fields: Fields, dtype: str | torch.dtype | None) -> torch.dtype:
     source = "dtype"
     given = fields.get("dtype"), fields.get("torch_dtype")

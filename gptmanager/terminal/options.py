@@ -88,8 +88,11 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add_device(group)
     add_dtype(group, "the checkpoint's", "float64")
     bits = ("int8", "int4")
-    add("--weights-dtype", choices=bits, help="8 or 4 bits, on the CPU (default: as --dtype)")
+    text = "8 or 4 bits, on the CPU; none: as --dtype (default: none, or as a quantized checkpoint)"
+    add("--weights-dtype", choices=(*bits, "none"), help=text)
     add("--head-dtype", choices=bits, help="the output matrix with int4 (default: int8)")
+    text = "what computes the network (default auto: native if its architecture is known)"
+    add("--model-backend", choices=("auto", "native", "transformers"), default="auto", help=text)
     add("--deterministic", action="store_true", help="bitwise equal results in any batch")
     add("--tensor-parallel-size", help="ranks that share each layer, under torchrun", **number)
     add("--pipeline-parallel-size", help="stages that share the layers, under torchrun", **number)
@@ -124,6 +127,7 @@ def manager_options(options: argparse.Namespace) -> ManagerOptions:
         dtype=options.dtype,
         weights_dtype=options.weights_dtype,
         head_dtype=options.head_dtype,
+        model_backend=options.model_backend,
         deterministic=options.deterministic,
         seed=options.seed,
     )

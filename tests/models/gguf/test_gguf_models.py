@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from gguf_files import (
 from packed_logits import packed_logits, random_tokens, reference
 
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
-from gptmanager.assembly import backend
+from gptmanager.assembly import loading
 from gptmanager.callbacks import RequestQueue
 from gptmanager.kernels import plain
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
@@ -211,13 +212,14 @@ def test_quantized_files_are_kept_in_few_bits_unless_a_dtype_is_given(
         loaded.append(load_model(*args, **kwargs))
         return loaded[-1]
 
-    monkeypatch.setattr(backend, "load_model", load)
+    monkeypatch.setattr(loading, "load_model", load)
     manager(path, **options).shutdown()
 
     dtypes = {getattr(matrix, "values", matrix).dtype for matrix in loaded[0].weights.matrices}
     heads = {torch.int8} if options == {"weights_dtype": "int4"} else set()
     assert dtypes == {stored} | heads
-    assert ("is quantized: its matrices stay in 8 bits or 4" in caplog.text) == (options == {})
+    kinds = {torch.uint8: "in 4 bits", torch.int8: "in 8 bits", torch.float32: "in float32"}
+    assert re.search(rf"from quantized weights; matrices: .*[1-9]\d* {kinds[stored]}", caplog.text)
 
 
 @pytest.mark.parametrize("weights_dtype", ["file", "int4"])

@@ -1,0 +1,167 @@
+"""`load`: loads the checkpoint of a manager, natively or through transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptmanager.config import OptionalParams
+from gptmanager.errors import ConfigError
+from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
+from gptmanager.lifecycle.log import logger
+from gptmanager.models.checkpoint_parts import is_quantized, read_config
+from gptmanager.models.families import FAMILIES
+from gptmanager.models.families.wrappers import text_config
+from gptmanager.models.hf.library import knows
+from gptmanager.models.hf.loading import load_with_transformers
+from gptmanager.models.model import Model, WeightsDtype, load_model
+from gptmanager.models.other_folders import describe_other_type
+from gptmanager.ranks.collectives import Collectives
+
+Prepare = Callable[[torch.dtype, Collection[Quantized]], object]
+
+
+def load(
+    source: Any,
+    params: OptionalParams,
+    kernels: Kernels,
+    device: torch.device,
+    bodies: Sequence[Callable[[int], None]] = (),
+    collectives: Collectives | None = None,
+) -> Model:
+    """Load a checkpoint, or return the host's model. ConfigError if `source` is neither.
+
+    `bodies`: functions to compile, in addition to those of the kernels. `collectives`: given if
+    this is one of several ranks, which loads a part of the checkpoint.
+    """
+    if not isinstance(source, (str, os.PathLike, tuple)):
+        return _own_model(source, params)
+
+    def prepare(dtype: torch.dtype, quantized: Collection[Quantized]) -> None:
+        kernels.warm_up(dtype, quantized, bodies, params.on_progress)
+
+    if _uses_transformers(source, params):
+        _refuse_for_transformers(params, collectives)
+        found = load_with_transformers(
+            Path(source),
+            kernels,
+            dtype=params.dtype,
+            weights_dtype=None if params.weights_dtype == "none" else params.weights_dtype,
+            head_dtype=params.head_dtype,
+            max_seq_len=params.max_seq_len,
+            on_progress=params.on_progress,
+            prepare=prepare,
+        )
+        _log(source, "through transformers", found.matrices, found.spec.dtype)
+        return found
+    quantized = not isinstance(source, tuple) and is_quantized(source)
+    loaded = load_model(
+        source if isinstance(source, tuple) else Path(source),
+        kernels=kernels,
+        device=device,
+        dtype=params.dtype,
+        weights_dtype=_weights_dtype(params, kernels, quantized),
+        head_dtype=params.head_dtype,
+        max_seq_len=params.max_seq_len,
+        attention_window=params.kv_cache_config.max_attention_window,
+        sink=params.kv_cache_config.sink_token_length or 0,
+        kv_cache_dtype=torch.float8_e4m3fn if params.kv_cache_config.dtype else None,
+        on_progress=params.on_progress,
+        collectives=collectives,
+        prepare=prepare,
+    )
+    kind = "natively, from quantized weights" if quantized else "natively"
+    named = "the given tensors" if isinstance(source, tuple) else source
+    _log(named, kind, loaded.weights.matrices, loaded.spec.dtype)
+    return loaded
+
+
+def _own_model(source: Any, params: OptionalParams) -> Model:
+    if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
+        _refuse_for_models(params)
+        model: Model = source
+        return model
+    raise ConfigError(
+        f"model_path = {source!r} is neither a checkpoint folder, nor a GGUF file, nor a "
+        "Model, nor a pair (config dict, state dict)"
+    )
+
+
+def _uses_transformers(source: Any, params: OptionalParams) -> bool:
+    """Return whether a checkpoint is loaded through transformers."""
+    if isinstance(source, tuple):
+        if params.model_backend == "transformers":
+            raise ConfigError("OptionalParams.model_backend = 'transformers' needs a folder")
+        return False
+    if params.model_backend != "auto" or not os.path.isdir(source):
+        return params.model_backend == "transformers"
+    config = text_config(read_config(source))
+    own = config.get("model_type")
+    return own not in [*FAMILIES] and not describe_other_type(config) and knows(own)
+
+
+def _weights_dtype(
+    params: OptionalParams, kernels: Kernels, quantized: bool
+) -> WeightsDtype | None:
+    """The option, or "file" where the CPU reads a quantized file and nothing else is asked for.
+
+    Floats would be larger and slower, and no more exact than the file is.
+    """
+    if params.weights_dtype == "none":
+        return None
+    is_asked = params.weights_dtype is not None or params.dtype is not None
+    if is_asked or not quantized or not isinstance(kernels, CpuKernels):
+        return params.weights_dtype
+    return "file"
+
+
+def _log(source: Any, kind: str, matrices: Sequence[Matrix], dtype: torch.dtype) -> None:
+    """Log how a checkpoint was loaded, and how its matrices are stored."""
+    in_4_bits = sum(isinstance(it, Int4Matrix) for it in matrices)
+    in_8_bits = sum(isinstance(it, PackedMatrix) and it.scales is not None for it in matrices)
+    in_8_bits -= in_4_bits
+    others = len(matrices) - in_4_bits - in_8_bits
+    name = str(dtype).removeprefix("torch.")
+    counts = [(in_4_bits, "4 bits"), (in_8_bits, "8 bits"), (others, name)]
+    stored = ", ".join(f"{count} in {what}" for count, what in counts if count)
+    logger.info("%s is loaded %s; matrices: %s", source, kind, stored or "none")
+
+
+def _refuse_for_transformers(params: OptionalParams, collectives: Collectives | None) -> None:
+    """ConfigError for options that need a native model."""
+    cache = params.kv_cache_config
+    for name, value in (
+        ("device", None if params.device == "cpu" else params.device),
+        ("parallel_config", None if collectives is None else params.parallel_config),
+        ("deterministic", params.deterministic or None),
+        ("kv_cache_config.max_attention_window", cache.max_attention_window),
+        ("kv_cache_config.dtype", cache.dtype),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"OptionalParams.{name} = {value!r} is refused with a model that transformers "
+                "computes (model_backend)"
+            )
+
+
+def _refuse_for_models(params: OptionalParams) -> None:
+    """ConfigError for options that need a model loaded by the manager."""
+    if params.kv_cache_config.max_attention_window is not None:
+        raise ConfigError(
+            "KvCacheConfig.max_attention_window has no effect on a Model object, which defines its "
+            "own attention"
+        )
+    for name, dtype in (
+        ("OptionalParams.dtype", params.dtype),
+        ("OptionalParams.weights_dtype", params.weights_dtype),
+        ("OptionalParams.head_dtype", params.head_dtype),
+        ("KvCacheConfig.dtype", params.kv_cache_config.dtype),
+    ):
+        if dtype is not None:
+            raise ConfigError(f"{name} = {dtype!r} has no effect on a Model object")

@@ -1,0 +1,1 @@
+"""Models of any architecture that transformers computes with its attention interface."""

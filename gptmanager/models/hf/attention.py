@@ -1,0 +1,148 @@
+"""The attention that transformers calls: keys, values and masks are those of the pages.
+
+A layer finds the step that runs in its attribute `paged_step`: see `StepHolder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptmanager.errors import ConfigError
+from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.reference import Kernels
+
+HOLDER = "paged_step"  # the attribute of a network's modules
+# Arguments of the interface that do not change what attention computes here.
+_KNOWN = frozenset(
+    "position_ids output_attentions output_hidden_states use_cache output_router_logits "
+    "return_dict cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k cache_position "
+    "past_key_values logits_to_keep num_items_in_batch position_embeddings".split()
+)
+
+
+class Call(NamedTuple):
+    """The attention that a layer asks for. `refused`: arguments that pages do not support."""
+
+    layer: int
+    shape: AttentionShape
+    mask: Any
+    refused: tuple[str, ...]
+
+
+@dataclass
+class PagedStep:
+    """The step that runs. `layers`: the keys and values of each layer."""
+
+    kernels: Kernels
+    rows: RowSpans
+    positions: Tensor
+    layers: Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass
+class StepHolder:
+    """The state that all layers of a network share: its step, or the calls that a probe noted."""
+
+    step: PagedStep | None = None
+    calls: list[Call] = field(default_factory=list)
+
+
+def hold(network: nn.Module, holder: StepHolder) -> None:
+    """Let all layers of a network find the holder."""
+    for module in network.modules():
+        setattr(module, HOLDER, holder)
+
+
+def _shape(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+) -> AttentionShape:
+    heads, dim = query.shape[1], query.shape[3]
+    return AttentionShape(
+        heads,
+        key.shape[1],
+        max(dim, value.shape[3]),
+        scale=dim**-0.5 if scaling is None else float(scaling),
+        window=window,
+        softcap=softcap or 0.0,
+        sinks=has_sinks,
+    )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Write keys and values `[1, K, T, D]` to the pages; return attention `[1, T, H, D]`."""
+    step: PagedStep = getattr(module, HOLDER).step
+    given = scaling, sliding_window, softcap, s_aux is not None
+    shape = _shape(module, query, key, value, *given)
+    q, k, v = (it[0].transpose(0, 1) for it in (query, key, value))
+    width = v.shape[2]
+    # heads of values may be smaller than those of keys, as transformers expands latent attention
+    q, k, v = (F.pad(it, (0, shape.head_dim - it.shape[2])) for it in (q, k, v))
+    pages = Pages(*step.layers[module.layer_idx])
+    packed = torch.cat((q, k, v), dim=1).flatten(1)
+    queries = step.kernels.rope_and_write(
+        packed, step.positions, None, None, None, 0.0, pages, step.rows
+    )
+    sinks = None if s_aux is None else s_aux.float()
+    found = step.kernels.attention(queries, pages, step.rows, shape, sinks)
+    return found.view(1, len(found), shape.num_heads, -1)[..., :width].to(query.dtype), None
+
+
+def note_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Note what a layer asks for, instead of computing its attention."""
+    refused = [name for name, it in others.items() if it is not None and name not in _KNOWN]
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        refused.append("is_causal = False")
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        raise ConfigError(f"{type(module).__name__} has no layer_idx")
+    if key.shape[2] != query.shape[2]:
+        refused.append("keys of other tokens than the step's")
+    given = scaling, sliding_window, softcap, s_aux is not None
+    shape = _shape(module, query, key, value, *given)
+    call = Call(module.layer_idx, shape, attention_mask, tuple(sorted(refused)))
+    getattr(module, HOLDER).calls.append(call)
+    batch, heads, tokens, _ = query.shape
+    return value.new_zeros(batch, tokens, heads, value.shape[3]), None
+
+
+def describe_mask(mask_function: Any, **_: Any) -> Tensor:
+    """Return a mask that knows which positions it shows, for the probe."""
+    mask = torch.zeros(1, 1, 1, 1)
+    mask.shows = mask_function  # type: ignore[attr-defined]
+    return mask

@@ -1,0 +1,51 @@
+"""Imports transformers when a model needs it, and registers our attention there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from gptmanager.environment.distribution import install_command
+from gptmanager.errors import ConfigError
+
+# Names of our attention. Masks are described to the probe alone: steps need none.
+ATTENTION, PROBE = "gptmanager", "gptmanager_probe"
+
+
+def load_transformers_library() -> Any:
+    """Import and return transformers. Raises ConfigError if it is not installed."""
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ConfigError(
+            f"model_backend = 'transformers' needs transformers: {install_command('hf')}"
+        ) from error
+
+
+def knows(model_type: Any) -> bool:
+    """Return whether transformers is installed and has an architecture of this name."""
+    if importlib.util.find_spec("transformers") is None:
+        return False
+    return isinstance(model_type, str) and model_type in load_transformers_library().CONFIG_MAPPING
+
+
+def register(
+    attend: Callable[..., Any], probe: Callable[..., Any], mask: Callable[..., Any]
+) -> None:
+    """Register our attention for steps and for the probe, and the masks of the latter."""
+    library = load_transformers_library()
+    library.AttentionInterface.register(ATTENTION, attend)
+    library.AttentionInterface.register(PROBE, probe)
+    library.AttentionMaskInterface.register(PROBE, mask)
+
+
+def use_attention(network: Any, name: str) -> None:
+    """Let all layers of a network use the attention `name`."""
+    for module in network.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation_internal = name

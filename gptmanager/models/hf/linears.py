@@ -1,0 +1,78 @@
+"""`nn.Linear` and `Conv1D` of a network, replaced by our matmuls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
+from gptmanager.kernels.reference import Kernels
+
+# A router that is rounded chooses other experts.
+_ROUTERS = re.compile(r".*(router|gate|gate\.wg|shared_expert_gate)")
+
+
+class PackedLinear(nn.Module):
+    """A linear layer that multiplies by a packed matrix."""
+
+    def __init__(self, matrix: PackedMatrix, bias: Tensor | None, kernels: Kernels) -> None:
+        super().__init__()
+        self.out_features, self.in_features = matrix.shape
+        self.matrix, self.bias = matrix, bias
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self._kernels.linear(x.reshape(-1, x.shape[-1]), self.matrix, self.bias)
+        return found.view(*x.shape[:-1], -1)
+
+
+def replace_linears(
+    network: nn.Module,
+    kernels: Kernels,
+    kind_of: Callable[[str], Quantized | None],
+    on_progress: Callable[[int, int], None],
+) -> list[PackedMatrix]:
+    """Replace all linear layers but routers; return their matrices.
+
+    `kind_of`: how the matrix of the module of this name is stored. `on_progress` is called with the
+    numbers of matrices: those that are done, and all.
+    """
+    named = [(name, it) for name, it in network.named_modules() if _is_linear(name, it)]
+    matrices = []
+    for done, (name, module) in enumerate(named, start=1):
+        packed = _packed(module, kernels, kind_of(name))
+        on_progress(done, len(named))
+        if packed is not None:
+            parent, _, own = name.rpartition(".")
+            setattr(network.get_submodule(parent), own, packed)
+            matrices.append(packed.matrix)
+    return matrices
+
+
+def _is_linear(name: str, module: nn.Module) -> bool:
+    is_one = type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+    return is_one and not _ROUTERS.fullmatch(name)
+
+
+def _packed(module: Any, kernels: Kernels, kind: Quantized | None) -> PackedLinear | None:
+    """Return the layer with a packed matrix; None if the kernels do not pack it."""
+    weight = module.weight.detach()
+    weight = weight if type(module) is nn.Linear else weight.t()
+    matrix = kernels.new_matrix(*weight.shape, weight.dtype, kind)
+    if matrix is None:
+        return None
+    # copied in pieces, because a quantized row needs temporary arrays in float32
+    step = max(16, (1 << 20) // weight.shape[1] // 16 * 16)
+    for start in range(0, len(weight), step):
+        matrix.copy_(weight[start : start + step], start)
+    bias = None if module.bias is None else module.bias.detach()
+    return PackedLinear(matrix, bias, kernels)
+
+
+def num_bytes(network: nn.Module, matrices: list[PackedMatrix]) -> int:
+    """Return the bytes of a network's tensors, tied ones once, and of its packed matrices."""
+    tensors = {it.data_ptr(): it.nbytes for it in [*network.parameters(), *network.buffers()]}
+    return sum(tensors.values()) + sum(it.nbytes for it in matrices)

@@ -1,0 +1,90 @@
+"""Loads a checkpoint folder through transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+
+from gptmanager.config import ProgressCallback
+from gptmanager.errors import ConfigError, error_summary, quoted
+from gptmanager.kernels.gemm.packed_matrix import Quantized
+from gptmanager.kernels.reference import Kernels
+from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.models.checkpoint_parts import gguf_checkpoint, is_quantized, read_config
+from gptmanager.models.hf.library import knows, load_transformers_library
+from gptmanager.models.hf.network import TransformersModel
+from gptmanager.models.read_spec import read_dtype
+
+Prepare = Callable[[torch.dtype, Collection[Quantized]], object]
+
+
+def load_with_transformers(
+    folder: Path,
+    kernels: Kernels,
+    *,
+    dtype: str | None = None,
+    weights_dtype: Quantized | None = None,
+    head_dtype: Quantized | None = None,
+    max_seq_len: int | None = None,
+    on_progress: ProgressCallback | None = None,
+    prepare: Prepare | None = None,
+) -> TransformersModel:
+    """Load a folder with safetensors and an architecture of transformers.
+
+    Raises ConfigError for any other folder, and for an architecture that attention over pages
+    cannot compute. Code of the folder is never run.
+    """
+    library = load_transformers_library()
+    _check_folder(folder)
+    own_dtype = read_dtype(read_config(folder), dtype)
+    if prepare is not None:
+        prepare(own_dtype, {it for it in (weights_dtype, _head(weights_dtype, head_dtype)) if it})
+    try:
+        network = library.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=own_dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            experts_implementation="eager",
+        )
+    except Exception as error:  # whatever its many parts raise
+        why = error_summary(error)
+        raise ConfigError(f"transformers cannot load {quoted(str(folder))}: {why}") from error
+    head = network.get_output_embeddings()
+    names = {name for name, module in network.named_modules() if module is head}
+
+    def kind_of(name: str) -> Quantized | None:
+        return _head(weights_dtype, head_dtype) if name in names else weights_dtype
+
+    def progress(done: int, total: int) -> None:
+        if on_progress is not None:
+            on_progress("weights", done, total)
+
+    return TransformersModel(
+        network, kernels, kind_of=kind_of, max_seq_len=max_seq_len, on_progress=progress
+    )
+
+
+def _head(weights_dtype: Quantized | None, head_dtype: Quantized | None) -> Quantized | None:
+    """Return how the output matrix is stored."""
+    return (head_dtype or "int8") if weights_dtype == "int4" else weights_dtype
+
+
+def _check_folder(folder: Path) -> None:
+    given = "model_backend = 'transformers'"
+    if gguf_checkpoint(folder) is not None:
+        raise ConfigError(f"{given}: {quoted(str(folder))} is a GGUF file: only 'native' reads it")
+    name = read_config(folder).get("model_type")
+    if not knows(name):
+        raise ConfigError(
+            f"{given}: config.json: model_type = {quoted(name)}: transformers does not have this "
+            "architecture (code in a checkpoint is never run)"
+        )
+    if is_quantized(folder):
+        raise ConfigError(
+            f"{given}: config.json: quantization_config: only 'native' reads quantized folders"
+        )
+    SafetensorsFolder(folder)  # checks that all files are safetensors

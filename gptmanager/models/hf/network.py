@@ -1,0 +1,126 @@
+"""`TransformersModel`: a network of transformers as a `Model`, with our attention and matmuls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gptmanager.kernels.attention.attention_arguments import RowSpans
+from gptmanager.kernels.gemm.packed_matrix import Quantized
+from gptmanager.kernels.reference import Kernels
+from gptmanager.memory.kv_pool import KvPool, PageShape
+from gptmanager.models.batch import Batch
+from gptmanager.models.hf.attention import (
+    PagedStep,
+    StepHolder,
+    attend,
+    describe_mask,
+    hold,
+    note_call,
+)
+from gptmanager.models.hf.library import register
+from gptmanager.models.hf.linears import num_bytes, replace_linears
+from gptmanager.models.hf.probe import probe
+from gptmanager.models.hf.rotation import fix_rotations
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersSpec:
+    """The sizes of a network that a manager needs. `pages`: the shape of each layer's pages."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    max_seq_len: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    dtype: torch.dtype
+    pages: tuple[PageShape, ...]
+
+
+class TransformersModel:
+    """A causal language model of transformers.
+
+    `network` is changed: its attention becomes ours, and so do its linear layers. `kind_of`: how
+    the matrix of a linear layer is stored, by its name; None: in its own dtype. `max_seq_len` None:
+    the longest sequence of the config. Raises ConfigError, which names what attention over pages
+    cannot compute.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        kernels: Kernels,
+        *,
+        kind_of: Callable[[str], Quantized | None] = lambda name: None,
+        max_seq_len: int | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self.network, self._kernels = network.eval(), kernels
+        config: Any = network.config
+        config = config.get_text_config()
+        self._holder = StepHolder()
+        register(attend, note_call, describe_mask)
+        hold(network, self._holder)
+        calls = probe(network, self._holder, config.num_hidden_layers)
+        self._shapes = tuple(dict.fromkeys(call.shape for call in calls))
+        longest = config.max_position_embeddings
+        fix_rotations(network, max_seq_len or longest)
+        largest = max(self._shapes, key=lambda it: it.num_kv_heads * it.head_dim)
+        self.spec = TransformersSpec(
+            vocab_size=config.vocab_size,
+            max_position_embeddings=longest,
+            max_seq_len=max_seq_len or longest,
+            num_layers=len(calls),
+            num_kv_heads=largest.num_kv_heads,
+            head_dim=largest.head_dim,
+            hidden_size=config.hidden_size,
+            dtype=next(network.parameters()).dtype,
+            pages=tuple(
+                PageShape(it.shape.num_kv_heads, it.shape.head_dim)
+                for it in sorted(calls, key=lambda call: call.layer)
+            ),
+        )
+        self.matrices = replace_linears(network, kernels, kind_of, on_progress)
+        hold(network, self._holder)
+        self.nbytes = num_bytes(network, self.matrices)
+        self._selects = "logits_to_keep" in inspect.signature(network.forward).parameters
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
+        """Write the batch's keys and values; return logits `[S, vocab]`."""
+        rows = self._kernels.begin(
+            self._shapes,
+            RowSpans(batch.row_starts, batch.kv_lengths, batch.slots, batch.block_tables),
+            batch.plan,
+            num_tokens=len(batch.token_ids),
+            tokens_per_block=kv_pool.tokens_per_block,
+        )
+        self._holder.step = PagedStep(self._kernels, rows, batch.positions, kv_pool.layers)
+        options: dict[str, Any] = {"logits_to_keep": batch.sample_index} if self._selects else {}
+        try:
+            found = self.network(
+                **self._inputs(batch),
+                position_ids=batch.positions[None],
+                use_cache=False,
+                **options,
+            )
+        finally:
+            self._holder.step = None  # it refers to the pool
+        logits = found.logits[0]
+        return logits if self._selects else logits.index_select(0, batch.sample_index)
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the step's tokens, or their embeddings if a request has its own."""
+        if batch.prompt_index is None or batch.prompt_embeddings is None:
+            return {"input_ids": batch.token_ids[None]}
+        network: Any = self.network
+        embedded = network.get_input_embeddings()(batch.token_ids)
+        own = batch.prompt_embeddings.to(embedded)
+        return {"inputs_embeds": embedded.index_copy(0, batch.prompt_index, own)[None]}

@@ -1,0 +1,109 @@
+"""The probe: runs a network once, and refuses by name what its attention cannot say."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gptmanager.errors import ConfigError, error_summary
+from gptmanager.models.hf.attention import Call, StepHolder
+from gptmanager.models.hf.library import ATTENTION, PROBE, use_attention
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_TOKENS = 3
+_TOLERANCE = 1e-2  # of 16-bit floats, relative to the largest logit
+# Distances at which masks are compared with causal ones, around powers of two and windows.
+_POSITIONS = sorted({max(0, (1 << n) + d) for n in range(0, 18) for d in (-1, 0, 1)})
+
+
+@torch.inference_mode()
+def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]:
+    """Return the attention that each layer asks for.
+
+    Raises ConfigError, which names what attention over pages cannot compute.
+    """
+    _check_arguments(network)
+    use_attention(network, PROBE)
+    try:
+        logits = [_run(network, holder, first) for first in (1, 0)]
+    except ConfigError as error:
+        raise _refusal(network, str(error)) from None
+    except Exception as error:  # whatever the code of the architecture raises
+        why = f"its forward fails with our attention: {error_summary(error)}"
+        raise _refusal(network, why) from error
+    finally:
+        use_attention(network, ATTENTION)
+    calls, holder.calls = holder.calls, []
+    _check_layers(network, calls, num_layers)
+    for call in calls:
+        _check_call(network, call)
+    others, same = (it[0, 1:].float() for it in logits)
+    if (others - same).abs().max() > _TOLERANCE * same.abs().max():
+        why = "tokens change each other outside of attention: a layer has a state or a convolution"
+        raise _refusal(network, why)
+    return calls
+
+
+def _run(network: nn.Module, holder: StepHolder, first: int) -> Tensor:
+    """Return the logits of a few tokens, without what attention would add; note the calls."""
+    holder.calls = []
+    found = network(
+        input_ids=torch.tensor([[first, *[0] * (_TOKENS - 1)]]),
+        position_ids=torch.arange(_TOKENS)[None],
+        use_cache=False,
+    )
+    return found.logits
+
+
+def _check_arguments(network: nn.Module) -> None:
+    config: Any = network.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refusal(network, "it is an encoder-decoder, and only decoders are served")
+    if "position_ids" not in inspect.signature(network.forward).parameters:
+        raise _refusal(network, "its forward takes no position_ids, which packed tokens need")
+
+
+def _check_layers(network: nn.Module, calls: Sequence[Call], num_layers: int) -> None:
+    layers = [call.layer for call in calls]
+    if not calls:
+        raise _refusal(network, "it does not call the attention interface")
+    missing = sorted({*range(num_layers)}.difference(layers))
+    if missing:
+        first = ", ".join(map(str, missing[:8]))
+        raise _refusal(network, f"layers {first} do not call attention: they may have a state")
+    if len(layers) != len({*layers}) or len(layers) != num_layers:
+        raise _refusal(network, "it calls the attention of a layer twice")
+
+
+def _check_call(network: nn.Module, call: Call) -> None:
+    layer = f"layer {call.layer}"
+    if call.refused:
+        raise _refusal(network, f"{layer} passes {', '.join(call.refused)} to attention")
+    if isinstance(call.mask, Tensor):
+        shows = getattr(call.mask, "shows", None)
+        if shows is None or not _is_causal(shows, call.shape.window):
+            raise _refusal(network, f"{layer} has a mask other than causal, or than its window")
+
+
+def _is_causal(shows: Any, window: int | None) -> bool:
+    """Return whether a mask function shows what a causal mask with the window does."""
+    near = [window + it for it in (-1, 0, 1)] if window else []
+    at = torch.tensor(sorted({*_POSITIONS, *near}))
+    query, key = at[:, None], at[None, :]
+    expected = key <= query
+    if window is not None:
+        expected &= key > query - window
+    zero = torch.zeros((), dtype=torch.long)
+    try:
+        found = shows(zero, zero, query, key)
+    except (IndexError, RuntimeError):  # it looks into a table of the tokens of this run
+        return False
+    return bool((torch.as_tensor(found).expand_as(expected) == expected).all())
+
+
+def _refusal(network: nn.Module, why: str) -> ConfigError:
+    return ConfigError(f"model_backend = 'transformers': {type(network).__name__}: {why}")

@@ -1,0 +1,1 @@
+"""Quantized safetensors checkpoints, read as floats or as integers with their scales."""

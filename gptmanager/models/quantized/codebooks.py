@@ -1,0 +1,107 @@
+"""Matrices of bitsandbytes in 4 bits: the checks of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from gptmanager.errors import ConfigError, quoted
+from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
+from gptmanager.memory.untrusted_files import parse_object
+from gptmanager.models.quantized.matrices import CodebookMatrix, NestedScales, Read
+from gptmanager.models.quantized.unpacking import pair_table
+
+_STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_MAX_STATE_BYTES = 1 << 16
+_CODES, _NESTED_CODES = 16, 256
+Take = Callable[..., TensorInfo]
+
+
+def codebook_matrix(
+    name: str, info: TensorInfo, given: Mapping[str, TensorInfo], take: Take, read: Read
+) -> CodebookMatrix:
+    """Describe the matrix that has its packed elements in the tensor `name`.
+
+    `take` returns a tensor of the given dtype and shape. Raises ConfigError for a part that is
+    missing, or does not fit the others.
+    """
+    state_name = name + next((it for it in _STATES if name + it in given), _STATES[0])
+    state = _State(state_name, take, read)
+    rows, columns = state.shape()
+    count = rows * columns
+    take(name, "uint8", (-(-count // 2), 1))
+    take(f"{name}.quant_map", "float32", (_CODES,))
+    block = state.size("blocksize")
+    blocks = -(-count // block)
+    table = pair_table(read(f"{name}.quant_map"), high_first=True)
+    scales = _nested(name, state, blocks, take, read)
+    if scales is None:
+        take(f"{name}.absmax", "float32", (blocks,))
+        scales = _Plain(f"{name}.absmax")
+    return CodebookMatrix(name, (rows, columns), table, block, scales)
+
+
+def _nested(name: str, state: _State, blocks: int, take: Take, read: Read) -> NestedScales | None:
+    """Return the scales of a matrix that are quantized themselves; None if they are not."""
+    if not state.has("nested_blocksize"):
+        return None
+    block = state.size("nested_blocksize")
+    take(f"{name}.absmax", "uint8", (blocks,))
+    take(f"{name}.nested_absmax", "float32", (-(-blocks // block),))
+    take(f"{name}.nested_quant_map", "float32", (_NESTED_CODES,))
+    outer, values = (read(f"{name}.nested_{it}") for it in ("absmax", "quant_map"))
+    return NestedScales(f"{name}.absmax", outer, values, block, state.number("nested_offset"))
+
+
+class _Plain:
+    """Scales that are stored as they are."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, read: Read, blocks: range) -> Tensor:
+        return read(self._name, blocks)
+
+
+class _State:
+    """The JSON object that bitsandbytes stores as bytes next to a matrix."""
+
+    def __init__(self, name: str, take: Take, read: Read) -> None:
+        info = take(name, "uint8")
+        self._name = name
+        if len(info.shape) != 1 or info.shape[0] > _MAX_STATE_BYTES:
+            raise ConfigError(
+                f"tensor {tensor_name(name)} has shape {list(info.shape)}: it must hold at most "
+                f"{_MAX_STATE_BYTES} bytes of JSON"
+            )
+        self._values = parse_object(f"tensor {tensor_name(name)}", bytes(read(name).tolist()))
+
+    def has(self, field: str) -> bool:
+        return field in self._values
+
+    def shape(self) -> tuple[int, int]:
+        given = self._values.get("shape")
+        if not isinstance(given, list) or len(given) != 2:
+            raise self._error("shape", "must be [rows, columns]")
+        rows, columns = (self._positive("shape", size) for size in given)
+        return rows, columns
+
+    def size(self, field: str) -> int:
+        return self._positive(field, self._values.get(field))
+
+    def number(self, field: str) -> float:
+        value = self._values.get(field)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._error(field, "must be a number")
+        return float(value)
+
+    def _positive(self, field: str, value: Any) -> int:
+        if type(value) is not int or not 1 <= value <= 2**31 - 1:
+            raise self._error(field, "must have positive integers")
+        return value
+
+    def _error(self, field: str, need: str) -> ConfigError:
+        value = quoted(self._values.get(field))
+        return ConfigError(f"tensor {tensor_name(self._name)}: {field} = {value}: {need}")

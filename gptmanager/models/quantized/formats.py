@@ -1,0 +1,272 @@
+"""Finds the quantized matrices among the tensors of a checkpoint, by the endings of their names.
+
+Every format is recognized by what a module holds, so modules that were not quantized need no list.
+All shapes are compared before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gptmanager.errors import ConfigError
+from gptmanager.kernels.gemm.int4_groups import GROUP
+from gptmanager.memory.safetensors_reader import FLOATS
+from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
+from gptmanager.models.quantized.codebooks import codebook_matrix
+from gptmanager.models.quantized.matrices import (
+    ExpertBlocks,
+    Float4Matrix,
+    Grid,
+    IntegerMatrix,
+    Read,
+    ScaledMatrix,
+    StoredMatrix,
+)
+from gptmanager.models.quantized.scheme import Block, Scheme
+
+_FLOAT8, _INTEGERS = "float8_e4m3fn", "compressed-tensors"
+_SCALES = {*FLOATS.values(), _FLOAT8, "float8_e8m0fnu", "uint8"}
+# Scales and zeros of activations: activations are not quantized as the checkpoint says.
+_OF_ACTIVATIONS = (
+    ".input_scale",
+    ".input_zero_point",
+    ".input_global_scale",
+    ".output_scale",
+    ".output_zero_point",
+    ".activation_scale",
+    ".weight_format",
+)
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_INT8_FACTOR = 7.874015718698502e-3  # bitsandbytes' 1 / 127
+_NVFP4, _MXFP4 = 16, 32  # columns with one scale
+
+
+_Describe = Callable[[str, TensorInfo], StoredMatrix | ExpertBlocks | None]
+
+
+class MatrixFinder:
+    """Describes quantized matrices. `used`: the tensors that they consist of, by name.
+
+    Raises ConfigError for a tensor that is missing, or has another shape or dtype than its matrix
+    needs.
+    """
+
+    def __init__(self, scheme: Scheme, given: Mapping[str, TensorInfo], read: Read) -> None:
+        self._scheme, self._given, self._read = scheme, given, read
+        self.matrices: dict[str, StoredMatrix | ExpertBlocks] = {}
+        self.used = {name for name in given if name.endswith(_OF_ACTIVATIONS)}
+        endings: Mapping[str, Sequence[tuple[str, _Describe]]] = {
+            "compressed-tensors": ((".weight_packed", self._packed), (".weight", self._scaled)),
+            "fp8": ((".weight", self._scaled),),
+            "mxfp4": (("_blocks", self._experts),),
+            "gptq": ((".qweight", self._gptq),),
+            "awq": ((".qweight", self._awq),),
+            "bitsandbytes": ((".weight", self._bitsandbytes),),
+        }
+        for name, info in given.items():
+            for ending, describe in endings[scheme.method]:
+                if name.endswith(ending) and (matrix := describe(name, info)) is not None:
+                    module = name.removesuffix(ending)
+                    own = module if ending == "_blocks" else f"{module}.weight"
+                    self.matrices[own] = matrix
+                    self.used.add(name)
+
+    def _take(self, name: str, dtypes: str | set[str], *shapes: tuple[int, ...]) -> TensorInfo:
+        """Return a tensor of a matrix, which must have one of these dtypes and shapes."""
+        info = self._given.get(name)
+        if info is None:
+            raise ConfigError(f"tensor {tensor_name(name)} is missing: a quantized matrix needs it")
+        allowed = {dtypes} if isinstance(dtypes, str) else dtypes
+        if info.dtype not in allowed or (shapes and info.shape not in shapes):
+            wanted = " or ".join(map(str, map(list, shapes)))
+            raise ConfigError(
+                f"tensor {tensor_name(name)} is {info.dtype} {list(info.shape)}: it must be "
+                f"{' or '.join(sorted(allowed))} {wanted}".rstrip()
+            )
+        self.used.add(name)
+        return info
+
+    def _matrix_shape(self, name: str, info: TensorInfo, dtype: str = "") -> tuple[int, int]:
+        """Return the shape of a tensor that must be a matrix."""
+        if len(info.shape) != 2 or 0 in info.shape or (dtype and info.dtype != dtype):
+            raise ConfigError(
+                f"tensor {tensor_name(name)} is {info.dtype} {list(info.shape)}: it must be "
+                f"{dtype or info.dtype} [rows, columns]"
+            )
+        rows, columns = info.shape
+        return rows, columns
+
+    def _grid(
+        self, name: str, shape: tuple[int, int], blocks: Sequence[Block], bits: int = 0
+    ) -> Grid:
+        """Return the grid of a tensor `[blocks of rows, blocks of columns]` over a matrix.
+
+        `bits`: the numbers are integers, packed along the rows; 0: they are not packed.
+        """
+        info = self._take(name, "int32" if bits else {*_SCALES, "int8"})
+        rows, columns = shape
+        given = info.shape if len(info.shape) > 1 else (*info.shape, 1, 1)[:2]
+        fitting = {
+            (min(height, rows), min(width, columns))
+            for height, width in [(rows, columns), (1, columns), *blocks]
+            if given
+            == (_ceil(_ceil(rows * bits, 32) if bits else rows, height), _ceil(columns, width))
+        }
+        if len(fitting) != 1:
+            raise ConfigError(
+                f"tensor {tensor_name(name)} has shape {list(info.shape)}: it must have a number "
+                f"for each group of a matrix of {list(shape)}; groups: {[*blocks] or 'rows'}"
+            )
+        [(height, width)] = fitting
+        return Grid(name, info.shape, height, width, bits=bits)
+
+    def _scaled(self, name: str, info: TensorInfo) -> StoredMatrix | None:
+        """Describe the 8-bit formats of compressed-tensors, and fine-grained fp8."""
+        if info.dtype != _FLOAT8 and (info.dtype, self._scheme.method) != ("int8", _INTEGERS):
+            return None
+        shape = self._matrix_shape(name, info)
+        inverse = f"{name}_scale_inv" in self._given
+        scales = self._grid(
+            name + ("_scale_inv" if inverse else "_scale"), shape, self._scheme.blocks
+        )
+        zeros = None
+        if f"{name}_zero_point" in self._given:
+            zeros = self._grid(f"{name}_zero_point", shape, self._scheme.blocks)
+        return ScaledMatrix(name, shape, scales, zeros)
+
+    def _packed(self, name: str, info: TensorInfo) -> StoredMatrix:
+        """Describe the packed formats of compressed-tensors: integers, NVFP4 and MXFP4."""
+        base = name.removesuffix("_packed")
+        if info.dtype != "uint8":
+            return self._packed_integers(base, info)
+        rows, half = self._matrix_shape(name, info)
+        shape, global_scale = (rows, 2 * half), f"{base}_global_scale"
+        if global_scale not in self._given:
+            scales = self._grid(f"{base}_scale", shape, [(1, _MXFP4)])
+            return Float4Matrix(name, shape, scales)
+        self._take(global_scale, "float32", (), (1,))
+        scales = self._grid(f"{base}_scale", shape, [(1, _NVFP4)])
+        return Float4Matrix(name, shape, scales, global_scale)
+
+    def _packed_integers(self, base: str, info: TensorInfo) -> StoredMatrix:
+        name = f"{base}_packed"
+        rows, words = self._matrix_shape(name, info, "int32")
+        self._take(f"{base}_shape", {"int64", "int32"}, (2,))
+        given_rows, columns = self._read(f"{base}_shape").tolist()
+        fitting = [it for it in self._scheme.bits if _ceil(columns * it, 32) == words]
+        if given_rows != rows or columns < 1 or len(fitting) != 1:
+            raise ConfigError(
+                f"tensor {tensor_name(name)} is int32 {list(info.shape)}: it does not fit a matrix "
+                f"of {[given_rows, columns]} ({tensor_name(base)}_shape) in "
+                f"{self._scheme.bits} bits"
+            )
+        shape, bits, blocks = (rows, columns), fitting[0], self._scheme.blocks
+        scales = self._grid(f"{base}_scale", shape, blocks)
+        zeros: Grid | None = None
+        if f"{base}_zero_point" in self._given:
+            zeros = self._grid(f"{base}_zero_point", shape, [(1, scales.width)], bits)
+        index = self._columns(f"{base}_g_idx", columns, scales.width)
+        return self._with_groups(
+            IntegerMatrix(*(name, shape, bits, scales), zeros=zeros, columns=index)
+        )
+
+    def _gptq(self, name: str, info: TensorInfo) -> StoredMatrix:
+        [bits], module = self._scheme.bits, name.removesuffix(".qweight")
+        words, rows = self._matrix_shape(name, info, "int32")
+        shape = rows, words * 32 // bits
+        scales, zeros = self._transposed_grids(module, shape, bits, ())
+        return self._with_groups(
+            IntegerMatrix(
+                *(name, shape, bits, scales, zeros),
+                offset=self._scheme.offset,
+                middle=self._scheme.symmetric,
+                transposed=True,
+                columns=self._columns(f"{module}.g_idx", shape[1], scales.width),
+            )
+        )
+
+    def _awq(self, name: str, info: TensorInfo) -> StoredMatrix:
+        [bits], module = self._scheme.bits, name.removesuffix(".qweight")
+        columns, words = self._matrix_shape(name, info, "int32")
+        shape = words * 32 // bits, columns
+        scales, zeros = self._transposed_grids(module, shape, bits, _AWQ_ORDER)
+        matrix = IntegerMatrix(
+            *(name, shape, bits, scales, zeros), transposed=True, order=_AWQ_ORDER
+        )
+        return self._with_groups(matrix)
+
+    def _transposed_grids(
+        self, module: str, shape: tuple[int, int], bits: int, order: tuple[int, ...]
+    ) -> tuple[Grid, Grid]:
+        """Return the scales and zeros of GPTQ and AWQ: a row for each group of columns."""
+        rows, columns = shape
+        [(_, width)] = self._scheme.blocks or [(1, columns)]
+        groups = _ceil(columns, width)
+        words = _ceil(rows * bits, 32)
+        scales = self._take(f"{module}.scales", {*FLOATS.values()}, (groups, rows))
+        zeros = self._take(f"{module}.qzeros", "int32", (groups, words))
+        grid = partial(Grid, height=1, width=min(width, columns), transposed=True)
+        return (
+            grid(f"{module}.scales", scales.shape),
+            grid(f"{module}.qzeros", zeros.shape, bits=bits, order=order),
+        )
+
+    def _columns(self, name: str, count: int, width: int) -> Tensor | None:
+        """Return the group of each column; None if columns are in order."""
+        if name not in self._given:
+            return None
+        self._take(name, {"int32", "int64"}, (count,))
+        found = self._read(name).int()
+        if (found == -1).any():  # compressed-tensors: not used
+            return None
+        if not ((found >= 0) & (found < _ceil(count, width))).all():
+            raise ConfigError(
+                f"tensor {tensor_name(name)} must have numbers of groups, 0 to "
+                f"{_ceil(count, width) - 1}"
+            )
+        in_order = torch.arange(count, dtype=torch.int32) // width
+        return None if torch.equal(found, in_order) else found
+
+    def _with_groups(self, matrix: IntegerMatrix) -> IntegerMatrix:
+        """Note whether our groups of 32 columns can express the matrix."""
+        width, columns = matrix.scales.width, matrix.shape[1]
+        if matrix.bits != 4 or matrix.columns is not None:
+            return matrix
+        if width < columns and width % GROUP:
+            return matrix
+        scales = self._given[matrix.scales.name]
+        if scales.dtype != "float16":
+            given = self._read(matrix.scales.name).float()
+            if not torch.equal(given.half().float(), given):
+                return matrix
+        return replace(matrix, in_groups=True)
+
+    def _experts(self, name: str, info: TensorInfo) -> ExpertBlocks:
+        """Describe the experts of gpt-oss."""
+        module = name.removesuffix("_blocks")
+        if info.dtype != "uint8" or len(info.shape) != 4 or info.shape[3] != _MXFP4 // 2:
+            raise ConfigError(
+                f"tensor {tensor_name(name)} is {info.dtype} {list(info.shape)}: it must be uint8 "
+                f"[experts, rows, groups, {_MXFP4 // 2}]"
+            )
+        self._take(f"{module}_scales", "uint8", info.shape[:3])
+        return ExpertBlocks(name, f"{module}_scales", info.shape)
+
+    def _bitsandbytes(self, name: str, info: TensorInfo) -> StoredMatrix | None:
+        if info.dtype == "int8":
+            scales, shape = name.removesuffix("weight") + "SCB", self._matrix_shape(name, info)
+            self._take(scales, "float32", shape[:1])
+            grid = self._grid(scales, shape, ())
+            return ScaledMatrix(name, shape, grid, factor=_INT8_FACTOR)
+        if info.dtype in FLOATS.values():
+            return None
+        return codebook_matrix(name, info, self._given, self._take, self._read)
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)

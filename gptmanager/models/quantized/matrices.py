@@ -1,0 +1,265 @@
+"""Quantized matrices of checkpoints: each returns its rows as floats.
+
+A matrix knows the names and shapes of the tensors that it consists of, and reads the parts of them
+that it needs. All arithmetic is that of the library that owns the format, in float32.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptmanager.errors import ConfigError
+from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
+from gptmanager.models.quantized.unpacking import (
+    float4,
+    looked_up,
+    numbers,
+    unpack,
+    unpack_columns,
+)
+
+# Returns the given ranges of a tensor.
+Read = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Numbers of a matrix, each for a block of `height` rows and `width` columns.
+
+    `transposed`: the tensor has a row for each block of columns. `bits`: the numbers are integers,
+    packed along the rows of the matrix; 0: they are not packed. `order`: see `unpack_columns`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    height: int
+    width: int
+    transposed: bool = False
+    bits: int = 0
+    order: tuple[int, ...] = ()
+
+    def rows(self, read: Read, rows: range) -> Tensor:
+        """Return the numbers of these rows, `[n, blocks of columns]`: packed ones in uint8, others
+        in float32.
+        """
+        step = 32 // self.bits if self.bits else self.height
+        first, last = rows.start // step, -(-rows.stop // step)
+        own = range(first, last)
+        ranges = [own, *map(range, self.shape[1:])][: len(self.shape)]
+        found = read(self.name, *([range(self.shape[0]), own] if self.transposed else ranges))
+        if self.bits:
+            words = found if self.transposed else found.t()
+            found = unpack_columns(words, self.bits, self.order)
+        else:
+            found = numbers(found.t() if self.transposed else found.reshape(len(own), -1))
+        if self.height > 1 and not self.bits:
+            return found[torch.arange(rows.start, rows.stop) // self.height - first]
+        return found[rows.start - first * step :][: len(rows)]
+
+    def over(self, numbers: Tensor, columns: int) -> Tensor:
+        """Return the numbers of `rows`, repeated so that each column has its own."""
+        if numbers.shape[1] == 1:
+            return numbers
+        return numbers.repeat_interleave(self.width, 1)[:, :columns]
+
+
+class StoredMatrix(ABC):
+    """A quantized matrix. `shape`: `[rows, columns]`. `in_groups`: `groups` can return it."""
+
+    shape: tuple[int, ...]
+    in_groups = False
+
+    @abstractmethod
+    def floats(self, read: Read, rows: range) -> Tensor:
+        """Return rows in float32, `[n, columns]`."""
+
+    def groups(self, read: Read, rows: range) -> Groups:
+        """Return rows in 4 bits."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ScaledMatrix(StoredMatrix):
+    """Numbers of 8 bits, integers or floats, with scales: (number - zero) * scale * factor."""
+
+    name: str
+    shape: tuple[int, ...]
+    scales: Grid
+    zeros: Grid | None = None
+    factor: float = 1
+
+    def floats(self, read: Read, rows: range) -> Tensor:
+        found = read(self.name, rows, range(self.shape[1])).float()
+        if self.zeros is not None:
+            found -= self.zeros.over(self.zeros.rows(read, rows), self.shape[1])
+        scales = self.scales.over(self.scales.rows(read, rows), self.shape[1])
+        return found.mul_(scales).mul_(self.factor)
+
+
+@dataclass(frozen=True)
+class Float4Matrix(StoredMatrix):
+    """Numbers of 4 bits (E2M1), two in a byte, with a scale for each group of columns.
+
+    `global_scale`: a tensor of one number, by which the scales are divided; None: 1.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    scales: Grid
+    global_scale: str | None = None
+
+    def floats(self, read: Read, rows: range) -> Tensor:
+        found = float4(read(self.name, rows, range(self.shape[1] // 2)))
+        scales = self.scales.rows(read, rows)
+        if self.global_scale is not None:
+            scales = scales / read(self.global_scale).float()
+        return found.mul_(self.scales.over(scales, self.shape[1]))
+
+
+@dataclass(frozen=True)
+class IntegerMatrix(StoredMatrix):
+    """Packed integers in groups of columns: (integer - zero) * scale.
+
+    `transposed`: packed along the columns of a tensor `[columns, rows]` if `order` is given, else
+    along its rows. `offset`: added to the stored zeros, which stay within their bits. `zeros` None:
+    the middle is zero. `middle`: the stored zeros must be the middle. `columns`: the block of each
+    column; None: columns are in order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    bits: int
+    scales: Grid
+    zeros: Grid | None = None
+    offset: int = 0
+    middle: bool = False
+    transposed: bool = False
+    order: tuple[int, ...] = ()
+    columns: Tensor | None = None
+    in_groups: bool = False
+
+    def floats(self, read: Read, rows: range) -> Tensor:
+        found, scales = self._integers(read, rows).float(), self.scales.rows(read, rows)
+        zeros = self._zeros(read, rows)
+        found -= self._over(self.zeros, zeros) if isinstance(zeros, Tensor) else zeros
+        return found.mul_(self._over(self.scales, scales))
+
+    def groups(self, read: Read, rows: range) -> Groups:
+        scales = self._in_our_groups(self.scales, self.scales.rows(read, rows).half())
+        zeros, minima = self._zeros(read, rows), None
+        if isinstance(zeros, Tensor) and not self.middle:
+            wide = self._in_our_groups(self.zeros, zeros)
+            minima = (scales.float() * -wide).half()
+        return Groups(self._integers(read, rows), scales, minima)
+
+    def _integers(self, read: Read, rows: range) -> Tensor:
+        """Return the integers as they are stored, uint8 `[n, columns]`."""
+        per_word, count = 32 // self.bits, self.shape[1]
+        if not self.transposed:
+            words = read(self.name, rows, range(-(-count // per_word)))
+            return unpack(words, self.bits)[:, :count]
+        if not self.order:
+            words = read(self.name, range(count // per_word), rows)
+            return unpack(words.t(), self.bits)
+        first, last = rows.start // per_word, -(-rows.stop // per_word)
+        words = read(self.name, range(count), range(first, last))
+        start = rows.start - first * per_word
+        return unpack_columns(words, self.bits, self.order)[start : start + len(rows)]
+
+    def _zeros(self, read: Read, rows: range) -> Tensor | int:
+        middle = 1 << (self.bits - 1)
+        if self.zeros is None:
+            return middle
+        found = (self.zeros.rows(read, rows) + self.offset) & ((1 << self.bits) - 1)
+        if self.middle and not (found == middle).all():
+            raise ConfigError(
+                f"tensor {self.zeros.name} has other values than {middle - self.offset}: the "
+                "config says that the integers are symmetric (sym)"
+            )
+        return found.float()
+
+    def _over(self, grid: Grid | None, numbers: Tensor) -> Tensor:
+        assert grid is not None
+        if self.columns is not None:
+            return numbers[:, self.columns]
+        return grid.over(numbers, self.shape[1])
+
+    def _in_our_groups(self, grid: Grid | None, numbers: Tensor) -> Tensor:
+        assert grid is not None
+        count = -(-self.shape[1] // GROUP)
+        if numbers.shape[1] == 1:
+            return numbers.expand(-1, count)
+        return numbers.repeat_interleave(grid.width // GROUP, 1)[:, :count]
+
+
+@dataclass(frozen=True)
+class CodebookMatrix(StoredMatrix):
+    """Elements of 4 bits that index sixteen values, with a scale for each `block` of elements.
+
+    The elements of all rows follow one another, two in a byte. `table`: see `pair_table`. `scales`:
+    one for each block, in float32.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    table: Tensor
+    block: int
+    scales: Callable[[Read, range], Tensor]
+
+    def floats(self, read: Read, rows: range) -> Tensor:
+        first, last = rows.start * self.shape[1], rows.stop * self.shape[1]
+        packed = read(self.name, range(first // 2, -(-last // 2)), range(1)).flatten()
+        start = first - first // 2 * 2
+        found = looked_up(packed, self.table)[start : start + last - first]
+        blocks = range(first // self.block, -(-last // self.block))
+        start = first - blocks.start * self.block
+        scales = self.scales(read, blocks).repeat_interleave(self.block)
+        return found.mul_(scales[start : start + last - first]).view(len(rows), -1)
+
+
+@dataclass(frozen=True)
+class NestedScales:
+    """Scales that are in turn quantized to bytes: values[byte] * outer + offset.
+
+    `outer` has a number for each `block` scales.
+    """
+
+    name: str
+    outer: Tensor
+    values: Tensor
+    block: int
+    offset: float
+
+    def __call__(self, read: Read, blocks: range) -> Tensor:
+        places = torch.arange(blocks.start, blocks.stop) // self.block
+        return self.values[read(self.name, blocks).int()] * self.outer[places] + self.offset
+
+
+@dataclass(frozen=True)
+class ExpertBlocks:
+    """The experts of a layer of gpt-oss, `[experts, columns, rows]`, in groups of 32 columns.
+
+    `stored`: the shape of the tensor, `[experts, rows, groups, bytes]`.
+    """
+
+    name: str
+    scales: str
+    stored: tuple[int, ...]
+    in_groups = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, rows, groups, size = self.stored
+        return experts, groups * size * 2, rows
+
+    def floats(self, read: Read, expert: int, rows: range) -> Tensor:
+        """Return rows of an expert in float32, `[columns, n]`."""
+        own, groups = range(expert, expert + 1), range(self.stored[2])
+        found = float4(read(self.name, own, rows, groups, range(self.stored[3]))[0])
+        found *= numbers(read(self.scales, own, rows, groups)[0]).unsqueeze(-1)
+        return found.flatten(1).t()

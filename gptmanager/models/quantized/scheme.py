@@ -1,0 +1,183 @@
+"""`Scheme`: how a checkpoint is quantized, read from its `quantization_config` with checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gptmanager.errors import ConfigError, quoted
+from gptmanager.models.fields import MAX_SIZE
+from gptmanager.models.quantized_tensors import FIELD
+
+_SPELLINGS = (FIELD, "compression_config")  # the second one is an older name
+_CT_FORMATS = frozenset(
+    [
+        "int-quantized",
+        "float-quantized",
+        "naive-quantized",
+        "pack-quantized",
+        "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
+        "mixed-precision",
+        "dense",
+    ]
+)
+_CT_TYPES = {("int", 4), ("int", 8), ("float", 8), ("float", 4)}
+_PER_GROUP = ("group", "tensor_group")
+Block = tuple[int, int]
+
+
+class Scheme(NamedTuple):
+    """The options of a quantized checkpoint.
+
+    `method`: `quant_method` of the config. `bits`: how many bits an integer may have. `blocks`:
+    the rows and columns that may share a scale, next to those of a whole row and a whole matrix.
+    `symmetric`: integers are signed, without zero points. `offset`: added to stored zero points.
+    """
+
+    method: str
+    bits: tuple[int, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    symmetric: bool = False
+    offset: int = 0
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config without its quantization, as for a checkpoint of floats."""
+    found = _find(config)
+    return {field: value for field, value in config.items() if field != found}
+
+
+def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
+    """Return how the checkpoint is quantized; None if it is not.
+
+    Raises ConfigError for a method, format or value that is not supported.
+    """
+    name = _find(config)
+    if name is None:
+        return None
+    own = config[name]
+    if not isinstance(own, dict):
+        raise ConfigError(f"config.json: {name} = {quoted(own)}: must be an object")
+    method = own.get("quant_method", "compressed-tensors" if "config_groups" in own else None)
+    if not isinstance(method, str) or method not in _READERS:
+        raise _error("quant_method", method, f"must be one of {[*_READERS]}")
+    return _READERS[method](own)
+
+
+def _find(config: Mapping[str, Any]) -> str | None:
+    return next((name for name in _SPELLINGS if config.get(name) is not None), None)
+
+
+def _error(field: str, value: Any, need: str) -> ConfigError:
+    return ConfigError(f"config.json: {FIELD}.{field} = {quoted(value)}: {need}")
+
+
+def _compressed_tensors(own: Mapping[str, Any]) -> Scheme:
+    for field in ("transform_config", "sparsity_config"):
+        given = own.get(field)
+        if given and not (isinstance(given, dict) and given.get("format") == "dense"):
+            raise _error(field, given, "not supported")
+    groups = own.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(it, dict) for it in groups.values()):
+        raise _error("config_groups", groups, "must be an object of objects")
+    formats = [("format", own)] + [
+        (f"config_groups.{name}.format", groups[name]) for name in groups
+    ]
+    for field, place in formats:
+        given = place.get("format")
+        if given is not None and (not isinstance(given, str) or given not in _CT_FORMATS):
+            raise _error(field, given, f"must be one of {sorted(_CT_FORMATS)}")
+    found = [_ct_weights(name, group.get("weights")) for name, group in groups.items()]
+    bits = {count for count, _ in found}
+    return Scheme(
+        "compressed-tensors",
+        bits=tuple(sorted(bits)),
+        blocks=tuple(dict.fromkeys(block for _, block in found if block is not None)),
+    )
+
+
+def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
+    """Return the bits of a group of modules, and its block of weights with one scale."""
+    field = f"config_groups.{name}.weights"
+    if not isinstance(weights, dict):
+        raise _error(field, weights, "must be an object: only weights are quantized here")
+    kind, bits, strategy = (weights.get(it) for it in ("type", "num_bits", "strategy"))
+    kind = "int" if kind is None else kind
+    if (kind, bits) not in _CT_TYPES:
+        given = {"type": kind, "num_bits": bits}
+        raise _error(field, given, "must be int with 4 or 8 bits, or float with 4 or 8")
+    if strategy in _PER_GROUP:
+        return bits, (1, _size(f"{field}.group_size", weights.get("group_size")))
+    if strategy == "block":
+        return bits, _block(f"{field}.block_structure", weights.get("block_structure"))
+    if strategy not in (None, "tensor", "channel"):
+        raise _error(f"{field}.strategy", strategy, "must be tensor, channel, group or block")
+    return bits, None
+
+
+def _fp8(own: Mapping[str, Any]) -> Scheme:
+    if own.get("fmt") not in (None, "e4m3"):
+        raise _error("fmt", own.get("fmt"), "must be 'e4m3'")
+    given = own.get("weight_block_size")
+    return Scheme("fp8", blocks=() if given is None else (_block("weight_block_size", given),))
+
+
+def _gptq(own: Mapping[str, Any]) -> Scheme:
+    layout = own.get("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise _error("checkpoint_format", layout, "must be 'gptq' or 'gptq_v2'")
+    symmetric = own.get("sym", False)
+    if not isinstance(symmetric, bool):
+        raise _error("sym", symmetric, "must be true or false")
+    return Scheme(
+        "gptq",
+        bits=(_bits(own, (2, 4, 8)),),
+        blocks=_groups(own),
+        symmetric=symmetric,
+        offset=1 if layout == "gptq" else 0,
+    )
+
+
+def _awq(own: Mapping[str, Any]) -> Scheme:
+    layout = own.get("version", own.get("format", "gemm"))
+    if not isinstance(layout, str) or layout.lower() != "gemm":
+        raise _error("version", layout, "must be 'gemm'")
+    if own.get("zero_point", True) is not True:
+        raise _error("zero_point", own.get("zero_point"), "must be true")
+    return Scheme("awq", bits=(_bits(own, (4,)),), blocks=_groups(own))
+
+
+def _bits(own: Mapping[str, Any], supported: Sequence[int]) -> int:
+    name = "w_bit" if "w_bit" in own else "bits"
+    bits = own.get(name)
+    if type(bits) is not int or bits not in supported:
+        raise _error(name, bits, f"must be one of {[*supported]}")
+    return bits
+
+
+def _groups(own: Mapping[str, Any]) -> tuple[Block, ...]:
+    name = "q_group_size" if "q_group_size" in own else "group_size"
+    return () if own.get(name) == -1 else ((1, _size(name, own.get(name))),)
+
+
+def _size(field: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_SIZE:
+        raise _error(field, value, "must be a positive integer")
+    return value
+
+
+def _block(field: str, value: Any) -> Block:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _error(field, value, "must be a list of two positive integers")
+    return _size(field, value[0]), _size(field, value[1])
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "mxfp4": lambda own: Scheme("mxfp4"),
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": lambda own: Scheme("bitsandbytes"),
+}

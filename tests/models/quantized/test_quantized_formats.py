@@ -1,0 +1,252 @@
+"""Quantized checkpoints: the numbers of the libraries that pack them, in floats and in our bits.
+
+`pack_fixtures.py` made the files of this folder. Each has the packed linears of one tiny Llama.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gptmanager.callbacks import generate
+from gptmanager.errors import ConfigError
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
+from gptmanager.memory.tensor_sources import StateDict
+from gptmanager.models import load_model
+from gptmanager.models.checkpoint_parts import as_floats, is_quantized, open_tensors
+from gptmanager.models.conversion import convert_checkpoint
+
+HERE = Path(__file__).parent
+EXPECTED = json.loads((HERE / "expected.json").read_text())
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+PROMPTS = [[3, 7, 11, 2], [30, 1, 5, 9, 9, 4, 21]]
+LAYER = "model.layers.0."
+Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+def checkpoint(name: str) -> Checkpoint:
+    tensors = load_file(HERE / "floats.safetensors") | load_file(HERE / f"{name}.safetensors")
+    return {**CONFIG, "quantization_config": EXPECTED[name]["config"]}, tensors
+
+
+def floats(name: str) -> dict[str, Tensor]:
+    """The same checkpoint in floats."""
+    config, tensors = checkpoint(name)
+    source = as_floats(config, StateDict(tensors))
+    found = {}
+    for own in source.describe():
+        [(_, found[own])] = source.pieces(own, 1 << 40)
+    return found
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_matrices_are_those_of_the_library_that_packed_them(name: str) -> None:
+    found = floats(name)
+
+    assert set(found) == {*load_file(HERE / "floats.safetensors"), *EXPECTED[name]["digests"]}
+    for matrix, digest in EXPECTED[name]["digests"].items():
+        assert found[matrix].dtype is torch.float32
+        own = found[matrix].contiguous().numpy().tobytes()
+        assert hashlib.sha256(own).hexdigest() == digest, matrix
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_model_answers_as_its_floats_do(name: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, *checkpoint(name))
+    model = load_model(folder, dtype="float32")
+
+    assert is_quantized(folder)
+    expected = generate(load_model((CONFIG, floats(name)), dtype="float32"), PROMPTS, 12)
+    assert generate(model, PROMPTS, 12) == expected
+
+
+IN_4_BITS = {"ct-int4", "ct-int4-asymmetric", "gptq", "awq"}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_matrices_are_kept_in_4_or_8_bits(name: str) -> None:
+    weights = load_model(checkpoint(name), weights_dtype="file", dtype="float32").weights
+    matrix, own = weights["layers.0.qkv.weight"], floats(name)
+    exact = torch.cat([own[f"{LAYER}self_attn.{it}_proj.weight"] for it in "qkv"])
+
+    assert isinstance(matrix, PackedMatrix)
+    assert isinstance(matrix, Int4Matrix) == (name in IN_4_BITS)
+    if "asymmetric" in name or name == "awq":  # the minimum of a group is rounded to float16
+        assert (matrix.unpacked() - exact).abs().max() <= exact.abs().max() * 2**-11
+    elif name in IN_4_BITS:
+        assert torch.equal(matrix.unpacked(), exact)
+    else:  # half a step of each row
+        steps = exact.abs().amax(1, keepdim=True) / 127
+        assert ((matrix.unpacked() - exact).abs() <= steps * 0.5001).all()
+    up = weights["layers.0.up.weight"]  # its second half is not quantized in the checkpoint
+    assert isinstance(up, PackedMatrix) and not isinstance(up, Int4Matrix)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_rows_are_read_in_any_slices(name: str) -> None:
+    config, tensors = checkpoint(name)
+    source, own = as_floats(config, StateDict(tensors)), f"{LAYER}self_attn.o_proj.weight"
+    whole = floats(name)[own]
+
+    pieces = list(source.pieces(own, 1, [range(3, 62), range(5, 30)]))
+    assert len(pieces) > 3
+    assert [start for start, _ in pieces] == [0, *range(5, 59, 8)]
+    assert torch.equal(torch.cat([piece for _, piece in pieces]), whole[3:62, 5:30])
+    if source.describe()[own].in_groups:
+        parts = [it for _, it in source.groups(own, 1, range(3, 62))]
+        found = torch.cat([part.floats() for part in parts])
+        assert (found - whole[3:62]).abs().max() <= whole.abs().max() * 2**-11
+
+
+def test_experts_of_gpt_oss_are_those_of_transformers() -> None:
+    convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (3, 16, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 130, (3, 16, 2), generator=generator, dtype=torch.uint8)
+    tensors = {"a.down_proj_blocks": blocks, "a.down_proj_scales": scales}
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    source = as_floats(config, StateDict(tensors))
+    exact = convert(blocks, scales, dtype=torch.float32)
+
+    assert source.describe()["a.down_proj"][:2] == ((3, 64, 16), "float32")
+    found = torch.cat([it for _, it in source.pieces("a.down_proj", 1)])
+    assert torch.equal(found, exact)
+    region = [range(1, 3), range(5, 40), range(2, 9)]
+    part = torch.cat([it for _, it in source.pieces("a.down_proj", 1, region)])
+    assert torch.equal(part, exact[1:3, 5:40, 2:9])
+
+
+def changed(name: str, **fields: Any) -> dict[str, Any]:
+    config = copy.deepcopy(checkpoint(name)[0])
+    config["quantization_config"] |= fields
+    return config
+
+
+GROUP = "group_0"
+REFUSED = [
+    ("gptq", {"quant_method": "quip"}, "quant_method = 'quip': must be one of"),
+    ("gptq", {"quant_method": ["gptq"]}, r"quant_method = \['gptq'\]: must be one of"),
+    ("gptq", {"bits": 3}, "bits = 3: must be one of"),
+    ("gptq", {"bits": 10**30}, "bits = 10*: must be one of"),
+    ("gptq", {"bits": True}, "bits = True: must be one of"),
+    ("gptq", {"group_size": 0}, "group_size = 0: must be a positive integer"),
+    ("gptq", {"group_size": 2**40}, "group_size = .*: must be a positive integer"),
+    ("gptq", {"group_size": 16}, r"scales is float16 .*: it must be"),
+    ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin': must be"),
+    ("gptq", {"sym": "yes"}, "sym = 'yes': must be true or false"),
+    ("gptq-reordered", {"sym": True}, r"has other values than 7: .* symmetric \(sym\)"),
+    ("awq", {"version": "gemv"}, "version = 'gemv': must be 'gemm'"),
+    ("awq", {"zero_point": False}, "zero_point = False: must be true"),
+    ("fp8", {"weight_block_size": [32]}, r"weight_block_size = \[32\]: must be a list of two"),
+    ("fp8", {"weight_block_size": [64, 32]}, "weight_scale_inv has shape .* a number for each"),
+    ("fp8", {"fmt": "e5m2"}, "fmt = 'e5m2': must be 'e4m3'"),
+    ("ct-int4", {"format": "marlin-24"}, "format = 'marlin-24': must be one of"),
+    ("ct-int4", {"config_groups": []}, r"config_groups = \[\]: must be an object"),
+    ("ct-int4", {"config_groups": {GROUP: {"weights": None}}}, "weights = None: must be an object"),
+    ("ct-int4", {"transform_config": {"a": 1}}, "transform_config = .*: not supported"),
+    (
+        "ct-int4",
+        {"config_groups": {GROUP: {"weights": {"type": "int", "num_bits": 3}}}},
+        "config_groups.group_0.weights = .*must be int with 4 or 8 bits",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "message"), REFUSED)
+def test_a_config_that_is_not_supported_is_named(
+    name: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_model((changed(name, **fields), checkpoint(name)[1]), dtype="float32")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_part_that_is_missing_or_has_another_shape_is_named(name: str) -> None:
+    config, tensors = checkpoint(name)
+    module = f"{LAYER}self_attn.o_proj."
+    optional = ("zero_point", "g_idx", "weight_format", "global_scale")
+    for part in [it for it in tensors if it.startswith(module)]:
+        others = {n: it for n, it in tensors.items() if n != part}
+        if not part.endswith(optional):
+            with pytest.raises(ConfigError, match="is missing: a quantized|are (missing|unknown)"):
+                load_model((config, others))
+        if part.endswith("weight_format"):
+            continue
+        for broken in (torch.zeros(3, 5, 7), torch.zeros(7, 5, dtype=torch.int32)):
+            with pytest.raises(
+                ConfigError, match="tensors? .*(must|fit|requires|unknown|dtype|missing)"
+            ):
+                load_model((config, {**others, part: broken}))
+
+
+def test_numbers_of_a_file_size_nothing_before_they_are_checked() -> None:
+    config, tensors = checkpoint("bnb4")
+    name = f"{LAYER}self_attn.o_proj.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist()))
+    for fields, message in [
+        ({"shape": [2**30, 2**30]}, r"weight is uint8 .*: it must be uint8 \["),
+        ({"shape": [64, -1]}, "shape = .*must have positive integers"),
+        ({"shape": 5}, r"shape = 5: must be \[rows, columns\]"),
+        ({"blocksize": 0}, "blocksize = 0: must have positive integers"),
+        ({"blocksize": 1}, "absmax is float32"),
+    ]:
+        content = torch.tensor(list(json.dumps({**state, **fields}).encode()), dtype=torch.uint8)
+        with pytest.raises(ConfigError, match=message):
+            load_model((config, {**tensors, name: content}))
+    with pytest.raises(ConfigError, match="is not JSON"):
+        load_model((config, {**tensors, name: torch.full((9,), 7, dtype=torch.uint8)}))
+    with pytest.raises(ConfigError, match="must hold at most 65536 bytes"):
+        load_model((config, {**tensors, name: torch.zeros(1 << 17, dtype=torch.uint8)}))
+    config, tensors = checkpoint("gptq-reordered")
+    wild = torch.full_like(tensors[f"{LAYER}mlp.gate_proj.g_idx"], 1 << 30)
+    with pytest.raises(ConfigError, match="g_idx must have numbers of groups, 0 to 1"):
+        load_model((config, {**tensors, f"{LAYER}mlp.gate_proj.g_idx": wild}))
+    config, tensors = checkpoint("ct-int4")
+    huge = torch.tensor([64, 1 << 50])
+    with pytest.raises(ConfigError, match="does not fit a matrix of"):
+        load_model((config, {**tensors, f"{LAYER}mlp.down_proj.weight_shape": huge}))
+
+
+def test_a_quantized_folder_is_converted(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a", *checkpoint("gptq"))
+    floats_of, int4 = tmp_path / "floats", tmp_path / "int4"
+
+    convert_checkpoint(source, floats_of, dtype="float32")
+    assert not is_quantized(floats_of)
+    written = load_file(floats_of / "model.safetensors")
+    assert torch.equal(
+        written[f"{LAYER}mlp.down_proj.weight"], floats("gptq")[f"{LAYER}mlp.down_proj.weight"]
+    )
+    convert_checkpoint(source, int4, weights_dtype="int4")
+    pieces = open_tensors(int4).pieces(f"{LAYER}mlp.down_proj.weight", 1 << 40)
+    assert torch.equal(next(pieces)[1], floats("gptq")[f"{LAYER}mlp.down_proj.weight"])
+
+
+def saved(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(dict(tensors), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,219 @@
+"""Models that transformers computes, with our attention and matmuls: the same logits and tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import PagedDriver
+from hf_models import ARCHITECTURES, REFUSED, greedy, new_network, table, through_transformers
+
+from gptmanager import KvCacheConfig, OptionalParams
+from gptmanager.callbacks import generate
+from gptmanager.errors import ConfigError
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.models.hf.linears import PackedLinear
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
+
+
+def in_pieces(model: Any, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits of sequences that run next to each other: in chunks, then token by token."""
+    driver = PagedDriver(model, len(sequences))
+    found: list[list[torch.Tensor]] = [[] for _ in sequences]
+    starts = [5 + 4 * slot for slot in range(len(sequences))]
+    _run(driver, [it[:start] for start, it in zip(starts, sequences, strict=True)], found)
+    _run(driver, [it[start:-3] for start, it in zip(starts, sequences, strict=True)], found)
+    for place in (-3, -2, -1):
+        _run(driver, [[it[place]] for it in sequences], found)
+    return [torch.cat(it) for it in found]
+
+
+def _run(
+    driver: PagedDriver, rows: Sequence[Sequence[int]], found: list[list[torch.Tensor]]
+) -> None:
+    logits = driver.forward(list(enumerate(rows)))
+    for slot, part in enumerate(logits.split([len(row) for row in rows])):
+        found[slot].append(part.float())
+
+
+@pytest.mark.every(9)
+@pytest.mark.parametrize("name", [it for it in ARCHITECTURES if it not in REFUSED])
+def test_an_architecture_answers_as_in_transformers(name: str) -> None:
+    network = new_network(name)
+    sequences, asked = prompts(30, 19), prompts(40, 7, 60, 3, 22, 31)
+    with torch.inference_mode():
+        exact = [
+            network(input_ids=torch.tensor([it]), use_cache=False).logits[0] for it in sequences
+        ]
+    expected = greedy(network, asked, 6)
+    model = through_transformers(network)
+
+    for own, theirs in zip(in_pieces(model, sequences), exact, strict=True):
+        assert (own - theirs).abs().max() < 1e-5 * theirs.std() * 10
+        assert torch.equal(own.argmax(-1), theirs.argmax(-1))
+    # chunks, and pauses: the cache has room for a part of the requests
+    cache = KvCacheConfig(max_tokens=112, tokens_per_block=16, enable_block_reuse=True)
+    params = OptionalParams(
+        kv_cache_config=cache, max_num_tokens=24, enable_chunked_context=True, max_seq_len=80
+    )
+    assert generate(model, asked, 6, optional_params=params) == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_attention_over_pages_cannot_compute_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"model_backend = 'transformers': .*: {REFUSED[name]}"):
+        through_transformers(new_network(name))
+
+
+def test_the_page_has_the_table_of_architectures() -> None:
+    assert table() in Path("docs/models.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of an architecture that the table of families does not have."""
+    path = tmp_path_factory.mktemp("hf") / "apertus"
+    new_network("apertus").save_pretrained(path)
+    return path
+
+
+def options(**more: Any) -> OptionalParams:
+    return OptionalParams(kv_cache_config=KvCacheConfig(max_tokens=512), **more)
+
+
+def test_the_log_says_which_backend_computes(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="gptmanager")
+    expected = greedy(new_network("apertus"), prompts(5, 9), 4)
+
+    assert generate(str(folder), prompts(5, 9), 4, optional_params=options()) == expected
+    assert "apertus is loaded through transformers; matrices: 25 in float32" in caplog.text
+    caplog.clear()
+    llama = "examples/tiny_llama"
+    own, theirs = (
+        generate(llama, prompts(5), 4, optional_params=options(model_backend=kind, dtype="float32"))
+        for kind in ("auto", "transformers")
+    )
+    assert own == theirs
+    assert "tiny_llama is loaded natively" in caplog.text
+    assert "tiny_llama is loaded through transformers" in caplog.text
+    with pytest.raises(ConfigError, match="model_type = 'apertus': must be one of"):
+        generate(str(folder), prompts(5), 4, optional_params=options(model_backend="native"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"deterministic": True}, "deterministic = True is refused"),
+        ({"device": "emulator"}, "device = 'emulator' is refused"),
+        (
+            {"kv_cache_config": KvCacheConfig(max_attention_window=8)},
+            "max_attention_window = 8 is refused",
+        ),
+        ({"model_backend": "vllm"}, "model_backend = 'vllm' must be one of"),
+    ],
+)
+def test_options_that_it_does_not_have_are_refused(
+    folder: Path, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        generate(str(folder), prompts(5), 4, optional_params=OptionalParams(**given))
+
+
+def test_folders_that_transformers_cannot_load_are_refused(folder: Path, tmp_path: Path) -> None:
+    params = options(model_backend="transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "no-such", "auto_map": {"A": "b.C"}}')
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(
+        ConfigError, match="'no-such': transformers does not have this architecture"
+    ):
+        generate(str(tmp_path), prompts(5), 4, optional_params=params)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match="is a pickle, which can run code"):
+        generate(str(tmp_path), prompts(5), 4, optional_params=params)
+    with pytest.raises(ConfigError, match="model_backend = 'transformers' needs a folder"):
+        generate(({}, {}), prompts(5), 4, optional_params=params)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_linear_layers_are_stored_in_few_bits(folder: Path, kind: Any) -> None:
+    network = new_network("apertus")
+    head = network.get_output_embeddings()
+    names = {name for name, it in network.named_modules() if it is head}
+    exact = in_pieces(through_transformers(new_network("apertus")), prompts(20))[0]
+    model = through_transformers(network, kind_of=lambda name: "int8" if name in names else kind)
+
+    stored = {type(it.matrix) for it in network.modules() if isinstance(it, PackedLinear)}
+    assert (Int4Matrix in stored) == (kind == "int4")
+    error = (in_pieces(model, prompts(20))[0] - exact).std() / exact.std()
+    assert 0 < error < (0.03 if kind == "int8" else 0.3)
+    assert model.nbytes < 0.6 * through_transformers(new_network("apertus")).nbytes
+
+
+def test_embeddings_of_a_prompt_take_the_place_of_tokens() -> None:
+    network = new_network("apertus")
+    table = network.get_input_embeddings().weight.detach().clone()
+    model = through_transformers(network)
+    plain, tabled = prompts(9, 9)
+    expected = generate(model, [plain], 5)
+    # virtual tokens 256 and on are rows of the table
+    found = generate(
+        model,
+        [[256 + n for n in range(4)] + plain[4:]],
+        5,
+        prompt_embedding_table=table[plain[:4]],
+        prompt_vocab_size=4,
+    )
+    assert found == expected
+
+
+def test_partial_reuse_of_blocks_with_heads_of_two_sizes() -> None:
+    network = new_network("gemma4_text")
+    [first] = prompts(30)
+    others = [first[:n] + prompts(12)[0] for n in (21, 27, 11)]
+    expected = greedy(network, others, 5)
+    model = through_transformers(network)
+    assert len({*model.spec.pages}) == 2
+    cache = KvCacheConfig(max_tokens=256, tokens_per_block=16, enable_block_reuse=True)
+    params = OptionalParams(kv_cache_config=cache, max_batch_size=1, max_seq_len=64)
+
+    assert generate(model, [first, *others], 5, optional_params=params)[1:] == expected
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_longer_neighbor_does_not_change_a_request(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [float(n + 2) for n in range(8)]}
+    else:
+        rope |= {"factor": 4.0}
+    fields = {
+        "rope_parameters": rope,
+        "original_max_position_embeddings": 32,
+        "max_position_embeddings": 128 if kind == "longrope" else 32,
+    }
+    name = "phi3" if kind == "longrope" else "llama"
+    long, short = prompts(60, 12)
+    found = {}
+    for length in (24, 100):
+        model = through_transformers(new_network(name, **fields), max_seq_len=length)
+        [alone] = in_pieces(model, [short])
+        found[length] = alone
+        if length == 100:
+            with_long = in_pieces(model, [long, short])[1]
+            assert torch.equal(alone.argmax(-1), with_long.argmax(-1))
+            assert (alone - with_long).abs().max() < 1e-4
+    assert (found[24] - found[100]).abs().max() > 1e-2
+    exact = new_network(name, **fields)
+    with torch.inference_mode():  # a short sequence in transformers has the short frequencies
+        theirs = exact(input_ids=torch.tensor([short]), use_cache=False).logits[0]
+    assert (found[24] - theirs).abs().max() < 1e-4
