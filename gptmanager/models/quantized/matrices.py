@@ -224,7 +224,7 @@ class CodebookMatrix(StoredMatrix):
 
 @dataclass(frozen=True)
 class NestedScales:
-    """Scales that are in turn quantized to bytes: values[byte] * outer + offset.
+    """Scales that are quantized to bytes: values[byte] * outer + offset.
 
     `outer` has a number for each `block` scales.
     """
