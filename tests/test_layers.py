@@ -572,6 +572,7 @@ server/                       a manager behind HTTP and gRPC
         functions             OpenAI's older `functions`, as tools
         reasoning             the format of a model's thoughts, by its chat template
         chat_answer           an answer as a message, or as deltas
+        embedding_parts       parts of messages that are embeddings
         chat_prompt           renders messages as prompt tokens
         chat_call             the one path from the fields of a chat to its generation
         event_answer          an answer as named events, or in one piece

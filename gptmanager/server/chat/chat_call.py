@@ -100,7 +100,8 @@ class ChatCalls:
         prompt, tools = await self.prompt(given, warnings)
         num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
         processor = await self._processor(given, warnings, tools, prompt)
-        options = GenerationOptions(given, num_top, given.get("prompt_logprobs"), processor)
+        num_prompt_top = given.get("prompt_logprobs")
+        options = GenerationOptions(given, num_top, num_prompt_top, processor, prompt.table)
         check(options, card)
         left = max(1, card.max_model_len - len(prompt.tokens))
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"

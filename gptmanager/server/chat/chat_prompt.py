@@ -21,6 +21,7 @@ from gptmanager.callbacks.text.template_process import (
 )
 from gptmanager.callbacks.text.template_rendering import TemplateError
 from gptmanager.lifecycle.child_process import NotStartedError
+from gptmanager.server.chat.embedding_parts import EmbeddingParts, has_embeddings
 from gptmanager.server.chat.messages import (
     MESSAGES_SCHEMA,
     arguments_as_objects,
@@ -80,13 +81,15 @@ class ChatPrompt:
     """The tokens of a prompt. `tool_format`: how the model writes calls; None: there are no tools.
 
     `one_call`: the template refuses messages with two calls, so an answer must have at most one.
-    `start`: what the prompt says about the thoughts of its answer.
+    `start`: what the prompt says about the thoughts of its answer. `table`: embeddings of tokens
+    beyond the vocabulary; None: there are none.
     """
 
     tokens: list[int]
     tool_format: ToolFormat | None
     one_call: bool = False
     start: AnswerStart = AnswerStart()
+    table: Any = None
 
 
 class ChatPrompts:
@@ -146,8 +149,14 @@ class ChatPrompts:
         if num_items > limit:
             details = f"However, your messages have {num_items} parts and calls."
             raise self._engine.context_length.exceeded("messages", details)
-        reading = functools.partial(read_messages, given)
-        messages = await run_in_thread(reading) if num_items > _MANY else reading()
+        parts = EmbeddingParts(self._engine.card)
+        has_parts = isinstance(given, list) and has_embeddings(given)
+
+        def reading() -> list[dict[str, Any]]:
+            return read_messages(parts.marked(given) if has_parts else given)
+
+        is_long = num_items > _MANY or has_parts
+        messages = await run_in_thread(reading) if is_long else reading()
         template, process = self._template(body, tools is not None)
         warnings.add_ignored(_unknown_variables(body, template), "unknown to the chat template")
         reasoning = self._reasoning(template)
@@ -164,10 +173,15 @@ class ChatPrompts:
             messages = with_thinking(messages)
         text = await self._render(template, process, messages, body, tools)
         special = body.get("add_special_tokens", False)  # the template writes them
-        tokens = await self._encode(text, special=special)
+        tokens: list[int] = []
+        for piece in parts.pieces(text):
+            if isinstance(piece, str):
+                tokens += await self._encode(piece, special=special and not tokens)
+            else:
+                tokens += piece
         continued = messages[-1]["content"] if body.get("continue_final_message") else None
         start = AnswerStart.of_prompt(reasoning, text, continued)
-        return ChatPrompt(tokens, form, one_call, start)
+        return ChatPrompt(tokens, form, one_call, start, parts.table)
 
     def _known_format(self, template: str, reasoning: Reasoning) -> ToolFormat:
         form = self._tool_format(template)

@@ -39,13 +39,14 @@ class GenerationOptions:
 
     `given` has the fields of the request. `num_top` and `num_prompt_top` are the numbers of top log
     probabilities for each token; None means no log probabilities. `processor` is a logits
-    post-processor.
+    post-processor. `prompt_table` has the embeddings of tokens beyond the vocabulary.
     """
 
     given: Mapping[str, Any]
     num_top: int | None = None
     num_prompt_top: int | None = None
     processor: Any = None
+    prompt_table: Any = None
 
     @property
     def num_choices(self) -> int:
@@ -197,6 +198,8 @@ def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
         by_name["runtime_top_k"] = 0
     if given.get("logit_bias"):
         by_name["embedding_bias"] = _bias(given["logit_bias"], card.vocab_size)
+    if options.prompt_table is not None:
+        by_name["prompt_embedding_table"] = options.prompt_table
     if options.processor is not None:
         by_name["logits_post_processor"] = options.processor
     for name, ours in (("length_penalty", "len_penalty"), ("early_stopping", "early_stopping")):
