@@ -35,7 +35,8 @@ ALL = [*FAMILY_CONFIGS, *VARIANTS]
 
 
 def test_every_family_of_the_table_has_a_line_here() -> None:
-    assert set(FAMILY_CONFIGS) == set(FAMILIES)
+    # of which transformers has no text model alone; see test_wrappers
+    assert {*FAMILY_CONFIGS, "qwen3_vl_moe_text"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", ALL)

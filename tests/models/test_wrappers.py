@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import PagedDriver, checkpoint
 from family_configs import FAMILY_CONFIGS
-from family_runs import LONG, family_model
+from family_runs import LONG, family_folder, family_model
 
 from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
@@ -51,6 +51,23 @@ def test_the_text_model_of_a_wrapper_is_served(
     assert torch.equal(*logits)
     with pytest.raises(ConfigError, match="unknown: audio.weight"):
         load_model((wrapped, {**tensors, "audio.weight": torch.ones(1)}))
+
+
+def test_experts_of_qwen3_vl_moe_are_stacked_and_transposed() -> None:
+    config, state = checkpoint(family_model("qwen3_moe"))
+    wrapped = {
+        "model_type": "qwen3_vl_moe",
+        "text_config": {**config, "model_type": "qwen3_vl_moe_text"},
+        "tie_word_embeddings": False,
+    }
+    tensors = {
+        renamed(name, {"model.": "model.language_model."}): it.mT if ".experts." in name else it
+        for name, it in state.items()
+    }
+    models = [
+        load_model(it, dtype="float32") for it in (family_folder("qwen3_moe"), (wrapped, tensors))
+    ]
+    assert torch.equal(*(PagedDriver(model, 1).forward([(0, LONG)]) for model in models))
 
 
 def test_a_flat_config_with_mrope_is_that_of_its_text_model() -> None:

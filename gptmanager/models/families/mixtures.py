@@ -169,6 +169,28 @@ MIXTURES: Mapping[str, Family] = {
         ),
     ),
     "qwen3_moe": _QWEN3_MOE,
+    "qwen3_vl_moe_text": replace(
+        _QWEN3_MOE,
+        title="Qwen3-VL-MoE (text)",
+        tensors=llama_names(
+            **_DENSE,
+            router="mlp.gate",
+            transposed_up="mlp.experts.gate_up_proj",
+            transposed_down="mlp.experts.down_proj",
+        ),
+        defaults={
+            **_QWEN3_MOE.defaults,
+            "max_position_embeddings": 128000,
+            "rope_theta": 500000.0,
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "tie_word_embeddings": True,
+        },
+        neutral={"norm_topk_prob": True},
+        experts=experts_of("num_experts", renormalize=True, is_dense=readers.sparse_steps_dense),
+    ),
     "olmoe": _OLMOE,
     "flex_olmo": replace(
         _OLMOE,

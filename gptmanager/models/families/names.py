@@ -50,6 +50,8 @@ _MODULES: Mapping[str, tuple[str, str | None]] = {
     "expert_down": ("experts_down", None),
     "stacked_up": ("experts_up", "stacked"),
     "stacked_down": ("experts_down", "stacked"),
+    "transposed_up": ("experts_up", "stacked_transposed"),
+    "transposed_down": ("experts_down", "stacked_transposed"),
     "mixed_up": ("experts_up", "mixed"),
     "mixed_down": ("experts_down", "mixed"),
     "shared_gate_proj": ("shared_up", "gate"),

@@ -15,6 +15,7 @@ from gptmanager.models.spec import Attention, Latent, Layer, ModelSpec
 Order = tuple[tuple[int, int, int], ...]
 
 _ROTATED = ("q", "k")
+_STACKED = ("stacked", "stacked_transposed")  # [expert, out, in] and [expert, in, out]
 
 
 def place_tensors(spec: ModelSpec) -> dict[str, Place]:
@@ -74,7 +75,7 @@ def _tensor_name(name: str, layer: int, kind: str, part: str | None) -> str:
     """Return a tensor's name. Stacked experts have no `.weight`, and their biases end
     in `_bias`.
     """
-    if part == "stacked":  # the table has the complete names
+    if part in _STACKED:  # the table has the complete names
         kind = ""
     elif part == "mixed":
         kind = {".weight": "", ".bias": "_bias"}.get(kind, kind)
@@ -209,8 +210,8 @@ def _experts(
     assert experts is not None
     count = experts.count
     each = shape[0] // count
-    if part == "stacked":
-        yield theirs, Place(parameter, stacked=count)
+    if part in _STACKED:
+        yield theirs, Place(parameter, stacked=count, transposed=part != "stacked")
     elif part == "mixed":  # [expert, in, out], and rows of gate and up alternate
         is_matrix = len(shape) == 2
         runs = []

@@ -26,6 +26,7 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl": "qwen3",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
     "voxtral": "llama",
 }
 # Prefix of a text model's tensors in a wrapper -> their prefix without the wrapper.
