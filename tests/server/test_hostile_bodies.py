@@ -70,10 +70,38 @@ FORMAT = {
     "bad_words": ["a"],
     "stop_token_ids": [5],
 }
+MESSAGES = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "b"},
+            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": "b"}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "a"}]},
+        ]},
+    ],
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "none"},
+}  # fmt: skip
 # for each path a body that is taken; fields that are not in it are added to it one by one
 BODIES = {
     "/v1/completions": {"prompt": [[5, 6]], "max_tokens": 1},
     "/v1/chat/completions": CHAT,
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "a"},
+        ],
+        "tools": [{"type": "function", **CHAT["tools"][0]["function"]}],
+        "tool_choice": "none",
+        "text": {"format": {"type": "text"}},
+        "max_output_tokens": 1,
+    },
+    "/v1/messages": {**MESSAGES, "max_tokens": 1},
+    "/v1/messages/count_tokens": MESSAGES,
     "/tokenize": {"messages": CHAT["messages"], "tools": CHAT["tools"]},
     "/detokenize": {"tokens": [5, 6]},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},

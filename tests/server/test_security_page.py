@@ -14,7 +14,7 @@ from gptmanager.server import errors, log_output
 from gptmanager.server.chat import chat_prompt
 from gptmanager.server.http import access, body, http_protocol, json_text, key_file, request_log
 from gptmanager.server.http.body import LARGE_BODY
-from gptmanager.server.openai import completions
+from gptmanager.server.openai import completions, response_store
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text import generation_fields
 from gptmanager.server.tool_calls import tools
@@ -73,6 +73,8 @@ def in_code():
     grammars = f"{most}, with texts of {amount(guided.MAX_KEPT_BYTES)}"
     template = f"{template_process.MAX_SECONDS:g}, and {amount(template_process.MAX_BYTES)}"
     logged = f"{request_log.MAX_ID_LETTERS}; {request_log.MAX_PATH_LETTERS}"
+    of_store = response_store.MAX_RESPONSES, response_store.MAX_BYTES, response_store.MAX_AGE_S
+    stored = f"{of_store[0]:,}; {amount(of_store[1])}; {of_store[2]:,.0f}"
     files = f"{amount(key_file.MAX_BYTES)}; {amount(option_sources.MAX_FILE_BYTES)}"
     return {
         **{what: (f"{value:,}", None) for what, value in fixed.items()},
@@ -84,6 +86,7 @@ def in_code():
         "bytes of all bodies": (f"{body.MAX_BODIES_BYTES >> 20:,} MiB", None),
         "bytes of JSON": (json_limits, None),
         "characters of an `X-Request-Id`": (logged, None),
+        "stored responses": (stored, None),
         "bytes of the logits": (amount(token_model.MAX_LOGITS_BYTES), None),
         "bytes of all lists in `bad_words`": (amount(banned_texts._MAX_SIZE), None),
         "bytes of the request line": (amount(http_protocol.MAX_HEAD_BYTES), None),

@@ -100,14 +100,19 @@ class _Messages:
     async def _prepare(
         self, given: dict[str, Any], warnings: Warnings, request_id: str
     ) -> EventAnswer:
-        messages, places = messages_of(given["messages"], given.get("system"))
+        messages, places = self._messages(given)
         with fields_renamed(RENAMED, places):
             chat = await self._calls.prepare({**chat_fields(given), "messages": messages}, warnings)
         model = given.get("model") or self._calls.engine.card.name
         return EventAnswer(chat, MessageWriter(f"msg_{request_id}", model, chat.usage), model)
 
+    def _messages(self, given: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[int, str]]:
+        system = given.get("system")
+        self._calls.check_number("messages", [*given["messages"], {"content": system}])
+        return messages_of(given["messages"], system)
+
     async def _count(self, given: dict[str, Any], warnings: Warnings) -> int:
-        messages, places = messages_of(given["messages"], given.get("system"))
+        messages, places = self._messages(given)
         with fields_renamed(RENAMED, places):
             fields = {**chat_fields(given), "messages": messages}
             prompt, _ = await self._calls.prompt(fields, warnings)

@@ -16,6 +16,7 @@ from typing import Any
 from gptmanager.server.chat.chat_answer import ChatAnswer
 from gptmanager.server.chat.chat_prompt import UNKNOWN_FORMAT, ChatPrompt, ChatPrompts
 from gptmanager.server.chat.functions import has_functions, read_functions
+from gptmanager.server.chat.messages import count_items
 from gptmanager.server.chat.reasoning import Reasoning, special_tags
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
@@ -78,6 +79,14 @@ class ChatCalls:
             logger.info("calls in answers: none, requests with tools get a 400: %s", UNKNOWN_FORMAT)
         else:
             logger.info("calls in answers: %s, %s", form.name, calls)
+
+    def check_number(self, where: str, messages: list[Any]) -> None:
+        """Raise ApiError (400) if messages have more parts than the context has tokens."""
+        limit = self.engine.card.max_model_len
+        num_items = count_items(messages, limit)
+        if num_items > limit:
+            details = f"However, your {where} has {num_items} parts."
+            raise self.engine.context_length.exceeded(where, details)
 
     async def prompt(
         self, given: Mapping[str, Any], warnings: Warnings

@@ -82,8 +82,9 @@ class ResponseWriter:
         return self._event("output_item.added", self._place(item=dict(self._output[-1])))
 
     def _open_text(self, kind: str) -> list[dict[str, Any]]:
-        own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
-        added = self._open({"type": kind, **own, "content": []})
+        item: dict[str, Any] = {"type": kind, "content": []}
+        item |= {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        added = self._open(item)
         part: dict[str, Any] = {"type": _TEXTS[kind], "text": ""}
         if kind == "message":
             part |= {"annotations": [], "logprobs": []}

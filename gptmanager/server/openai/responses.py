@@ -54,9 +54,14 @@ _ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
 _NULL = ("completed_at", "conversation", "moderation", "prompt", "prompt_cache_diagnostics")
 _ECHOED = ("user", "safety_identifier", "max_tool_calls", "prompt_cache_key")
 # values of any depth that a response, or a list of its input, has again
-_RETURNED = ("input", "tools", "tool_choice", "text", "metadata", *_ECHOED)
-_IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "max_tool_calls")
-_CACHE = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
+_RETURNED = ("input", "tools", "tool_choice", "text")
+_IGNORED = {
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), Text(0, 1024)),
+    **dict.fromkeys(("service_tier", "prompt_cache_options", "prompt_cache_retention"), AsItIs()),
+    "max_tool_calls": Integer(0, 2**31 - 1),
+    "metadata": Object(),
+}
+_MAX_METADATA = (16, 512)  # keys, and letters of each value
 
 
 class Input:
@@ -95,7 +100,7 @@ _BODY = by_name(
         Field("background", Flag(), "only false"),
         Field("top_logprobs", Integer(0, 0), "only 0"),
     ],
-    [Field(name, AsItIs(), "accepted; has no effect on the answer") for name in _IGNORED + _CACHE],
+    [Field(name, kind, "accepted; has no effect on the answer") for name, kind in _IGNORED.items()],
 )  # fmt: skip
 FIELDS = _BODY | {
     name: one for name, one in by_name(SAMPLING, SERVING, TEMPLATE_FIELDS).items() if name in SAME
@@ -137,6 +142,7 @@ class _Responses:
         earlier = [] if name is None else self._earlier(owner, name)
         if not items and not earlier:
             raise bad_request("input", "input is missing")
+        self._calls.check_number("input", [*earlier, *items])
         messages, places = messages_of(items, earlier, given.get("instructions"))
         with fields_renamed(RENAMED, places):
             fields = {**chat_fields(given, warnings), "messages": messages}
@@ -218,11 +224,20 @@ def _check_supported(given: Mapping[str, Any]) -> None:
             orjson.dumps([[[[[[[[given.get(name)]]]]]]]])
         except TypeError:
             raise field_error(name, "is nested too deeply") from None
+    metadata, (most, longest) = given.get("metadata", {}), _MAX_METADATA
+    texts = [*metadata, *metadata.values()]
+    if len(metadata) > most or any(not _is_short(one, longest) for one in texts):
+        what = f"must have at most {most} keys, and strings of at most {longest} characters"
+        raise field_error("metadata", what)
     if given.get("background"):
         raise field_error("background", "is not supported: leave it out, or send false")
     for one in given.get("include", ()):
         if one != "reasoning.encrypted_content":
             raise field_error("include", f"{one!r} is not supported")
+
+
+def _is_short(value: Any, longest: int) -> bool:
+    return isinstance(value, str) and len(value) <= longest
 
 
 def _echoed(given: Mapping[str, Any]) -> dict[str, Any]:
