@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,11 @@ from checkpoints import PagedDriver
 from hf_models import ARCHITECTURES, REFUSED, greedy, new_network, table, through_transformers
 
 from gptmanager import KvCacheConfig, OptionalParams
+from gptmanager.assembly.loading import load
 from gptmanager.callbacks import generate
-from gptmanager.errors import ConfigError
+from gptmanager.config import ParallelConfig
+from gptmanager.errors import ConfigError, RequestError
+from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.models.hf.linears import PackedLinear
 
@@ -131,6 +135,15 @@ def test_options_that_it_does_not_have_are_refused(
         generate(str(folder), prompts(5), 4, optional_params=OptionalParams(**given))
 
 
+def test_ranks_and_adapters_are_refused(folder: Path) -> None:
+    ranks = OptionalParams(parallel_config=ParallelConfig(2, 1))
+    collectives: Any = object()
+    with pytest.raises(ConfigError, match="parallel_config = .* is refused"):
+        load(str(folder), ranks, CpuKernels(), torch.device("cpu"), collectives=collectives)
+    with pytest.raises(RequestError, match="lora_task_id is refused: the model takes no adapters"):
+        generate(through_transformers(new_network("llama")), prompts(5), 4, lora_task_id=3)
+
+
 def test_folders_that_transformers_cannot_load_are_refused(folder: Path, tmp_path: Path) -> None:
     params = options(model_backend="transformers")
     (tmp_path / "config.json").write_text('{"model_type": "no-such", "auto_map": {"A": "b.C"}}')
@@ -141,6 +154,11 @@ def test_folders_that_transformers_cannot_load_are_refused(folder: Path, tmp_pat
         generate(str(tmp_path), prompts(5), 4, optional_params=params)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ConfigError, match="is a pickle, which can run code"):
+        generate(str(tmp_path), prompts(5), 4, optional_params=params)
+    quantized = json.loads((folder / "config.json").read_text())
+    quantized["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ConfigError, match="only 'native' reads quantized folders"):
         generate(str(tmp_path), prompts(5), 4, optional_params=params)
     with pytest.raises(ConfigError, match="model_backend = 'transformers' needs a folder"):
         generate(({}, {}), prompts(5), 4, optional_params=params)
