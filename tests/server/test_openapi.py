@@ -104,3 +104,18 @@ def test_every_field_has_its_word():
     schema = path["requestBody"]["content"]["application/json"]["schema"]
     assert schema["required"] == ["prompt"]
     assert {"anyOf", "description"} == set(schema["properties"]["n"])
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_made_up_ids_of_responses_are_not_found(client, method):
+    schemathesis = pytest.importorskip(
+        "schemathesis", reason="needs schemathesis, which makes up the ids"
+    )
+    schema = schemathesis.openapi.from_dict(document())
+
+    @settings(max_examples=5, deadline=None)
+    @given(case=schema["/v1/responses/{response_id}"][method].as_strategy())
+    def ask(case):
+        assert client.request(method, case.formatted_path).status_code in (404, 405)
+
+    ask()

@@ -67,13 +67,9 @@ class ChatCalls:
         found, form = self._prompts.reasoning, self._prompts.tool_format
         if found is None:
             return
-        settings = self.settings
-        names = {"--reasoning-parser": settings.reasoning_parser}
-        names["--tool-call-parser"] = settings.tool_call_parser
-        thoughts, calls = (
-            "by the chat template" if given == "auto" else f"by {option}"
-            for option, given in names.items()
-        )
+        by_reasoning = ("--reasoning-parser", self.settings.reasoning_parser)
+        by_calls = ("--tool-call-parser", self.settings.tool_call_parser)
+        thoughts, calls = _why(by_reasoning, by_calls), _why(by_calls, by_reasoning)
         logger.info("thoughts in answers: %s, %s", found.value, thoughts)
         if form is None:
             logger.info("calls in answers: none, requests with tools get a 400: %s", UNKNOWN_FORMAT)
@@ -141,6 +137,14 @@ class ChatCalls:
         if tokenizer is not None and not (form is not None and form.has_thoughts):
             start = functools.partial(prompt.start.grammar_start, tokenizer)
         return await self._processors.of(given, warnings, tools, form, start)
+
+
+def _why(own: tuple[str, str], other: tuple[str, str]) -> str:
+    """Return what decides a format: its own option, or the other one, as harmony is both."""
+    for option, value in (own, other):
+        if value == "harmony" or (option == own[0] and value != "auto"):
+            return f"by {option}"
+    return "by the chat template"
 
 
 @contextmanager
