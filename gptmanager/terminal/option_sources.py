@@ -1,7 +1,7 @@
 """Values of a command's options from environment variables and from a TOML file.
 
-An option `--name-of-it` is the variable PREFIX_NAME_OF_IT, and the key `name-of-it` (or
-`name_of_it`) of the file. The parser's own types and choices check the values.
+The variable PREFIX_NAME_OF_IT and the key `name-of-it` (or `name_of_it`) of the file set the option
+`--name-of-it`. The parser's own types and choices check the values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ class Repeated(argparse.Action):
 class FoundOptions:
     """Option values that are not from the command line.
 
-    `values`: by the option's `dest`. `origins`: a description of where each value is from.
-    `unknown`: variables with the prefix that name no option.
+    `values` maps the `dest` of an option to its value, `origins` to a description of where the
+    value is from. `unknown` has the variables with the prefix that name no option.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def find_options(
 
 
 def with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Return an error that also says where the options that its text names are from."""
+    """Return the error with the origins of the options that its text names."""
     text = str(error)
     named = [
         origin
@@ -169,13 +169,9 @@ def _converted(action: argparse.Action, value: Any) -> Any:
     if not isinstance(value, str) and not isinstance(found, (int, float)):
         raise TypeError(f"must be a string, not {_kind(value)}")  # 3.10 would become "3.1"
     if action.choices is not None and found not in action.choices:
-        choices = ", ".join(map(str, _choices(action)))
+        choices = ", ".join(map(str, action.choices))
         raise ValueError(f"{quoted(value)} must be one of {choices}")
     return found
-
-
-def _choices(action: argparse.Action) -> Iterator[Any]:
-    yield from action.choices or ()
 
 
 def _kind(value: Any) -> str:

@@ -15,9 +15,9 @@ from gptmanager.terminal.printable import printable_lines
 class Parser(argparse.ArgumentParser):
     """A parser with printable errors: they quote arguments, which may contain any character.
 
-    `variables`: the prefix of environment variables that set options, too; so does a file that the
-    option `--config` names. The command line has precedence, then the environment, then the file.
-    The parsed options have `origins` and `unknown_variables` of `find_options`.
+    Options can also be set by environment variables with the prefix `variables`, and by a file that
+    the option `--config` names. The command line has precedence, then the environment, then the
+    file. The parsed options have the `origins` and `unknown_variables` that `find_options` returns.
     """
 
     def __init__(self, *arguments: Any, variables: str = "", **by_name: Any) -> None:
