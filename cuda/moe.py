@@ -50,8 +50,8 @@ PROGRAM = Program(
 class SortedSlots(NamedTuple):
     """Slots sorted by expert, int32 `[N]`, and their tiles, int32 `[n, 3]`: expert, first, last.
 
-    Slot `t * per_token + i` is choice i of token t. A tile has up to `rows` slots. Expert -1:
-    nothing to do.
+    Slot `t * per_token + i` is choice i of token t. A tile has up to `rows` slots. A tile of expert
+    -1 has no work.
     """
 
     sorted: Tensor

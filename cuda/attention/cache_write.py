@@ -79,15 +79,15 @@ def rope_and_write(
 ) -> None:
     """Write rotated queries to `queries`, and rotated keys and values to their cells in the pages.
 
-    `queries` `[T, H, D]`; `qkv` `[T, (H + 2K) * D]`: query heads, key heads, value heads; `q_norm`,
-    `k_norm` `[D]`: weights of an RMSNorm with `eps` of each head, before the rotation, or after it
-    if `late`; they are stored less 1 if `plus_one`, which has no kernel with `late`; all of one
-    dtype of float32, float16, bfloat16; pages have the same dtype or float8_e4m3fn. `positions`
-    `[T]` int64 index `cos_sin` `[max_pos, N]` float32: cosines of N / 2 frequencies, then their
-    sines; dimensions i < N / 2 and i + N / 2 of a head are rotated together, those from N on are
-    unchanged. `cells` `[T]` int32: from `locate_tokens`; tokens with a negative one are not written
-    to pages. D is one of HEAD_DIMS. Ties round to even, and NaN stays NaN; float8_e4m3fn saturates.
-    ValueError for other tensors.
+    `queries` is `[T, H, D]`. `qkv` `[T, (H + 2K) * D]` has query heads, key heads and value heads.
+    `q_norm` and `k_norm` `[D]` are weights of an RMSNorm with `eps` of each head, before the
+    rotation, or after it if `late`; they are stored less 1 if `plus_one`, which has no kernel with
+    `late`. All have one dtype of float32, float16 and bfloat16; pages have the same dtype or
+    float8_e4m3fn. `positions` `[T]` int64 are rows of `cos_sin` `[max_pos, N]` float32, which has
+    the cosines of N / 2 frequencies, then their sines. Dimensions i < N / 2 and i + N / 2 of a head
+    are rotated together, those from N on are unchanged. `cells` `[T]` int32 is from
+    `locate_tokens`; tokens with a negative cell are not written to pages. D is one of HEAD_DIMS.
+    Ties round to even, and NaN stays NaN; float8_e4m3fn saturates. ValueError for other tensors.
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = pages.values.shape

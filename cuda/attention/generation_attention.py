@@ -50,9 +50,10 @@ PROGRAM = Program(
 class GenerationWork(NamedTuple):
     """A `GenerationPlan` on the device, and its working memory.
 
-    From the plan: `items` int32 `[N, 4]`, `block_starts` int32 `[B + 1]`, `partial_starts` int32
-    `[R + 1]`. Working memory: `partial` `[n, H, D]` and `partial_log` `[n, H]` float32, n >= the
-    plan's `num_partials`; `arrived` int32 `[R, K]`, zero before and after.
+    The plan consists of `items` int32 `[N, 4]`, `block_starts` int32 `[B + 1]` and `partial_starts`
+    int32 `[R + 1]`. The working memory is `partial` `[n, H, D]` and `partial_log` `[n, H]` float32,
+    with n of at least the plan's `num_partials`, and `arrived` int32 `[R, K]`, which is zero before
+    and after.
     """
 
     items: Tensor

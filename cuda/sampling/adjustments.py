@@ -103,13 +103,13 @@ def adjust(
 ) -> None:
     """Adjust `logits` `[S, V]` float32 in place; the result has the same bits as on the CPU.
 
-    `params` `[slots, PARAMS.itemsize]` uint8: an array of PARAMS, as bytes; `lists` int32: the
-    lists of `pack_lists`; `histories` `[slots, length]` int32: a row reads the part before its
-    position; `seen` `[S or more, V]` int32: zero before and after; `slots` `[S]` int32, -1: the row
-    is not changed; `positions` `[S]` int64: the positions of the tokens to be chosen. Ids of a bias
-    are distinct and in the vocabulary. A slot is the index of one sequence in `params` and
-    `histories`, so each beam of a request has its own. Several rows have the same slot if they are
-    draft positions of one sequence. ValueError for other tensors.
+    `params` `[slots, PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes. `lists` int32 has the
+    lists of `pack_lists`. Of `histories` `[slots, length]` int32, a row reads the part before its
+    position. `seen` `[S or more, V]` int32 is zero before and after. `slots` `[S]` int32 has the
+    slot of each row; a row with -1 is not changed. `positions` `[S]` int64 has the positions of the
+    tokens to be chosen. Ids of a bias are distinct and in the vocabulary. A slot is the index of
+    one sequence in `params` and `histories`, so each beam of a request has its own. Several rows
+    have the same slot if they are draft positions of one sequence. ValueError for other tensors.
     """
     num_rows, vocab_size = logits.shape
     check_tensors(

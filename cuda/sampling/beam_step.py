@@ -29,11 +29,11 @@ def best_of_rows(
 ) -> None:
     """Write the best tokens of each row to `tokens` int32 and `log_probs` float32, `[S, most]`.
 
-    `counts` `[S]` int32: the number of continuations of each row; 0: nothing is written for it. The
+    `counts` `[S]` int32 has the number of continuations of each row; for 0, nothing is written. The
     rest of a row is filled with -1 and -inf, also if the vocabulary has fewer tokens than `counts`.
-    `logits` `[S, V]`, bfloat16, float16 or float32, are adjusted;
-    `params` `[slots, sampling.PARAMS.itemsize]` uint8: an array of PARAMS, as bytes;
-    `slots` `[S]` int32.
+    `logits` `[S, V]`, bfloat16, float16 or float32, are already adjusted.
+    `params` `[slots, sampling.PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots`
+    `[S]` int32 has the index in it of each row.
 
     Log probabilities are computed in single precision from the logits divided by the temperature
     (0 counts as 1). Equal ones rank by ascending id. NaN counts as -inf, +inf as the largest finite

@@ -26,11 +26,11 @@ def log_probs(
 
     Both have the shape `[S]`, or `[S, n]` for several tokens of each row.
 
-    `logits` `[S, V]`, bfloat16, float16 or float32, are adjusted;
-    `params` `[slots, sampling.PARAMS.itemsize]` uint8: an array of PARAMS, as bytes;
-    `wanted` `[slots]` uint8: with NOTHING the row's values are not changed; LOGIT is the token's
-    logit divided by the temperature; LOG_PROB is logit - log(sum(exp(logits))) of such logits.
-    `slots` `[S]` int32, -1: the same as NOTHING. The row is read once.
+    `logits` `[S, V]`, bfloat16, float16 or float32, are already adjusted.
+    `params` `[slots, sampling.PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots`
+    `[S]` int32 has the index in it of each row. By `wanted` `[slots]` uint8, LOGIT is the token's
+    logit divided by the temperature, LOG_PROB is logit - log(sum(exp(logits))) of such logits, and
+    with NOTHING, or the slot -1, the row's values are not changed. The row is read once.
 
     A temperature of 0 counts as 1, NaN as -inf. If a logit is +inf, or all are -inf, the values are
     0 or -inf. If the temperature makes all logits -inf, the value of a finite logit is 0.

@@ -102,11 +102,11 @@ def sample(
     The tokens are written to `tokens` `[S]` int32, and to `inputs` int32 `[S]`, with 0 if no token
     can be chosen. With `cells` int64 `[S]`, row i is written to `inputs[cells[i]]`.
 
-    `params` `[slots, PARAMS.itemsize]` uint8: an array of PARAMS, as bytes; `slots` `[S]` int32,
-    -1: nothing is chosen or written; `positions` `[S]` int64: the positions of the tokens to be
-    chosen. A row's token does not depend on other rows. The logits are not changed. With a
-    `workspace`, several blocks share each row if there are few; the result has the same bits.
-    ValueError for other tensors.
+    `params` `[slots, PARAMS.itemsize]` uint8 is an array of PARAMS, as bytes, and `slots` `[S]`
+    int32 has the index in it of each row; for -1 nothing is chosen or written. `positions` `[S]`
+    int64 has the positions of the tokens to be chosen. A row's token does not depend on other rows.
+    The logits are not changed. With a `workspace`, several blocks share each row if there are few;
+    the result has the same bits. ValueError for other tensors.
 
     top_k keeps all tokens that tie with the k-th best. top_p keeps the shortest ranking with a mass
     of at least p, in single precision. min_p is relative to the best token's probability. Equal
