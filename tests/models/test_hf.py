@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import PagedDriver
 from hf_models import ARCHITECTURES, REFUSED, greedy, new_network, table, through_transformers
+from safetensors.torch import load_file, save_file
 
 from gptmanager import KvCacheConfig, OptionalParams
 from gptmanager.assembly.loading import load
@@ -162,6 +163,32 @@ def test_folders_that_transformers_cannot_load_are_refused(folder: Path, tmp_pat
         generate(str(tmp_path), prompts(5), 4, optional_params=params)
     with pytest.raises(ConfigError, match="model_backend = 'transformers' needs a folder"):
         generate(({}, {}), prompts(5), 4, optional_params=params)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("vocab_size", 1 << 36, "describes [0-9]+ parameters: the checkpoint has only [0-9]+"),
+        ("num_hidden_layers", 1 << 40, "1099511627776 layers: the checkpoint has only"),
+    ],
+)
+def test_a_config_that_its_tensors_contradict_sizes_nothing(
+    folder: Path, tmp_path: Path, field: str, value: int, message: str
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        generate(str(tmp_path), prompts(5), 4, optional_params=options())
+
+
+def test_missing_tensors_are_named(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    extra = {"model.other": tensors.pop("model.layers.1.mlp.up_proj.weight")}
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match="tensors are missing: model.layers.1.mlp.up_proj.weight"):
+        generate(str(tmp_path), prompts(5), 4, optional_params=options())
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from gptmanager.errors import ConfigError, error_summary, quoted
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Kernels
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.tensor_checks import refuse_tensors
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, is_quantized, read_config
 from gptmanager.models.hf.library import knows, load_transformers_library
 from gptmanager.models.hf.network import TransformersModel
@@ -41,18 +44,24 @@ def load_with_transformers(
     own_dtype = read_dtype(read_config(folder), dtype)
     if prepare is not None:
         prepare(own_dtype, {it for it in (weights_dtype, _head(weights_dtype, head_dtype)) if it})
+    options = {"trust_remote_code": False, "local_files_only": True}
     try:
-        network = library.AutoModelForCausalLM.from_pretrained(
+        _check_sizes(library, folder, library.AutoConfig.from_pretrained(folder, **options))
+        network, found = library.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=own_dtype,
             use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
             experts_implementation="eager",
+            output_loading_info=True,
+            **options,
         )
+    except ConfigError:
+        raise
     except Exception as error:  # whatever its many parts raise
         why = error_summary(error)
         raise ConfigError(f"transformers cannot load {quoted(str(folder))}: {why}") from error
+    # transformers would leave random numbers in them
+    refuse_tensors("tensors are missing", found["missing_keys"])
     head = network.get_output_embeddings()
     names = {name for name, module in network.named_modules() if module is head}
 
@@ -73,6 +82,27 @@ def _head(weights_dtype: Quantized | None, head_dtype: Quantized | None) -> Quan
     return (head_dtype or "int8") if weights_dtype == "int4" else weights_dtype
 
 
+def _check_sizes(library: Any, folder: Path, config: Any) -> None:
+    """Raise ConfigError if a config describes more parameters than its checkpoint holds.
+
+    Nothing is allocated: the network is built without memory.
+    """
+    given = SafetensorsFolder(folder).describe()
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if layers > len(given):
+        raise ConfigError(
+            f"config.json: {layers} layers: the checkpoint has only {len(given)} tensors"
+        )
+    with torch.device("meta"):
+        network = library.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    needed = sum(parameter.numel() for parameter in network.parameters())
+    stored = sum(math.prod(info.shape) for info in given.values())
+    if needed > stored:
+        raise ConfigError(
+            f"config.json describes {needed} parameters: the checkpoint has only {stored}"
+        )
+
+
 def _check_folder(folder: Path) -> None:
     given = "model_backend = 'transformers'"
     if gguf_checkpoint(folder) is not None:
@@ -87,4 +117,3 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(
             f"{given}: config.json: quantization_config: only 'native' reads quantized folders"
         )
-    SafetensorsFolder(folder)  # checks that all files are safetensors
