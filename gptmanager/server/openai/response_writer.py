@@ -83,7 +83,10 @@ class ResponseWriter:
 
     def _open_text(self, kind: str) -> list[dict[str, Any]]:
         item: dict[str, Any] = {"type": kind, "content": []}
-        item |= {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        if kind == "reasoning":
+            item["summary"] = []
+        else:
+            item["role"] = "assistant"
         added = self._open(item)
         part: dict[str, Any] = {"type": _TEXTS[kind], "text": ""}
         if kind == "message":

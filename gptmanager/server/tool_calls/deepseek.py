@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +22,9 @@ _MARK = "<｜tool▁{}｜>"  # noqa: RUF001 - the letters of the model's tokens
 TAGS = tuple(map(_MARK.format, ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")))
 _BEGIN_ALL, _END_ALL, BEGIN, END, SEPARATOR = TAGS
 _BLOCK = "```json"
-_GROUP = {"begin": _BEGIN_ALL, "end": _END_ALL, "tag": _BEGIN_ALL, "tags": TAGS}
-_WITH_BLOCK = CallShape(
-    f"{BEGIN}function{SEPARATOR}", f"\n{_BLOCK}\n", f"\n```{END}", joint="\n", **_GROUP
-)
-_WITHOUT = CallShape(BEGIN, SEPARATOR, END, joint="", **_GROUP)
+_shape = functools.partial(CallShape, begin=_BEGIN_ALL, end=_END_ALL, tag=_BEGIN_ALL, tags=TAGS)
+_WITH_BLOCK = _shape(f"{BEGIN}function{SEPARATOR}", f"\n{_BLOCK}\n", f"\n```{END}")
+_WITHOUT = _shape(BEGIN, SEPARATOR, END, joint="")
 _HEADERS = (
     ("function", SEPARATOR, NAME, SPACE, _BLOCK, SPACE, OBJECT),
     (NAME, SEPARATOR, SPACE, OBJECT),
