@@ -169,7 +169,7 @@ def test_folders_that_transformers_cannot_load_are_refused(folder: Path, tmp_pat
     ("field", "value", "message"),
     [
         ("vocab_size", 1 << 36, "describes [0-9]+ parameters: the checkpoint has only [0-9]+"),
-        ("num_hidden_layers", 1 << 40, "1099511627776 layers: the checkpoint has only"),
+        ("num_hidden_layers", 1 << 40, "num_hidden_layers = 1099511627776: .* has only"),
     ],
 )
 def test_a_config_that_its_tensors_contradict_sizes_nothing(

@@ -46,6 +46,6 @@ def register(
 def use_attention(network: Any, name: str) -> None:
     """Let all layers of a network use the attention `name`."""
     for module in network.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation_internal = name

@@ -20,6 +20,7 @@ from gptmanager.models.hf.library import knows, load_transformers_library
 from gptmanager.models.hf.network import TransformersModel
 from gptmanager.models.read_spec import read_dtype
 
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 Prepare = Callable[[torch.dtype, Collection[Quantized]], object]
 
 
@@ -88,11 +89,6 @@ def _check_sizes(library: Any, folder: Path, config: Any) -> None:
     Nothing is allocated: the network is built without memory.
     """
     given = SafetensorsFolder(folder).describe()
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if layers > len(given):
-        raise ConfigError(
-            f"config.json: {layers} layers: the checkpoint has only {len(given)} tensors"
-        )
     with torch.device("meta"):
         network = library.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     needed = sum(parameter.numel() for parameter in network.parameters())
@@ -107,7 +103,8 @@ def _check_folder(folder: Path) -> None:
     given = "model_backend = 'transformers'"
     if gguf_checkpoint(folder) is not None:
         raise ConfigError(f"{given}: {quoted(str(folder))} is a GGUF file: only 'native' reads it")
-    name = read_config(folder).get("model_type")
+    config = read_config(folder)
+    name = config.get("model_type")
     if not knows(name):
         raise ConfigError(
             f"{given}: config.json: model_type = {quoted(name)}: transformers does not have this "
@@ -117,3 +114,12 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(
             f"{given}: config.json: quantization_config: only 'native' reads quantized folders"
         )
+    num_tensors = len(SafetensorsFolder(folder).describe())
+    # before transformers makes lists with an item for each layer
+    for own in (config, config.get("text_config")):
+        for field in _LAYERS if isinstance(own, dict) else ():
+            if isinstance(count := own.get(field), int) and count > num_tensors:
+                raise ConfigError(
+                    f"config.json: {field} = {quoted(count)}: the checkpoint has only "
+                    f"{num_tensors} tensors"
+                )
