@@ -17,6 +17,8 @@ from gptmanager.ranks.frames import Frames
 from gptmanager.ranks.links import Links
 from gptmanager.ranks.meeting import Channel, call, meet
 
+dist: Any = torch.distributed  # its type stubs are incomplete
+
 MOST_BYTES = 1 << 16  # fits into the buffers of a connection, so that no rank waits to send
 _KIND = 0
 
@@ -56,7 +58,7 @@ def connect_parts(
     """
     others: dict[int, Frames] = {}
     for first in range(size - 1):
-        own = torch.distributed.PrefixStore(f"{prefix}/part-{first}", store)
+        own = dist.PrefixStore(f"{prefix}/part-{first}", store)
         if part == first:
             own.set("address", links.address)
             found, blame = meet(own, links.address, size - first, boot_s)
