@@ -13,8 +13,8 @@ from gptmanager.models.quantized.formats import MatrixFinder
 from gptmanager.models.quantized.matrices import ExpertBlocks, StoredMatrix
 from gptmanager.models.quantized.scheme import Scheme
 
-_FLOAT_BYTES = 16  # of memory for an element that becomes a float32, with temporary arrays
-_GROUP_BYTES = 4  # for one that stays in 4 bits
+_FLOAT_BYTES = 32  # of memory for an element that becomes a float32, with temporary arrays
+_GROUP_BYTES = 8  # for one that stays in 4 bits
 _STEP = 8  # rows that share a word in some formats
 _SMALL = 1 << 24  # bytes of a part that are read at a time
 
