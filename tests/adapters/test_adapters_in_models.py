@@ -6,12 +6,15 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import CONFIGS, PagedDriver, checkpoint, is_greedy, random_model
 from packed_adapters import RANKS, adapter_of, packed
 
+from gptmanager.kernels import CpuKernels
+from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 from gptmanager.models.model import load_model
 
@@ -41,6 +44,35 @@ def test_each_row_has_the_tokens_of_its_merged_model(
     for slot, prompt, tokens in zip(slots, prompts, generated, strict=True):
         assert is_greedy(base if slot < 0 else merged[slot], prompt, tokens)
     assert len({tuple(tokens) for tokens in generated}) > 4
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_adapters_are_added_to_quantized_matrices(kind: Any, tmp_path: Path) -> None:
+    base = random_model(CONFIGS["llama"])
+    exact = load_model(checkpoint(base), kernels=CpuKernels(deterministic=True))
+    adapters = [
+        adapter_of(base, "llama", (1, 2, 3, 4, 5, 6, 7), rank, exact.spec, tmp_path / str(rank))[0]
+        for rank in RANKS
+    ]
+    slots = torch.tensor([-1, 0, 1, 2], dtype=torch.int32)
+
+    def logits(model: Any, rows_of: torch.Tensor) -> torch.Tensor:
+        driver = PagedDriver(model, num_slots=4)
+        driver.adapters = replace(packed(model.spec, adapters), rows=rows_of)
+        prompts = [(n, [5, 6, 7, 8 + n]) for n in range(4)]
+        return torch.cat([driver.forward(prompts), driver.forward([(n, [9]) for n in range(4)])])
+
+    quantized, fast = (
+        load_model(checkpoint(base), weights_dtype=kind, kernels=CpuKernels(deterministic=own))
+        for own in (True, False)
+    )
+    for name in exact.weights:
+        own, given = exact.weights[name], quantized.weights[name]
+        own.copy_(given.unpacked() if isinstance(given, PackedMatrix) else given)
+    wanted = logits(exact, slots)
+    torch.testing.assert_close(logits(quantized, slots), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(fast, slots), wanted, atol=0.3, rtol=0.05)
+    assert not torch.allclose(logits(quantized, slots.flip(0)), wanted, atol=0.3)
 
 
 def test_a_step_whose_adapters_nobody_uses_has_the_bits_of_one_without() -> None:

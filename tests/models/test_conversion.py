@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import CONFIGS, PagedDriver, random_model
+from family_configs import FAMILY_CONFIGS
 from gguf_files import save_gguf
 from gguf_tokenizers import metadata_of
 from packed_logits import random_tokens
@@ -20,11 +21,14 @@ from text_checkpoint import save_text_checkpoint
 from gptmanager import cli
 from gptmanager.callbacks import TokenDefaults, load_tokenizer
 from gptmanager.errors import ConfigError
+from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.safetensors_writer import SafetensorsWriter
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import is_quantized, open_tensors
 from gptmanager.models.conversion import convert_checkpoint
-from gptmanager.models.quantized_tensors import FIELD
+from gptmanager.models.quantized_tensors import FIELD, QuantizedTensors
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +210,63 @@ def test_what_is_stored_otherwise_is_copied(folder: Path, tmp_path: Path) -> Non
     assert torch.equal(logits(target), logits(target, weights_dtype=None, dtype="float32"))
     given = quantized_matrices(load_model(target, weights_dtype="int8"))
     assert [name for name in given if is_mapped(given[name])] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("family", ["cohere", "gpt_neox", "mixtral"])
+def test_rows_that_loading_moves_are_right(tmp_path: Path, family: str) -> None:
+    """Pairs of a rotation, heads that are stored together, and experts of which one matrix is
+    made."""
+    config = {"model_type": family, **FAMILY_CONFIGS[family]}
+    source = tmp_path / "source"
+    random_model(config).save_pretrained(source)
+
+    target = convert_checkpoint(source, tmp_path / "copy", weights_dtype="int8")
+    expected = quantized_matrices(load_model(source, weights_dtype="int8"))
+    found = quantized_matrices(load_model(target, weights_dtype="int8"))
+    assert found.keys() == expected.keys()
+    for name, own in found.items():
+        assert torch.allclose(own.unpacked(), expected[name].unpacked(), atol=1e-6), name
+    assert any(map(is_mapped, found.values()))
+
+
+def written(file: Path, matrices: dict[str, Int4Matrix]) -> QuantizedTensors:
+    """A folder of these matrices, in their order."""
+    tensors: dict[str, torch.Tensor] = {}
+    for number, end in enumerate(("", "_scale", "_minimum")):
+        parts = {f"{name}{end}": it.panels[number] for name, it in matrices.items()}
+        tensors |= {name: part for name, part in parts.items() if part is not None}
+    tensors |= {f"{name}_shape": torch.tensor(it.shape) for name, it in matrices.items()}
+    announced = {name: (tuple(it.shape), it.dtype) for name, it in tensors.items()}
+    with SafetensorsWriter(file, announced) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    return QuantizedTensors(SafetensorsFolder(file.parent))
+
+
+def test_only_whole_panels_next_to_each_other_are_one_matrix(tmp_path: Path) -> None:
+    made = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, minima: bool) -> Int4Matrix:
+        values = torch.randint(0, 16, (rows, 40), generator=made, dtype=torch.uint8)
+        scales, lowest = (torch.randn(rows, 2, generator=made).half() for _ in range(2))
+        own = Int4Matrix(rows, 40, torch.float32)
+        own.copy_(Groups(values, scales, lowest if minima else None))
+        return own
+
+    parts = {"a": matrix(16, True), "b": matrix(24, True), "c": matrix(16, True)}
+    source = written(tmp_path / "model.safetensors", parts)
+    found, joined = source.panels(["a", "b"]), Int4Matrix(40, 40, torch.float32)
+    assert found is not None and joined.adopt(found)
+    expected = torch.cat([parts[name].unpacked() for name in "ab"])
+    assert torch.equal(joined.unpacked(), expected) and joined.minima is not None
+    # apart, in another order, and with rows that pad a panel before others
+    assert all(source.panels(names) is None for names in (["a", "c"], ["b", "a"], ["b", "c"]))
+
+    (tmp_path / "other").mkdir()
+    four = {name: matrix(16, name == "d") for name in "abcd"}
+    source = written(tmp_path / "other" / "model.safetensors", four)
+    assert source.panels(["a", "b", "c"]) is not None
+    assert all(source.panels(list(names)) is None for names in ("acb", "bac", "cd"))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -16,6 +16,7 @@ from gptmanager.assembly.adapter_sizing import adapter_sizes
 from gptmanager.config import PeftCacheManagerConfig
 from gptmanager.errors import AdapterError, ConfigError
 from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.memory import AdapterPool
 from gptmanager.models import load_model
 from gptmanager.peft_cache import AdapterRow, PageCopy
@@ -179,6 +180,30 @@ def test_weights_are_replaced_in_place_out_of_whole_tensors(family, quantized):
     expected = run(load_model((config, new), kernels=kernels, **options))
     for own, right in zip(World(2, 2).run(body)[0], expected, strict=True):
         torch.testing.assert_close(own, right, atol=1e-5, rtol=1e-5)
+
+
+def test_groups_of_4_bits_are_replaced_in_place_on_each_rank():
+    # each rank's columns begin with a group, so that its numbers are those of whole rows
+    wide = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+    (config, old), (_, new) = (
+        checkpoint(random_model(CONFIGS["llama"] | ODD_VOCABULARY | wide, seed=seed))
+        for seed in (0, 1)
+    )
+    kernels = functools.partial(CpuKernels, deterministic=True)
+
+    def body(collectives):
+        options = {"weights_dtype": "int4", "collectives": collectives}
+        model = load_model((config, old), kernels=kernels(), **options)
+        before = run(model)
+        model.weights.load(new)
+        model.weights.load({n: t for n, t in new.items() if ".1." in n}, partial=True)
+        assert any(isinstance(it, Int4Matrix) for it in model.weights.matrices)
+        return before, run(model)
+
+    for of_rank, tensors in zip(World(2, 2).run(body)[0], (old, new), strict=True):
+        expected = run(load_model((config, tensors), kernels=kernels(), weights_dtype="int4"))
+        for own, right in zip(of_rank, expected, strict=True):
+            torch.testing.assert_close(own, right, atol=1e-5, rtol=1e-5)
 
 
 class Reader:
