@@ -7,9 +7,10 @@ The variable PREFIX_NAME_OF_IT and the key `name-of-it` (or `name_of_it`) of the
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import re
 import shlex
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,32 +98,30 @@ def with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
 
 def _read(file: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raises ConfigError."""
-    shown = quoted_path(file)
+    shown, parser = quoted_path(file), _toml()
     try:
         with file.open("rb") as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"--config {shown} must have at most {MAX_FILE_BYTES} bytes")
-        found: dict[str, Any] = _toml().loads(content.decode())
+        text = content.decode()
+        found: dict[str, Any] = {} if len(content) > MAX_FILE_BYTES else parser.loads(text)
     except OSError as error:
         raise ConfigError(f"--config {shown} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {shown} must be TOML: {error_summary(error)}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"--config {shown} must have at most {MAX_FILE_BYTES} bytes")
     return found
 
 
 def _toml() -> Any:
-    if sys.version_info >= (3, 11):
-        import tomllib
+    """Return the parser of TOML: the standard library's, or before Python 3.11 the package tomli.
 
-        return tomllib
-    try:
-        import tomli
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "--config needs Python 3.11, or the package tomli: pip install tomli"
-        ) from error
-    return tomli
+    Raises ConfigError if there is none.
+    """
+    for name in ("tomllib", "tomli"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    raise ConfigError("--config needs Python 3.11, or the package tomli: pip install tomli")
 
 
 def _is_switch(action: argparse.Action) -> bool:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 
 import pytest
 from running_server import MODEL as FOLDER
@@ -222,3 +223,9 @@ def test_the_log_warns_of_unknown_variables(parse, monkeypatch, caplog):
     monkeypatch.setattr(serve_main._logger, "warning", lambda *words: seen.append(words))
     assert cli.main(["serve", "--model", MODEL]) == 0
     assert seen == [("the environment variable %s names no option of serve", f"{PREFIX}PROT")]
+
+
+def test_a_python_without_toml_says_what_to_install(refused, monkeypatch):
+    for name in ("tomllib", "tomli"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "error: --config needs Python 3.11, or the package tomli" in refused(config="port = 1")
