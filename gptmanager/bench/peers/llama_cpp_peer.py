@@ -103,7 +103,9 @@ def _perplexities(
         }
         own_figures = _figures(_call(_OWN_SCRIPT, orjson.dumps(given)))[-1]
         found[f"gptmanager {name}"] = round(own_figures["perplexity"], 4)
-    for name, path in theirs.items() if programs is not None else ():
+    if programs is None:
+        return found
+    for name, path in theirs.items():
         size = ["-c", CONTEXT, "--chunks", CHUNKS, "-t", threads]
         output = _call([programs / "llama-perplexity", "-m", path, "-f", text, *size])
         match = _PERPLEXITY.search(output)
