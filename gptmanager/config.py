@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 DEVICE = re.compile(r"cpu|cuda(:\d+)?|emulator")  # names of devices
 ProgressCallback = Callable[[str, int, int], None]  # kind of work, amount done, total amount
@@ -148,6 +148,17 @@ class PromptLookup:
     min_ngram: int = 2
 
 
+class Delivered(NamedTuple):
+    """The part of a request's output that its host has, see `OptionalParams.restore_cb`.
+
+    `num_tokens`: the number of generated tokens of a streaming request. `final`: whether the host
+    has the final response.
+    """
+
+    num_tokens: int
+    final: bool = False
+
+
 @dataclass(slots=True)
 class OptionalParams:
     """The optional parameters of a manager, which docs/manager.md describes one by one.
@@ -191,6 +202,14 @@ class OptionalParams:
     last `black_box_iterations` iterations are kept in memory, in about `black_box_bytes`, and
     written to `black_box_path` when the loop fails. By default this is a new file in the temporary
     folder, which the log names. With `black_box_iterations` 0 no iterations are kept.
+
+    The journal. `journal_path`: a folder; the requests that are unfinished when the process dies
+    continue in the next manager on this folder (docs/reliability.md). `journal_sync`: when records
+    are forced to the disk: "always" before their responses are sent, a number of milliseconds in
+    the background, "never". `journal_on_full`, while the disk is full: "refuse" new requests, or
+    "continue" without a journal. `restore_cb(request_id)`: returns what the host has of a request,
+    a `Delivered`, or None. `restore_processor_cb(request_id, client_id)`: returns its logits
+    post-processor.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -230,6 +249,11 @@ class OptionalParams:
     black_box_iterations: int = 64
     black_box_bytes: int = 64 << 20
     black_box_path: str | os.PathLike[str] | None = None
+    journal_path: str | os.PathLike[str] | None = None
+    journal_sync: float | Literal["always", "never"] = 20
+    journal_on_full: Literal["refuse", "continue"] = "refuse"
+    restore_cb: Callable[[int], Delivered | None] | None = None
+    restore_processor_cb: Callable[[int, int | None], Any] | None = None
     on_progress: ProgressCallback | None = None
     device_ids: list[int] | None = None
     decoding_mode: str | None = None

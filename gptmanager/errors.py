@@ -74,6 +74,10 @@ class RecordingError(GptManagerError, ValueError):
     """A recording cannot be written, read, or understood, or contradicts itself."""
 
 
+class JournalError(GptManagerError, ValueError):
+    """A journal is damaged, or cannot be read or written."""
+
+
 def response_text(error: BaseException) -> str:
     """Return the text of an error response: the class's name, then the error's text."""
     name = type(error).__name__

@@ -33,6 +33,20 @@ class Failure(NamedTuple):
     error: BaseException
 
 
+class Progress(NamedTuple):
+    """The progress of a request that continues after its process has died.
+
+    `tokens`: the first tokens of its output, with their `log_probs` if it asks for them.
+    `num_sent`: how many tokens its host has. `age_s`: seconds since it was accepted.
+    """
+
+    request_id: int
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    num_sent: int
+    age_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Intake:
     """All input of one iteration. `now` is in seconds of a monotonic clock.
@@ -40,7 +54,7 @@ class Intake:
     `ready`: ids of requests with a logits post-processor that has become ready. `failures`: of
     callbacks and preparations since the last intake. `clears_cache`: the weights were replaced, so
     cached blocks are dropped. `adapters`: finished jobs. `forgotten_adapters`: task ids of adapters
-    to forget.
+    to forget. `resumed`: the progress of all `requests`, if they are from a journal.
     """
 
     now: float
@@ -51,6 +65,7 @@ class Intake:
     clears_cache: bool = False
     adapters: tuple[AdapterDone, ...] = ()
     forgotten_adapters: tuple[int, ...] = ()
+    resumed: tuple[Progress, ...] = ()
 
 
 class Row(NamedTuple):

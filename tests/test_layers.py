@@ -196,6 +196,7 @@ memory/                       tensors that outlive a step, and the checkpoint fi
     kv_pool                   tensors of the KV cache
     cuda_kv_pool              tensors of the KV cache for CUDA kernels
     adapter_pool              tensors of the LoRA cache
+    checkpoint_digest         a digest of a checkpoint, from samples
     tensor_sources            the tensors of a checkpoint by name; those of a state dict
     mapped_file               tensors of a safetensors file as memory of the file
     safetensors_reader        reads tensors from a folder of safetensors files
@@ -340,6 +341,7 @@ loop/                         the token loop and its active requests
     token_loop                TokenLoop.iterate(), one iteration in about 25 lines
     next_decision             predicts the next decision on copies
 assembly/                     builds a loop from options and a checkpoint
+    field_checks              which values of single options are valid (no torch)
     options                   which combinations of options are valid (no torch)
     sizing                    size of the KV cache and longest sequence
     adapter_sizing            size of the LoRA cache
@@ -369,11 +371,22 @@ host/                         calls the host's four callbacks safely
     background_jobs           long jobs in pieces, between or beside steps
     adapter_loader            loads adapters on threads
     broadcast                 marks a callback whose results go to all ranks
+    cached_blocks             when cached blocks are stale (no torch)
+    journal_seam              where a journal holds responses back (no torch)
     callback_host             CallbackHost: calls the four callbacks
     packed_requests           requests as bytes
     rank_messages             new requests and stops as a message to other ranks
     rank_answers              compares callback results between ranks
     ranked_host               callbacks of a host whose model runs on several ranks
+journal/                      what was accepted and sent, on disk, for a new process
+    records                   records with checksums in a file (no torch)
+    entries                   unfinished requests, as the records say (no torch)
+    segments                  the files of a journal's folder (no torch)
+    journal                   Journal: writes records, and syncs them to the disk (no torch)
+    accepted                  accepted requests and responses as bytes
+    journaled_host            a host whose requests and responses are written down
+    resuming                  where the requests of a journal continue
+    opening                   opens the journal of a manager
 manager/                      GptManager: the worker thread around the loop
     inbox                     commands from other threads to the worker
     inspection                audit and explain: block owners, reasons for waiting
@@ -795,7 +808,7 @@ def test_the_packages_are_the_folders():
     data = {"__init__.py", "__main__.py", "py.typed", "statistics.schema.json"}
     top = {path.removesuffix("/") for path in packages() if "/" not in path[:-1]}
     assert top - {"callbacks", "cuda"} == inside - data
-    assert len(inside - data) <= 32
+    assert len(inside - data) <= 33
 
 
 def test_a_level_has_at_most_16_modules():

@@ -21,6 +21,7 @@ from gptmanager.errors import ConfigError, response_text
 from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.lifecycle.watchdog import CallbackTimer
+from gptmanager.memory.checkpoint_digest import checkpoint_digest
 from gptmanager.models.model import Dimensions, Model
 
 # parts of the errors of torch and NumPy if memory is short or a size exceeds the address space
@@ -33,7 +34,8 @@ ConnectRanks = Callable[[Any, SchedulerConfig, ModelType, int], Ranks | None]
 class Assembly:
     """The parts that a loop is built from. `device`: the name of the device that runs the steps.
 
-    `weights_version` returns a number that changes with the weights.
+    `weights_version` returns a number that changes with the weights. `checkpoint`: the digest of
+    the checkpoint, for a journal; "" without one.
     """
 
     blueprint: Blueprint
@@ -41,6 +43,7 @@ class Assembly:
     device: str
     weights_version: Callable[[], int]
     ranks: Ranks | None = None
+    checkpoint: str = ""
 
 
 def assemble(
@@ -125,6 +128,7 @@ def _assemble(
         device="cpu" if backend.stream is None else backend.stream.name,
         weights_version=_weights_version(model),
         ranks=ranks,
+        checkpoint="" if params.journal_path is None else checkpoint_digest(source),
     )
 
 

@@ -232,7 +232,11 @@ def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
     chunked = params.enable_chunked_context
     if chunked is None:
         policy = scheduler.capacity_scheduler_policy
-        chunked = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        # what a journal resumes may be a longer context than any prompt
+        is_resumed = params.journal_path is not None and (
+            policy is not CapacitySchedulerPolicy.STATIC_BATCH
+        )
+        chunked = policy is CapacitySchedulerPolicy.MAX_UTILIZATION or is_resumed
     if scheduler.context_chunking_policy is not None and not chunked:
         raise ConfigError(
             "SchedulerConfig.context_chunking_policy = "

@@ -18,6 +18,8 @@ from gptmanager.config import ModelType
 from gptmanager.errors import CallbackError, InvalidRequestError, response_text
 from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.host.broadcast import Broadcast
+from gptmanager.host.cached_blocks import CachedBlocks
+from gptmanager.host.journal_seam import JournalSeam, NoJournal
 from gptmanager.host.preparation import Preparation
 from gptmanager.host.received_requests import Receiver, not_iterable
 from gptmanager.host.retries import GetFailures
@@ -88,11 +90,10 @@ class CallbackHost:
         self._poll = optional(poll_stop_signal, "poll_stop_signal_cb", may_yield=True)
         self._return_stats = optional(return_stats, "return_batch_manager_stats_cb")
         self.receiver = Receiver(self.lifecycle)
+        self.journal: JournalSeam = NoJournal()
         self.failures: list[Failure] = []  # for the next intake
         self._stops: set[int] = set()
-        self._clears: deque[None] = deque()  # any thread may append
-        self._weights_version: Callable[[], int] = int
-        self._last_weights_version = 0
+        self.cached = CachedBlocks()
 
     def attach(self, assembly: Assembly) -> None:
         """Connect to the parts of a loop. Called once, before the loop iterates."""
@@ -103,7 +104,7 @@ class CallbackHost:
         peft_config = assembly.blueprint.params.peft_cache_manager_config
         pool, loop_helps = executor.runner.adapter_pool, assembly.ranks is None
         self.adapter_loader.attach(pool, peft_config, executor.mark, loop_helps=loop_helps)
-        self.follow_weights(assembly.weights_version)
+        self.cached.follow_weights(assembly.weights_version)
 
     @property
     def is_broadcast(self) -> bool:
@@ -136,17 +137,19 @@ class CallbackHost:
 
     def release(self) -> None:
         """Drop the loop and its executor. The loop no longer iterates."""
+        self.journal.close()
         self.preparation.release()
         self.adapter_loader.release()
         self.statistics.release()
-        self._weights_version = int
+        self.cached.follow_weights(int)
 
     def peek(self, room: int | None) -> bool:
         """Call Get outside an iteration, for an idle manager. Returns whether there are requests.
 
         If so, the caller must call `fetch`, which passes them to the loop.
         """
-        self.ask(room)
+        if not self.holds_requests:
+            self.ask(room)
         return self.holds_requests
 
     @property
@@ -161,8 +164,11 @@ class CallbackHost:
 
         `known`: the ids of the requests that the loop will answer.
         """
+        self.journal.flush()
         waiting = [request.request_id for request in self.receiver.received]
-        for request_id in self.receiver.owed.beyond(itertools.chain(known, waiting)):
+        lost = self.receiver.owed.beyond(itertools.chain(known, waiting))
+        self.journal.note_ends(lost)
+        for request_id in lost:
             self.respond(request_id, [], True, response_text(error))
 
     def answer_all(self, error: BaseException) -> None:
@@ -187,31 +193,15 @@ class CallbackHost:
             waited_s += _POLL_S
         self.receiver.owe_returned(only_plain=timeout is not None)
         owed = self.receiver.owed
-        for request_id in owed.beyond(()):
+        lost = owed.beyond(())
+        self.journal.note_ends(lost)
+        for request_id in lost:
             if owed.settle(request_id) and self._send is not None:
                 # the loop's thread may use `timers.send`
                 with self._guarded(CallbackTimer("SendResponse")):
                     answer = self._send(request_id, [], True, response_text(error))
                     check_answer("SendResponse", answer)
         return True
-
-    # Stale cached blocks ---------------------------------------------------------------------
-
-    def clear_cached(self) -> None:
-        """Clear cached blocks with the next intake. Any thread may call this."""
-        self._clears.append(None)
-
-    def follow_weights(self, version: Callable[[], int]) -> None:
-        """Clear cached blocks whenever `version()` has changed, because new weights were loaded."""
-        self._weights_version, self._last_weights_version = version, int(version())
-
-    def _take_clears(self) -> bool:
-        version, count = int(self._weights_version()), len(self._clears)
-        clears = count > 0 or version != self._last_weights_version
-        self._last_weights_version = version
-        for _ in range(count):
-            self._clears.popleft()
-        return clears
 
     # Called by the loop --------------------------------------------------------------------
 
@@ -244,12 +234,14 @@ class CallbackHost:
             frozenset(self._stops),
             tuple(preparation.ready),
             (*self.failures, *preparation.failures),
-            clears_cache=self._take_clears(),
+            clears_cache=self.cached.take_clears(),
             adapters=_taken(self.adapter_loader.done),
             forgotten_adapters=_taken(self.adapter_loader.forgotten),
+            resumed=tuple(receiver.resumed),
         )
         # cleared last, so that an error above loses nothing
         receiver.received, self._stops, self.failures = [], set(), []
+        receiver.resumed = []
         preparation.ready, preparation.failures = [], []
         return intake
 

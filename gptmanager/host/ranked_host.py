@@ -72,7 +72,8 @@ class LeadingHost:
 
     def peek(self, room: int | None) -> bool:
         self._links.check()
-        self._announce_get(room)
+        if not self._host.holds_requests:
+            self._announce_get(room)
         return self._host.peek(room)
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
@@ -83,7 +84,9 @@ class LeadingHost:
             host.ask(room)
         intake = host.take_intake()
         message = IntakeMessage(intake, 0, 0, host.last_fetch.is_empty)
-        if not host.is_broadcast:  # each rank calls its own host: compare digests
+        if not (
+            host.is_broadcast or intake.resumed
+        ):  # each rank calls its own host: compare digests
             own = requests_digest(intake.requests), stops_digest(intake.stops)
             bare = _with_answers(intake, (), frozenset())
             self._num_iterations += 1
@@ -224,7 +227,7 @@ class FollowingHost:
         message, self._message = self._message, None
         assert message is not None  # set by `await_turn`
         host, intake = self._host, message.intake
-        if host.is_broadcast:
+        if host.is_broadcast or intake.resumed:
             for request in intake.requests:
                 host.receiver.owed.owe(request.request_id)
         else:

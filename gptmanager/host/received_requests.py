@@ -19,6 +19,7 @@ import numpy as np
 from gptmanager.errors import CallbackError, InvalidRequestError, response_text
 from gptmanager.lifecycle.state import Lifecycle
 from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
+from gptmanager.step import Progress
 
 
 class OwedFinals:
@@ -57,12 +58,13 @@ class OwedFinals:
 
 class Receiver:
     """Reads what Get returned. `returned`: items not read yet. `received`: requests for the next
-    intake.
+    intake; `resumed`: their progress, if they are from a journal.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self.returned: deque[Any] = deque()
         self.received: list[InferenceRequest] = []
+        self.resumed: list[Progress] = []
         self.owed = OwedFinals()
         self._lifecycle = lifecycle
         self._lock = threading.Lock()  # held while an item becomes an owed request
@@ -93,6 +95,12 @@ class Receiver:
             return None
         more = f" (and {num_foreign - 1} more)" if num_foreign > 1 else ""
         return CallbackError(f"GetInferenceRequests returned {first}{more}")
+
+    def restore(self, requests: list[InferenceRequest], resumed: list[Progress]) -> None:
+        """Receive the requests of a journal, before Get is called."""
+        for request in requests:
+            self.owed.owe(request.request_id)
+        self.received, self.resumed = requests, resumed
 
     def owe_returned(self, *, only_plain: bool) -> None:
         """Note that each returned item is owed a final response, because it will not be received.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gptmanager.decoding.end_rule import EndRule
 from gptmanager.decoding.prompt_lookup import RequestDrafts
 from gptmanager.decoding.search.beam_search import BeamParams, BeamSearch, ParallelSampling
+from gptmanager.errors import CapacityError
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.request.adapter import AdapterTensors, LoraInputs
 from gptmanager.request.input_rows import HostRows
@@ -12,6 +13,7 @@ from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 from gptmanager.request.output_options import OutputConfig, OutputOptions
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams
+from gptmanager.step import Progress
 
 # bits of `awaited`: the events that a request in PREPARING waits for
 FOR_PROCESSOR, FOR_ADAPTER = 1, 2
@@ -156,6 +158,29 @@ class ActiveRequest(LlmRequest):
         self.num_draft_tokens = len(self.drafts.tokens)
         if self.search is not None:
             self.search.restart()
+
+    def resume(self, progress: Progress, now: float) -> None:
+        """Continue a new request after the progress that it made in another process.
+
+        Beams start anew: their tokens are computed again, and the ones that were sent are not sent.
+        Raises CapacityError if the output is as long as it may be already.
+        """
+        tokens, times = progress.tokens, self.times
+        times.arrival -= progress.age_s
+        if tokens:  # it has had its first computation, and the outputs of its prompt
+            times.queue_deadline, times.first_scheduled, times.first_token = None, now, now
+        self.num_sent = self.orig_prompt_len + progress.num_sent
+        if self.search is not None or not tokens:
+            return
+        if len(tokens) >= self.max_new_tokens:
+            raise CapacityError(
+                f"the request has {len(tokens)} tokens from before a restart, and may now have "
+                f"{self.max_new_tokens}"
+            )
+        for length, token in enumerate(tokens, 1):
+            self.stop_state, _ = self.end_rule.find(self.stop_state, token, length)
+        self.begin_after(tokens)
+        self.drafts.tokens = ()
 
     @property
     def num_output(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gptmanager.decoding.search.beam_search import BeamNode
 from gptmanager.loop.active_request import ActiveRequest
-from gptmanager.step import Extras, PromptLogProbs, Row
+from gptmanager.step import Extras, Progress, PromptLogProbs, Row
 
 
 class LogProbsByRank(NamedTuple):
@@ -169,6 +169,12 @@ class HeldExtras(dict[int, RequestExtras]):
     def __missing__(self, request_id: int) -> RequestExtras:
         found = self[request_id] = RequestExtras(self._vocab_size)
         return found
+
+    def resume(self, progress: Progress) -> None:
+        """Keep what another process has sent of a request."""
+        extras = self[progress.request_id]
+        extras.add_log_probs(0, list(progress.log_probs))
+        extras.prompt_is_sent = bool(progress.tokens)
 
     def take(self, by_id: Mapping[int, ActiveRequest], rows: Sequence[Row], extras: Extras) -> None:
         """Keep the extras of a step. Call this before the step's tokens are confirmed.

@@ -180,8 +180,12 @@ class RequestTable:
                 raise DuplicateRequestIdError(
                     f"request id {request_id} belongs to a request that is still being processed"
                 )
-            self.require_room(most_active)
+            progress = next((it for it in intake.resumed if it.request_id == request_id), None)
+            if progress is None:
+                self.require_room(most_active)
             request = admit(inference_request, self.limits, intake.now)
+            if progress is not None:
+                request.resume(progress, intake.now)
         except RequestError as error:
             self._reject(request_id, error)
             return
@@ -190,6 +194,8 @@ class RequestTable:
             return
         self.by_id[request_id] = request
         insert_by_priority(self.active, request)
+        if progress is not None and request.has_extras:
+            self.extras.resume(progress)
         self.num_serial += request.is_serial
         if request.times.is_limited:
             self._timed[request_id] = request

@@ -213,7 +213,7 @@ class GptManager:
         model's own `weights` does the same. Raises ManagerDeadError after the end.
         """
         self._raise_if_forked()
-        self._host.clear_cached()
+        self._host.cached.clear()
         self.notify()
 
     def forget_adapter(self, task_id: int) -> None:

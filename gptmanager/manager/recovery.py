@@ -6,7 +6,13 @@ if they contain a contradiction, or if too many iterations fail in a row.
 
 from __future__ import annotations
 
-from gptmanager.errors import ManagerDeadError, SchedulerError, StepError, response_text
+from gptmanager.errors import (
+    JournalError,
+    ManagerDeadError,
+    SchedulerError,
+    StepError,
+    response_text,
+)
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.token_loop import TokenLoop
@@ -34,7 +40,10 @@ class Recovery:
         scheduler that breaks its contract would do so again.
         """
         self._failures += 1
-        if isinstance(error, SchedulerError) or self._failures >= self._max_failures:
+        if (
+            isinstance(error, (SchedulerError, JournalError))
+            or self._failures >= self._max_failures
+        ):
             raise error
         cause = StepError(f"Encountered an error in forwardAsync function: {response_text(error)}")
         loop.recover(cause)

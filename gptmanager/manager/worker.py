@@ -15,6 +15,7 @@ from gptmanager.errors import ManagerDeadError
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.host.ranked_host import loop_host
 from gptmanager.host.turns import Turn
+from gptmanager.journal.opening import open_journal
 from gptmanager.kernels.simd.threads import end_threads_of_caller
 from gptmanager.lifecycle.clock import perf_counter_ns
 from gptmanager.lifecycle.log import logger
@@ -95,11 +96,18 @@ class Worker:
         self._host.attach(assembly)
         host = loop_host(self._host, assembly, self._inbox.bells, self._timer)
         self._ending.loop_host = host
-        return build_recorded_loop(
+        is_leader = assembly.ranks is None or assembly.ranks.collectives.layout.rank == 0
+        journaled = None
+        if self._params.journal_path is not None and is_leader:
+            journaled = open_journal(self._params, self._host, host, assembly.checkpoint)
+        loop = build_recorded_loop(
             assembly.blueprint,
-            *(host, assembly.executor, self._recorder),
+            *(journaled or host, assembly.executor, self._recorder),
             phase_times=PhaseTimes(perf_counter_ns),
         )
+        if journaled is not None:
+            journaled.table = loop.table
+        return loop
 
     def fail_startup(self, error: BaseException) -> None:
         """End after an error, because the loop was not built or its thread was not started."""
@@ -140,6 +148,7 @@ class Worker:
         | Get failed too often | `GetFailures.fatal` | raised |
         | nothing to do | `_iterate` | sleep until woken |
         """
+        self._host.journal.flush()  # what another process could not deliver
         while (turn := self._next_turn(loop)) not in (Turn.ABORT, Turn.END):
             if turn is Turn.DRAIN:
                 self._lifecycle.move_to(ManagerState.DRAINING)
@@ -173,6 +182,7 @@ class Worker:
         # an idle iteration only calls Get, a hundred times a second
         has_work = not is_idle or self._ending.loop_host.peek(loop.max_active)
         worked = has_work and loop.iterate()
+        self._host.journal.flush()
         self.progress.note(worked=worked, is_active=bool(loop.active))
         if not worked:
             self._host.adapter_loader.jobs.rest_loop()

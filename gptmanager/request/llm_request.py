@@ -252,6 +252,13 @@ class LlmRequest:
         self.launch_token()
         self.tokens.append(token)
 
+    def begin_after(self, tokens: Sequence[int]) -> None:
+        """Begin a new request after tokens that it has generated before, as after a pause."""
+        self.tokens += tokens
+        self.prompt_len = self.num_tokens = len(self.tokens)
+        self.max_new_tokens -= len(tokens)
+        self.num_draft_tokens = 0
+
     def pause(self, max_input_len: int) -> None:
         """Go back to the start of the context; generated tokens become part of the prompt.
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from gptmanager.cuda.device.streams import Stream
 from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.sampling import token_masks
-from gptmanager.decoding.guided.grammar_matcher import fault_of
+from gptmanager.decoding.guided.grammar_matcher import GrammarSource, fault_of
 from gptmanager.decoding.guided.grammar_start import GrammarStart
 from gptmanager.decoding.processors.rows import Errors, ProcessedSequence, Rows, RowSession
 from gptmanager.errors import InvalidRequestError, LogitsError, RequestError
@@ -41,11 +41,15 @@ class TextBans(Protocol):
 class CompiledGrammar(Future[Any]):
     """A future of a grammar's matcher in its initial state.
 
-    Every request that waits gets the same error. Its traceback is dropped each time, because it
-    would keep the objects of all these requests alive.
+    `source`: what is compiled. Every request that waits gets the same error. Its
+    traceback is dropped each time, because it would keep the objects of all these requests alive.
     """
 
     unenforced: tuple[str, ...] = ()
+
+    def __init__(self, source: GrammarSource) -> None:
+        super().__init__()
+        self.source = source
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)

@@ -83,6 +83,7 @@ class GuidedDecoding(RowProcessor):
             self._tokenizer = new_tokenizer(self._llguidance, *given)
         except Exception as error:  # llguidance documents no exception types
             raise ConfigError(f"llguidance cannot use the tokenizer: {error}") from error
+        self.given = given  # from which an equal object can be made
         self.vocab_size: int = self._tokenizer.vocab_size
         self.end_ids = frozenset(end_ids) or frozenset(self._tokenizer.eos_tokens)
         self._max_grammars = max_grammars
@@ -166,7 +167,7 @@ class GuidedDecoding(RowProcessor):
                 self._start()
             compiled = self._compiled.get(source) or self._waiting.get(source)
             if compiled is None:
-                compiled = self._waiting[source] = CompiledGrammar()
+                compiled = self._waiting[source] = CompiledGrammar(source)
                 try:
                     self._threads.submit(self._compile_waiting, source, weakref.ref(compiled))
                 except RuntimeError as error:  # no thread can be started
@@ -224,6 +225,11 @@ class GuidedDecoding(RowProcessor):
         if unenforced:
             logger.warning("%s: these keywords are not enforced: %s", where, ", ".join(unenforced))
         return matcher, tuple(unenforced)
+
+
+def grammar_of(guided: GuidedDecoding, source: GrammarSource) -> Grammar:
+    """Return the grammar of a source, as the methods of `guided` make it."""
+    return guided._grammar(source)
 
 
 def _quoted(text: str) -> str:

@@ -1,0 +1,156 @@
+"""Checks of single fields of options: their ranges, and the fields that must keep their default."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from enum import IntEnum
+from numbers import Integral, Real
+from typing import Any
+
+from gptmanager.arguments import flag
+from gptmanager.config import (
+    KvCacheConfig,
+    OptionalParams,
+    ParallelConfig,
+    PeftCacheManagerConfig,
+    PromptLookup,
+)
+from gptmanager.errors import ConfigError
+
+_NO_EFFECT = "it has no effect in this library"
+_LATER = "it is not supported yet"
+
+# class -> {field: why it must have its default value}
+_REFUSED: dict[type, dict[str, str]] = {
+    KvCacheConfig: {
+        "use_uvm": _NO_EFFECT,
+        "cross_kv_cache_fraction": _NO_EFFECT,
+        "event_buffer_max_size": _NO_EFFECT,
+    },
+    OptionalParams: {
+        "device_ids": _LATER,
+        "decoding_mode": _NO_EFFECT + ": a request's beam_width and sampling tensors decide",
+        "decoding_config": _NO_EFFECT,
+        "guided_decoding_config": _LATER,
+        "gpu_weights_percent": _NO_EFFECT,
+        "max_beam_width": _NO_EFFECT + ": it is an argument of GptManager",
+        "scheduler_config": _NO_EFFECT + ": it is an argument of GptManager",
+        "extended_runtime_perf_knob_config": _NO_EFFECT,
+        "debug_config": _NO_EFFECT,
+        "max_seq_idle_microseconds": _NO_EFFECT,
+        "max_num_sequences": _NO_EFFECT + ": set max_active_requests",
+    },
+}
+
+_MANY = 2**31 - 1  # tokens, requests, blocks: they must fit in int32
+_HUGE = 2**63 - 1  # bytes
+_MOST_RANK = 1 << 16  # the rank of an adapter
+_MOST_THREADS = 256
+_MOST_RANKS = 1024
+
+# class -> {field: (lowest, highest) allowed value}
+_RANGES: dict[type, dict[str, tuple[float, float]]] = {
+    PromptLookup: {
+        "max_draft_tokens": (1, _MANY),
+        "max_ngram": (1, _MANY),
+        "min_ngram": (1, _MANY),
+    },
+    KvCacheConfig: {
+        "max_tokens": (1, _MANY),
+        "tokens_per_block": (1, _MANY),
+        "host_cache_size": (0, _HUGE),
+        "secondary_offload_min_priority": (0, 100),
+        "max_attention_window": (1, _MANY),
+        "sink_token_length": (0, _MANY),
+        "host_bytes_per_s": (1.0, 1e18),
+        "recompute_tokens_per_s": (1.0, 1e18),
+    },
+    PeftCacheManagerConfig: {
+        "num_host_module_layer": (0, _MANY),
+        "num_device_module_layer": (0, _MANY),
+        "optimal_adapter_size": (1, _MOST_RANK),
+        "max_adapter_size": (1, _MOST_RANK),
+        "num_put_workers": (1, _MOST_THREADS),
+        "num_ensure_workers": (1, _MOST_THREADS),
+        "num_copy_streams": (1, _MOST_THREADS),
+        "max_pages_per_block_host": (1, _MANY),
+        "max_pages_per_block_device": (1, _MANY),
+        "device_cache_percent": (0.0, 1.0),
+        "host_cache_size": (0, _HUGE),
+    },
+    ParallelConfig: {
+        "tensor_parallel_size": (1, _MOST_RANKS),
+        "pipeline_parallel_size": (1, _MOST_RANKS),
+        "timeout_s": (0.1, 1e6),
+    },
+    OptionalParams: {
+        "run_ahead": (0, 1),
+        "max_batch_size": (1, _MANY),
+        "max_num_tokens": (1, _MANY),
+        "max_seq_len": (2, _MANY),
+        "max_active_requests": (1, _MANY),
+        "idle_poll_s": (0.0, 1e6),
+        "callback_budget_s": (0.0, 1e6),
+        "step_budget_s": (1e-3, 1e6),
+        "max_waiting_requests": (0, _MANY),
+        "max_get_failures": (1, _MANY),
+        "max_step_failures": (1, _MANY),
+        "logits_post_processor_budget_s": (0.0, 1e6),
+        "black_box_iterations": (0, _MANY),
+        "black_box_bytes": (1 << 20, _HUGE),
+        "seed": (0, 2**64 - 1),
+    },
+}
+
+_UNBOUNDED = (
+    "max_active_requests", "idle_poll_s", "callback_budget_s", "logits_post_processor_budget_s",
+)  # fmt: skip
+
+
+def checked_fields(config: Any, cls: type, where: str) -> Any:
+    """Return a private copy of `config`, which must be a `cls`; `where` names it in errors.
+
+    ConfigError names the first invalid field.
+    """
+    if not isinstance(config, cls):
+        raise ConfigError(f"{where} = {config!r}, expected {cls.__name__}")
+    default = cls()
+    for name, reason in _REFUSED.get(cls, {}).items():
+        value = getattr(config, name)
+        if not _equal(value, getattr(default, name)):
+            raise ConfigError(f"{cls.__name__}.{name} = {value!r} is refused: {reason}")
+    for name in (field.name for field in fields(cls)):
+        if isinstance(getattr(default, name), bool):
+            flag(f"{cls.__name__}.{name}", getattr(config, name))
+    for name, bounds in _RANGES.get(cls, {}).items():
+        value, neutral = getattr(config, name), getattr(default, name)
+        require_range(f"{cls.__name__}.{name}", value, neutral, *bounds, name in _UNBOUNDED)
+    return copy.copy(config)
+
+
+def require_member(config: Any, name: str, enum: type[IntEnum]) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, enum):
+        raise ConfigError(
+            f"{type(config).__name__}.{name} must be a {enum.__name__}, got {value!r}"
+        )
+
+
+def require_range(
+    where: str, value: Any, default: Any, low: float, high: float, may_lack: bool
+) -> None:
+    # a default may be None or "auto"
+    if (not isinstance(default, Real) and _equal(value, default)) or (value is None and may_lack):
+        return
+    kind, noun = (Real, "a number") if isinstance(low, float) else (Integral, "an integer")
+    number = isinstance(value, kind) and not isinstance(value, bool)
+    if not number or not low <= value <= high:  # NaN is not
+        raise ConfigError(f"{where} = {value!r} must be {noun} from {low} to {high}")
+
+
+def _equal(value: Any, default: Any) -> bool:
+    try:
+        return bool(value == default)
+    except (TypeError, ValueError):  # for example an array, which is not a default
+        return False

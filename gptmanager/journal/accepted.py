@@ -1,0 +1,197 @@
+"""An accepted request as bytes, and back. Only data: a post-processor is its name, or a grammar.
+
+What several requests share, adapters and tokenizers, is stored once, as an object of the folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+from tokenizers import Tokenizer
+
+from gptmanager.decoding.guided.grammar_masks import Grammar
+from gptmanager.decoding.guided.grammar_matcher import GrammarSource
+from gptmanager.decoding.guided.grammar_start import GrammarStart
+from gptmanager.decoding.guided.guided import GuidedDecoding, grammar_of
+from gptmanager.decoding.sampling.random_numbers import derive_seed
+from gptmanager.errors import InvalidRequestError, JournalError
+from gptmanager.host.rank_messages import pack_requests, unpack_requests
+from gptmanager.journal.records import MAX_RECORD_BYTES
+from gptmanager.journal.segments import JournalFolder
+from gptmanager.request.inference_request import InferenceRequest, NamedTensor
+from gptmanager.request.read_tensors import read_int
+
+_LENGTH = struct.Struct("<I")
+_ADAPTER = ("lora_weights", "lora_config")
+_MOST_TASKS = 1024  # adapters that later requests may name by their task alone
+_MOST_TENSOR_BYTES = 16 << 20  # of a stored response
+
+
+class Accepted(NamedTuple):
+    """A request as it was accepted, at the wall-clock time `time`.
+
+    `objects`: the digests of its objects, by kind. `grammar`: its grammar as data.
+    """
+
+    request: InferenceRequest
+    time: float
+    objects: Mapping[str, str]
+    grammar: Mapping[str, Any] | None
+
+
+class AcceptedRequests:
+    """Turns requests into bytes and back, with the objects of `folder`.
+
+    `seed`: the manager's, from which requests without a seed get theirs.
+    """
+
+    def __init__(self, folder: JournalFolder, seed: int, *, syncs: bool) -> None:
+        self._folder, self._seed, self._syncs = folder, seed, syncs
+        self._tasks: OrderedDict[int, str] = OrderedDict()  # digests of adapters, by task id
+        self._guides: dict[str, GuidedDecoding] = {}  # by the digest of their tokenizer
+        self._guide_digests: dict[int, tuple[Any, str]] = {}  # by identity
+        self._used: dict[int, list[str]] = {}  # digests of objects, by request
+
+    def pack(self, request: InferenceRequest, now: float) -> bytes:
+        """Return a request as bytes. `now`: the wall-clock time of its acceptance."""
+        bare, objects = copy.copy(request), {}
+        digest = self._adapter_of(bare)
+        if digest:
+            objects["adapter"] = digest
+        seed = derive_seed(self._seed, request.request_id)
+        bare.tensors.setdefault("random_seed", np.array([seed], dtype=np.uint64))
+        grammar = None
+        processor = request.logits_post_processor
+        if type(processor) is Grammar and processor.bans is None:
+            objects["tokenizer"] = self._tokenizer_of(processor.owner)
+            grammar = {"source": processor.compiled.source, "start": processor.start}
+        if objects:
+            self._used[request.request_id] = [*objects.values()]
+        head = orjson.dumps({"time": now, "objects": objects, "grammar": grammar})
+        data = b"".join((_LENGTH.pack(len(head)), head, pack_requests([bare])))
+        if len(data) > MAX_RECORD_BYTES // 2:  # with its progress, it must still fit into a record
+            raise JournalError(f"it has {len(data)} bytes, at most {MAX_RECORD_BYTES // 2} fit")
+        return data
+
+    def _adapter_of(self, request: InferenceRequest) -> str:
+        """Store the adapter of a request, and remove its tensors. Returns its digest, or ''."""
+        tensors = request.tensors
+        if "lora_task_id" not in tensors:
+            return ""
+        try:
+            task_id = read_int("lora_task_id", tensors["lora_task_id"], 0, 2**64 - 1)
+        except InvalidRequestError:
+            return ""  # admission refuses the request
+        given = {name: tensors.pop(name) for name in _ADAPTER if name in tensors}
+        if given:
+            packed = pack_requests([InferenceRequest(0, given)])
+            self._note_task(task_id, self._folder.put(packed, syncs=self._syncs))
+        return self._tasks.get(task_id, "")
+
+    def _note_task(self, task_id: int, digest: str) -> None:
+        self._tasks[task_id] = digest
+        self._tasks.move_to_end(task_id)
+        if len(self._tasks) > _MOST_TASKS:
+            self._tasks.popitem(last=False)
+
+    def _tokenizer_of(self, guide: GuidedDecoding) -> str:
+        known = self._guide_digests.get(id(guide))
+        if known is None or known[0] is not guide:
+            data = orjson.dumps({"tokenizer": guide.given[0], "end_ids": guide.given[1]})
+            known = guide, self._folder.put(data, syncs=self._syncs)
+            self._guide_digests[id(guide)] = known
+            self._guides[known[1]] = guide
+        return known[1]
+
+    def forget_tasks(self, task_ids: Iterable[int]) -> None:
+        """Forget adapters that were replaced: later requests have theirs again."""
+        for task_id in task_ids:
+            self._tasks.pop(task_id, None)
+
+    def end(self, request_ids: Iterable[int]) -> None:
+        """Remove the objects that no unfinished request uses."""
+        if not self._used:
+            return
+        gone = [digest for i in request_ids for digest in self._used.pop(i, ())]
+        if not self._kept().issuperset(gone):
+            self.remove_unused()
+
+    def remove_unused(self) -> None:
+        self._folder.keep_only(self._kept())
+
+    def _kept(self) -> set[str]:
+        return {*self._tasks.values(), *self._guides}.union(*self._used.values())
+
+    # Back ------------------------------------------------------------------------------------
+
+    def read(self, data: bytes) -> Accepted:
+        """Return the request that `pack` was given. Raises JournalError for other bytes."""
+        try:
+            (size,) = _LENGTH.unpack_from(data)
+            head = orjson.loads(data[_LENGTH.size : _LENGTH.size + size])
+            [request] = unpack_requests(data[_LENGTH.size + size :])
+            objects = {str(kind): str(digest) for kind, digest in head["objects"].items()}
+            return Accepted(request, float(head["time"]), objects, head["grammar"])
+        except Exception as error:  # bytes with a right checksum, of another program
+            raise JournalError(f"an accepted request cannot be read: {error}") from error
+
+    def restore(self, accepted: Accepted) -> InferenceRequest:
+        """Return the request with its objects. Raises JournalError if they cannot be read."""
+        request, objects = accepted.request, accepted.objects
+        if objects:
+            self._used[request.request_id] = [*objects.values()]
+        if "adapter" in objects:
+            [found] = unpack_requests(self._folder.get(objects["adapter"]))
+            request.tensors.update(found.tensors)
+            with suppress(InvalidRequestError):
+                task_id = read_int("lora_task_id", request.tensors["lora_task_id"], 0, 2**64 - 1)
+                self._note_task(task_id, objects["adapter"])
+        if accepted.grammar is not None and "tokenizer" in objects:
+            guide, grammar = self._guide(objects["tokenizer"]), accepted.grammar
+            source, start = _source(grammar["source"]), grammar["start"]
+            made = grammar_of(guide, source)
+            request.logits_post_processor = (
+                made if start is None else made.after(GrammarStart(tuple(start[0]), *start[1:]))
+            )
+        return request
+
+    def _guide(self, digest: str) -> GuidedDecoding:
+        if digest not in self._guides:
+            given = orjson.loads(self._folder.get(digest))
+            guide = GuidedDecoding(Tokenizer.from_str(given["tokenizer"]), given["end_ids"])
+            self._guides[digest] = guide
+            self._guide_digests[id(guide)] = guide, digest
+        return self._guides[digest]
+
+
+def _source(plain: Any) -> GrammarSource:
+    kind, text, rules, lenient = plain
+    return GrammarSource(kind, text, tuple(map(tuple, rules)), tuple(lenient))
+
+
+def pack_response(request_id: int, tensors: Iterable[NamedTensor], error: str) -> bytes:
+    """Return a final response as bytes, without tensors over 16 MiB, which are logits."""
+    kept = {name: tensor for name, tensor in tensors if tensor.nbytes <= _MOST_TENSOR_BYTES}
+    text = error.encode()
+    return b"".join(
+        (_LENGTH.pack(len(text)), text, pack_requests([InferenceRequest(request_id, kept)]))
+    )
+
+
+def read_response(data: bytes) -> tuple[list[NamedTensor], str]:
+    """Return the tensors and the error text of a response. Raises JournalError for other bytes."""
+    try:
+        (size,) = _LENGTH.unpack_from(data)
+        [found] = unpack_requests(data[_LENGTH.size + size :])
+        tensors: Any = found.tensors
+        error = data[_LENGTH.size : _LENGTH.size + size].decode()
+        return [NamedTensor(name, tensor) for name, tensor in tensors.items()], error
+    except Exception as error_:  # bytes with a right checksum, of another program
+        raise JournalError(f"a final response cannot be read: {error_}") from error_

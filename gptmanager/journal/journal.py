@@ -1,0 +1,304 @@
+"""`Journal`: writes the records of one manager, and knows which of its requests are unfinished.
+
+Decides when data is forced to the disk, when a new segment starts, and what happens when the disk
+is full. Knows nothing of requests beyond ids, tokens and bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, Literal
+
+from gptmanager.errors import ConfigError, JournalError, quoted_path
+from gptmanager.journal.entries import (
+    Entries,
+    Entry,
+    Sent,
+    ids_payload,
+    named_payload,
+    sent_payload,
+    unfinished_payload,
+)
+from gptmanager.journal.records import Kind, record
+from gptmanager.journal.segments import JournalFolder, write_all
+from gptmanager.lifecycle.clock import monotonic
+from gptmanager.lifecycle.log import logger
+
+SEGMENT_BYTES = 64 << 20
+_RETRY_S = 1.0  # how often a full disk is tried again
+
+Sync = Literal["always", "never"] | float
+OnFull = Literal["refuse", "continue"]
+
+
+class Journal:
+    """The journal in `folder`, for a checkpoint with the digest `checkpoint`.
+
+    `sync`: "always" forces each iteration's records to the disk before its responses are sent; a
+    number of milliseconds does so in the background; "never" leaves it to the system. `on_full`:
+    "refuse" accepts no requests while the disk is full; "continue" serves without a journal.
+    `keeps_responses`: final responses are stored until they are delivered. `entries`: the requests
+    without a delivered final response. All methods are called on one thread.
+
+    Raises ConfigError for a journal of another checkpoint or manager, JournalError for a damaged
+    one.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        checkpoint: str,
+        *,
+        sync: Sync = 20,
+        on_full: OnFull = "refuse",
+        keeps_responses: bool = False,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self.folder = JournalFolder(folder)
+        self.entries = Entries()
+        self.is_full = False
+        self.keeps_responses = keeps_responses
+        self._sync, self._on_full, self._checkpoint = sync, on_full, checkpoint
+        self._segment_bytes = self._limit = segment_bytes
+        self._retry_at = 0.0
+        self._size = 0
+        self._file: IO[bytes] | None = None
+        self._syncing: SyncThread | None = None
+        self.folder.create()
+        self._lock = self.folder.lock()
+        try:
+            self._open()
+        except OSError as error:
+            self._lock.close()
+            raise JournalError(f"the journal cannot be written: {error}") from error
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _open(self) -> None:
+        found = self.folder.read()
+        if found is not None:
+            if found.checkpoint != self._checkpoint:
+                raise ConfigError(
+                    f"the journal {quoted_path(self.folder.path)} belongs to another checkpoint: "
+                    f"its digest is {found.checkpoint}, that of this one {self._checkpoint}; use "
+                    "another folder"
+                )
+            if found.torn:
+                logger.warning(
+                    "%s: the last record, at offset %d, was not written completely: %d bytes are "
+                    "cut off",
+                    *(quoted_path(found.path), found.end, found.torn),
+                )
+            self.entries = found.entries
+        self._begin_segment()
+        if self._on_full == "refuse":
+            self.folder.take_reserve()
+        if isinstance(self._sync, (int, float)):
+            self._syncing = SyncThread(self._sync / 1000)
+
+    @property
+    def syncs(self) -> bool:
+        """Whether data is ever forced to the disk."""
+        return self._sync != "never"
+
+    # Records ---------------------------------------------------------------------------------
+
+    def accept(self, requests: Sequence[tuple[int, bytes]]) -> bool:
+        """Write accepted requests, given as id and bytes. False: the disk is full, refuse them."""
+        if self.is_full and not self._retry() and self._on_full == "refuse":
+            return False
+        data = b"".join(record(Kind.ACCEPTED, named_payload(*request)) for request in requests)
+        if self._on_full == "refuse":
+            if not self._append(data):
+                return False
+        else:
+            self._write(data)
+        for request_id, accepted in requests:
+            self.entries[request_id] = Entry(accepted)
+        return True
+
+    def commit(
+        self,
+        sent: Sequence[Sent],
+        ends: Sequence[tuple[int, bytes]] = (),
+        delivered: Sequence[int] = (),
+    ) -> None:
+        """Write what is about to be sent: tokens, and ends with their response or b"".
+
+        `delivered`: ids of requests with a final response that was delivered meanwhile. Raises
+        JournalError if the disk is full and so is the reserve.
+        """
+        parts = []
+        if delivered:
+            parts.append(record(Kind.DELIVERED, ids_payload(delivered)))
+        if sent:
+            parts.append(record(Kind.SENT, sent_payload(sent)))
+        stored = [(i, last) for i, last in ends if last]
+        parts += [record(Kind.LAST_RESPONSE, named_payload(*end)) for end in stored]
+        ids = [request_id for request_id, last in ends if not last]
+        if ids:
+            parts.append(record(Kind.FINAL, ids_payload(ids)))
+        self._apply(sent, stored, (*delivered, *ids))
+        if parts:
+            self._write(b"".join(parts))
+            if self._size > self._limit:
+                self._rotate()
+
+    def _apply(
+        self, sent: Sequence[Sent], stored: Sequence[tuple[int, bytes]], gone: Sequence[int]
+    ) -> None:
+        entries = self.entries
+        for request_id, _, tokens, log_probs in sent:
+            entry = entries[request_id]
+            entry.tokens += tokens
+            entry.log_probs += log_probs
+        for request_id, last in stored:
+            entries[request_id].last = last
+        for request_id in gone:
+            entries.pop(request_id, None)
+
+    # The disk --------------------------------------------------------------------------------
+
+    def _write(self, data: bytes) -> None:
+        """Append `data`. On a full disk: use the reserve, or go on without a journal."""
+        if self.is_full and self._on_full == "continue":
+            self._retry()  # the new segment has what `data` says
+            return
+        if self._append(data):
+            return
+        if self._on_full == "refuse" and not self._append(data):
+            raise JournalError(
+                "the disk of the journal is full, and so is its reserve: free space, then start "
+                "the manager again"
+            )
+
+    def _append(self, data: bytes) -> bool:
+        """Append `data` to the segment; False: the disk is full, and the reserve is now free."""
+        assert self._file is not None
+        file = self._file.fileno()
+        try:
+            if self._syncing is not None and self._syncing.error is not None:
+                raise self._syncing.error
+            write_all(file, data)
+            if self._sync == "always":
+                os.fdatasync(file)
+        except OSError as error:
+            self._fail(error)
+            with suppress(OSError):  # a part of a record must not be followed by others
+                os.ftruncate(file, self._size)
+            return False
+        self._size += len(data)
+        if self._syncing is not None:
+            self._syncing.note(file)
+        return True
+
+    def _fail(self, error: OSError) -> None:
+        if not self.is_full:
+            then = (
+                "new requests are refused"
+                if self._on_full == "refuse"
+                else "requests run without a journal: after a death, what they send now may repeat"
+            )
+            logger.error("the journal cannot be written: %s; until it can, %s", error, then)
+        self.is_full = True
+        self._retry_at = monotonic() + _RETRY_S
+        if self._on_full == "refuse":
+            self.folder.free_reserve()
+
+    def _retry(self) -> bool:
+        """Try a full disk again, at most once a second; True: it can be written."""
+        if monotonic() < self._retry_at:
+            return False
+        self._retry_at = monotonic() + _RETRY_S
+        try:
+            if self._on_full == "refuse":
+                self.folder.take_reserve()
+            self._begin_segment()
+        except (OSError, JournalError):
+            return False
+        if self._syncing is not None:
+            self._syncing.error = None
+        logger.warning("the journal can be written again")
+        self.is_full = False
+        return True
+
+    def _rotate(self) -> None:
+        try:
+            self._begin_segment()
+        except (OSError, JournalError) as error:
+            self._limit = self._size + self._segment_bytes
+            logger.warning("the journal cannot begin a new segment: %s", error)
+
+    def _begin_segment(self) -> None:
+        unfinished = [unfinished_payload(*item) for item in self.entries.items()]
+        file = self.folder.begin(self._checkpoint, unfinished, syncs=self.syncs)
+        old, self._file = self._file, file
+        if old is not None:
+            if self._syncing is not None:
+                self._syncing.forget()
+            old.close()
+        self._size = os.fstat(file.fileno()).st_size
+        self._limit = 2 * self._size + self._segment_bytes
+
+    def close(self) -> None:
+        """Write what is left to the disk, and free the folder for another manager."""
+        if self._syncing is not None:
+            self._syncing.stop()
+        file, self._file = self._file, None
+        if file is not None:
+            if self.syncs:
+                with suppress(OSError):
+                    os.fdatasync(file.fileno())
+            file.close()
+            self.folder.free_reserve()
+        self._lock.close()
+
+
+class SyncThread:
+    """Forces a file's data to the disk every `interval_s` seconds while it grows.
+
+    `error`: why that failed last.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self.error: OSError | None = None
+        self._interval_s = interval_s
+        self._lock = threading.Lock()  # held while the file must stay open
+        self._file = -1
+        self._is_dirty, self._stops = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gptmanager-journal", daemon=True)
+        self._thread.start()
+
+    def note(self, file: int) -> None:
+        """Note that `file` has new data."""
+        self._file = file
+        if not self._is_dirty.is_set():
+            self._is_dirty.set()
+
+    def forget(self) -> None:
+        """Forget the file, which will be closed; its data is not needed any more."""
+        with self._lock:
+            self._file = -1
+            self._is_dirty.clear()
+
+    def stop(self) -> None:
+        self._stops.set()
+        self._is_dirty.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._is_dirty.wait()
+            if self._stops.wait(self._interval_s):
+                return
+            self._is_dirty.clear()
+            with self._lock:
+                if self._file >= 0:
+                    try:
+                        os.fdatasync(self._file)
+                    except OSError as error:
+                        self.error = error

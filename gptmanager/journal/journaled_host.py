@@ -1,0 +1,182 @@
+"""`JournaledHost`: a host with a journal, which has its requests and responses.
+
+It is between a loop and its host, and is the only place where a running manager uses its journal.
+Responses are held back until the end of the iteration, when their records are written.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from gptmanager.errors import (
+    CapacityError,
+    DuplicateRequestIdError,
+    InvalidRequestError,
+    JournalError,
+    response_text,
+)
+from gptmanager.journal.accepted import AcceptedRequests, pack_response
+from gptmanager.journal.entries import Sent
+from gptmanager.journal.journal import Journal
+from gptmanager.lifecycle.log import logger
+from gptmanager.loop.request_table import RequestTable
+from gptmanager.recorder.taps import HostTap
+from gptmanager.request.inference_request import InferenceRequest, NamedTensor
+from gptmanager.step import Failure, Host, Intake
+
+_DUPLICATE = DuplicateRequestIdError.__name__
+_LOCK_S = 1.0  # how long another thread waits for a loop that hangs in the journal
+
+Response = tuple[int, list[NamedTensor], bool, str]
+
+
+class JournaledHost(HostTap):
+    """A `Host` in front of `host`, with a journal; also a `JournalSeam`.
+
+    `table`: that of the loop, set before it iterates. `held`: the responses that are not written
+    yet.
+    """
+
+    def __init__(self, host: Host, journal: Journal, accepted: AcceptedRequests) -> None:
+        super().__init__(host)
+        self.table: RequestTable | None = None
+        self.held: list[Response] = []
+        self._journal, self._accepted = journal, accepted
+        self._delivered: list[int] = []  # with a final response that SendResponse has returned from
+        self._duplicates: Counter[int] = Counter()  # requests refused because their id is in use
+        self._refused: set[int] = set()  # requests that could not be written
+        self._is_broken = False  # nothing can be written any more
+        self._lock = threading.Lock()  # guards the journal
+        host_fetch, host_poll = host.fetch, host.poll
+        self._respond, self._fail = host.respond, host.fail
+
+        def fetch(room: int | None, num_active: int) -> Intake:
+            intake = host_fetch(room, num_active)
+            if intake.forgotten_adapters:
+                accepted.forget_tasks(intake.forgotten_adapters)
+            if intake.requests and not intake.resumed:
+                self._accept(intake.requests)
+            return intake
+
+        def respond(*response: Any) -> None:
+            self.held.append(response)  # type: ignore[arg-type]
+
+        def poll() -> None:
+            self.flush()
+            host_poll()
+
+        self.fetch, self.respond, self.poll = fetch, respond, poll
+
+    def _accept(self, requests: Sequence[InferenceRequest]) -> None:
+        now, entries = time.time(), self._journal.entries
+        packed: dict[int, bytes] = {}
+        with self._lock:
+            self._write_delivered()
+            for request in requests:
+                request_id = request.request_id
+                if request_id in entries or request_id in packed:
+                    self._duplicates[request_id] += 1
+                    continue
+                try:
+                    packed[request_id] = self._accepted.pack(request, now)
+                except Exception as error:
+                    text = f"the request cannot be written to the journal: {response_text(error)}"
+                    self._refuse(request_id, InvalidRequestError(text))
+            if packed and not self._journal.accept([*packed.items()]):
+                for request_id in packed:
+                    text = "the disk of the journal is full (journal_on_full = 'refuse')"
+                    self._refuse(request_id, CapacityError(text))
+
+    def _refuse(self, request_id: int, error: Exception) -> None:
+        self._refused.add(request_id)
+        self._fail(Failure(request_id, error))
+
+    def _write_delivered(self) -> None:
+        delivered, self._delivered = self._delivered, []
+        if delivered:
+            self._journal.commit((), (), delivered)
+
+    # JournalSeam -----------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        held, self.held = self.held, []
+        if not held:
+            return
+        ends: list[tuple[int, bytes]] = []
+        if not self._is_broken:
+            try:
+                sent, ends = self._records(held)
+                delivered, self._delivered = self._delivered, []
+                with self._lock:
+                    self._journal.commit(sent, ends, delivered)
+            except Exception:  # the loop ends; its last responses must still be sent
+                self._is_broken, self.held = True, held
+                raise
+        for request_id, tensors, is_final, error in held:
+            if is_final or request_id not in self._refused:
+                self._respond(request_id, tensors, is_final, error)
+            if is_final:
+                self._refused.discard(request_id)
+        if ends:
+            if self._journal.keeps_responses:
+                self._delivered += [request_id for request_id, _ in ends]
+            self._accepted.end([request_id for request_id, _ in ends])
+
+    def _records(self, held: Sequence[Response]) -> tuple[list[Sent], list[tuple[int, bytes]]]:
+        """Return what is to be written before `held` is sent: tokens, and ends."""
+        entries, sent, ends = self._journal.entries, list[Sent](), list[tuple[int, bytes]]()
+        for request_id, tensors, is_final, error in held:
+            if is_final and self._duplicates and error.startswith(_DUPLICATE):
+                self._duplicates -= Counter((request_id,))
+            elif request_id not in entries:
+                continue
+            elif is_final:
+                keeps = self._journal.keeps_responses
+                ends.append(
+                    (request_id, pack_response(*(request_id, tensors, error)) if keeps else b"")
+                )
+            elif found := self._sent(request_id, len(entries[request_id].tokens), tensors):
+                sent.append(found)
+        return sent, ends
+
+    def _sent(self, request_id: int, start: int, tensors: list[NamedTensor]) -> Sent | None:
+        """Return the tokens that a response sends and the journal does not have."""
+        assert self.table is not None
+        request = self.table.by_id.get(request_id)
+        if request is None:  # its final response follows
+            return None
+        end = request.num_sent - request.orig_prompt_len
+        if request.search is not None:
+            by_name = dict(tensors)
+            first = end - by_name["output_ids"].shape[-1]
+            tokens: list[int] = by_name["output_ids"][0, 0].tolist()[max(0, start - first) :]
+            return Sent(request_id, start, tokens, []) if tokens else None
+        tokens = request.tokens[request.orig_prompt_len + start : request.num_sent]
+        log_probs: list[float] = []
+        if request.output.config.log_probs:
+            log_probs = self.table.extras[request_id].log_probs(start, end)[0, 0].tolist()
+        return Sent(request_id, start, tokens, log_probs) if tokens else None
+
+    def note_ends(self, request_ids: Sequence[int]) -> None:
+        if not self._lock.acquire(timeout=_LOCK_S):
+            return
+        try:
+            ends = [(i, b"") for i in request_ids if i in self._journal.entries]
+            self._journal.commit((), ends)
+        except JournalError as error:
+            logger.error("the ends of requests are not in the journal: %s", error)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        self.held.clear()
+        with self._lock:
+            try:
+                self._write_delivered()
+            except JournalError as error:
+                logger.error("the ends of requests are not in the journal: %s", error)
+            self._journal.close()

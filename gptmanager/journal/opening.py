@@ -1,0 +1,49 @@
+"""Opens the journal of a manager, and hands its unfinished requests to the manager's host."""
+
+from __future__ import annotations
+
+from gptmanager.config import OptionalParams
+from gptmanager.host.callback_host import CallbackHost
+from gptmanager.host.turns import LoopHost
+from gptmanager.journal.accepted import AcceptedRequests
+from gptmanager.journal.journal import Journal
+from gptmanager.journal.journaled_host import JournaledHost
+from gptmanager.journal.resuming import resume
+from gptmanager.lifecycle.log import logger
+
+
+def open_journal(
+    params: OptionalParams, callbacks: CallbackHost, host: LoopHost, checkpoint: str
+) -> JournaledHost:
+    """Return a host in front of `host`, which calls `callbacks`, with the journal of `params`.
+
+    `checkpoint`: the digest of the checkpoint. Raises like `Journal`.
+    """
+    assert params.journal_path is not None
+    journal = Journal(
+        params.journal_path,
+        checkpoint,
+        sync=params.journal_sync,
+        on_full=params.journal_on_full,
+        keeps_responses=params.restore_cb is not None,
+    )
+    try:
+        accepted = AcceptedRequests(journal.folder, params.seed, syncs=journal.syncs)
+        found = resume(journal, accepted, params)
+        journal.commit((), [(request_id, b"") for request_id in found.ended])
+        journaled = JournaledHost(host, journal, accepted)
+    except BaseException:
+        journal.close()
+        raise
+    callbacks.journal = journaled
+    journaled.held.extend(found.responses)
+    for request_id, _, is_final, _ in found.responses:
+        if is_final:
+            callbacks.receiver.owed.owe(request_id)
+    callbacks.receiver.restore(found.requests, found.progress)
+    if found.requests or found.responses:
+        logger.info(
+            "the journal %s: %d requests continue, %d responses are sent again",
+            *(params.journal_path, len(found.requests), len(found.responses)),
+        )
+    return journaled

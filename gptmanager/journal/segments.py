@@ -1,0 +1,246 @@
+"""The files of a journal's folder: segments, objects, the lock and the reserve.
+
+A segment starts with everything that was unfinished, so only the newest one counts. It is made
+under another name first: a death leaves either the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import orjson
+
+from gptmanager.errors import ConfigError, JournalError, quoted, quoted_path
+from gptmanager.journal.entries import Entries
+from gptmanager.journal.records import VERSION, Kind, RecordReader, record
+
+_SEGMENT = re.compile(r"segment-(\d{8,18})")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_RESERVE_BYTES = 4 << 20
+_MODE = 0o600
+
+
+class Segment(NamedTuple):
+    """The content of a segment. `torn`: bytes after the last complete record, at offset `end`."""
+
+    path: Path
+    checkpoint: str
+    entries: Entries
+    num_records: int
+    end: int
+    torn: int
+
+
+class JournalFolder:
+    """The folder of a journal. Raises JournalError if it cannot be made or read."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._objects = self.path / "objects"
+        self._reserve = self.path / "reserve"
+
+    def create(self) -> None:
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._objects.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise _failed(f"cannot create the journal {quoted_path(self.path)}", error) from error
+
+    def lock(self) -> IO[Any]:
+        """Return the lock of the folder, held until it is closed or the process ends.
+
+        Raises ConfigError, which names the other process, if another manager has it.
+        """
+        lock = os.fdopen(_open(self.path / "lock", os.O_RDWR | os.O_CREAT), "r+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = quoted(lock.read(32).strip())
+            lock.close()
+            raise ConfigError(
+                f"the journal {quoted_path(self.path)} is in use by another manager, of process "
+                f"{owner}"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        return lock
+
+    # Segments --------------------------------------------------------------------------------
+
+    def _numbers(self) -> list[int]:
+        try:
+            names = os.listdir(self.path)
+        except OSError as error:
+            raise _failed(f"cannot read the journal {quoted_path(self.path)}", error) from error
+        return sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
+
+    def read(self) -> Segment | None:
+        """Return what the newest segment says; None if there is none.
+
+        Raises JournalError, which names the offset, for a damaged record or another version.
+        """
+        numbers = self._numbers()
+        if not numbers:
+            return None
+        path = self._segment(numbers[-1])
+        with os.fdopen(_open(path, os.O_RDONLY), "rb") as file:
+            return _read_segment(path, file)
+
+    def _segment(self, number: int) -> Path:
+        return self.path / f"segment-{number:08d}"
+
+    def begin(self, checkpoint: str, unfinished: Iterable[bytes], *, syncs: bool) -> IO[bytes]:
+        """Return a new segment, with the payloads `unfinished`, and remove the older ones."""
+        numbers = self._numbers()
+        path = self._segment(numbers[-1] + 1 if numbers else 1)
+        temporary = path.with_suffix(".new")
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+        file = os.fdopen(
+            _open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND), "wb", buffering=0
+        )
+        try:
+            head = orjson.dumps({"version": VERSION, "checkpoint": checkpoint})
+            records = [record(Kind.BEGIN, head)]
+            records += [record(Kind.UNFINISHED, payload) for payload in unfinished]
+            write_all(file.fileno(), b"".join(records))
+            if syncs:
+                os.fsync(file.fileno())
+            os.rename(temporary, path)
+            if syncs:
+                self._sync_names()
+        except BaseException:
+            file.close()
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        for number in numbers:
+            with suppress(FileNotFoundError):
+                self._segment(number).unlink()
+        return file
+
+    def _sync_names(self) -> None:
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    # Objects: what several requests share ----------------------------------------------------
+
+    def put(self, data: bytes, *, syncs: bool) -> str:
+        """Write an object unless it is there. Returns its digest."""
+        digest = hashlib.blake2b(data, digest_size=32).hexdigest()
+        path = self._objects / digest
+        if not path.exists():
+            temporary = path.with_suffix(".new")
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+            file = _open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                write_all(file, data)
+                if syncs:
+                    os.fsync(file)
+            finally:
+                os.close(file)
+            os.rename(temporary, path)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """Return an object. Raises JournalError if it is missing or damaged."""
+        name = quoted_path(self._objects / digest) if _DIGEST.fullmatch(digest) else quoted(digest)
+        try:
+            if not _DIGEST.fullmatch(digest):
+                raise FileNotFoundError
+            data = (self._objects / digest).read_bytes()
+        except OSError as error:
+            raise _failed(f"the object {name} of the journal cannot be read", error) from error
+        if hashlib.blake2b(data, digest_size=32).hexdigest() != digest:
+            raise JournalError(f"the object {name} of the journal is damaged")
+        return data
+
+    def keep_only(self, digests: Iterable[str]) -> None:
+        """Remove all other objects."""
+        kept = set(digests)
+        for name in os.listdir(self._objects):
+            if name not in kept:
+                with suppress(FileNotFoundError):
+                    (self._objects / name).unlink()
+
+    # The reserve: space for the requests that run when the disk is full ----------------------
+
+    def take_reserve(self) -> None:
+        """Allocate the reserve. Raises OSError if the disk is full."""
+        file = _open(self._reserve, os.O_RDWR | os.O_CREAT)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file, 0, _RESERVE_BYTES)
+            else:
+                write_all(file, bytes(_RESERVE_BYTES))
+        except OSError:
+            self.free_reserve()
+            raise
+        finally:
+            os.close(file)
+
+    def free_reserve(self) -> None:
+        with suppress(FileNotFoundError):
+            self._reserve.unlink()
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Write all of `data`: one call may write less."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def _read_segment(path: Path, file: IO[bytes]) -> Segment:
+    size = os.fstat(file.fileno()).st_size
+    entries, checkpoint, count = Entries(), "", 0
+    reader = RecordReader(file, size, quoted_path(path))
+    for found in reader:
+        try:
+            if (found.kind is Kind.BEGIN) != (count == 0):
+                raise JournalError("a segment begins with the record BEGIN, and has no other one")
+            if count == 0:
+                checkpoint = _checkpoint_of(found.payload)
+            entries.apply(found.kind, found.payload)
+        except JournalError as error:
+            raise JournalError(
+                f"{quoted_path(path)}: the record at offset {found.offset} is damaged: {error}"
+            ) from None
+        count += 1
+    if not count:
+        raise JournalError(f"{quoted_path(path)}: the record at offset 0 is damaged: it is torn")
+    return Segment(path, checkpoint, entries, count, reader.end, reader.torn)
+
+
+def _checkpoint_of(payload: bytes) -> str:
+    try:
+        head = orjson.loads(payload)
+        version, checkpoint = head["version"], head["checkpoint"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise JournalError(f"it must be an object with version and checkpoint: {error}") from None
+    if version != VERSION:
+        raise JournalError(f"its version is {quoted(version)}, this library reads {VERSION}")
+    return str(checkpoint)
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
+    except OSError as error:
+        raise _failed(f"cannot open {quoted_path(path)}", error) from error
+
+
+def _failed(what: str, error: OSError) -> JournalError:
+    return JournalError(f"{what}: {error.strerror or 'there is no such object'}")

@@ -1,0 +1,225 @@
+"""A process dies at any byte of its journal; the next one goes on: no token is lost or doubled."""
+
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from fuzz import FUZZ
+from hypothesis import given, settings
+from journaled_runs import JournaledRun, die_at
+from loop_driver import expected_output
+from shorthand import request
+
+from gptmanager.config import Delivered
+
+PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 1, 2, 8, 3], [5, 6]]
+
+
+class Output:
+    """What a host has of a request after one or several lives of a manager."""
+
+    def __init__(self):
+        self.tokens = []
+        self.num_finals = 0
+        self.errors = []
+
+    def add(self, tensors, is_final, error):
+        by_name = dict(tensors)
+        if error.startswith("DuplicateRequestIdError"):
+            return
+        assert not self.num_finals, "a response follows the final one"
+        self.num_finals += is_final
+        if error:
+            self.errors.append(error)
+        if "output_offset" in by_name:
+            assert int(by_name["output_offset"][0]) == len(self.tokens), "a gap, or a repetition"
+        if "output_ids" in by_name:
+            self.tokens += by_name["output_ids"][0, 0].tolist()
+
+
+def outputs_of(*lives):
+    found = {}
+    for life in lives:
+        for _, request_id, tensors, is_final, error in life:
+            found.setdefault(request_id, Output()).add(tensors, is_final, error)
+    return found
+
+
+def draw_requests(draw):
+    made = []
+    for index, prompt in enumerate(PROMPTS[: draw(st.integers(1, 4))]):
+        made.append((index, prompt, draw(st.integers(1, 9)), draw(st.booleans())))
+    return made
+
+
+def requests_of(drawn):
+    return [
+        request(number, prompt, length, is_streaming=streams)
+        for number, prompt, length, streams in drawn
+    ]
+
+
+@settings(max_examples=25 * FUZZ, deadline=None)
+@given(data=st.data())
+def test_the_output_of_two_lives_is_that_of_one(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("journal")
+    drawn = draw_requests(data.draw)
+    run_ahead = data.draw(st.integers(0, 1))
+    keeps_record = data.draw(st.booleans())
+    record = {} if keeps_record else None
+    first = JournaledRun(folder, requests_of(drawn), record=record, run_ahead=run_ahead)
+    start = first.size()
+    first.run()
+    # the length of a record depends on the time
+    size = start + (first.size() - start) * data.draw(st.integers(0, 1000)) // 1000
+    # a response may be in flight at the death, if its record is complete
+    has = [life for life in first.host.got if life[0] <= size]
+    num_late = sum(life[0] == max((life[0] for life in has), default=0) for life in has)
+    num_lost = data.draw(st.integers(0, num_late)) if keeps_record else 0
+    has = has[: len(has) - num_lost]
+    before = outputs_of(has)
+    if keeps_record:
+        record = {
+            number: Delivered(
+                len(before[number].tokens) if number in before else 0,
+                number in before and bool(before[number].num_finals),
+            )
+            for number, *_ in drawn
+        }
+    left = [it for it in requests_of(drawn) if not before.get(it.request_id, Output()).num_finals]
+    second = JournaledRun(die_at(folder, size), left, record=record, run_ahead=run_ahead)
+    second.run()
+    found = outputs_of(has, second.host.got)
+    for number, prompt, length, streams in drawn:
+        whole = expected_output(prompt, length)
+        assert found[number].num_finals == 1
+        assert not found[number].errors
+        assert found[number].tokens == (whole if streams else prompt + whole)
+
+
+def test_a_torn_record_is_cut_off_and_damage_elsewhere_names_its_offset(tmp_path, caplog):
+    folder = tmp_path / "journal"
+    first = JournaledRun(folder, [request(1, [1, 2], 6, is_streaming=True)])
+    first.run()
+    size = first.size()
+    torn = die_at(folder, size - 1)
+    second = JournaledRun(torn, [])
+    assert "was not written completely" in caplog.text
+    second.run()
+    segment = first.segment()
+    whole = bytearray(segment.read_bytes())
+    for offset in (3, 20, size // 2):
+        damaged = bytearray(whole)
+        damaged[offset] ^= 1
+        segment.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"the record at offset \d+ is damaged"):
+            JournaledRun(folder, [])
+
+
+def test_beams_start_anew_and_send_nothing_twice(tmp_path):
+    folder = tmp_path / "journal"
+    asked = [request(1, [1, 2, 3], 8, beam_width=2), request(2, [4, 5], 8, beam_width=3)]
+    first = JournaledRun(folder, asked)
+    first.run()
+    whole = {life[1]: dict(life[2]) for life in first.host.got}
+    second = JournaledRun(die_at(folder, first.size() - 1), [])
+    second.run()
+    assert len(second.resumption.requests) == 2
+    for _, request_id, tensors, is_final, error in second.host.got:
+        assert is_final and not error
+        ids = whole[request_id]["output_ids"]
+        assert dict(tensors)["output_ids"].tolist() == ids.tolist()
+
+
+def test_log_probs_continue_and_their_sum_counts_both_lives(tmp_path):
+    folder = tmp_path / "journal"
+    asked = request(1, [1, 2, 3], 8, is_streaming=True, return_log_probs=True)
+    first = JournaledRun(folder, [asked])
+    start = first.size()
+    first.run()
+    end = next(life[0] for life in first.host.got[3:])
+    second = JournaledRun(die_at(folder, end), [])
+    assert start < end < first.size()
+    second.run()
+    sums = [
+        dict(life[2])["cum_log_probs"].item() for life in (first.host.got[-1], second.host.got[-1])
+    ]
+    assert sums[0] == pytest.approx(sums[1])
+
+
+def test_stop_words_that_were_begun_before_the_death_are_found(tmp_path):
+    prompt = [1, 2, 3]
+    whole = expected_output(prompt, 12)
+    words = np.array([[[*whole[4:7]], [3, -1, -1]]])
+    folder = tmp_path / "journal"
+    asked = request(1, prompt, 12, is_streaming=True, stop_words_list=words)
+    first = JournaledRun(folder, [asked])
+    start = first.size()
+    first.run()
+    for size in range(start, first.size() + 1, 23):
+        has = [life for life in first.host.got if life[0] <= size]
+        second = JournaledRun(die_at(folder, size), [asked] if size < first.size() else [])
+        second.run()
+        found = outputs_of(has, second.host.got)[1]
+        assert found.tokens == whole[:4]
+        assert found.num_finals == 1
+
+
+def test_a_segment_that_is_full_is_replaced(tmp_path):
+    folder = Path(tmp_path) / "journal"
+    asked = [request(number, [1, 2, number], 40, is_streaming=True) for number in range(3)]
+    run = JournaledRun(folder, asked, segment_bytes=600)
+    run.run()
+    assert run.segment().name > "segment-00000003"
+    assert run.segment().stat().st_size < 2500
+    found = outputs_of(run.host.got)
+    assert all(found[n].tokens == expected_output([1, 2, n], 40) for n in range(3))
+
+
+def test_the_adapter_of_a_request_is_stored_once(tmp_path):
+    weights = np.ones((1, 64), dtype=np.float32)
+    folder = tmp_path / "journal"
+    run = JournaledRun(folder, [])
+    pack = run.journaled._accepted.pack
+    with_weights = [
+        request(n, [1], 4, lora_task_id=5, lora_weights=weights, lora_config=np.array([[0, 0, 1]]))
+        for n in range(2)
+    ]
+    packed = [pack(it, 0.0) for it in (*with_weights, request(3, [1], 4, lora_task_id=5))]
+    assert len([*(folder / "objects").iterdir()]) == 1
+    assert max(map(len, packed)) < 600
+    restored = [run.journaled._accepted.restore(run.journaled._accepted.read(it)) for it in packed]
+    assert all((it.lora_weights == weights).all() for it in restored)
+    run.journaled._accepted.forget_tasks([5])
+    run.journaled._accepted.end([0, 1, 3])
+    assert not [*(folder / "objects").iterdir()]
+    run.journal.close()
+
+
+def test_a_python_post_processor_comes_back_from_the_host_or_ends_its_request(tmp_path):
+    def processor(request_id, logits, tokens, stream, client_id):
+        pass
+
+    folder = tmp_path / "journal"
+    asked = request(1, [1, 2], 6, is_streaming=True, logits_post_processor=processor, client_id=7)
+    first = JournaledRun(folder, [asked])
+    start = first.size()
+    first.run()
+    size = next(life[0] for life in first.host.got[2:])
+    assert size > start
+    asks = []
+
+    def restore(*arguments):
+        asks.append(arguments)
+        return processor
+
+    second = JournaledRun(die_at(folder, size), [], restore_processor=restore)
+    assert asks == [(1, 7)]
+    assert second.resumption.requests[0].logits_post_processor is processor
+    second.journal.close()
+    third = JournaledRun(die_at(folder, size), [])
+    third.run()
+    [(_, _, _, is_final, error)] = third.host.got
+    assert is_final
+    assert error.startswith("JournalError: the request cannot be resumed")

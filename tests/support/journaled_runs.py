@@ -1,0 +1,124 @@
+"""Runs of a loop with a journal, without a thread, which may die at any byte of the journal."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loop_driver import ListHost, LoopDriver
+
+from gptmanager import InferenceRequest, OptionalParams
+from gptmanager.config import Delivered
+from gptmanager.journal.accepted import AcceptedRequests
+from gptmanager.journal.journal import Journal
+from gptmanager.journal.journaled_host import JournaledHost
+from gptmanager.journal.resuming import Resumption, resume
+from gptmanager.request.inference_request import NamedTensor
+from gptmanager.step import Intake
+
+
+class Host(ListHost):
+    """A host that remembers what it got, and how long the journal was then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[tuple[int, int, list[NamedTensor], bool, str]] = []
+        self.first: Intake | None = None
+        self.size = lambda: 0
+
+    def fetch(self, room: int | None, num_active: int) -> Intake:
+        first, self.first = self.first, None
+        if first is not None:
+            return first
+        intake = super().fetch(room, num_active)
+        ended = {request_id for _, request_id, _, is_final, _ in self.got if is_final}
+        left = [request for request in intake.requests if request.request_id not in ended]
+        return replace(intake, requests=tuple(left))
+
+    def respond(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        self.got.append((self.size(), request_id, tensors, is_final, error))
+        if self.fail_to_send(request_id, is_final) and not is_final:
+            super().respond(request_id, tensors, is_final, error)
+
+
+class JournaledRun:
+    """One life of a loop on the journal in `folder`; `record` is the host's record, if it keeps
+    one: what it has of each request.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        requests: list[InferenceRequest],
+        *,
+        record: dict[int, Delivered] | None = None,
+        restore_processor: Any = None,
+        seed: int = 0,
+        segment_bytes: int = 64 << 20,
+        on_full: Any = "continue",
+        **options: Any,
+    ) -> None:
+        restores = None if record is None else record.get
+        self.driver = LoopDriver(**{"chunked": True, **options})
+        self.journal = Journal(
+            folder,
+            "a checkpoint",
+            sync="never",
+            on_full=on_full,
+            keeps_responses=restores is not None,
+            segment_bytes=segment_bytes,
+        )
+        accepted = AcceptedRequests(self.journal.folder, seed, syncs=False)
+        params = OptionalParams(
+            journal_path=folder, restore_cb=restores, restore_processor_cb=restore_processor
+        )
+        self.resumption: Resumption = resume(self.journal, accepted, params)
+        self.journal.commit((), [(request_id, b"") for request_id in self.resumption.ended])
+        loop, self.host = self.driver.loop, Host()
+        self.driver.host = self.host
+        self.host.size = self.size
+        self.journaled = JournaledHost(self.host, self.journal, accepted)
+        self.journaled.table, loop.table.host = loop.table, self.journaled
+        self.journaled.held.extend(self.resumption.responses)
+        self.journaled.flush()
+        if self.resumption.requests:
+            self.host.first = Intake(
+                0.0,
+                tuple(self.resumption.requests),
+                resumed=tuple(self.resumption.progress),
+            )
+        self.host.callbacks.submit(*requests)
+
+    def size(self) -> int:
+        """The length of the segment."""
+        return self.journal._size
+
+    def run(self, max_iterations: int = 1000) -> None:
+        loop = self.driver.loop
+        for _ in range(max_iterations):
+            worked = loop.iterate()
+            self.journaled.flush()
+            if not worked and not loop.active:
+                break
+        else:
+            raise AssertionError(f"not done: {loop.active}")
+        self.journal.close()
+
+    def segment(self) -> Path:
+        [path] = self.journal.folder.path.glob("segment-*")
+        return path
+
+
+def die_at(folder: Path, size: int) -> Path:
+    """Return a copy of a journal that ends after `size` bytes of its segment."""
+    copy = folder.with_name(f"{folder.name}-{size}")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    [segment] = copy.glob("segment-*")
+    with segment.open("r+b") as file:
+        file.truncate(size)
+    return copy
