@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gptmanager.config import (
         CapacitySchedulerPolicy,
         ContextChunkingPolicy,
+        Delivered,
         FinishReason,
         KvCacheConfig,
         ModelType,
@@ -36,6 +37,7 @@ __all__ = [
     "REQUEST_METRICS",
     "CapacitySchedulerPolicy",
     "ContextChunkingPolicy",
+    "Delivered",
     "FinishReason",
     "GptManager",
     "GuidedDecoding",
@@ -60,6 +62,7 @@ __getattr__, __dir__ = lazy_names(
         "gptmanager.config": (
             "CapacitySchedulerPolicy",
             "ContextChunkingPolicy",
+            "Delivered",
             "FinishReason",
             "KvCacheConfig",
             "ModelType",

@@ -21,6 +21,7 @@ from gptmanager.bench.arguments import add_command as add_bench
 from gptmanager.bench.environment_arguments import add_command as add_env
 from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError, GptManagerError, RecordingError
+from gptmanager.journal.arguments import add_command as add_journal
 from gptmanager.picture.arguments import add_command as add_picture
 from gptmanager.replay.arguments import add_command as add_replay
 from gptmanager.run.arguments import add_command as add_run
@@ -139,7 +140,8 @@ def command_parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None, parser=parser, json=False, threads=None, verbose=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     running = add_chat, add_run, add_serve, add_models, add_convert
-    for add in (*running, add_bench, add_replay, add_simulate, add_picture, add_env):
+    reports = add_replay, add_simulate, add_picture, add_env, add_journal
+    for add in (*running, add_bench, *reports):
         add(commands)
     return parser
 

@@ -55,6 +55,7 @@ class Intake:
     callbacks and preparations since the last intake. `clears_cache`: the weights were replaced, so
     cached blocks are dropped. `adapters`: finished jobs. `forgotten_adapters`: task ids of adapters
     to forget. `resumed`: the progress of all `requests`, if they are from a journal.
+    `recomputes`: running requests compute their contexts again, with the new weights.
     """
 
     now: float
@@ -66,6 +67,7 @@ class Intake:
     adapters: tuple[AdapterDone, ...] = ()
     forgotten_adapters: tuple[int, ...] = ()
     resumed: tuple[Progress, ...] = ()
+    recomputes: bool = False
 
 
 class Row(NamedTuple):

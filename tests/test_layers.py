@@ -387,14 +387,18 @@ journal/                      what was accepted and sent, on disk, for a new pro
     journaled_host            a host whose requests and responses are written down
     resuming                  where the requests of a journal continue
     opening                   opens the journal of a manager
+    main                      runs `gptmanager journal`
+    arguments                 arguments of `gptmanager journal` (no torch)
 manager/                      GptManager: the worker thread around the loop
     inbox                     commands from other threads to the worker
     inspection                audit and explain: block owners, reasons for waiting
     watching                  callables that watch the loop
+    weight_updates            replaces weights between two iterations
     recovery                  recovery after an iteration that raised
     stall_watch               detects a loop that makes no progress
     ending                    ends a loop that finished, failed or hangs
     worker                    the worker thread
+    loop_questions            the questions that a loop answers between two iterations
     gpt_manager               GptManager
 gptmanager                    the public names
 callbacks/                    ready-made callbacks, built on the public names only

@@ -1,4 +1,4 @@
-"""`CachedBlocks`: when the cached blocks of a loop are stale, because the weights have changed."""
+"""`CachedBlocks`: which keys and values of a loop are stale, because the weights have changed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ class CachedBlocks:
 
     def __init__(self) -> None:
         self._clears: deque[None] = deque()  # any thread may append
+        self._recomputes = False
         self._version: Callable[[], int] = int
         self._last_version = 0
 
@@ -21,6 +22,15 @@ class CachedBlocks:
     def follow_weights(self, version: Callable[[], int]) -> None:
         """Clear cached blocks whenever `version()` has changed, because new weights were loaded."""
         self._version, self._last_version = version, int(version())
+
+    def recompute(self) -> None:
+        """Let the running requests compute their contexts again. Called on the loop's thread."""
+        self._recomputes = True
+
+    def take_recompute(self) -> bool:
+        """Return whether running requests compute their contexts again."""
+        recomputes, self._recomputes = self._recomputes, False
+        return recomputes
 
     def take_clears(self) -> bool:
         """Return whether the next intake clears the cached blocks."""

@@ -31,6 +31,7 @@ from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.state import Lifecycle, LoopAbandoned
 from gptmanager.lifecycle.watchdog import CallbackTimer
+from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.request.inference_request import (
     GetInferenceRequestsCallback,
     InferenceRequest,
@@ -203,6 +204,12 @@ class CallbackHost:
                     check_answer("SendResponse", answer)
         return True
 
+    def stop_all(self, loop: TokenLoop) -> int:
+        """Stop all active requests with the next intake. Returns their number."""
+        ids = [request.request_id for request in loop.active]
+        self._stops.update(ids)
+        return len(ids)
+
     # Called by the loop --------------------------------------------------------------------
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
@@ -235,6 +242,7 @@ class CallbackHost:
             tuple(preparation.ready),
             (*self.failures, *preparation.failures),
             clears_cache=self.cached.take_clears(),
+            recomputes=self.cached.take_recompute(),
             adapters=_taken(self.adapter_loader.done),
             forgotten_adapters=_taken(self.adapter_loader.forgotten),
             resumed=tuple(receiver.resumed),

@@ -57,9 +57,7 @@ class Allocator:
         `blamed` puts the scheduler's name before it.
         """
         for request in output.paused_requests:
-            self.release(request)
-            request.pause(max_input_len)
-            self._paused.append(request.request_id)
+            self.pause(request, max_input_len)
         parts = _Parts()
         context_rows: list[Row] = []
         if output.context_requests:
@@ -109,6 +107,12 @@ class Allocator:
         request.settle_drafts(num_drafts, num_accepted)
         if num_accepted < num_drafts:
             self.kv_cache.rewind(request.request_id, num_drafts - num_accepted)
+
+    def pause(self, request: LlmRequest, max_input_len: int) -> None:
+        """Free what a request holds; its history becomes a context that is computed again."""
+        self.release(request)
+        request.pause(max_input_len)
+        self._paused.append(request.request_id)
 
     def release(self, request: LlmRequest) -> None:
         """Free what a request holds. Steps run in order, so a later step may reuse the memory at

@@ -97,6 +97,11 @@ class RequestTable:
         self._intake = intake
         if intake.adapters or intake.forgotten_adapters:
             self.adapters.note(intake.forgotten_adapters, intake.adapters)
+        if intake.recomputes:
+            for request in self.active:
+                if request.slot >= 0:
+                    self._allocator.pause(request, self.limits.max_seq_len)
+                    self.adapters.pause(request)
         if intake.clears_cache:
             self._allocator.kv_cache.clear_cached()
         taken: set[int] = set()

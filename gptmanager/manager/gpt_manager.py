@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -22,29 +21,20 @@ from gptmanager.assembly.options import (
 )
 from gptmanager.assembly.ranks import connect, report_failed_start
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
-from gptmanager.errors import ManagerDeadError, quoted, response_text
+from gptmanager.errors import CallbackError, quoted
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.host.ranked_host import alike
 from gptmanager.lifecycle.clock import monotonic
-from gptmanager.lifecycle.state import Health, ManagerState
-from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.lifecycle.state import ManagerState
 from gptmanager.manager.inbox import Inbox
-from gptmanager.manager.inspection import (
-    AuditReport,
-    Explanation,
-    Fit,
-    audit,
-    explain,
-    explain_waiting,
-    would_fit,
-)
-from gptmanager.manager.watching import WatchCallback, Watchers
+from gptmanager.manager.loop_questions import ANSWER_S, LoopQuestions, bounded
+from gptmanager.manager.watching import Watchers
+from gptmanager.manager.weight_updates import NewWeights
 from gptmanager.manager.worker import Worker
 from gptmanager.ranks.world import find_world
 from gptmanager.recorder import Recorder
 from gptmanager.request.inference_request import (
     GetInferenceRequestsCallback,
-    InferenceRequest,
     PollStopSignalCallback,
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
@@ -54,10 +44,9 @@ _T = TypeVar("_T")
 
 _HANG_S = 0.3  # after an abort, `shutdown` does not wait for a callback that runs longer than this
 _STEP_GRACE_S = 5.0  # longer than a step takes
-_ANSWER_S = 30.0  # how long a question waits for the end of an iteration
 
 
-class GptManager:
+class GptManager(LoopQuestions):
     """Serves requests through four callbacks, from a worker thread that runs the token loop.
 
     `model_path`: a Hugging Face checkpoint folder, a GGUF file, an object that implements `Model`,
@@ -176,7 +165,7 @@ class GptManager:
         """
         if self._is_forked:
             return True
-        if self._is_elsewhere or not self._lifecycle.ended.wait(_bounded(timeout)):
+        if self._is_elsewhere or not self._lifecycle.ended.wait(bounded(timeout)):
             return False
         if self._lifecycle.is_abandoned or self._thread.ident is None:
             return True  # the thread hangs, or was never started
@@ -194,7 +183,7 @@ class GptManager:
         self._raise_if_forked()
         if self._is_elsewhere:
             return False
-        if self._inbox.wait_idle(_bounded(timeout)):
+        if self._inbox.wait_idle(bounded(timeout)):
             return True
         self._raise_if_failed()
         return self._lifecycle.ended.is_set
@@ -215,6 +204,55 @@ class GptManager:
         self._raise_if_forked()
         self._host.cached.clear()
         self.notify()
+
+    def update_weights(
+        self, tensors: NewWeights, *, recompute: bool = False, timeout: float | None = None
+    ) -> int:
+        """Replace weights between two iterations, in place; return the new `weights_version`.
+
+        `tensors`: a mapping or an iterator of (name, tensor), by the checkpoint's names; tensors
+        that it lacks stay as they are. Running requests keep their keys and values, or compute
+        them again with `recompute`. Blocks cached before are not reused by later requests.
+
+        Raises ConfigError for unknown names and wrong shapes: of a mapping before anything is
+        copied. If an iterator fails half-way, no step runs until an update with all tensors is
+        complete. Raises CallbackError in a callback, and TimeoutError and ManagerDeadError like
+        `explain`.
+        """
+        self._raise_if_failed()
+        if self._worker.is_here:
+            raise CallbackError("update_weights cannot be called in a callback")
+        update = self._worker.updates.update
+        return self._ask(
+            "update_weights", lambda loop: update(loop, tensors, recompute=recompute), timeout
+        )
+
+    @property
+    def weights_version(self) -> int:
+        """The number of complete updates of the weights."""
+        return self._worker.updates.version
+
+    def pause_generation(self, timeout: float | None = ANSWER_S) -> None:
+        """Stop iterating until `resume_generation`; return when no step runs. Requests keep their
+        memory. `shutdown` also ends the pause. With several ranks call it on rank 0.
+        """
+        self._raise_if_failed()
+        self._inbox.is_paused = True
+        self._ask("pause_generation", lambda loop: None, timeout)
+
+    def resume_generation(self) -> None:
+        """End the pause of `pause_generation`."""
+        self._inbox.is_paused = False
+        self.notify()
+
+    def abort_all(self, timeout: float | None = ANSWER_S) -> int:
+        """End all active requests before the next step, like stop signals; return their number.
+
+        Each gets a final response with its tokens so far and the finish reason CANCELLED, during a
+        pause after `resume_generation`. With several ranks call it on all of them.
+        """
+        self._raise_if_failed()
+        return self._ask("abort_all", self._host.stop_all, timeout)
 
     def forget_adapter(self, task_id: int) -> None:
         """Forget the LoRA adapter of `lora_task_id` = `task_id`, for example to replace it.
@@ -251,121 +289,6 @@ class GptManager:
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         self.shutdown(drain=exc_type is None)
 
-    # Questions, from any thread ------------------------------------------------------------
-
-    def health(self) -> Health:
-        """Return the health of the manager. Returns at once, even while a callback hangs."""
-        loop, progress = self._worker.loop, self._worker.progress
-        num_active = 0 if loop is None else len(loop.active)
-        alive = not (self._lifecycle.ended.is_set or self._is_forked)
-        return Health(
-            alive=alive,
-            progressing=alive and progress.is_progressing(num_active),
-            accepting=alive and self._host.is_accepting,
-            num_active=num_active,
-            last_step_age_s=progress.last_step_age_s(),
-            callbacks={timer.name: timer.snapshot() for timer in self._host.timers.all},
-            total_blocks=0 if loop is None else loop.allocator.kv_cache.get_max_resource_count(),
-            free_blocks=0 if loop is None else loop.allocator.kv_cache.get_num_free_blocks(),
-        )
-
-    def audit(self, timeout: float | None = _ANSWER_S) -> AuditReport:
-        """Check the accounts of the KV cache and return them, also after the end.
-
-        The loop answers between two iterations. After `timeout` seconds (None: no limit) raises
-        TimeoutError, which says what the loop is doing.
-        """
-        return self._ask("audit", audit, timeout)
-
-    def explain(self, request_id: int, timeout: float | None = _ANSWER_S) -> Explanation:
-        """Return why a request waits, in numbers. The loop answers as for `audit`.
-
-        Raises ManagerDeadError if the loop has failed.
-        """
-        self._raise_if_failed()
-        return self._ask("explain", lambda loop: explain(loop, request_id), timeout)
-
-    def explain_waiting(
-        self, most: int = 256, timeout: float | None = _ANSWER_S
-    ) -> tuple[Explanation, ...]:
-        """Explain the first `most` waiting requests, in the order in which they would start.
-
-        The scheduler is asked once for all of them.
-        """
-        self._raise_if_failed()
-        return self._ask("explain_waiting", lambda loop: explain_waiting(loop, most), timeout)
-
-    def watch(self, see: WatchCallback, timeout: float | None = _ANSWER_S) -> None:
-        """Call `see` with each event from now on: requests that arrive, run and end.
-
-        `see` is called on the loop's thread, first with a `Beginning` and an `Arrival` for each
-        active request, then with each `Event` of `gptmanager.manager.watching`. The `append` of a
-        bounded deque is a good choice. If `see` raises, the error is logged and `see` is not called
-        again. Raises the same errors as `explain`.
-        """
-        self._raise_if_failed()
-        self._ask("watch", lambda loop: self._watchers.add(loop, see), timeout)
-
-    def unwatch(self, see: WatchCallback, timeout: float | None = _ANSWER_S) -> None:
-        """Stop calling `see`. Does nothing if it is not a watcher, or if the loop has ended.
-
-        Raises TimeoutError as `audit` does.
-        """
-        with contextlib.suppress(ManagerDeadError):
-            self._ask("unwatch", lambda loop: self._watchers.remove(loop, see), timeout)
-
-    def would_fit(self, request: InferenceRequest, timeout: float | None = _ANSWER_S) -> Fit:
-        """Return whether a request would be accepted and start now, and how many blocks it needs.
-
-        The loop answers as for `audit`.
-        """
-        return self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
-
-    def _ask(self, name: str, function: Callable[[TokenLoop], _T], timeout: float | None) -> _T:
-        self._raise_if_forked()
-        if self._is_elsewhere and self._worker.loop is not None:
-            return function(self._asked(name))
-        question = self._inbox.ask(function)
-        if self._lifecycle.ended.is_set and self._inbox.take_back(question):
-            question.settle(self._asked(name))
-        elif not question.wait(_bounded(timeout)):
-            self._inbox.take_back(question)
-            raise TimeoutError(
-                f"{name}: no answer within timeout = {timeout:g} s; {self._worker.whereabouts()}"
-            )
-        return question.answer()
-
-    # Inside -------------------------------------------------------------------------------
-
-    def _asked(self, name: str) -> TokenLoop:
-        """Return the loop, so that the calling thread can answer the question `name` itself."""
-        loop = self._worker.loop
-        if loop is None or self._lifecycle.is_abandoned:
-            raise ManagerDeadError(
-                f"{name}: the loop cannot answer, because it was never built or hangs"
-            ) from self._lifecycle.exception
-        return loop
-
-    @property
-    def _is_forked(self) -> bool:
-        """Whether this is a forked process, which has a copy of the manager but no loop."""
-        return os.getpid() != self._process
-
-    @property
-    def _is_elsewhere(self) -> bool:
-        """Whether this is a callback or a forked process, which must not wait for the loop."""
-        return self._worker.is_here or self._is_forked
-
-    def _raise_if_failed(self) -> None:
-        if self._lifecycle.state is ManagerState.FAILED:
-            error = self._lifecycle.exception
-            text = response_text(error or RuntimeError())
-            raise ManagerDeadError(f"the manager has failed: {text}") from error
-
-    def _raise_if_forked(self) -> None:
-        if self._is_forked:
-            raise ManagerDeadError(f"the manager runs in process {self._process}, not in this fork")
-
 
 def _end_at_exit(manager: weakref.ref[GptManager]) -> None:
     running = manager()
@@ -383,7 +306,3 @@ def _telling_ranks(params: OptionalParams | None) -> Iterator[None]:
         if config is not None:
             report_failed_start(functools.partial(find_world, config), error)
         raise
-
-
-def _bounded(timeout: float | None) -> float | None:
-    return None if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)

@@ -53,12 +53,13 @@ class Inbox:
 
     `iteration`: number of iterations that have begun. `idle_iteration`: the last one without work.
     `bells`: other functions to call when the loop is to wake. `is_to_end`: the loop must finish the
-    requests that it has, and end. `is_to_abort`: it must end now. Neither is reset.
+    requests that it has, and end. `is_to_abort`: it must end now. Neither is reset. `is_paused`:
+    the loop must not iterate until this is reset.
     """
 
     def __init__(self) -> None:
         self.bells: list[Callable[[], None]] = []
-        self.is_to_end = False
+        self.is_to_end = self.is_paused = False
         self.is_to_abort = False
         self.iteration = 0
         self.idle_iteration = 0

@@ -26,8 +26,11 @@ from gptmanager.manager.ending import Ending
 from gptmanager.manager.inbox import Inbox
 from gptmanager.manager.recovery import Recovery
 from gptmanager.manager.stall_watch import Progress
+from gptmanager.manager.weight_updates import WeightUpdates
 from gptmanager.recorder import Recorder, build_recorded_loop
 from gptmanager.statistics import PhaseTimes
+
+_PAUSE_S = 0.1  # how long a paused loop sleeps before it checks the other ranks again
 
 
 class Worker:
@@ -51,6 +54,7 @@ class Worker:
         self._recovery = Recovery(host, recorder, most)
         self._timer = CallbackTimer("iteration")  # stopped while the loop sleeps
         self._ending = Ending(params, host, inbox, recorder, self._timer, on_end)
+        self.updates = WeightUpdates(host.cached)
         self._thread: threading.Thread | None = None
         self.progress = Progress()
         self.loop: TokenLoop | None = None
@@ -88,12 +92,15 @@ class Worker:
             return  # the watchdog's thread does the rest
         if watchdog is not None:
             watchdog.stop()
+        self.updates.release()
         self._ending.release(self.loop)
         self._ending.close()
         self._inbox.answer(loop)
 
     def _build(self, assembly: Assembly) -> TokenLoop:
         self._host.attach(assembly)
+        model, has_ranks = assembly.executor.runner.model, assembly.ranks is not None
+        self.updates.attach(model, has_ranks=has_ranks)
         host = loop_host(self._host, assembly, self._inbox.bells, self._timer)
         self._ending.loop_host = host
         is_leader = assembly.ranks is None or assembly.ranks.collectives.layout.rank == 0
@@ -146,12 +153,17 @@ class Worker:
         | a rank has failed | `await_turn` | RankError |
         | an iteration raised | `Recovery` | continue without its requests, or raise |
         | Get failed too often | `GetFailures.fatal` | raised |
+        | `pause_generation`, or incomplete weights | `Inbox.is_paused` | wait |
         | nothing to do | `_iterate` | sleep until woken |
         """
         self._host.journal.flush()  # what another process could not deliver
         while (turn := self._next_turn(loop)) not in (Turn.ABORT, Turn.END):
             if turn is Turn.DRAIN:
                 self._lifecycle.move_to(ManagerState.DRAINING)
+            elif self._inbox.is_paused or self.updates.is_incomplete:
+                self._timer.stop()
+                self._inbox.rest(_PAUSE_S)
+                continue
             try:
                 is_idle = not self._iterate(loop)
             except Exception as error:
@@ -172,6 +184,7 @@ class Worker:
         self._lifecycle.check()
         ends, aborts = self._inbox.is_to_end, self._inbox.is_to_abort
         self._inbox.answer(loop)
+        aborts = aborts or (ends and self.updates.is_incomplete)  # no step may run
         is_active = loop.holds_requests
         return self._ending.loop_host.await_turn(ends=ends, aborts=aborts, is_active=is_active)
 

@@ -26,12 +26,7 @@ from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantize
 from gptmanager.memory.mapped_matrices import MappedMatrix, mapped_matrices
 from gptmanager.memory.places import Cut, Place, Run, kept_shape, whole
 from gptmanager.memory.tensor_checks import check_tensor, refuse_tensors
-from gptmanager.memory.tensor_sources import (
-    GroupedSource,
-    StateDict,
-    TensorInfo,
-    TensorSource,
-)
+from gptmanager.memory.tensor_sources import GroupedSource, StateDict, TensorInfo, TensorSource
 
 _MIN_PIECE_BYTES = 1 << 20
 
@@ -129,12 +124,7 @@ class Weights:
         """
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
-        names = self._names(found)
-        if not (partial and self.version):
-            optional = {name for name, place in self._places.items() if place.twin or place.scale}
-            refuse_tensors("tensors are missing", self._places.keys() - names.keys() - optional)
-        for name, given in names.items():
-            check_tensor(given, found[given], *self._expected_shapes(self._places[name]))
+        names = self.check(source, partial=partial)
         scales = {place.parameter for place in self._places.values() if place.scale}
         scales &= self._cuts.keys()
         if not self._storage:
@@ -149,6 +139,30 @@ class Weights:
                 self.tensor(name).fill_(1)
         self._copy_all(source, names, on_progress)
         self.version += 1
+
+    def check(
+        self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False
+    ) -> dict[str, str]:
+        """Check names and shapes as `load` does. Returns the names of places -> the given names."""
+        source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
+        found = source.describe()
+        names = self._names(found)
+        if not (partial and self.version):
+            self.require_all(found)
+        for name, given in names.items():
+            check_tensor(given, found[given], *self._expected_shapes(self._places[name]))
+        return names
+
+    def require_all(self, given_names: Iterable[str]) -> None:
+        """Raise ConfigError if tensors are missing that a complete load needs."""
+        optional = {name for name, place in self._places.items() if place.twin or place.scale}
+        names = self._names(given_names)
+        refuse_tensors("tensors are missing", self._places.keys() - names.keys() - optional)
+
+    def is_twin(self, given: str) -> bool:
+        """Return whether a tensor is only compared with a parameter, to which it is tied."""
+        name = next(iter(self._names([given])), "")
+        return name in self._places and bool(self._places[name].twin)
 
     def _in_groups(
         self, names: Mapping[str, str], found: Mapping[str, TensorInfo]

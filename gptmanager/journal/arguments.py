@@ -1,0 +1,29 @@
+"""The arguments of `gptmanager journal`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gptmanager.terminal.options import add_json, add_parser
+
+_HELP = """\
+Show the requests of a journal that are unfinished, and check all its records.
+
+FOLDER is that of OptionalParams(journal_path=...) or `serve --journal`. Nothing is changed: a
+manager that starts on the folder resumes these requests.
+"""
+
+
+def add_command(commands: Any) -> None:
+    parser = add_parser(
+        commands,
+        "journal",
+        "gptmanager.journal.main:main",
+        help="show and check the journal of a manager",
+        usage="gptmanager journal FOLDER [--json]",
+        description=_HELP,
+        epilog="exit status: 0 whole or torn at the end, 1 damaged, or not a journal",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of a journal")
+    add_json(parser, "the requests as JSON on stdout")

@@ -1,0 +1,82 @@
+"""Runs `gptmanager journal`: shows and checks the journal of a manager."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+import orjson
+
+from gptmanager.errors import JournalError, quoted_path
+from gptmanager.journal.accepted import AcceptedRequests
+from gptmanager.journal.entries import Entry
+from gptmanager.journal.segments import JournalFolder, Segment
+from gptmanager.terminal.printable import printable_lines
+
+
+def main(options: argparse.Namespace) -> int:
+    folder = JournalFolder(options.folder)
+    found = folder.read()
+    if found is None:
+        raise JournalError(f"{quoted_path(folder.path)} has no journal")
+    report = report_of(folder, found)
+    if options.json:
+        print(orjson.dumps(report).decode())
+    else:
+        print(printable_lines("\n".join(_lines(report))))
+    return 0
+
+
+def report_of(folder: JournalFolder, segment: Segment) -> dict[str, Any]:
+    """Return what a journal says. Raises JournalError for a damaged request or object."""
+    accepted = AcceptedRequests(folder, 0, syncs=False)
+    requests = [_request(accepted, folder, *it) for it in segment.entries.items()]
+    return {
+        "segment": str(segment.path),
+        "checkpoint": segment.checkpoint,
+        "records": segment.num_records,
+        "bytes": segment.end,
+        "torn_bytes": segment.torn,
+        "requests": requests,
+    }
+
+
+def _request(
+    accepted: AcceptedRequests, folder: JournalFolder, request_id: int, entry: Entry
+) -> dict[str, Any]:
+    read = accepted.read(entry.accepted)
+    for digest in read.objects.values():
+        folder.get(digest)
+    tensors = read.request.tensors
+    prompt: Any = tensors.get("input_ids", ())
+    return {
+        "request_id": request_id,
+        "accepted": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(read.time)),
+        "prompt_tokens": len(np.asarray(prompt).reshape(-1)),
+        "streaming": bool(read.request.is_streaming),
+        "sent_tokens": len(entry.tokens),
+        "final": "sent, not acknowledged" if entry.last else "",
+        "objects": dict(read.objects),
+    }
+
+
+def _lines(report: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{report['segment']}: {report['records']} records, {report['bytes']} bytes, checkpoint "
+        f"{report['checkpoint']}"
+    ]
+    if report["torn_bytes"]:
+        lines.append(
+            f"the last record, at offset {report['bytes']}, is torn: {report['torn_bytes']} bytes "
+            "will be cut off"
+        )
+    lines.append(f"{len(report['requests'])} unfinished requests")
+    lines += [
+        f"  {it['request_id']}: accepted {it['accepted']}, prompt {it['prompt_tokens']}, sent "
+        f"{it['sent_tokens']}{', streaming' if it['streaming'] else ''}"
+        f"{', final ' + it['final'] if it['final'] else ''}"
+        for it in report["requests"]
+    ]
+    return lines

@@ -1,0 +1,162 @@
+"""`LoopQuestions`: the questions about a manager's loop, which any thread may ask."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from gptmanager.errors import ManagerDeadError, response_text
+from gptmanager.host.callback_host import CallbackHost
+from gptmanager.lifecycle.state import Health, Lifecycle, ManagerState
+from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.manager.inbox import Inbox
+from gptmanager.manager.inspection import (
+    AuditReport,
+    Explanation,
+    Fit,
+    audit,
+    explain,
+    explain_waiting,
+    would_fit,
+)
+from gptmanager.manager.watching import WatchCallback, Watchers
+from gptmanager.manager.worker import Worker
+from gptmanager.request.inference_request import InferenceRequest
+
+_T = TypeVar("_T")
+
+ANSWER_S = 30.0  # how long a question waits for an iteration to end
+
+
+class LoopQuestions:
+    """Asks the loop of a manager, which answers between two iterations."""
+
+    _inbox: Inbox
+    _watchers: Watchers
+    _host: CallbackHost
+    _process: int
+    _lifecycle: Lifecycle
+    _worker: Worker
+
+    # Questions, from any thread ------------------------------------------------------------
+
+    def health(self) -> Health:
+        """Return the health of the manager. Returns at once, even while a callback hangs."""
+        loop, progress = self._worker.loop, self._worker.progress
+        num_active = 0 if loop is None else len(loop.active)
+        alive = not (self._lifecycle.ended.is_set or self._is_forked)
+        return Health(
+            alive=alive,
+            progressing=alive and progress.is_progressing(num_active),
+            accepting=alive and self._host.is_accepting,
+            num_active=num_active,
+            last_step_age_s=progress.last_step_age_s(),
+            callbacks={timer.name: timer.snapshot() for timer in self._host.timers.all},
+            total_blocks=0 if loop is None else loop.allocator.kv_cache.get_max_resource_count(),
+            free_blocks=0 if loop is None else loop.allocator.kv_cache.get_num_free_blocks(),
+        )
+
+    def audit(self, timeout: float | None = ANSWER_S) -> AuditReport:
+        """Check the accounts of the KV cache and return them, also after the end.
+
+        The loop answers between two iterations. After `timeout` seconds (None: no limit) raises
+        TimeoutError, which says what the loop is doing.
+        """
+        return self._ask("audit", audit, timeout)
+
+    def explain(self, request_id: int, timeout: float | None = ANSWER_S) -> Explanation:
+        """Return why a request waits, in numbers. The loop answers as for `audit`.
+
+        Raises ManagerDeadError if the loop has failed.
+        """
+        self._raise_if_failed()
+        return self._ask("explain", lambda loop: explain(loop, request_id), timeout)
+
+    def explain_waiting(
+        self, most: int = 256, timeout: float | None = ANSWER_S
+    ) -> tuple[Explanation, ...]:
+        """Explain the first `most` waiting requests, in the order in which they would start.
+
+        The scheduler is asked once for all of them.
+        """
+        self._raise_if_failed()
+        return self._ask("explain_waiting", lambda loop: explain_waiting(loop, most), timeout)
+
+    def watch(self, see: WatchCallback, timeout: float | None = ANSWER_S) -> None:
+        """Call `see` with each event from now on: requests that arrive, run and end.
+
+        `see` is called on the loop's thread, first with a `Beginning` and an `Arrival` for each
+        active request, then with each `Event` of `gptmanager.manager.watching`. The `append` of a
+        bounded deque is a good choice. If `see` raises, the error is logged and `see` is not called
+        again. Raises the same errors as `explain`.
+        """
+        self._raise_if_failed()
+        self._ask("watch", lambda loop: self._watchers.add(loop, see), timeout)
+
+    def unwatch(self, see: WatchCallback, timeout: float | None = ANSWER_S) -> None:
+        """Stop calling `see`. Does nothing if it is not a watcher, or if the loop has ended.
+
+        Raises TimeoutError as `audit` does.
+        """
+        with contextlib.suppress(ManagerDeadError):
+            self._ask("unwatch", lambda loop: self._watchers.remove(loop, see), timeout)
+
+    def would_fit(self, request: InferenceRequest, timeout: float | None = ANSWER_S) -> Fit:
+        """Return whether a request would be accepted and start now, and how many blocks it needs.
+
+        The loop answers as for `audit`.
+        """
+        return self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
+
+    def _ask(self, name: str, function: Callable[[TokenLoop], _T], timeout: float | None) -> _T:
+        self._raise_if_forked()
+        if self._is_elsewhere and self._worker.loop is not None:
+            return function(self._asked(name))
+        question = self._inbox.ask(function)
+        if self._lifecycle.ended.is_set and self._inbox.take_back(question):
+            question.settle(self._asked(name))
+        elif not question.wait(bounded(timeout)):
+            self._inbox.take_back(question)
+            raise TimeoutError(
+                f"{name}: no answer within timeout = {timeout:g} s; {self._worker.whereabouts()}"
+            )
+        return question.answer()
+
+    # Inside -------------------------------------------------------------------------------
+
+    def _asked(self, name: str) -> TokenLoop:
+        """Return the loop, so that the calling thread can answer the question `name` itself."""
+        loop = self._worker.loop
+        if loop is None or self._lifecycle.is_abandoned:
+            raise ManagerDeadError(
+                f"{name}: the loop cannot answer, because it was never built or hangs"
+            ) from self._lifecycle.exception
+        return loop
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a forked process, which has a copy of the manager but no loop."""
+        return os.getpid() != self._process
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether this is a callback or a forked process, which must not wait for the loop."""
+        return self._worker.is_here or self._is_forked
+
+    def _raise_if_failed(self) -> None:
+        if self._lifecycle.state is ManagerState.FAILED:
+            error = self._lifecycle.exception
+            text = response_text(error or RuntimeError())
+            raise ManagerDeadError(f"the manager has failed: {text}") from error
+
+    def _raise_if_forked(self) -> None:
+        if self._is_forked:
+            raise ManagerDeadError(f"the manager runs in process {self._process}, not in this fork")
+
+
+def bounded(timeout: float | None) -> float | None:
+    """Return a timeout that a wait accepts."""
+    return None if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
