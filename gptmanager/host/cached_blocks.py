@@ -7,36 +7,33 @@ from collections.abc import Callable
 
 
 class CachedBlocks:
-    """Collects the reasons to clear the cached blocks with the next intake."""
+    """Collects the reasons to clear cached blocks, or to compute contexts again.
+
+    `clears` and `recomputes`: what was asked for. `version()`: the version of the weights, which
+    was `last_version` when `settle` was called. A host reads these without a call: it is a part of
+    each step.
+    """
 
     def __init__(self) -> None:
-        self._clears: deque[None] = deque()  # any thread may append
-        self._recomputes = False
-        self._version: Callable[[], int] = int
-        self._last_version = 0
+        self.clears: deque[None] = deque()  # any thread may append
+        self.recomputes = False
+        self.version: Callable[[], int] = int
+        self.last_version = 0
 
     def clear(self) -> None:
         """Clear cached blocks with the next intake. Any thread may call this."""
-        self._clears.append(None)
-
-    def follow_weights(self, version: Callable[[], int]) -> None:
-        """Clear cached blocks whenever `version()` has changed, because new weights were loaded."""
-        self._version, self._last_version = version, int(version())
+        self.clears.append(None)
 
     def recompute(self) -> None:
         """Let the running requests compute their contexts again. Called on the loop's thread."""
-        self._recomputes = True
+        self.recomputes = True
 
-    def take_recompute(self) -> bool:
-        """Return whether running requests compute their contexts again."""
-        recomputes, self._recomputes = self._recomputes, False
-        return recomputes
+    def follow_weights(self, version: Callable[[], int]) -> None:
+        """Clear cached blocks whenever `version()` has changed, because new weights were loaded."""
+        self.version, self.last_version = version, int(version())
 
-    def take_clears(self) -> bool:
-        """Return whether the next intake clears the cached blocks."""
-        version, count = int(self._version()), len(self._clears)
-        clears = count > 0 or version != self._last_version
-        self._last_version = version
-        for _ in range(count):
-            self._clears.popleft()
-        return clears
+    def settle(self) -> None:
+        """Note that the next intake has what was asked for."""
+        self.last_version, self.recomputes = int(self.version()), False
+        for _ in range(len(self.clears)):
+            self.clears.popleft()

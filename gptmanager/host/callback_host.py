@@ -206,9 +206,8 @@ class CallbackHost:
 
     def stop_all(self, loop: TokenLoop) -> int:
         """Stop all active requests with the next intake. Returns their number."""
-        ids = [request.request_id for request in loop.active]
-        self._stops.update(ids)
-        return len(ids)
+        self._stops.update(loop.table.by_id)
+        return len(loop.table.by_id)
 
     # Called by the loop --------------------------------------------------------------------
 
@@ -235,14 +234,18 @@ class CallbackHost:
         receiver, preparation = self.receiver, self.preparation
         if receiver.received or preparation.prepared:
             preparation.collect(receiver.received)
+        cached, recomputes = self.cached, self.cached.recomputes
+        is_stale = len(cached.clears) > 0 or cached.version() != cached.last_version
+        if is_stale or recomputes:
+            cached.settle()
         intake = Intake(
             monotonic(),
             tuple(receiver.received),
             frozenset(self._stops),
             tuple(preparation.ready),
             (*self.failures, *preparation.failures),
-            clears_cache=self.cached.take_clears(),
-            recomputes=self.cached.take_recompute(),
+            clears_cache=is_stale,
+            recomputes=recomputes,
             adapters=_taken(self.adapter_loader.done),
             forgotten_adapters=_taken(self.adapter_loader.forgotten),
             resumed=tuple(receiver.resumed),
