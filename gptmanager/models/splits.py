@@ -81,11 +81,11 @@ class Shares:
             "width": (mlp.width, width),
         }
         if (latent := own.latent) is not None:
-            for word, width in (
+            for word, rows in (
                 ("latent_queries", latent.key_dim + dim - latent.rank),
                 ("latent_heads", latent.key_dim + latent.value_dim),
             ):
-                self._by_word[word] = (own.num_heads * width, _times(queries, width))
+                self._by_word[word] = (own.num_heads * rows, _times(queries, rows))
         if experts is not None:
             self.experts = evenly(experts.count, size, part)
             self.shared = evenly(experts.shared_width, size, part)

@@ -46,7 +46,7 @@ def latent_tensors(spec: ModelSpec, weights: Weights, index: int) -> LatentTenso
         return None
     has_query, dims = latent.query_rank > 0, (latent.key_dim, latent.value_dim)
     up = weights.tensor(f"{prefix}.latent_up.weight").view(own.num_heads, sum(dims), latent.rank)
-    key_up, value_up = up.split(dims, dim=1)
+    key_up, value_up = up[:, : latent.key_dim], up[:, latent.key_dim :]
     return LatentTensors(
         latent,
         own.head_dim - latent.rank,
