@@ -147,8 +147,8 @@ class CheckpointModel:
                 if self.spec.parallel:
                     hidden = hidden.index_select(0, batch.sample_index)
                 if adapters is not None:
-                    own = adapters.rows.index_select(0, batch.sample_index)
-                    adapters = replace(adapters, rows=own)
+                    sampled = adapters.rows.index_select(0, batch.sample_index)
+                    adapters = replace(adapters, rows=sampled)
                     adapters = self._kernels.begin_adapters(adapters)
             hidden = self._feed_forward(layer, attended, hidden, residual, adapters, inputs)
         return self._end(hidden, residual, len(batch.sample_index))

@@ -101,7 +101,8 @@ def attend(
     width = v.shape[2]
     # heads of values may be smaller than those of keys, as transformers expands latent attention
     q, k, v = (F.pad(it, (0, shape.head_dim - it.shape[2])) for it in (q, k, v))
-    pages = Pages(*step.layers[module.layer_idx])
+    layer: Any = module.layer_idx
+    pages = Pages(*step.layers[layer])
     packed = torch.cat((q, k, v), dim=1).flatten(1)
     queries = step.kernels.rope_and_write(
         packed, step.positions, None, None, None, 0.0, pages, step.rows
@@ -129,13 +130,14 @@ def note_call(
     refused = [name for name, it in others.items() if it is not None and name not in _KNOWN]
     if is_causal is False or getattr(module, "is_causal", True) is False:
         refused.append("is_causal = False")
-    if not isinstance(getattr(module, "layer_idx", None), int):
+    layer: Any = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
         raise ConfigError(f"{type(module).__name__} has no layer_idx")
     if key.shape[2] != query.shape[2]:
         refused.append("keys of other tokens than the step's")
     given = scaling, sliding_window, softcap, s_aux is not None
     shape = _shape(module, query, key, value, *given)
-    call = Call(module.layer_idx, shape, attention_mask, tuple(sorted(refused)))
+    call = Call(layer, shape, attention_mask, tuple(sorted(refused)))
     getattr(module, HOLDER).calls.append(call)
     batch, heads, tokens, _ = query.shape
     return value.new_zeros(batch, tokens, heads, value.shape[3]), None

@@ -61,7 +61,8 @@ def _packed(module: Any, kernels: Kernels, kind: Quantized | None) -> PackedLine
     """Return the layer with a packed matrix; None if the kernels do not pack it."""
     weight = module.weight.detach()
     weight = weight if type(module) is nn.Linear else weight.t()
-    matrix = kernels.new_matrix(*weight.shape, weight.dtype, kind)
+    rows, columns = weight.shape
+    matrix = kernels.new_matrix(rows, columns, weight.dtype, kind)
     if matrix is None:
         return None
     # copied in pieces, because a quantized row needs temporary arrays in float32

@@ -117,7 +117,9 @@ def _check_folder(folder: Path) -> None:
     num_tensors = len(SafetensorsFolder(folder).describe())
     # before transformers makes lists with an item for each layer
     for own in (config, config.get("text_config")):
-        for field in _LAYERS if isinstance(own, dict) else ():
+        if not isinstance(own, dict):
+            continue
+        for field in _LAYERS:
             if isinstance(count := own.get(field), int) and count > num_tensors:
                 raise ConfigError(
                     f"config.json: {field} = {quoted(count)}: the checkpoint has only "

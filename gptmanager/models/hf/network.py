@@ -113,7 +113,7 @@ class TransformersModel:
             )
         finally:
             self._holder.step = None  # it refers to the pool
-        logits = found.logits[0]
+        logits: Tensor = found.logits[0]
         return logits if self._selects else logits.index_select(0, batch.sample_index)
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:

@@ -56,7 +56,8 @@ def _run(network: nn.Module, holder: StepHolder, first: int) -> Tensor:
         position_ids=torch.arange(_TOKENS)[None],
         use_cache=False,
     )
-    return found.logits
+    logits: Tensor = found.logits
+    return logits
 
 
 def _check_arguments(network: nn.Module) -> None:

@@ -36,11 +36,11 @@ def codebook_matrix(
     block = state.size("blocksize")
     blocks = -(-count // block)
     table = pair_table(read(f"{name}.quant_map"), high_first=True)
-    scales = _nested(name, state, blocks, take, read)
-    if scales is None:
-        take(f"{name}.absmax", "float32", (blocks,))
-        scales = _Plain(f"{name}.absmax")
-    return CodebookMatrix(name, (rows, columns), table, block, scales)
+    nested = _nested(name, state, blocks, take, read)
+    if nested is not None:
+        return CodebookMatrix(name, (rows, columns), table, block, nested)
+    take(f"{name}.absmax", "float32", (blocks,))
+    return CodebookMatrix(name, (rows, columns), table, block, _Plain(f"{name}.absmax"))
 
 
 def _nested(name: str, state: _State, blocks: int, take: Take, read: Read) -> NestedScales | None:

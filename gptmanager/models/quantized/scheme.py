@@ -102,8 +102,9 @@ def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
     field = f"config_groups.{name}.weights"
     if not isinstance(weights, dict):
         raise _error(field, weights, "must be an object: only weights are quantized here")
-    kind, bits, strategy = (weights.get(it) for it in ("type", "num_bits", "strategy"))
-    kind = "int" if kind is None else kind
+    kind: Any = weights.get("type", "int") or "int"
+    bits: Any = weights.get("num_bits")
+    strategy: Any = weights.get("strategy")
     if (kind, bits) not in _CT_TYPES:
         given = {"type": kind, "num_bits": bits}
         raise _error(field, given, "must be int with 4 or 8 bits, or float with 4 or 8")

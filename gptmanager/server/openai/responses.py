@@ -21,6 +21,7 @@ from gptmanager.server.fields import (
     Field,
     Flag,
     Integer,
+    Kind,
     ListOf,
     Object,
     OneOf,
@@ -55,7 +56,7 @@ _NULL = ("completed_at", "conversation", "moderation", "prompt", "prompt_cache_d
 _ECHOED = ("user", "safety_identifier", "max_tool_calls", "prompt_cache_key")
 # values of any depth that a response, or a list of its input, has again
 _RETURNED = ("input", "tools", "tool_choice", "text")
-_IGNORED = {
+_IGNORED: dict[str, Kind] = {
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), Text(0, 1024)),
     **dict.fromkeys(("service_tier", "prompt_cache_options", "prompt_cache_retention"), AsItIs()),
     "max_tool_calls": Integer(0, 2**31 - 1),
