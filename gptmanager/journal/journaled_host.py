@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from gptmanager.errors import (
     CapacityError,
@@ -62,8 +61,10 @@ class JournaledHost(HostTap):
                 self._accept(intake.requests)
             return intake
 
-        def respond(*response: Any) -> None:
-            self.held.append(response)  # type: ignore[arg-type]
+        def respond(
+            request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+        ) -> None:
+            self.held.append((request_id, tensors, is_final, error))
 
         def poll() -> None:
             self.flush()
