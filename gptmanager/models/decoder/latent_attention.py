@@ -79,16 +79,18 @@ def attend_to_latents(
     if own.query_latent is not None and own.query_norm is not None:
         source = kernels.linear(hidden, *own.query_latent)
         source = kernels.rms_norm(source, own.query_norm, _EPS)
-    queries = kernels.linear(source, *own.query).unflatten(1, (num_heads, -1))
-    plain, rotated = queries.split((latent.key_dim, rope_dim), dim=-1)
+    queries = kernels.linear(source, *own.query).view(len(source), num_heads, -1)
+    plain, rotated = torch.split(queries, [latent.key_dim, rope_dim], dim=-1)
     queries = torch.cat((rotated, _by_head(kernels, plain, own.key_up)), dim=-1)
-    found, shared = kernels.linear(hidden, *own.kv_latent).split((latent.rank, rope_dim), dim=-1)
+    found, shared = torch.split(
+        kernels.linear(hidden, *own.kv_latent), [latent.rank, rope_dim], dim=-1
+    )
     found = kernels.rms_norm(found.contiguous(), own.kv_norm, _EPS)
     both = torch.cat((queries.flatten(1), shared, found), dim=1)
     given = positions, cos_sin, None, None, _EPS, pages, rows
     queries = kernels.rope_and_write(both, *given)
     mixed = kernels.attention(queries, pages, rows, layer.attention)
-    mixed = mixed.to(hidden.dtype).unflatten(1, (num_heads, -1))[..., rope_dim:]
+    mixed = mixed.to(hidden.dtype).view(len(mixed), num_heads, -1)[..., rope_dim:]
     return _by_head(kernels, mixed, own.value_up.mT).flatten(1)
 
 
@@ -97,5 +99,7 @@ def _by_head(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
     by_head = x.transpose(0, 1)
     if not kernels.deterministic:
         return torch.bmm(by_head, weight).transpose(0, 1)
-    each = [torch.bmm(own, weight) for own in by_head.split(1, dim=1)]  # the same for any batch
+    each = [
+        torch.bmm(own, weight) for own in torch.split(by_head, 1, dim=1)
+    ]  # the same for any batch
     return torch.cat(each, dim=1).transpose(0, 1)
