@@ -64,7 +64,8 @@ class _Name:
         return found
 
 
-_Step = Callable[[_Name, int], int]  # from the places reached so far to those after it
+# from the places reached before the step to those reached after it
+_Step = Callable[[_Name, int], int]
 
 
 class NamePattern:
@@ -74,7 +75,7 @@ class NamePattern:
 
     Supported are characters, classes, groups, alternatives, repeats, `^`, `$` and look-ahead.
     Backreferences, look-behind, flags and atomic groups are not. `matches` agrees with
-    `re.fullmatch`.
+    `re.fullmatch(..., re.ASCII)`, except that `$` matches only at the very end.
     """
 
     def __init__(self, pattern: str, steps: Steps) -> None:

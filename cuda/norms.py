@@ -18,7 +18,7 @@ _FLAGS = ("false", "true")
 
 
 def _kernels() -> Iterator[str]:
-    """Yield the norms of rows, those of heads, and those with weights that are stored less 1."""
+    """Yield the norms of rows, those of heads, and those with weights that are stored minus 1."""
     kinds = [
         [
             f"{name}, {16 // dtype.itemsize if wide else 1}, {count}, {centered}"
@@ -55,7 +55,7 @@ def norm(
     written to the residual. `out`, `x`, `residual` `[T, C]`; `weight`, `bias` `[C]`; one dtype of
     float32, float16, bfloat16. `out` may be `x`. ValueError for other tensors, and for rows of more
     than 64 KiB, or of more than 8192 elements if a row is not a multiple of 16 bytes. With
-    `plus_one`, weights are stored less 1.
+    `plus_one`, weights are stored minus 1.
     """
     num_tokens, width = x.shape
     row = (num_tokens, width)

@@ -16,7 +16,7 @@ _THREADS = 128
 def _name(dtype: torch.dtype, kind: str, cache: str, late: bool, plus_one: bool) -> str:
     if late and plus_one:
         raise ValueError(
-            "a norm after the rotation has no kernel for weights that are stored less 1"
+            "a norm after the rotation has no kernel for weights that are stored minus 1"
         )
     if late or plus_one:
         cache = cache or f", {NAMES[dtype]}"
@@ -77,17 +77,19 @@ def rope_and_write(
     late: bool = False,
     plus_one: bool = False,
 ) -> None:
-    """Write rotated queries to `queries`, and rotated keys and values to their cells in the pages.
+    """Write rotated queries to `queries`; rotated keys and the unchanged values to their cells.
 
     `queries` is `[T, H, D]`. `qkv` `[T, (H + 2K) * D]` has query heads, key heads and value heads.
-    `q_norm` and `k_norm` `[D]` are weights of an RMSNorm with `eps` of each head, before the
-    rotation, or after it if `late`; they are stored less 1 if `plus_one`, which has no kernel with
-    `late`. All have one dtype of float32, float16 and bfloat16; pages have the same dtype or
-    float8_e4m3fn. `positions` `[T]` int64 are rows of `cos_sin` `[max_pos, N]` float32, which has
-    the cosines of N / 2 frequencies, then their sines. Dimensions i < N / 2 and i + N / 2 of a head
-    are rotated together, those from N on are unchanged. `cells` `[T]` int32 is from
-    `locate_tokens`; tokens with a negative cell are not written to pages. D is one of HEAD_DIMS.
-    Ties round to even, and NaN stays NaN; float8_e4m3fn saturates. ValueError for other tensors.
+    `q_norm` and `k_norm` `[D]` are the weights of a per-head RMSNorm with `eps`, before the
+    rotation, or after it if `late`. With `plus_one` the weights are stored minus 1. `late` and
+    `plus_one` cannot be combined. `queries`, `qkv` and the norm weights share one dtype: float32,
+    float16 or bfloat16. Pages have the same dtype, or float8_e4m3fn, for which keys and values are
+    divided by `pages.cache_scales`. `positions` `[T]` int64 are rows of `cos_sin` `[max_pos, N]`
+    float32, which has the cosines of N / 2 frequencies, then their sines. Dimensions i < N / 2 and
+    i + N / 2 of a head are rotated together, those from N on are unchanged. `cells` `[T]` int32 is
+    from `locate_tokens`; tokens with a negative cell are not written to pages. D is one of
+    HEAD_DIMS. Ties round to even, and NaN stays NaN; float8_e4m3fn saturates. ValueError for other
+    tensors.
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = pages.values.shape
@@ -123,7 +125,10 @@ def rope_and_write(
 
 
 def _vector_and_lanes(head_dim: int, rotary: int, itemsize: int) -> tuple[int, int]:
-    """Return the elements that a thread reads at once, and the threads of a head, as in the .cu."""
+    """Return two counts: elements that a thread reads at once, and threads per head.
+
+    Both must match the .cu file.
+    """
     wide = 16 // itemsize
     vector = wide if rotary % (2 * wide) == 0 else 1
     return vector, next((n for n in (4, 8, 16) if head_dim // vector <= n), 32)

@@ -99,7 +99,7 @@ def refusal(shape: AttentionShape) -> str | None:
     if shape.sinks and shape.softcap:
         return "heads with sinks and a softcap are not supported"
     if shape.late_norm and shape.plus_one:
-        return "norms after the rotation, of weights that are stored less 1, are not supported"
+        return "norms after the rotation, of weights that are stored minus 1, are not supported"
     return None
 
 

@@ -21,7 +21,8 @@ class ThreadContexts:
     def ensure(self) -> None:
         """Make the context current in this thread at its first call; later calls cost nothing.
 
-        This never happens within a capture, since captured work runs once before.
+        This never happens during CUDA graph capture: the work is always run once before it is
+        captured.
         """
         if not hasattr(self._threads, "has_context"):
             self._runtime.setDevice(self._device)  # since CUDA 12 this also creates the context

@@ -1,9 +1,10 @@
 """`CpuKernels`: ops compiled by Numba that run in torch's own threads; other ops use the reference.
 
 This class passes addresses to the compiled bodies, which widen inputs to float32 and round a result
-once. float64 uses the reference. Only tensors of mixed dtypes are converted first. Every op except
-a matmul is bitwise independent of the other tokens in the call, in both modes; float64 is if
-deterministic. All ops are bitwise independent of the number of threads.
+once. float64 uses the reference. Tensors are converted first only if their dtypes are mixed or not
+in `DTYPES`, or if they are not contiguous. With or without `deterministic`, a token's result is
+bitwise independent of the other tokens in the call, except in matmuls and in float64, where this
+holds only with `deterministic`. All ops are bitwise independent of the number of threads.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class CpuKernels(CpuExperts):
     """The ops on the CPU, for tensors with a dtype of `DTYPES`; others use the reference.
 
     The first call of an op compiles it (seconds) or loads it from Numba's cache; `warm_up` does
-    that for all ops. Two managers may use one object, or one each, from two threads.
+    that for the ops that a model needs, and `warm_up_adapters` for those of adapters. Two managers
+    may use one object, or one each, from two threads.
     """
 
     def warm_up(

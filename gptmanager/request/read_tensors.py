@@ -1,8 +1,8 @@
-"""Reads a request's tensors: checks a host's value and converts it to one typed value.
+"""Reads a request's tensors: checks a host's value and converts it to a known type.
 
-An integer field accepts any integer dtype if the values fit, but never floats. `[n]` and `[1, n]`,
-and scalars and `[1]`, are equivalent. Every `read_` function raises InvalidRequestError with the
-tensor's name, its value, and what it must be.
+An integer field accepts any integer dtype if the values fit, but never floats; an empty array may
+have any numeric dtype. `[n]` and `[1, n]`, and scalars and `[1]`, are equivalent. For an invalid
+tensor, every `read_` function raises InvalidRequestError with the tensor's name and what is wrong.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gptmanager.request.pieces import PIECE, Pieces
 
 INT32 = (-(2**31), 2**31 - 1)
 MAX_END_IDS = 1024  # per request
-_MOST_WORD_IDS = 2**18  # per list of words: more than any vocabulary has tokens
-# numbers that only executors read
+_MOST_WORD_IDS = 2**18  # per list of words: about the size of the largest vocabularies
+# tensors with numbers that only the executor uses
 ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
 _MOST_ROW_ELEMENTS, _MOST_ELEMENTS = 2**28, 2**22
 
@@ -92,9 +92,10 @@ def read_token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
 
 
 def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
-    """Read words from `[1, 2, L]` or `[2, L]`: ids concatenated, end offsets padded with -1.
+    """Read words from `[1, 2, L]` or `[2, L]`.
 
-    L is at most 2**18, because the loop waits while the words are compiled.
+    Row 0 has the concatenated ids, row 1 the end offset of each word, padded with -1. L is at most
+    2**18, because the manager's loop is blocked while the words are compiled.
     """
     array = _integers(name, value)
     if array.size > 2 * _MOST_WORD_IDS:
@@ -112,8 +113,8 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
     starts = [0, *ends[:-1]]
     if any(not start < end <= len(ids) for start, end in zip(starts, ends, strict=False)):
         raise InvalidRequestError(
-            f"{name} has end offsets {offsets.tolist()}, expected offsets that rise from 1 to at "
-            f"most {len(ids)}, padded with -1"
+            f"{name} has end offsets {offsets.tolist()}, expected strictly rising offsets "
+            f"within 1..{len(ids)}, padded with -1"
         )
     _check_vocabulary(name, ids[: ends[-1]] if ends else ids[:0], vocab_size)
     return [ids[start:end].tolist() for start, end in zip(starts, ends, strict=False)]
@@ -122,7 +123,8 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
 def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostRows:
     """Read finite numbers of shape `[n, width]` or `[1, n, width]`, n >= 1, as a float32 copy.
 
-    With `bans`, -inf is also accepted. Rows read from a recording are returned as they are.
+    With `bans`, -inf is also accepted. A HostRows (already read by the recorder, or from a
+    recording) is returned as it is.
     """
     if isinstance(value, HostRows):
         return value
@@ -144,8 +146,8 @@ def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostR
 def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
     """Read the nonzero values of `[vocab]` or `[1, vocab]`, in float32, and their token ids.
 
-    -inf is accepted. Returns None if all values are zero. Rows read from a recording are returned
-    as they are.
+    -inf is accepted. Return None if all values are zero. A HostRows (already read by the
+    recorder, or from a recording) is returned as it is.
     """
     if isinstance(value, HostRows):
         return value if value.count else None
@@ -341,7 +343,8 @@ def _refuse_odd(name: str, items: Any, kinds: tuple[type, ...], expected: str) -
 def _first_odd(items: Any, kinds: tuple[type, ...]) -> tuple[str, Any] | None:
     """Return index and value of the first element of nested lists that is not of these `kinds`.
 
-    The index is a text such as "[0][2]". A bool does not count as an int. None if all are.
+    The index is a text such as "[0][2]". A bool does not count as an int. Return None if all
+    elements are of these kinds.
     """
     if not isinstance(items, (list, tuple)):
         if isinstance(items, (np.ndarray, torch.Tensor)):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PATIENCE_S = 1.0  # work that takes longer gets a bar
-# notes when work begins that is slow on the first start only
+# lines to print when work begins that is slow only on the first start
 NOTES = {"kernels": "compiling kernels for this processor: once, for a few seconds"}
 _REFRESH_S = 0.1
 

@@ -47,7 +47,7 @@ class AttentionShape(NamedTuple):
     and the first `sink`. A score is a dot product times `scale`; with `softcap` it becomes
     softcap * tanh(score / softcap). With `fp8`, pages have 8-bit floats. With `sinks`, each head
     has a score without a value. With `late_norm`, heads are normalized after their rotation. With
-    `plus_one`, the weights of these norms are stored less 1.
+    `plus_one`, the weights of these norms are stored minus 1.
     `is_once`: see `Pages`.
     """
 

@@ -1,4 +1,4 @@
-"""The families of Gemma: norms that store weights less 1, and scaled embeddings."""
+"""The families of Gemma: norms that store weights minus 1, and scaled embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of config fields that several families share: mixtures of experts, layers, scales."""
+"""Readers of config fields for one or several families: mixtures of experts, layers, scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ReadExperts = Callable[[Fields, int], tuple[Experts, int] | None]
 
 
 def granite_scales(fields: Fields) -> Mapping[str, Any]:
-    """Return the scales of Granite, which its config calls multipliers."""
+    """Return two of Granite's multipliers, and the reciprocal of its `logits_scaling`."""
     return {
         "embedding_scale": fields.number("embedding_multiplier"),
         "residual_scale": fields.number("residual_multiplier"),
@@ -58,7 +58,7 @@ def gemma_network(fields: Fields) -> Mapping[str, Any]:
 
 
 def minimax_network(fields: Fields) -> Mapping[str, Any]:
-    """Refuse the layers of MiniMax with linear attention, and scores without a correction."""
+    """Refuse MiniMax models that have layers with linear attention."""
     kinds = fields.get("attn_type_list")
     if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {1}):
         raise fields.error("attn_type_list", "must be a list of ones")
@@ -88,14 +88,17 @@ def gemma_attention(fields: Fields, _: int) -> Mapping[str, Any]:
 
 
 def unrotated_full_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Layers that see all positions do not rotate, if there are windows (Cohere 2, EXAONE 4)."""
+    """Turn off RoPE in full-attention layers if there is a sliding window (Cohere 2, EXAONE 4)."""
     if fields.get("sliding_window") is None or fields.layer_type(layer) == "sliding_attention":
         return {}
     return {"rope": None}
 
 
 def unrotated_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Layers with a 0 in `no_rope_layers` do not rotate (SmolLM 3)."""
+    """Turn off RoPE in layers with a 0 in `no_rope_layers` (SmolLM 3).
+
+    Without the list it is off in each `no_rope_layer_interval`-th layer.
+    """
     given, interval = fields.get("no_rope_layers"), fields.size("no_rope_layer_interval")
     if given is None:
         return {"rope": None} if (layer + 1) % interval == 0 else {}
@@ -134,8 +137,8 @@ def experts_of(
 ) -> ReadExperts:
     """Return a reader of a layer's mixture of experts and of the width of an expert.
 
-    The arguments name the config fields. `shared`: the width of the shared MLP. `num_shared`: the
-    number of shared experts, each as wide as the others.
+    `count`, `width`, `per_token`, `shared` (the width of the shared MLP), `num_shared` (shared
+    experts, each as wide as the others) and a string `renormalize` are names of config fields.
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
@@ -202,7 +205,10 @@ def sparse_steps_dense(fields: Fields, layer: int) -> bool:
 
 
 def ernie_dense(fields: Fields, layer: int) -> bool:
-    """Return whether a layer of ERNIE is dense: outside of a range, or between its steps."""
+    """Return whether a layer of ERNIE is dense.
+
+    It is outside the range of MoE layers, or not at a multiple of `moe_layer_interval`.
+    """
     start, interval = fields.count("moe_layer_start_index"), fields.size("moe_layer_interval")
     end = fields.get("moe_layer_end_index")
     num_layers = fields.size("num_hidden_layers")

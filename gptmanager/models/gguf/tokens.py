@@ -73,7 +73,10 @@ def _ids(metadata: Metadata, count: int) -> dict[str, int]:
 
 
 def _without_normal(ends: tuple[int, ...], texts: list[str]) -> tuple[int, ...]:
-    """Drop <|end|> if there are <|return|> and <|call|>: in this format it only ends a message."""
+    """Drop <|end|> if there are <|return|> and <|call|>.
+
+    They mark gpt-oss's harmony format, where <|end|> ends a message but not the output.
+    """
     by_text = {texts[number]: number for number in ends}
     if {"<|return|>", "<|call|>"} <= by_text.keys():
         return tuple(number for number in ends if texts[number] != "<|end|>")
