@@ -9,6 +9,7 @@ from shorthand import request
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.errors import ConfigError
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.testing import RecordingCallbacks
 
 FOLDER = "examples/tiny_llama"
@@ -137,3 +138,18 @@ def test_abort_all_ends_what_is_active_and_nothing_else(served):
     assert manager.abort_all() == 2
     assert all(host.final(n, 60).tensors["finish_reasons"].item() == 5 for n in numbers)
     assert len(output(host)[0][0]) == 13
+
+
+def test_an_update_leaves_the_file_of_a_mapped_checkpoint_as_it_is(tmp_path, checkpoint):
+    folder = convert_checkpoint(FOLDER, tmp_path / "int8", weights_dtype="int8")
+    before = [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
+    host = RecordingCallbacks()
+    options = OptionalParams(kv_cache_config=KvCacheConfig(max_tokens=512), max_batch_size=4)
+    with GptManager(
+        folder, ModelType.INFLIGHT_FUSED_BATCHING, optional_params=options, **host.keywords()
+    ) as manager:
+        host.manager = manager
+        first = output(host)
+        manager.update_weights(changed(checkpoint))
+        assert output(host) != first
+    assert before == [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
