@@ -51,6 +51,8 @@ def test_calls_behind_a_special_token(mistral, choice):
         ("gemma", {"tool_call_parser": "pythonic", "reasoning_parser": "think"},
          ["think, by --reasoning-parser", "pythonic, by --tool-call-parser"]),
         ("gemma", {"tool_call_parser": "harmony"}, ["harmony, by --tool-call-parser"] * 2),
+        ("harmony", {}, ["harmony, by the chat template"] * 2),
+        ("harmony", {"tool_call_parser": "hermes"}, ["none", "hermes, by --tool-call-parser"]),
     ],
 )  # fmt: skip
 def test_the_log_names_the_formats_at_the_start(engine, caplog, template, options, expected):

@@ -127,9 +127,12 @@ class ChatPrompts:
         return None if template is None else self._tool_format(template)
 
     def _reasoning(self, template: str) -> Reasoning:
-        settings = self._settings
-        is_harmony = settings.tool_call_parser == Harmony.name
-        return reasoning_of(Harmony.name if is_harmony else settings.reasoning_parser, template)
+        calls = self._settings.tool_call_parser
+        if calls == Harmony.name:
+            return Reasoning.HARMONY
+        found = reasoning_of(self._settings.reasoning_parser, template)
+        # One parser reads thoughts and calls of harmony: another format of calls excludes it.
+        return found if found is not Reasoning.HARMONY or calls == "auto" else Reasoning.NONE
 
     def _tool_format(self, template: str) -> ToolFormat | None:
         is_harmony = self._reasoning(template) is Reasoning.HARMONY
