@@ -88,7 +88,7 @@ __getattr__, __dir__ = lazy_names(
     },
     (
         *("assembly", "bench", "bindings", "callbacks", "config", "cuda", "decoding", "errors"),
-        *("kernels", "loop", "manager", "models", "picture", "recorder", "replay", "scheduler"),
-        *("simulator", "statistics", "step", "testing"),
+        *("kernels", "loop", "manager", "memory", "models", "picture", "recorder", "replay"),
+        *("scheduler", "simulator", "statistics", "step", "testing"),
     ),
 )

@@ -433,7 +433,7 @@ def test_the_command_on_a_cpu(capsys, tmp_path):
         (["--minutes", "0"], "argument --minutes: '0' is not a time in minutes"),
         (["--batches", "1,x"], "argument --batches: 'x' is not a positive integer"),
         (["--lengths", "9:3"], "argument --lengths: '9:3' is not a range: 9 is above 3"),
-        (["--model", "nowhere"], "argument --model: 'nowhere' is neither a folder nor a file"),
+        (["--model", "nowhere"], "argument --model: 'nowhere' is not a folder, a file, or a name"),
         (["--output", "nowhere/x.json"], "argument --output: 'nowhere' is not a folder"),
         (["--output", "."], "argument --output: '.' is a folder"),
         (

@@ -216,7 +216,7 @@ def textbook_heads(
 )
 def test_rope_and_write(kernels: Kernels, sizes: Sizes, rotary: int | None, norms: bool) -> None:
     arguments = rope_arguments(sizes, rotary, norms, [(1, 1), (65, 65), (0, 3), (7, 200), (1, 64)])
-    qkv, positions, cos_sin, q_norm, k_norm, _, (keys, values, _), spans = arguments
+    qkv, positions, cos_sin, q_norm, k_norm, _, (keys, values, *_), spans = arguments
     before = qkv.clone()
     q = kernels.rope_and_write(*arguments)
     heads = before.reshape(len(positions), -1, sizes.dim)
@@ -456,7 +456,7 @@ def test_contiguous_keys_and_values_are_written_as_pages_are(norms: bool) -> Non
     arguments = [*rope_arguments(sizes, 16, norms, [(1, 1), (65, 65), (7, 200)])]
     q = CPU.rope_and_write(*arguments)
     others = [*arguments]
-    keys, values, _ = arguments[6]
+    keys, values, *_ = arguments[6]
     others[6] = Pages(*contiguous(*(torch.full_like(it, torch.nan) for it in (keys, values))))
     assert torch.equal(CPU.rope_and_write(*others), q)
     for pages, written in zip(others[6][:2], (keys, values), strict=True):
@@ -505,7 +505,7 @@ def test_rope_and_write_to_narrow_pages(
         given = (arguments[i] for i in (0, 3, 4))
         rounded = (None if it is None else it.to(dtype) for it in given)
         arguments[0], arguments[3], arguments[4] = rounded
-    keys, values, _ = arguments[6]
+    keys, values, *_ = arguments[6]
     q = CPU.rope_and_write(*arguments)
     assert q.dtype is torch.float32
     own = tuple(torch.full_like(it, torch.nan, dtype=dtype) for it in (keys, values))

@@ -34,6 +34,7 @@ FILES = {
     os.path.join(PATH, *name)
     for name in (
         ("manager", "gpt_manager.py"),
+        ("manager", "loop_questions.py"),
         ("manager", "inbox.py"),
         ("lifecycle", "latch.py"),
     )

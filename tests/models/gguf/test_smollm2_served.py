@@ -118,7 +118,7 @@ def test_tools_are_refused_with_the_reason(client: httpx.Client) -> None:
     response = client.post(CHAT, json=body(CAPITAL, tools=[tool]))
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(
-        "tools: the chat template must describe a known format of calls"
+        "tools: the chat template describes no known format of calls"
     )
 
 
