@@ -46,7 +46,7 @@ def load(
     def prepare(dtype: torch.dtype, quantized: Collection[Quantized]) -> None:
         kernels.warm_up(dtype, quantized, bodies, params.on_progress)
 
-    if not isinstance(source, tuple) and _uses_transformers(source, params):
+    if _uses_transformers(source, params) and not isinstance(source, tuple):
         _refuse_for_transformers(params, collectives)
         found = load_with_transformers(
             Path(source),

@@ -11,7 +11,7 @@ from gptmanager.cuda.attention.context_attention import context_attention, plan_
 from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
-pytestmark = pytest.mark.every(3)
+pytestmark = pytest.mark.every(4)
 
 SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])
 # A whole prompt, a chunk behind earlier ones, a single token, nothing, and tiles' borders.

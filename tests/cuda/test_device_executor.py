@@ -39,7 +39,7 @@ from gptmanager.memory.cuda_kv_pool import CudaKvPool
 from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.models.model import load_model
 
-pytestmark = pytest.mark.every(2)
+pytestmark = pytest.mark.every(3)
 
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 

@@ -13,7 +13,7 @@ from gptmanager.cuda.attention.generation_plan import Places, plan_generation
 from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
-pytestmark = pytest.mark.every(3)
+pytestmark = pytest.mark.every(4)
 
 SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])
 LENGTHS = (1, 15, 16, 17, 64, 65, 200)

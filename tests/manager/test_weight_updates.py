@@ -140,6 +140,7 @@ def test_abort_all_ends_what_is_active_and_nothing_else(served):
     assert len(output(host)[0][0]) == 13
 
 
+@pytest.mark.slow
 def test_an_update_leaves_the_file_of_a_mapped_checkpoint_as_it_is(tmp_path, checkpoint):
     folder = convert_checkpoint(FOLDER, tmp_path / "int8", weights_dtype="int8")
     before = [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]

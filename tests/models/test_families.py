@@ -48,6 +48,7 @@ def test_float64_logits_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.every(2)
 def test_compiled_logits_are_those_of_transformers(name: str) -> None:
     for sequence, logits in all_logits(name, dtype="float32"):
         exact = expected(name, sequence)

@@ -189,6 +189,7 @@ def reasons(tensors):
         ("llama", 4, 1, "float32"),
     ],
 )
+@pytest.mark.every(2)
 def test_ranks_answer_as_one(monkeypatch, family, tensor, stages, dtype):
     count = 16 * FUZZ
     requests, stops = load(count, seed=tensor + 10 * stages)

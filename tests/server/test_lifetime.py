@@ -331,8 +331,8 @@ def test_a_server_whose_manager_fails_tells_its_clients_and_ends(monkeypatch):
             loop = outside.engine.manager._worker.loop
             monkeypatch.setattr(loop, "schedule", raises)
             wait_for(lambda: outside.engine.manager.state is ManagerState.FAILED)
-            for path in ("/health", "/health/live"):
-                assert status(outside.url + path) == 503
+            for path in ("/health", "/health/live"):  # the latter when the loop's thread has ended
+                wait_for(lambda path=path: status(outside.url + path) == 503)
             refused = httpx.get(outside.url + "/test/stream")
             assert b"SchedulerError: it is mad" in refused.content
             outside.may_end.set()
