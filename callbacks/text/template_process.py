@@ -39,8 +39,8 @@ def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
     The first source that exists is read, as in transformers: chat_template.jinja with
     additional_chat_templates/*.jinja, the key `chat_template` of tokenizer_config.json (a string,
     or a list of named templates), the same key of chat_template.json. A GGUF file contains its own
-    templates. The result is empty if there is no template. Raise ConfigError for files that cannot
-    be read.
+    templates. The result is empty for a model without templates. Raise ConfigError for files that
+    cannot be read.
     """
     if (gguf := gguf_checkpoint(folder)) is not None:
         found = (gguf.part("tokenizer_config.json") or {}).get("chat_template")

@@ -243,4 +243,4 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _failed(what: str, error: OSError) -> JournalError:
-    return JournalError(f"{what}: {error.strerror or 'there is no such object'}")
+    return JournalError(f"{what}: {error.strerror or 'the object is missing'}")

@@ -22,7 +22,7 @@ def check_tensor(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> No
 
 
 def refuse_tensors(what: str, names: Collection[str]) -> None:
-    """Raise ConfigError with the text `what` and the names, unless there are no names."""
+    """Raise ConfigError with the text `what` and the names, if any are given."""
     if names:
         first = ", ".join(tensor_name(name) for name in sorted(names)[:8])
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""

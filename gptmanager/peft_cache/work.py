@@ -52,7 +52,7 @@ class CopyAdapter(NamedTuple):
 
 
 class FreeHostPages(NamedTuple):
-    """Free these pages, because their content is no longer needed."""
+    """Free these pages: no request needs their content."""
 
     host_pages: tuple[int, ...]
 

@@ -157,7 +157,7 @@ class Links:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Send `payload` to all ranks, and return the payloads of all ranks, by rank.
 
-        There is no time limit, because ranks may start slowly.
+        It waits without a time limit, because ranks may start slowly.
         """
         kind = Message.EXCHANGE
         if self.rank:

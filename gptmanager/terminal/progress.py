@@ -25,8 +25,8 @@ class ProgressBars:
 
     It draws only in `update` and `close`, on the caller's thread, so that measurements are not
     disturbed. If `wanted` is True, streams that are not terminals get a line when the work is done;
-    if it is False, there are no bars and no such lines. `notes` maps a kind of work to a line that
-    announces it on any stream.
+    if it is False, neither bars nor these lines are written. `notes` maps a kind of work that is
+    slow on the first start only to a line, which announces it on any stream.
     """
 
     def __init__(

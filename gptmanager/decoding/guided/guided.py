@@ -55,8 +55,8 @@ class GuidedDecoding(RowProcessor):
     found by the names of the tokenizer's special tokens. These and a request's own end ids are
     permitted only where the output is complete. Equal grammars are compiled once. The last
     `max_grammars` are kept, or fewer if their texts exceed 4 MiB. A grammar that does not compile
-    within `compile_timeout_s` seconds ends its request. A grammar that is no longer referenced is
-    not compiled. Raises ConfigError if llguidance is not installed.
+    within `compile_timeout_s` seconds ends its request. A waiting grammar is dropped with the last
+    reference to it. Raises ConfigError if llguidance is not installed.
 
     A grammar has at most 1 MiB, and a choice 10,000 texts: the methods raise ValueError for more.
     """

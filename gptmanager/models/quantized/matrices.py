@@ -69,7 +69,7 @@ class Grid:
 
 
 class StoredMatrix(ABC):
-    """A quantized matrix. `shape`: `[rows, columns]`. `in_groups`: `groups` can return it."""
+    """A quantized matrix. `shape`: `[rows, columns]`. With `in_groups` it is an `IntegerMatrix`."""
 
     shape: tuple[int, ...]
     in_groups = False
@@ -77,10 +77,6 @@ class StoredMatrix(ABC):
     @abstractmethod
     def floats(self, read: Read, rows: range) -> Tensor:
         """Return rows in float32, `[n, columns]`."""
-
-    def groups(self, read: Read, rows: range) -> Groups:
-        """Return rows in 4 bits."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ class IntegerMatrix(StoredMatrix):
     `transposed`: packed along the columns of a tensor `[columns, rows]` if `order` is given, else
     along its rows. `offset`: added to the stored zeros, which stay within their bits. `zeros` None:
     the middle is zero. `middle`: the stored zeros must be the middle. `columns`: the block of each
-    column; None: columns are in order.
+    column; None: columns are in order. `in_groups`: `groups` can return it.
     """
 
     name: str
@@ -150,6 +146,7 @@ class IntegerMatrix(StoredMatrix):
         return found.mul_(self._over(self.scales, scales))
 
     def groups(self, read: Read, rows: range) -> Groups:
+        """Return rows in 4 bits."""
         scales = self._in_our_groups(self.scales, self.scales.rows(read, rows).half())
         zeros, minima = self._zeros(read, rows), None
         if isinstance(zeros, Tensor) and not self.middle:

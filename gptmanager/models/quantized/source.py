@@ -10,7 +10,7 @@ from torch import Tensor
 from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.memory.tensor_sources import TensorInfo, TensorSource
 from gptmanager.models.quantized.formats import MatrixFinder
-from gptmanager.models.quantized.matrices import ExpertBlocks, StoredMatrix
+from gptmanager.models.quantized.matrices import ExpertBlocks, IntegerMatrix, StoredMatrix
 from gptmanager.models.quantized.scheme import Scheme
 
 _FLOAT_BYTES = 32  # of memory for an element that becomes a float32, with temporary arrays
@@ -60,7 +60,7 @@ class QuantizedSource:
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
         matrix = self._matrices[name]
-        assert isinstance(matrix, StoredMatrix)
+        assert isinstance(matrix, IntegerMatrix)
         for own in _slices(rows, max_bytes // (matrix.shape[1] * _GROUP_BYTES)):
             yield own.start - rows.start, matrix.groups(self._read, own)
 

@@ -69,7 +69,7 @@ class Output:
     `offset` is the number of characters of the answer before this text (an echo of the prompt).
     With `lists_end`, the log probability of the token that ended the output is also listed.
     `special_texts` maps the ids of special tokens that are not left out to their texts. Without a
-    tokenizer, there is no text.
+    tokenizer, texts are empty.
     """
 
     def __init__(
