@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import re
+import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -42,6 +44,7 @@ def family_model(name: str) -> Any:
 def family_folder(name: str) -> Path:
     """The checkpoint of that model, as `save_pretrained` writes it."""
     folder = Path(tempfile.mkdtemp(prefix="family-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     family_model(name).save_pretrained(folder)
     return folder
 
