@@ -193,6 +193,7 @@ ranks/                        one process per rank: its part of the model, and m
 memory/                       tensors that outlive a step, and the checkpoint files
     untrusted_files           size and depth limits of checkpoint files (no torch)
     host_memory               pinned host memory
+    slot_states               states of recurrent layers, by slot
     kv_pool                   tensors of the KV cache
     cuda_kv_pool              tensors of the KV cache for CUDA kernels
     adapter_pool              tensors of the LoRA cache
@@ -345,6 +346,7 @@ assembly/                     builds a loop from options and a checkpoint
     options                   which combinations of options are valid (no torch)
     sizing                    size of the KV cache and longest sequence
     adapter_sizing            size of the LoRA cache
+    stateful                  options of a model that keeps a state for each sequence
     blueprint                 builds schedulers, caches and the loop
     loading                   loads a checkpoint, natively or through transformers
     backend                   device, kernels and memory of a model

@@ -91,9 +91,8 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
     def params(self) -> OptionalParams:
         """The manager's parameters, with block reuse and the server's limits."""
         given = self.manager
-        reuse = (
-            given.model_type is not ModelType.V1 if self.block_reuse is None else self.block_reuse
-        )
+        is_off = self.block_reuse is None and given.model_type is ModelType.V1
+        reuse = False if is_off else self.block_reuse
         cache = replace(given.params.kv_cache_config, enable_block_reuse=reuse)
         if self.host_tier_bytes is not None:
             cache = replace(cache, host_cache_size=self.host_tier_bytes)

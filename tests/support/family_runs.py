@@ -62,6 +62,7 @@ class SharingDriver(PagedDriver):
         for block in self._block_tables[slot].tolist():
             for pages in chain.from_iterable(it.tokens for it in self.pool.stacks):
                 pages[:, block] = torch.nan
+        self.pool.states.clear(slot)
         self._lengths[slot] = 0
 
     def share(self, source: int, slot: int, length: int) -> None:
