@@ -99,14 +99,14 @@ kernels/                      all operations of a model in torch, and compiled o
     token_loops               rotary embedding, KV write, norms and activations
     embedding_loops           lookups of tokens in an embedding table
     gemm/                     matmuls with packed weights
-        packed_matrix         weights packed, or quantized to int8, for matmuls
+        int4_groups           weights in 4 bits, in groups with a scale each
+        weight_quantization   quantizes weights: rows to int8, or groups to 4 bits
+        packed_matrix         weights as floats or in int8, packed for matmuls
         small_matmul          small matmuls in register tiles
         matrix_tiles          register tiles of matmuls, by dtype
         quantized_activations activations quantized to int8 or int16
         int16_tiles           int8 weights times few rows, in int16
         int8_tiles            int8 weights times many rows, in int8
-        int4_groups           weights in 4 bits, in groups with a scale each
-        int4_rounding         floats rounded to groups of 4 bits
         int4_matrix           weights in 4 bits, packed for matmuls
         int4_activations      activations quantized in groups
         int4_tiles            int4 weights times rows, in int8 or int16, and widened
@@ -222,7 +222,7 @@ models/                       decoder networks, and the table of families
         tokenizer             makes a tokenizer from a file's metadata
         checkpoint            GgufCheckpoint: a file as the parts of a checkpoint
     fields                    checked reading of a checkpoint's config
-    quantized_tensors         tensors of a checkpoint with matrices in 8 or 4 bits
+    converted_tensors         tensors of a checkpoint with matrices in 8 or 4 bits
     quantized/                quantized safetensors checkpoints, read as floats
         unpacking             bits of packed integers as elements
         scheme                how a checkpoint is quantized, from its config
@@ -232,7 +232,7 @@ models/                       decoder networks, and the table of families
         source                the tensors of a quantized checkpoint, as if they were floats
     other_folders             describes a folder without a usable checkpoint (no torch)
     checkpoint_parts          reads a checkpoint from a folder or a GGUF file
-    rope                      rotary embeddings and their scaling
+    rope_scaling              rotary embeddings and their scaling
     spec                      ModelSpec: all sizes and features of a network
     parameters                names and shapes of a network's parameters
     splits                    which part of each parameter a rank holds
@@ -257,7 +257,7 @@ models/                       decoder networks, and the table of families
     decoder/                  the network of a ModelSpec, on weights and kernels
         lora_modules          the modules of a layer that LoRA adapters may change
         layer_tensors         the tensors of a layer, looked up once
-        rotary_tables         cosines and sines of all positions
+        cos_sin_tables        cosines and sines of all positions
         attention_inputs      queries with a temperature, pages of another layer
         latent_attention      attention to the latents of DeepSeek V2
         token_inputs          further inputs of layers for each token
@@ -268,7 +268,7 @@ models/                       decoder networks, and the table of families
         library               imports transformers when it is needed (no torch)
         attention             the attention that transformers calls
         probe                 refuses by name what our attention cannot compute
-        rotation              rotary embeddings that depend on the longest sequence
+        fixed_rope            rotary embeddings that depend on the longest sequence
         linears               replaces linear layers by our matmuls
         network               TransformersModel: a network of transformers as a Model
         loading               loads a checkpoint folder through transformers

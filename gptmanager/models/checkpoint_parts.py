@@ -20,7 +20,7 @@ from gptmanager.models.gguf.split_files import first_of_split
 from gptmanager.models.other_folders import describe_other
 from gptmanager.models.quantized.scheme import read_scheme, without_quantization
 from gptmanager.models.quantized.source import QuantizedSource
-from gptmanager.models.quantized_tensors import QuantizedTensors, is_own_layout
+from gptmanager.models.converted_tensors import QuantizedTensors, is_own_layout
 
 _MAGIC = b"GGUF"
 

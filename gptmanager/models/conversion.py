@@ -25,7 +25,7 @@ from gptmanager.memory.tensor_sources import GroupedSource, TensorSource
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, open_tensors, read_config, read_part
 from gptmanager.models.families import place_tensors
 from gptmanager.models.parameters import quantized_parameters
-from gptmanager.models.quantized_tensors import (
+from gptmanager.models.converted_tensors import (
     FIELD,
     MINIMUM,
     SCALE,

@@ -28,7 +28,7 @@ from gptmanager.memory.safetensors_writer import SafetensorsWriter
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import is_quantized, open_tensors
 from gptmanager.models.conversion import convert_checkpoint
-from gptmanager.models.quantized_tensors import FIELD, QuantizedTensors
+from gptmanager.models.converted_tensors import FIELD, QuantizedTensors
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups, whole_groups
-from gptmanager.kernels.gemm.int4_rounding import round_to_groups
+from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows
 
 INT4 = torch.uint8  # of `values`: two positions in a byte

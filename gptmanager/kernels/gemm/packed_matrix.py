@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gptmanager.kernels.gemm.weight_quantization import round_to_int8
+
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
 UNIT_DEPTH = 32  # positions of bfloat16 that the matrix unit takes at a time
 _ALL = slice(None)
@@ -124,7 +126,7 @@ class PackedMatrix:
         scale.
         """
         if self.scales is not None:
-            values, scales = _quantized(values)
+            values, scales = round_to_int8(values)
             self.scales[first_row : first_row + len(values)] = scales
         values = values[:, columns]
         pair = self.values.shape[3]
@@ -145,7 +147,7 @@ class PackedMatrix:
         """Return whether `copy_` with the same arguments would change nothing."""
         own = self.unpacked(slice(first_row, first_row + len(values)))
         if self.scales is not None:
-            ints, scales = _quantized(values)
+            ints, scales = round_to_int8(values)
             values = ints * scales.unsqueeze(1)
         values = values[:, columns]
         own = own[:, first_column : first_column + values.shape[1]]
@@ -158,13 +160,6 @@ Matrix = Tensor | PackedMatrix
 def plain(matrix: Matrix) -> Tensor:
     """Return the matrix as a tensor: itself, or an unpacked copy."""
     return matrix.unpacked() if isinstance(matrix, PackedMatrix) else matrix
-
-
-def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize rows: return integers from -127 to 127, and the scales (0 for a row of zeros)."""
-    wide = rows.float()
-    scales = wide.abs().amax(dim=1) / 127
-    return (wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).round(), scales
 
 
 def copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:

@@ -14,7 +14,7 @@ from gptmanager.kernels.gemm.packed_matrix import Matrix
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.parameters import matrix_names
-from gptmanager.models.rope import Rope
+from gptmanager.models.rope_scaling import Rope
 from gptmanager.models.spec import Mlp, ModelSpec, QueryTemperature
 
 

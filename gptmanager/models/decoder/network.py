@@ -31,7 +31,7 @@ from gptmanager.models.decoder.layer_tensors import (
     layer_tensors,
 )
 from gptmanager.models.decoder.lora_modules import adapter_share, lora_modules
-from gptmanager.models.decoder.rotary_tables import RotaryTables
+from gptmanager.models.decoder.cos_sin_tables import CosSinTables
 from gptmanager.models.decoder.split_norms import norm_over_ranks
 from gptmanager.models.decoder.token_inputs import TokenInputTensors, of_sampled
 from gptmanager.models.spec import ModelSpec
@@ -82,7 +82,7 @@ class CheckpointModel:
         self._positions = None
         if spec.position_offset is not None and layout.is_first_stage:
             self._positions = weights.tensor("positions.weight")
-        self._rotary = RotaryTables((layer.rope for layer in self._layers), device)
+        self._rotary = CosSinTables((layer.rope for layer in self._layers), device)
 
     @property
     def nbytes(self) -> int:

@@ -26,7 +26,7 @@ from gptmanager.models.hf.attention import (
 from gptmanager.models.hf.library import register
 from gptmanager.models.hf.linears import num_bytes, replace_linears
 from gptmanager.models.hf.probe import probe
-from gptmanager.models.hf.rotation import fix_rotations
+from gptmanager.models.hf.fixed_rope import fix_rotations
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`RotaryTables`: the cosines and sines of all positions, for each rotation of a network."""
+"""`CosSinTables`: the cosines and sines of all positions, for each rotation of a network."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, error_summary
-from gptmanager.models.rope import Rope, rope_table
+from gptmanager.models.rope_scaling import Rope, rope_table
 
 
-class RotaryTables:
+class CosSinTables:
     """`all`: the tables in use; None before `reserve`. `by_rope`: the same for each rotation."""
 
     def __init__(self, ropes: Iterable[Rope | None], device: torch.device | str) -> None:

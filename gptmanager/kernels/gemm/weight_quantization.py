@@ -1,4 +1,7 @@
-"""`round_to_groups`: floats rounded to groups of 4 bits, compiled and in torch's threads."""
+"""Quantizes weights: rows to int8 with a scale each, or groups of a row to 4 bits.
+
+Groups are rounded by a compiled function in torch's threads.
+"""
 
 # mypy: allow-untyped-calls
 
@@ -63,6 +66,13 @@ class RoundingTask(ctypes.Structure):
 
 
 ROUNDING_TASK = np.dtype(RoundingTask)
+
+
+def round_to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return integers from -127 to 127, as floats, and the scale of each row: 0 if all are zero."""
+    wide = rows.float()
+    scales = wide.abs().amax(dim=1) / 127
+    return (wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).round(), scales
 
 
 def round_to_groups(rows: Tensor) -> Groups:

@@ -1,7 +1,7 @@
-"""Rotary embeddings with frequencies for the longest sequence, which are fixed at the start.
+"""Sets the rotary frequencies of a transformers network once, for the longest sequence.
 
-transformers chooses them in each forward pass by the longest sequence that is in it. Here, requests
-would then change each other's tokens, and cached keys would not fit to later queries.
+transformers itself chooses them in each forward pass, by the longest sequence in the batch. Then
+requests would change each other's tokens, and cached keys would not fit later queries.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _CHANGING = ("longrope", "dynamic")
 
 
 def fix_rotations(network: nn.Module, max_seq_len: int) -> list[str]:
-    """Fix the frequencies for sequences of `max_seq_len` tokens. Returns the kinds of those that
-    would have changed.
+    """Set the frequencies for sequences of `max_seq_len` tokens; return the rope types that would
+    have changed them.
     """
     utilities = importlib.import_module("transformers.modeling_rope_utils")
     found = []
@@ -27,7 +27,7 @@ def fix_rotations(network: nn.Module, max_seq_len: int) -> list[str]:
             init = utilities.ROPE_INIT_FUNCTIONS[kinds]
             frequencies, own.attention_scaling = init(own.config, None, seq_len=max_seq_len)
             own.register_buffer("inv_freq", frequencies, persistent=False)
-            own.rope_type = "default"  # its forward does not choose any more
+            own.rope_type = "default"  # its forward pass does not choose any more
             found.append(kinds)
         elif isinstance(kinds, dict):
             for layer_type, kind in kinds.items():
