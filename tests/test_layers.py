@@ -80,7 +80,7 @@ scheduler/                    capacity and micro-batch schedulers: which request
     capacity                  which requests get memory; base of all capacity schedulers (no torch)
     max_utilization           pauses requests when the KV cache is full (no torch)
     reuse_credit              number of prompt tokens that the cache already has (no torch)
-    chunk_sizes               divides the token budget of a step among prompts (no torch)
+    chunked_context           divides the token budget of a step among prompts (no torch)
     micro_batch               which requests run now, and how much of each prompt (no torch)
     simple                    a capacity and a micro-batch scheduler combined (no torch)
 statistics                    statistics of an iteration
