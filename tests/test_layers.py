@@ -61,7 +61,7 @@ kv_cache/                     block accounting: which sequence holds which block
     eviction                  which cached block is evicted first (no torch)
     offloading                offloading of cached blocks to host memory (no torch)
     needs                     number of blocks that a request will need (no torch)
-    lookup_cache              cached prefixes of waiting requests (no torch)
+    prefix_lookups            cached prefixes of waiting requests (no torch)
     block_reuse               cached blocks for new sequences, and from ended ones (no torch)
     sequences                 blocks of each sequence (no torch)
     manager                   KvCacheManager: allocates and frees blocks (no torch)
