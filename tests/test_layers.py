@@ -331,7 +331,7 @@ loop/                         the token loop and its active requests
     limits                    limits of a request's lengths (no torch)
     admission                 admits or refuses a request
     allocation                allocates blocks for a decision, and freezes it as a Schedule
-    decision                  calls the schedulers, and checks their answers
+    scheduler_call            calls the schedulers, and checks their answers
     active_state              active requests as data, and restored from it
     adapters                  adapters of active requests
     adapter_state             adapters' state as data, and copies for trials
