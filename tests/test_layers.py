@@ -340,7 +340,7 @@ loop/                         the token loop and its active requests
     request_table             the table of active requests
     confirmation              applies the result of a step to its requests
     token_loop                TokenLoop.iterate(), one iteration in about 25 lines
-    next_decision             predicts the next decision on copies
+    decision_preview          predicts the next decision on copies
 assembly/                     builds a loop from options and a checkpoint
     field_checks              which values of single options are valid (no torch)
     options                   which combinations of options are valid (no torch)
