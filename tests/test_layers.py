@@ -96,7 +96,7 @@ kernels/                      all operations of a model in torch, and compiled o
     compilation               compiles functions on all cores (no torch)
     captured_step             a decode step captured as tasks, and run again
     activation_kinds          activations of MLPs, by name
-    token_loops               rotary embedding, KV write, norms and activations
+    per_token_kernels         rotary embedding, KV write, norms and activations
     embedding_loops           lookups of tokens in an embedding table
     gemm/                     matmuls with packed weights
         int4_groups           weights in 4 bits, in groups with a scale each

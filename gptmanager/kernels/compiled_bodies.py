@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from gptmanager.kernels import token_loops
+from gptmanager.kernels import per_token_kernels
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.embedding_loops import embed

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gptmanager.kernels import token_loops
+from gptmanager.kernels import per_token_kernels
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
@@ -40,7 +40,7 @@ from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.lanes import LANES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import address_of, alike
-from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
+from gptmanager.kernels.per_token_kernels import ActivationTask, NormTask, RopeTask
 
 
 class CpuKernels(CpuExperts):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gptmanager.kernels import token_loops
+from gptmanager.kernels import per_token_kernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.matmul import STREAMED_ROWS
 from gptmanager.kernels.gemm.matmul_plan import (
@@ -28,7 +28,7 @@ from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import Team, alike, with_first
-from gptmanager.kernels.token_loops import ConversionTask
+from gptmanager.kernels.per_token_kernels import ConversionTask
 
 # Waking a second thread costs about as much as this many elements.
 SMALL = 1 << 15

@@ -27,7 +27,7 @@ from gptmanager.kernels.simd.lanes import (
     task_at,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
-from gptmanager.kernels.token_loops import NAN, share_of
+from gptmanager.kernels.per_token_kernels import NAN, share_of
 
 
 class EmbeddingTask(ctypes.Structure):

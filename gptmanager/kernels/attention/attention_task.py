@@ -17,7 +17,7 @@ from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.lanes import LANES
 from gptmanager.kernels.simd.threads import address_of, check_layout, task_fields
-from gptmanager.kernels.token_loops import RopeTask
+from gptmanager.kernels.per_token_kernels import RopeTask
 
 TILE_ROWS = 32
 SPAN = 64

@@ -37,7 +37,7 @@ from gptmanager.kernels.simd.lanes import (
     task_at,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD
-from gptmanager.kernels.token_loops import soft_capped
+from gptmanager.kernels.per_token_kernels import soft_capped
 
 LOG2_E = 1.4426950408889634
 LOWEST = np.float32(-3.0e38)

@@ -33,7 +33,7 @@ from gptmanager.kernels.simd.lanes import (
     vector,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
-from gptmanager.kernels.token_loops import CONVERSION_TASK, ZERO, share_of
+from gptmanager.kernels.per_token_kernels import CONVERSION_TASK, ZERO, share_of
 
 FACTOR, BEGIN, SUM, BLOCK_HEAD = 0, 4, 8, 16  # bytes from the start of a block; then its elements
 # of an element; with two bytes the upper one is at most 127 once the rest is rounded off

@@ -43,7 +43,7 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import NEXT_PART, Team, alike, task_fields
-from gptmanager.kernels.token_loops import ZERO, share_of
+from gptmanager.kernels.per_token_kernels import ZERO, share_of
 
 # The largest magnitude of a group is one of these numbers of steps: see `round_to_groups`.
 STEPS = (8.0, 7.5, 7.0, 8.5, 9.5)
