@@ -97,7 +97,7 @@ kernels/                      all operations of a model in torch, and compiled o
     captured_step             a decode step captured as tasks, and run again
     activation_kinds          activations of MLPs, by name
     per_token_kernels         rotary embedding, KV write, norms and activations
-    embedding_loops           lookups of tokens in an embedding table
+    embedding_lookup          lookups of tokens in an embedding table
     gemm/                     matmuls with packed weights
         int4_groups           weights in 4 bits, in groups with a scale each
         weight_quantization   quantizes weights: rows to int8, or groups to 4 bits

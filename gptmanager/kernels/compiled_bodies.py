@@ -10,7 +10,7 @@ import torch
 from gptmanager.kernels import per_token_kernels
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.compilation import compile_all
-from gptmanager.kernels.embedding_loops import embed
+from gptmanager.kernels.embedding_lookup import embed
 from gptmanager.kernels.gemm.grouped_matmul import multiply_group
 from gptmanager.kernels.gemm.int4_matrix import INT4
 from gptmanager.kernels.gemm.matmul_plan import can_be_packed, matmul_bodies

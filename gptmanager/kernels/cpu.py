@@ -30,7 +30,7 @@ from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.compiled_bodies import bodies_of_model, compile_for_adapters
 from gptmanager.kernels.cpu_experts import CpuExperts
 from gptmanager.kernels.cpu_matmuls import PARTS_PER_THREAD, SCATTERED, SMALL_MATMUL
-from gptmanager.kernels.embedding_loops import EmbeddingTask, embed
+from gptmanager.kernels.embedding_lookup import EmbeddingTask, embed
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
