@@ -357,7 +357,7 @@ recorder/                     recordings of a loop's inputs and decisions; the b
     values                    values in a recording, as JSON
     limits                    limits of numbers in a recording
     difference                describes the difference of two schedules
-    recording                 a recording and its file format
+    recording_file            a recording and its file format
     sizes                     memory that the black box's records take
     kept                      records that the black box keeps
     black_box                 the black box: the last iterations, in memory
