@@ -42,11 +42,11 @@ def bodies_of_model(
         paged_attention.attention,
         *matmuls,
         *([multiply_group] if matmuls else []),
-        token_loops.rope_and_write,
-        token_loops.normalize,
-        token_loops.activate,
+        per_token_kernels.rope_and_write,
+        per_token_kernels.normalize,
+        per_token_kernels.activate,
         embed,
-        token_loops.convert,
+        per_token_kernels.convert,
     ]
 
 

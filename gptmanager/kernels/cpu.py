@@ -202,7 +202,7 @@ class CpuKernels(CpuExperts):
             eps=eps,
             plus=plus_one,
         )
-        self._run(token_loops.normalize, task, x.numel())
+        self._run(per_token_kernels.normalize, task, x.numel())
         return result if result.dtype is x.dtype else result.to(x.dtype)
 
     def norm_heads(
@@ -234,18 +234,18 @@ class CpuKernels(CpuExperts):
             eps=eps,
             plus=plus_one,
         )
-        self._run(token_loops.normalize, task, len(qkv) * len(columns))
+        self._run(per_token_kernels.normalize, task, len(qkv) * len(columns))
 
     def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
         if x.dtype is torch.float64:
             return super().activate(x, activation, gated)
         width = x.shape[-1] // 2 if gated else x.shape[-1]
-        return self._activate(x, width, gated, token_loops.KINDS[activation])
+        return self._activate(x, width, gated, per_token_kernels.KINDS[activation])
 
     def scaled(self, x: Tensor, factor: float, softcap: float = 0.0) -> Tensor:
         if x.dtype is torch.float64:
             return super().scaled(x, factor, softcap)
-        return self._activate(x, x.shape[-1], False, token_loops.SCALE, factor, softcap)
+        return self._activate(x, x.shape[-1], False, per_token_kernels.SCALE, factor, softcap)
 
     def _activate(
         self, x: Tensor, width: int, gated: bool, kind: int, scale: float = 1.0, cap: float = 0.0
@@ -266,7 +266,7 @@ class CpuKernels(CpuExperts):
             scale=scale,
             cap=cap,
         )
-        self._run(token_loops.activate, task, result.numel())
+        self._run(per_token_kernels.activate, task, result.numel())
         return result.to(x.dtype)
 
     def rope_and_write(
@@ -303,7 +303,7 @@ class CpuKernels(CpuExperts):
         task.q_norm, task.k_norm = address_of(q_norm, qkv.dtype), address_of(k_norm, qkv.dtype)
         task.num_tokens, task.num_heads, task.eps = num_tokens, num_heads, eps
         task.norm_last, task.norm_plus = norm_last, plus_one
-        self._run(token_loops.rope_and_write, task, SCATTERED * qkv.numel())
+        self._run(per_token_kernels.rope_and_write, task, SCATTERED * qkv.numel())
         return q
 
     def attention(

@@ -121,7 +121,7 @@ class CpuMatmuls(Kernels):
             x_dtype=DTYPES[x.dtype],
             dtype=DTYPES.get(own.dtype, 0),
         )
-        self._run(own.quantize or token_loops.convert, task, result.numel())
+        self._run(own.quantize or per_token_kernels.convert, task, result.numel())
         return result
 
     def _run(self, body: Callable[[int], None], task: ctypes.Structure, work: int) -> None:

@@ -231,7 +231,7 @@ def _restore_tree(tree: PrefixTree, state: ReuseState, end: int) -> None:
 
 
 def _root_state(key: Any) -> RootState:
-    """Return the state of a root. `key`: a result of `lookup_cache.key_of`."""
+    """Return the state of a root. `key`: a result of `prefix_lookups.key_of`."""
     adapter_key, _, salt = key
     return RootState(adapter_key, *(salt if isinstance(salt, tuple) else (salt, None)))
 

@@ -142,7 +142,7 @@ def test_a_mistake_in_the_kv_cache_is_found(monkeypatch, owner, name, mistake, t
 
 
 def test_a_salt_that_is_overlooked_is_found(monkeypatch):
-    for module in (block_reuse, lookup_cache):
+    for module in (block_reuse, prefix_lookups):
         monkeypatch.setattr(module, "root_key", lambda request: request.lora_task_id)
     with pytest.raises(Divergence, match="goes before|tokens found|blocks for"):
         run_trial(20_000)
