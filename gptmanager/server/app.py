@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from gptmanager.errors import GptManagerError
-from gptmanager.server import health, live, openapi
+from gptmanager.server import health, live_page, openapi
 from gptmanager.server.anthropic import messages
 from gptmanager.server.chat.chat_call import ChatCalls
 from gptmanager.server.engine import metrics
