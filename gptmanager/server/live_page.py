@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from gptmanager.callbacks import LivePage
-from gptmanager.callbacks.live.page_server import page_headers
+from gptmanager.callbacks.live_page.page_server import page_headers
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.settings import ServerSettings

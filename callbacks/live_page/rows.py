@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any
 
-from gptmanager.callbacks.live.tap import Change, Step
+from gptmanager.callbacks.live_page.tap import Change, Step
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 
 # the kinds of spans: the state of a request from an iteration on

@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gptmanager import GptManager
-from gptmanager.callbacks.live.feed import TICK_S, LiveFeed, Viewer
+from gptmanager.callbacks.live_page.feed import TICK_S, LiveFeed, Viewer
 
 _TIMEOUT_S = 10.0  # for a client that neither reads nor writes
 _MAX_OTHERS = 16  # connections in addition to those of viewers
@@ -46,7 +46,7 @@ class LivePage:
     ) -> None:
         if max_viewers < 1:
             raise ValueError(f"max_viewers = {max_viewers} must be at least 1")
-        self.html = files("gptmanager.callbacks.live").joinpath("page.html").read_bytes()
+        self.html = files("gptmanager.callbacks.live_page").joinpath("page.html").read_bytes()
         self.headers = page_headers(self.html)
         self._max_viewers = max_viewers
         self._feed = LiveFeed(num_outside, max_viewers)

@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 
 from gptmanager import GptManager, ManagerState
-from gptmanager.callbacks.live.rows import GENERATION, PAUSED, WAITING, LiveRows, ranges
-from gptmanager.callbacks.live.tap import LiveTap
+from gptmanager.callbacks.live_page.rows import GENERATION, PAUSED, WAITING, LiveRows, ranges
+from gptmanager.callbacks.live_page.tap import LiveTap
 from gptmanager.errors import ManagerDeadError, response_text
 from gptmanager.manager.inspection import Explanation
 from gptmanager.scheduler.wait_reasons import WaitReason
