@@ -25,7 +25,7 @@ from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.text.stop_strings import checked_stops
 from gptmanager.callbacks.text.text_stream import TextStream
 from gptmanager.errors import ConfigError, GptManagerError
-from gptmanager.terminal.live_region import LiveRegion
+from gptmanager.terminal.redrawn_lines import LiveRegion
 from gptmanager.terminal.progress import ProgressBars
 
 _PATIENCE_S = 1.0  # before a progress bar appears

@@ -37,7 +37,7 @@ terminal/                     shared by the commands: arguments, tables, progres
     early_signals             signals of a server that does not serve yet (no torch)
     printable                 makes any text safe to print on a terminal (no torch)
     streams                   standard streams that are closed, full or have no reader (no torch)
-    live_region               the last lines of a terminal, redrawn in place (no torch)
+    redrawn_lines             the last lines of a terminal, redrawn in place (no torch)
     progress                  progress bars (no torch)
     tables                    reports as tables for people, or as JSON (no torch)
     arguments                 parsers of argument values: numbers, sizes, folders (no torch)

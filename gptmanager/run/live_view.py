@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gptmanager.terminal.live_region import LiveRegion
+from gptmanager.terminal.redrawn_lines import LiveRegion
 from gptmanager.terminal.printable import printable
 
 _MAX_ROWS = 16  # rows of running requests on a terminal

@@ -14,7 +14,7 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.terminal.arguments import checkpoint, positive, threads
-from gptmanager.terminal.live_region import LiveRegion
+from gptmanager.terminal.redrawn_lines import LiveRegion
 
 POLICIES = tuple(policy.name.lower() for policy in CapacitySchedulerPolicy)
 _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from gptmanager.terminal.live_region import LiveRegion, console
+from gptmanager.terminal.redrawn_lines import LiveRegion, console
 from gptmanager.terminal.printable import printable
 
 if TYPE_CHECKING:

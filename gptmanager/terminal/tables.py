@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gptmanager.terminal.live_region import can_draw
+from gptmanager.terminal.redrawn_lines import can_draw
 from gptmanager.terminal.printable import printable, printable_lines
 
 Piece = str | Table

@@ -18,7 +18,7 @@ import pytest
 from screen import Screen
 
 from gptmanager.run.live_view import LiveView, Progress, RunningRow
-from gptmanager.terminal.live_region import LiveRegion
+from gptmanager.terminal.redrawn_lines import LiveRegion
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.tables import lines, report_table

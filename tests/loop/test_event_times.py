@@ -19,7 +19,7 @@ from gptmanager.run.live_view import LiveView
 from gptmanager.run.requests_file import read_requests
 from gptmanager.run.results_file import Results
 from gptmanager.run.watch import Recorder, Watch
-from gptmanager.terminal.live_region import LiveRegion
+from gptmanager.terminal.redrawn_lines import LiveRegion
 
 LINES = [
     b'{"input_ids": [5], "streaming": true}',
