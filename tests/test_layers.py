@@ -506,7 +506,7 @@ run/                          `gptmanager run`: a file of requests
     results_file              writes the results file
     latencies                 latency percentiles
     follow                    runs a command on ranks other than 0
-    live_view                 the progress display
+    progress_display          the progress display
     watch                     watches a run from the terminal's thread
     main                      runs `gptmanager run`
     arguments                 arguments of `gptmanager run` (no torch)

@@ -20,7 +20,7 @@ from gptmanager.models.checkpoint_parts import read_config
 from gptmanager.models.read_spec import read_spec
 from gptmanager.run.chat_prompts import ChatPrompts
 from gptmanager.run.follow import follow, is_follower
-from gptmanager.run.live_view import LiveView
+from gptmanager.run.progress_display import LiveView
 from gptmanager.run.requests_file import read_file, read_requests
 from gptmanager.run.results_file import Results, new_file
 from gptmanager.run.watch import Recorder, Watch, summary

@@ -17,7 +17,7 @@ import time
 import pytest
 from screen import Screen
 
-from gptmanager.run.live_view import LiveView, Progress, RunningRow
+from gptmanager.run.progress_display import LiveView, Progress, RunningRow
 from gptmanager.terminal.redrawn_lines import LiveRegion
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.progress import ProgressBars

@@ -15,7 +15,7 @@ import pytest
 from gptmanager import FinishReason
 from gptmanager.callbacks import RequestQueue
 from gptmanager.errors import InvalidRequestError, ManagerDeadError
-from gptmanager.run.live_view import LiveView
+from gptmanager.run.progress_display import LiveView
 from gptmanager.run.requests_file import read_requests
 from gptmanager.run.results_file import Results
 from gptmanager.run.watch import Recorder, Watch
