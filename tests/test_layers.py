@@ -564,7 +564,7 @@ server/                       a manager behind HTTP and gRPC
         harmony_parser        parses the harmony format of gpt-oss (no torch)
         call_parser           finds calls in the model's text, in pieces (no torch)
         json_calls            parses calls that are JSON objects (no torch)
-    tool_calls/               tools, and formats of calls: a parser and a grammar for each
+    tool_formats/             tools, and formats of calls: a parser and a grammar for each
         tools                 tools that a model may call, from a request (no torch)
         schema_types          types of values that a JSON schema allows (no torch)
         python_values         values in Python's syntax as JSON (no torch)

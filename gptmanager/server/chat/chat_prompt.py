@@ -46,10 +46,10 @@ from gptmanager.server.fields import (
 from gptmanager.server.http.body import run_in_thread
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.tool_calls.call_format import ToolFormat
-from gptmanager.server.tool_calls.formats import format_of
-from gptmanager.server.tool_calls.harmony import Harmony
-from gptmanager.server.tool_calls.tools import Tools
+from gptmanager.server.tool_formats.call_format import ToolFormat
+from gptmanager.server.tool_formats.formats import format_of
+from gptmanager.server.tool_formats.harmony import Harmony
+from gptmanager.server.tool_formats.tools import Tools
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
 _MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may have its own

@@ -10,7 +10,7 @@ from typing import Any
 
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import bad_request
-from gptmanager.server.tool_calls.tools import MAX_TOOLS, Tools, read_tools
+from gptmanager.server.tool_formats.tools import MAX_TOOLS, Tools, read_tools
 
 
 def has_functions(given: Mapping[str, Any]) -> bool:

@@ -47,7 +47,7 @@ from gptmanager.server.openai.response_store import ResponseStore
 from gptmanager.server.openai.response_writer import ResponseWriter
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.text.generation_fields import SAMPLING, SERVING, STREAM_OPTIONS, NewTokens
-from gptmanager.server.tool_calls.tools import MAX_TOOLS
+from gptmanager.server.tool_formats.tools import MAX_TOOLS
 
 _TEXT = {"type": "string"}
 _ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}

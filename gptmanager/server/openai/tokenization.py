@@ -32,7 +32,7 @@ from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.openai.models import check_model
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.tool_calls.tools import read_tools
+from gptmanager.server.tool_formats.tools import read_tools
 
 _MODEL = Field("model", Text(), "the model's name, or an adapter's")
 TOKENIZE = by_name(

@@ -14,9 +14,9 @@ from typing import Any
 
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.call_parser import NAME, OBJECT, SPACE, HeadedCallParser
-from gptmanager.server.tool_calls.call_format import ToolFormat
-from gptmanager.server.tool_calls.call_grammar import CallShape
-from gptmanager.server.tool_calls.tools import Tools
+from gptmanager.server.tool_formats.call_format import ToolFormat
+from gptmanager.server.tool_formats.call_grammar import CallShape
+from gptmanager.server.tool_formats.tools import Tools
 
 _MARK = "<｜tool▁{}｜>"  # noqa: RUF001 - the letters of the model's tokens
 TAGS = tuple(map(_MARK.format, ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")))

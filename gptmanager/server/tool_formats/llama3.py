@@ -10,9 +10,9 @@ from typing import Any
 
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.json_calls import JsonCallParser
-from gptmanager.server.tool_calls.call_format import ToolFormat
-from gptmanager.server.tool_calls.call_grammar import CallShape
-from gptmanager.server.tool_calls.tools import Tools
+from gptmanager.server.tool_formats.call_format import ToolFormat
+from gptmanager.server.tool_formats.call_grammar import CallShape
+from gptmanager.server.tool_formats.tools import Tools
 
 SHAPE = CallShape('{"name": "', '", "parameters": ', "}")
 _HEADERS = ("<|start_header_id|>", "<|header_start|>", "<|python_tag|>")

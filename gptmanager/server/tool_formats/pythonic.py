@@ -11,11 +11,11 @@ from typing import Any
 
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser, Arguments, Found
 from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, CallParser, State, read_header
-from gptmanager.server.tool_calls.call_format import ToolFormat
-from gptmanager.server.tool_calls.call_grammar import CallShape, grammar_text
-from gptmanager.server.tool_calls.python_values import LiteralScan, json_of_literal
-from gptmanager.server.tool_calls.schema_types import as_json, properties_of, required_of, types_of
-from gptmanager.server.tool_calls.tools import Tools
+from gptmanager.server.tool_formats.call_format import ToolFormat
+from gptmanager.server.tool_formats.call_grammar import CallShape, grammar_text
+from gptmanager.server.tool_formats.python_values import LiteralScan, json_of_literal
+from gptmanager.server.tool_formats.schema_types import as_json, properties_of, required_of, types_of
+from gptmanager.server.tool_formats.tools import Tools
 
 _SHOWN = re.compile(r"\[\w+\(\w+=\w+")
 _KEY = re.compile(r"\s*([^\W\d][\w-]{0,255})\s*=(?!=)")

@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 
-from gptmanager.server.tool_calls.schema_types import as_json
+from gptmanager.server.tool_formats.schema_types import as_json
 
 _LONGEST = 1 << 16  # of a value that Python's own parser reads
 _BREAKS = re.compile(r"""["'()\[\]{},]""")

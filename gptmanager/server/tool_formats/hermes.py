@@ -12,9 +12,9 @@ from typing import Any
 
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.json_calls import JsonCallParser
-from gptmanager.server.tool_calls.call_format import ToolFormat
-from gptmanager.server.tool_calls.call_grammar import CallShape
-from gptmanager.server.tool_calls.tools import Tools
+from gptmanager.server.tool_formats.call_format import ToolFormat
+from gptmanager.server.tool_formats.call_grammar import CallShape
+from gptmanager.server.tool_formats.tools import Tools
 
 TAGS = ("<tool_call>", "</tool_call>")
 SHAPE = CallShape(

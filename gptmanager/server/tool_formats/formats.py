@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from gptmanager.server.tool_calls.call_format import ToolFormat
-from gptmanager.server.tool_calls.deepseek import DeepSeek
-from gptmanager.server.tool_calls.harmony import Harmony
-from gptmanager.server.tool_calls.hermes import Hermes
-from gptmanager.server.tool_calls.llama3 import Llama3
-from gptmanager.server.tool_calls.mistral import Mistral
-from gptmanager.server.tool_calls.pythonic import Pythonic
-from gptmanager.server.tool_calls.qwen3_coder import Qwen3Coder
+from gptmanager.server.tool_formats.call_format import ToolFormat
+from gptmanager.server.tool_formats.deepseek import DeepSeek
+from gptmanager.server.tool_formats.harmony import Harmony
+from gptmanager.server.tool_formats.hermes import Hermes
+from gptmanager.server.tool_formats.llama3 import Llama3
+from gptmanager.server.tool_formats.mistral import Mistral
+from gptmanager.server.tool_formats.pythonic import Pythonic
+from gptmanager.server.tool_formats.qwen3_coder import Qwen3Coder
 
 # the first one that a template describes is used
 FORMATS: tuple[type[ToolFormat], ...] = (

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser
-from gptmanager.server.tool_calls.tools import Tools
+from gptmanager.server.tool_formats.tools import Tools
 
 
 class ToolFormat(ABC):

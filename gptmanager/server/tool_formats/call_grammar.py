@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from gptmanager.server.tool_calls.tools import Tools
+from gptmanager.server.tool_formats.tools import Tools
 
 MAX_CALLS = 16  # calls of one guided answer: a model not trained for tools would never stop
 _ANY = "(?s:.*)"
