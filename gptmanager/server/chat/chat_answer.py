@@ -17,7 +17,7 @@ from gptmanager.server.answer_parsing.answer_parts import (
     Found,
     Thought,
 )
-from gptmanager.server.tool_formats.call_format import random_id
+from gptmanager.server.tool_formats.tool_format import random_id
 
 
 class ChatAnswer:

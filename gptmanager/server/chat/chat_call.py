@@ -26,7 +26,7 @@ from gptmanager.server.text.answer import Answer
 from gptmanager.server.text.log_probs import TokenTexts
 from gptmanager.server.text.processors import Processors
 from gptmanager.server.text.sampling import GenerationOptions, check
-from gptmanager.server.tool_formats.call_format import random_id
+from gptmanager.server.tool_formats.tool_format import random_id
 from gptmanager.server.tool_formats.tools import Tools, read_tools
 
 logger = logging.getLogger("gptmanager")

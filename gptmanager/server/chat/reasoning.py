@@ -13,7 +13,7 @@ from gptmanager.server.answer_parsing import thought_tags
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.harmony_parser import HarmonyParser
 from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
-from gptmanager.server.tool_formats.call_format import ToolFormat
+from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
 

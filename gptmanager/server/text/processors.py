@@ -16,7 +16,7 @@ from gptmanager.server.text.structured import (
     prepared,
     read_output_rule,
 )
-from gptmanager.server.tool_formats.call_format import ToolFormat
+from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
 _OBJECT = AsItIs({"type": "object"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gptmanager.server.tool_formats.call_format import ToolFormat
+from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.deepseek import DeepSeek
 from gptmanager.server.tool_formats.harmony import Harmony
 from gptmanager.server.tool_formats.hermes import Hermes
