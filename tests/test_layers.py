@@ -143,7 +143,7 @@ cuda/                         CUDA kernels with their launchers, and an emulator
         arrays                arrays between guard pages (no torch)
         library               a built library, and calls of its kernels (no torch)
         arguments             checks of kernel arguments against the parameters (no torch)
-        module                a CUDA C++ source as callable kernels (no torch)
+        raw_module            a CUDA C++ source as callable kernels (no torch)
     features                  features that can be switched off (no torch)
     device/                   devices, compiler, streams, launches, CUDA graphs
         device                CuPy, imported when a host asks for a CUDA device
