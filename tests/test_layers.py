@@ -432,7 +432,7 @@ callbacks/                    ready-made callbacks, built on the public names on
     ranks/                    rank 0's callback results on all ranks
         mpi_transport         broadcast by MPI
         broadcast             broadcasts rank 0's callback results
-    live/                     the live page: a manager's schedule in a browser
+    live_page/                the live page: a manager's schedule in a browser
         tap                   collects events on the loop's thread
         rows                  events of requests as rows of the page
         feed                  sends events to browsers
@@ -556,7 +556,7 @@ server/                       a manager behind HTTP and gRPC
         engine                Engine: runs calls on the manager
         throughput            a line of the log every ten seconds, while busy
     health                    /health and readiness
-    live                      the live page of the server (no torch)
+    live_page                 the live page of the server (no torch)
     answer_parsing/           finds thoughts, content and calls in the text of a model
         answer_parts          the parts of an answer: thoughts, content, calls (no torch)
         text_scan             finds tags and ends of JSON objects in pieces of text (no torch)

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gptmanager.terminal.redrawn_lines import LiveRegion
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.terminal.printable import printable
 
 _MAX_ROWS = 16  # rows of running requests on a terminal
@@ -79,10 +79,10 @@ class Progress:
         ]
 
 
-class LiveView:
+class ProgressDisplay:
     """Draws in `region`. With `quiet`, it shows only failures."""
 
-    def __init__(self, region: LiveRegion, *, quiet: bool = False) -> None:
+    def __init__(self, region: RedrawnLines, *, quiet: bool = False) -> None:
         self.quiet = quiet
         self._region = region
         self._ended: list[Sequence[str | Text]] = []  # rows to print above the next drawing

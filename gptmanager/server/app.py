@@ -61,7 +61,7 @@ _FRONTS: Sequence[Routes] = (
     _chat_routes,
     triton.routes,
     openapi.routes,
-    live.routes,
+    live_page.routes,
 )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from gptmanager.terminal.redrawn_lines import LiveRegion, console
+from gptmanager.terminal.redrawn_lines import RedrawnLines, console
 from gptmanager.terminal.printable import printable
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class ProgressBars:
 
     def __init__(
         self,
-        region: LiveRegion,
+        region: RedrawnLines,
         patience_s: float = PATIENCE_S,
         *,
         wanted: bool | None = None,

@@ -1,4 +1,4 @@
-"""`LiveRegion`: the last lines of a terminal, redrawn in place, below the written text.
+"""`RedrawnLines`: the last lines of a terminal, redrawn in place, below the written text.
 
 This module decides which streams are terminals, and removes control characters from written text.
 It draws with rich, which is imported at the first drawing.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 
-class LiveRegion:
+class RedrawnLines:
     """A region of `stream` to draw in, and a stream itself, for log handlers in any thread.
 
     If `stream` is not a terminal, nothing is drawn, but text is written. If it is None, neither.

@@ -17,8 +17,8 @@ import time
 import pytest
 from screen import Screen
 
-from gptmanager.run.progress_display import LiveView, Progress, RunningRow
-from gptmanager.terminal.redrawn_lines import LiveRegion
+from gptmanager.run.progress_display import ProgressDisplay, Progress, RunningRow
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.tables import lines, report_table
@@ -88,7 +88,7 @@ HEADER = "request tokens state      text"
 def test_requests_join_speak_and_leave_in_place(terminal):
     # Given a view of two requests
     shown = terminal(80)
-    view = LiveView(LiveRegion(shown.stream))
+    view = ProgressDisplay(RedrawnLines(shown.stream))
     first, second = row(1, "Once upon"), row(12, "17 + 25 =")
     view.draw([first, second], progress())
     assert shown.lines[:3] == [
@@ -122,7 +122,7 @@ def test_requests_join_speak_and_leave_in_place(terminal):
 
 def test_what_was_asked_is_dim(terminal):
     shown = terminal(80)
-    view = LiveView(LiveRegion(shown.stream))
+    view = ProgressDisplay(RedrawnLines(shown.stream))
     view.draw([row(1, "Once upon", " a time")], progress())
     assert shown.lines and {"2", "0"} <= set(shown.screen.styles)
 
@@ -130,13 +130,13 @@ def test_what_was_asked_is_dim(terminal):
 def test_no_color(terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     shown = terminal(80)
-    LiveView(LiveRegion(shown.stream)).draw([row(1, "Once upon", " a time")], progress())
+    ProgressDisplay(RedrawnLines(shown.stream)).draw([row(1, "Once upon", " a time")], progress())
     assert len(shown.lines) == 3 and not shown.screen.styles
 
 
 def test_long_texts_show_their_end(terminal):
     shown = terminal(60)
-    view = LiveView(LiveRegion(shown.stream))
+    view = ProgressDisplay(RedrawnLines(shown.stream))
     long = row(1, "p" * 100, "0123456789" * 10)
     short = row(2, "p" * 100, "0123456789")
     view.draw([long, short], progress())
@@ -150,7 +150,7 @@ def test_long_texts_show_their_end(terminal):
 @pytest.mark.parametrize("text", ["abc " * 60, "日本語" * 60, "🙂 é" * 60, "e\u0301" * 100])
 def test_nothing_is_left_behind_at_any_width(terminal, width, text):
     shown = terminal(width)
-    view = LiveView(LiveRegion(shown.stream))
+    view = ProgressDisplay(RedrawnLines(shown.stream))
     rows = [row(i, text, text[:i], i) for i in range(5)]
     for _ in range(4):
         view.draw(rows, progress())
@@ -164,14 +164,14 @@ def test_nothing_is_left_behind_at_any_width(terminal, width, text):
 
 def test_a_narrow_terminal_leaves_out_the_counts(terminal):
     shown = terminal(30)
-    view = LiveView(LiveRegion(shown.stream))
+    view = ProgressDisplay(RedrawnLines(shown.stream))
     view.draw([row(123, "Once upon", " a time")], progress(done=3))
     assert shown.lines[-2:] == ["    123 Once upon a time", "3/10 requests   0 tokens/s"]
 
 
 def test_a_small_terminal_shows_some_of_the_requests(terminal):
     shown = terminal(60, 9)
-    view = LiveView(LiveRegion(shown.stream))
+    view = ProgressDisplay(RedrawnLines(shown.stream))
     rows = [row(i, "Once") for i in range(30)]
     for _ in range(2):
         view.draw(rows, progress())
@@ -181,14 +181,14 @@ def test_a_small_terminal_shows_some_of_the_requests(terminal):
 
 def test_many_requests_on_a_tall_terminal(terminal):
     shown = terminal(60, 100)
-    view = LiveView(LiveRegion(shown.stream))
+    view = ProgressDisplay(RedrawnLines(shown.stream))
     view.draw([row(i, "Once") for i in range(30)], progress())
     assert shown.lines[-2].strip() == "and 14 more"
 
 
 def test_texts_that_no_row_shows_are_not_decoded(terminal):
     decoded = []
-    view = LiveView(LiveRegion(terminal(60, 9).stream))
+    view = ProgressDisplay(RedrawnLines(terminal(60, 9).stream))
     rows = [RunningRow(str(i), "", lambda tokens: decoded.append(1) or "") for i in range(30)]
     for each in rows:
         each.add([1])
@@ -198,7 +198,7 @@ def test_texts_that_no_row_shows_are_not_decoded(terminal):
 
 def test_a_failure_is_told_beside_the_prompt(terminal):
     shown = terminal(80)
-    view = LiveView(LiveRegion(shown.stream))
+    view = ProgressDisplay(RedrawnLines(shown.stream))
     view.leave(
         row(3, "Once"),
         "ERROR",
@@ -213,8 +213,8 @@ def test_a_failure_is_told_beside_the_prompt(terminal):
 
 def test_log_records_go_above_the_running_requests(terminal):
     shown = terminal(80)
-    region = LiveRegion(shown.stream)
-    view = LiveView(region)
+    region = RedrawnLines(shown.stream)
+    view = ProgressDisplay(region)
     logger = logging.Logger("anything")
     logger.addHandler(logging.StreamHandler(region))
     logger.warning("before")
@@ -235,8 +235,8 @@ def test_log_records_go_above_the_running_requests(terminal):
 
 def test_writers_in_many_threads_do_not_tear_the_drawing(terminal):
     shown = terminal(80, 30)
-    region = LiveRegion(shown.stream)
-    view = LiveView(region)
+    region = RedrawnLines(shown.stream)
+    view = ProgressDisplay(region)
 
     def write(name):
         for index in range(20):
@@ -256,7 +256,7 @@ def test_writers_in_many_threads_do_not_tear_the_drawing(terminal):
 def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     shown = terminal(80)
-    view = LiveView(LiveRegion(shown.stream))
+    view = ProgressDisplay(RedrawnLines(shown.stream))
     view.join(row(1, "Once"), progress(), time.monotonic())
     view.draw([row(1, "Once")], progress())
     assert unstamped(shown.lines) == ["request 1 joins: Once"]
@@ -264,7 +264,7 @@ def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
 
 def test_what_is_above_is_folded_below_itself(terminal):
     shown = terminal(60)
-    view = LiveView(LiveRegion(shown.stream))
+    view = ProgressDisplay(RedrawnLines(shown.stream))
     view.leave(row(3, "p" * 30, num_tokens=7), "LENGTH", "t" * 10, progress(), time.monotonic())
     view.draw([row(4, "Once")], progress(done=1))
     assert shown.lines[1:4] == [
@@ -276,7 +276,7 @@ def test_what_is_above_is_folded_below_itself(terminal):
 
 def test_the_cursor_is_never_hidden_behind_a_command_that_is_killed(terminal):
     shown = terminal(80)
-    LiveView(LiveRegion(shown.stream)).draw([row(1, "Once")], progress())
+    ProgressDisplay(RedrawnLines(shown.stream)).draw([row(1, "Once")], progress())
     assert shown.lines and shown.screen.shows_cursor
 
 
@@ -287,8 +287,8 @@ TAMED = "[red]x[/red] :smile: �[31m�� https://a.b 'c' 1"
 def test_texts_are_data(terminal):
     # Given a text with markup, codes of a terminal, and what is no character
     shown = terminal(120)
-    region = LiveRegion(shown.stream)
-    view = LiveView(region)
+    region = RedrawnLines(shown.stream)
+    view = ProgressDisplay(region)
     view.leave(row(3, NASTY), "ERROR", NASTY, progress(), time.monotonic(), failed=True)
     view.draw([row(4, NASTY)], progress(done=1))
     region.write(f"WARNING {NASTY}\n")
@@ -310,7 +310,7 @@ def test_bars_come_when_something_takes_long_and_go_when_it_is_done(terminal, mo
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     shown = terminal(80)
-    bars = ProgressBars(LiveRegion(shown.stream))
+    bars = ProgressBars(RedrawnLines(shown.stream))
 
     def told(seconds, *what):
         now[0] = 100.0 + seconds
@@ -334,7 +334,7 @@ def test_bars_come_when_something_takes_long_and_go_when_it_is_done(terminal, mo
 )
 def test_bars_on_a_pipe(wanted, told):
     pipe = io.StringIO()
-    bars = ProgressBars(LiveRegion(pipe), 0, wanted=wanted)
+    bars = ProgressBars(RedrawnLines(pipe), 0, wanted=wanted)
     for done in range(3):
         bars.update("prompts", done, 2, "fast")
     bars.close()
@@ -342,7 +342,7 @@ def test_bars_on_a_pipe(wanted, told):
 
 
 def test_a_stream_that_is_closed_shows_nothing():
-    region = LiveRegion(None)
+    region = RedrawnLines(None)
     region.write("anything")
     ProgressBars(region, 0).update("work", 1, 2)
     region.clear()
@@ -351,7 +351,7 @@ def test_a_stream_that_is_closed_shows_nothing():
 def test_colors_that_are_forced_on_a_pipe_draw_nothing(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     pipe = io.StringIO()
-    view = LiveView(LiveRegion(pipe))
+    view = ProgressDisplay(RedrawnLines(pipe))
     view.draw([row(1, "Once")], progress())
     view.close()
     assert pipe.getvalue() == ""
@@ -362,7 +362,7 @@ def test_colors_that_are_forced_on_a_pipe_draw_nothing(monkeypatch):
 
 def test_a_log_has_a_line_for_each_event():
     pipe = io.StringIO()
-    view = LiveView(LiveRegion(pipe))
+    view = ProgressDisplay(RedrawnLines(pipe))
     view.note("loading model")
     view.join(row(1, "Once\nupon"), progress(), time.monotonic())
     view.draw([row(1, "Once upon")], progress())
@@ -389,7 +389,7 @@ def test_a_log_has_a_line_for_each_event():
 
 def test_a_log_of_a_long_run_has_the_counts_now_and_then():
     pipe = io.StringIO()
-    view = LiveView(LiveRegion(pipe))
+    view = ProgressDisplay(RedrawnLines(pipe))
     for seconds in (1.0, 9.0, 10.5, 11.0, 19.0, 21.0):
         counts = {"done": 3, "output_tokens": 100, "batch_size": 4, "kv_use": 0.25}
         view.draw([], Progress(total=10, started=time.monotonic() - seconds, **counts))
@@ -403,8 +403,8 @@ def test_a_log_of_a_long_run_has_the_counts_now_and_then():
 def test_a_quiet_view_tells_failures_only(terminal, is_terminal):
     shown = terminal(80)
     pipe = io.StringIO()
-    region = LiveRegion(shown.stream if is_terminal else pipe)
-    view = LiveView(region, quiet=True)
+    region = RedrawnLines(shown.stream if is_terminal else pipe)
+    view = ProgressDisplay(region, quiet=True)
     view.note("loading model")
     view.join(row(1, "Once"), progress(), time.monotonic())
     view.draw([row(1, "Once")], progress())
