@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import covering
-from mutations import Mutant, mutants_of, sample
+from mutation_operators import Mutant, mutants_of, sample
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from trials import (
+from mutant_runs import (
     DEAD,
     EQUIVALENT,
     KILLED,

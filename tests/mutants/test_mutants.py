@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from covering import covering_tests, files
-from mutations import Mutant, mutants_of, sample
-from trials import (
+from mutation_operators import Mutant, mutants_of, sample
+from mutant_runs import (
     KILLED,
     NO_COMPILE,
     SURVIVED,

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from mutations import Mutant
+from mutation_operators import Mutant
 
 COPIED = ("gptmanager", "callbacks", "cuda", "tests", "examples", "setup.cfg", "README.md")
 KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
