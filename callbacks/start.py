@@ -25,8 +25,8 @@ from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.text.stop_strings import checked_stops
 from gptmanager.callbacks.text.text_stream import TextStream
 from gptmanager.errors import ConfigError, GptManagerError
-from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 
 _PATIENCE_S = 1.0  # before a progress bar appears
 _REFRESH_S = 0.2

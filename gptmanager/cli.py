@@ -31,8 +31,8 @@ from gptmanager.run.models_arguments import add_command as add_models
 from gptmanager.server.arguments import add_command as add_serve
 from gptmanager.simulator.arguments import add_command as add_simulate
 from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
-from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.terminal.parser import Parser
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.terminal.streams import flush_streams, open_closed_streams, print_message
 
 _HELP = """\

@@ -36,11 +36,11 @@ from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatr
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.lora.adapter_plan import AdapterPlan
 from gptmanager.kernels.lora.adapters import add as adapters_body
+from gptmanager.kernels.per_token_kernels import ActivationTask, NormTask, RopeTask
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.lanes import LANES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import address_of, alike
-from gptmanager.kernels.per_token_kernels import ActivationTask, NormTask, RopeTask
 
 
 class CpuKernels(CpuExperts):

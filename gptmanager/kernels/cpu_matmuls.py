@@ -24,11 +24,11 @@ from gptmanager.kernels.gemm.matmul_plan import (
 )
 from gptmanager.kernels.gemm.matmul_task import CHUNK_ROWS
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix, Quantized
+from gptmanager.kernels.per_token_kernels import ConversionTask
 from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import Team, alike, with_first
-from gptmanager.kernels.per_token_kernels import ConversionTask
 
 # Waking a second thread costs about as much as this many elements.
 SMALL = 1 << 15

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gptmanager.kernels.per_token_kernels import NAN, share_of
 from gptmanager.kernels.simd.dtypes import (
     get_byte,
     get_half,
@@ -27,7 +28,6 @@ from gptmanager.kernels.simd.lanes import (
     task_at,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
-from gptmanager.kernels.per_token_kernels import NAN, share_of
 
 
 class EmbeddingTask(ctypes.Structure):

@@ -15,12 +15,12 @@ from gptmanager.errors import ConfigError, quoted, quoted_path
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.tensor_sources import TensorSource
 from gptmanager.memory.untrusted_files import read_object
+from gptmanager.models.converted_tensors import QuantizedTensors, is_own_layout
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.gguf.split_files import first_of_split
 from gptmanager.models.other_folders import describe_other
 from gptmanager.models.quantized.scheme import read_scheme, without_quantization
 from gptmanager.models.quantized.source import QuantizedSource
-from gptmanager.models.converted_tensors import QuantizedTensors, is_own_layout
 
 _MAGIC = b"GGUF"
 

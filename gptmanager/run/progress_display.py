@@ -17,8 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.terminal.printable import printable
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 
 _MAX_ROWS = 16  # rows of running requests on a terminal
 _MAX_BAR = 20

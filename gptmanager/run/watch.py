@@ -15,7 +15,7 @@ from gptmanager.callbacks import Generation, RequestQueue, TextStream
 from gptmanager.errors import ManagerDeadError
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.run.latencies import FetchTimes, latencies
-from gptmanager.run.progress_display import ProgressDisplay, Progress, RunningRow
+from gptmanager.run.progress_display import Progress, ProgressDisplay, RunningRow
 from gptmanager.run.requests_file import RequestLine, built_apart
 from gptmanager.run.results_file import Results
 

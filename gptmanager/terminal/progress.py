@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from gptmanager.terminal.redrawn_lines import RedrawnLines, console
 from gptmanager.terminal.printable import printable
+from gptmanager.terminal.redrawn_lines import RedrawnLines, console
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -17,10 +17,10 @@ import time
 import pytest
 from screen import Screen
 
-from gptmanager.run.progress_display import ProgressDisplay, Progress, RunningRow
-from gptmanager.terminal.redrawn_lines import RedrawnLines
+from gptmanager.run.progress_display import Progress, ProgressDisplay, RunningRow
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.terminal.tables import lines, report_table
 
 

@@ -12,7 +12,7 @@ from fuzz import FUZZ
 from kv_cache_model import Divergence, KvCacheModel, Options
 from kv_cache_trial import main, run_episode, run_trial
 
-from gptmanager.kv_cache import KvCacheManager, block_reuse, prefix_lookups, offloading
+from gptmanager.kv_cache import KvCacheManager, block_reuse, offloading, prefix_lookups
 from gptmanager.kv_cache.block import BlockPool, BlockTables
 from gptmanager.request.llm_request import LlmRequest
 

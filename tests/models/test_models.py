@@ -30,8 +30,8 @@ from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels, PackedMatrix
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
-from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 from gptmanager.kernels.gemm.matmul_plan import packing_pays
+from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 from gptmanager.models import load_model
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.rope_scaling import rope_table

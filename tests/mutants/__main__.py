@@ -16,10 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import covering
-from mutation_operators import Mutant, mutants_of, sample
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from mutant_runs import (
     DEAD,
     EQUIVALENT,
@@ -32,6 +28,10 @@ from mutant_runs import (
     trees,
     try_all,
 )
+from mutation_operators import Mutant, mutants_of, sample
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 VERDICTS = (KILLED, TIMEOUT, SURVIVED, EQUIVALENT, NO_COMPILE)

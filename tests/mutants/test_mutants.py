@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from covering import covering_tests, files
-from mutation_operators import Mutant, mutants_of, sample
 from mutant_runs import (
     KILLED,
     NO_COMPILE,
@@ -25,6 +24,7 @@ from mutant_runs import (
     try_all,
     verdict,
 )
+from mutation_operators import Mutant, mutants_of, sample
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

@@ -15,6 +15,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
 from gptmanager.kernels.gemm.quantized_activations import inverse, measured, sum_ints
+from gptmanager.kernels.per_token_kernels import CONVERSION_TASK, ZERO, share_of
 from gptmanager.kernels.simd.dtypes import load_as
 from gptmanager.kernels.simd.lanes import (
     INDICES,
@@ -33,7 +34,6 @@ from gptmanager.kernels.simd.lanes import (
     vector,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
-from gptmanager.kernels.per_token_kernels import CONVERSION_TASK, ZERO, share_of
 
 FACTOR, BEGIN, SUM, BLOCK_HEAD = 0, 4, 8, 16  # bytes from the start of a block; then its elements
 # of an element; with two bytes the upper one is at most 127 once the rest is rounded off

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups, whole_groups
-from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows
+from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 
 INT4 = torch.uint8  # of `values`: two positions in a byte
 _ALL = slice(None)

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from gptmanager.kernels.gemm.matrix_tiles import PANELS
+from gptmanager.kernels.per_token_kernels import logistic
 from gptmanager.kernels.simd.dtypes import load_as, store_as
 from gptmanager.kernels.simd.lanes import LANES, claim, load, load_part, loop
 from gptmanager.kernels.simd.threads import NEXT_THREAD, task_fields
-from gptmanager.kernels.per_token_kernels import logistic
 
 CHUNK_ROWS = 192  # their float32 elements of a group fit into the L2 cache together with panels
 SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
+from gptmanager.kernels.per_token_kernels import CONVERSION_TASK, ZERO, share_of
 from gptmanager.kernels.simd.dtypes import load_as
 from gptmanager.kernels.simd.lanes import (
     INDICES,
@@ -40,7 +41,6 @@ from gptmanager.kernels.simd.lanes import (
     vector,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
-from gptmanager.kernels.per_token_kernels import CONVERSION_TASK, ZERO, share_of
 
 MAX_POSITIONS = 256  # of an int16 sum: int32 holds twice as many times 127 and 32,767
 STRETCH = 64  # int8 positions with one factor

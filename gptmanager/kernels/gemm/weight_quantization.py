@@ -17,6 +17,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, MOST, Groups
+from gptmanager.kernels.per_token_kernels import ZERO, share_of
 from gptmanager.kernels.simd.dtypes import DTYPES, load_as
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
@@ -43,7 +44,6 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import NEXT_PART, Team, alike, task_fields
-from gptmanager.kernels.per_token_kernels import ZERO, share_of
 
 # The largest magnitude of a group is one of these numbers of steps: see `round_to_groups`.
 STEPS = (8.0, 7.5, 7.0, 8.5, 9.5)

@@ -21,6 +21,7 @@ from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
 from gptmanager.models.decoder.attention_inputs import warmed, without_heads
+from gptmanager.models.decoder.cos_sin_tables import CosSinTables
 from gptmanager.models.decoder.latent_attention import attend_to_latents, latent_tensors
 from gptmanager.models.decoder.layer_tensors import (
     Affine,
@@ -31,7 +32,6 @@ from gptmanager.models.decoder.layer_tensors import (
     layer_tensors,
 )
 from gptmanager.models.decoder.lora_modules import adapter_share, lora_modules
-from gptmanager.models.decoder.cos_sin_tables import CosSinTables
 from gptmanager.models.decoder.split_norms import norm_over_ranks
 from gptmanager.models.decoder.token_inputs import TokenInputTensors, of_sampled
 from gptmanager.models.spec import ModelSpec

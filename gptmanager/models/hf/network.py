@@ -23,10 +23,10 @@ from gptmanager.models.hf.attention import (
     hold,
     note_call,
 )
+from gptmanager.models.hf.fixed_rope import fix_rotations
 from gptmanager.models.hf.library import register
 from gptmanager.models.hf.linears import num_bytes, replace_linears
 from gptmanager.models.hf.probe import probe
-from gptmanager.models.hf.fixed_rope import fix_rotations
 
 
 @dataclass(frozen=True, slots=True)

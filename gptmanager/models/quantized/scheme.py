@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gptmanager.errors import ConfigError, quoted
-from gptmanager.models.fields import MAX_SIZE
 from gptmanager.models.converted_tensors import FIELD
+from gptmanager.models.fields import MAX_SIZE
 
 _SPELLINGS = (FIELD, "compression_config")  # the second one is an older name
 _CT_FORMATS = frozenset(

@@ -46,9 +46,9 @@ from gptmanager.server.fields import (
 from gptmanager.server.http.body import run_in_thread
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.formats import format_of
 from gptmanager.server.tool_formats.harmony import Harmony
+from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})

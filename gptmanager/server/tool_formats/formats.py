@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.deepseek import DeepSeek
 from gptmanager.server.tool_formats.harmony import Harmony
 from gptmanager.server.tool_formats.hermes import Hermes
@@ -10,6 +9,7 @@ from gptmanager.server.tool_formats.llama3 import Llama3
 from gptmanager.server.tool_formats.mistral import Mistral
 from gptmanager.server.tool_formats.pythonic import Pythonic
 from gptmanager.server.tool_formats.qwen3_coder import Qwen3Coder
+from gptmanager.server.tool_formats.tool_format import ToolFormat
 
 # the first one that a template describes is used
 FORMATS: tuple[type[ToolFormat], ...] = (

@@ -7,8 +7,8 @@ from typing import Any
 
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.harmony_parser import CHANNEL, TAGS, HarmonyParser
-from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.call_grammar import grammar_text
+from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
 _CALL = ("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>")

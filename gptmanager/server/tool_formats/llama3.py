@@ -10,8 +10,8 @@ from typing import Any
 
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.json_calls import JsonCallParser
-from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.call_grammar import CallShape
+from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
 SHAPE = CallShape('{"name": "', '", "parameters": ', "}")

@@ -11,10 +11,15 @@ from typing import Any
 
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser, Arguments, Found
 from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, CallParser, State, read_header
-from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.call_grammar import CallShape, grammar_text
 from gptmanager.server.tool_formats.python_values import LiteralScan, json_of_literal
-from gptmanager.server.tool_formats.schema_types import as_json, properties_of, required_of, types_of
+from gptmanager.server.tool_formats.schema_types import (
+    as_json,
+    properties_of,
+    required_of,
+    types_of,
+)
+from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
 _SHOWN = re.compile(r"\[\w+\(\w+=\w+")

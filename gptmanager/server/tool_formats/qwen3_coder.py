@@ -19,7 +19,6 @@ from typing import Any
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser, Arguments, Found
 from gptmanager.server.answer_parsing.call_parser import NAME, SPACE, HeadedCallParser, State
 from gptmanager.server.answer_parsing.text_scan import num_tag_letters
-from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.call_grammar import CallShape, grammar_text
 from gptmanager.server.tool_formats.python_values import json_of_literal
 from gptmanager.server.tool_formats.schema_types import (
@@ -29,6 +28,7 @@ from gptmanager.server.tool_formats.schema_types import (
     required_of,
     types_of,
 )
+from gptmanager.server.tool_formats.tool_format import ToolFormat
 from gptmanager.server.tool_formats.tools import Tools
 
 _OPENER, _CLOSER = TAGS = ("<tool_call>", "</tool_call>")
