@@ -560,9 +560,10 @@ server/                       a manager behind HTTP and gRPC
     answer_parsing/           finds thoughts, content and calls in the text of a model
         answer_parts          the parts of an answer: thoughts, content, calls (no torch)
         text_scan             finds tags and ends of JSON objects in pieces of text (no torch)
+        stepwise_parser       base of the parsers of an answer in pieces (no torch)
         thought_tags          parses thoughts in <think> tags (no torch)
         harmony_parser        parses the harmony format of gpt-oss (no torch)
-        call_parser           finds calls in the model's text, in pieces (no torch)
+        call_parser           finds tool calls in the model's text (no torch)
         json_calls            parses calls that are JSON objects (no torch)
     tool_formats/             tools, and formats of calls: a parser and a grammar for each
         tools                 tools that a model may call, from a request (no torch)
