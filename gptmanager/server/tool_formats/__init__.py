@@ -1,1 +1,1 @@
-"""Calls of tools: definitions, and for each format of calls a parser and a grammar."""
+"""Tools of a request, and the formats of tool calls: a parser and a grammar for each."""

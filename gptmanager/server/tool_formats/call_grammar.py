@@ -1,4 +1,4 @@
-"""Grammars of answers with calls, in Lark's form, from the texts that a format has around calls."""
+"""Builds the grammar, in Lark's form, of answers with calls from the texts that surround calls."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from gptmanager.server.tool_formats.tools import Tools
 
 MAX_CALLS = 16  # calls of one guided answer: a model not trained for tools would never stop
 _ANY = "(?s:.*)"
-# the grammar lines of the rule with the given name, and the JSON schemas of further rules, for the
-# arguments with the given JSON schema
+# From the name of a rule and the JSON schema of arguments: the grammar lines of this rule, and the
+# JSON schemas of further rules.
 Body = Callable[[str, Any], tuple[list[str], dict[str, Any]]]
 
 
 def json_body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
-    """Describe arguments that are a JSON object."""
+    """Return the grammar of arguments that are a JSON object."""
     return [], {rule: schema}
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """A call is `before` name `between` arguments `behind`. Calls are `begin` call `joint` call ...
-    `end`, and `body` describes the arguments.
+    """The texts of a format that surround calls.
 
-    `tag`: what begins calls within text; "": the whole answer is calls or text. `tags`: all texts
-    that mark calls.
+    A call is `before` name `between` arguments `behind`. Calls are `begin` call `joint` call ...
+    `end`. `body` returns the grammar of the arguments. `tag` begins calls within text; if it is
+    empty, an answer is either only calls or only text. `tags`: all texts that mark calls.
     """
 
     before: str
@@ -46,8 +46,9 @@ class CallShape:
     def grammar(
         self, tools: Tools, marks: Mapping[str, int], answer: Any = None, *, several: bool = True
     ) -> tuple[str, dict[str, Any]]:
-        """Return the grammar and its schemas, see `ToolFormat.grammar`. `several`: the format has
-        answers with more than one call.
+        """Return the grammar and its schemas, see `ToolFormat.grammar`.
+
+        `several`: whether the format allows more than one call in an answer.
         """
         several = several and tools.parallel
         schemas: dict[str, Any] = {}
@@ -91,8 +92,9 @@ class CallShape:
         return "\n".join(lines), schemas
 
     def _text_with_calls(self, tag: str, marks: Mapping[str, int], most: int) -> list[str]:
-        """Return grammar lines for text with up to `most` groups of calls, each begun by `tag`, or
-        by a mark if that is "".
+        """Return grammar lines for text with up to `most` groups of calls.
+
+        Each group begins with `tag`; if that is empty, the tag is a mark in the rule of calls.
         """
         text, others = f"TEXT: /{_ANY}/", self._others(marks)
         if not tag:
@@ -106,7 +108,7 @@ class CallShape:
         ]
 
     def _more(self, marks: Mapping[str, int]) -> str:
-        """Return the grammar of text that follows marks other than those of calls."""
+        """Return the grammar of further texts, each after a mark other than those of calls."""
         others = self._others(marks)
         return f" ({others} TEXT)*" if others else ""
 
@@ -116,9 +118,9 @@ class CallShape:
 
 
 def marks_of(tokenizer: Tokenizer, end_ids: Collection[int]) -> dict[str, int]:
-    """Return text -> id of the tokens added to a vocabulary, such as <tool_call> and <think>.
+    """Return the marks of a vocabulary: text -> id of added tokens such as <tool_call> and <think>.
 
-    llguidance does not match them by the characters of their names, so grammars use their ids.
+    llguidance does not match these tokens by their characters, so grammars use their ids.
     """
     return {
         token.content: index
@@ -128,7 +130,7 @@ def marks_of(tokenizer: Tokenizer, end_ids: Collection[int]) -> dict[str, int]:
 
 
 def grammar_text(text: str, marks: Mapping[str, int]) -> str:
-    """Return a text as a grammar writes it: quoted, but with tags that are tokens as ids."""
+    """Return a text as a grammar has it: in quotes, except for marks, which become their ids."""
     longest_first = sorted((re.escape(mark) for mark in marks if mark in text), key=len)[::-1]
     parts = re.split(f"({'|'.join(longest_first)})", text) if longest_first else [text]
     return " ".join(

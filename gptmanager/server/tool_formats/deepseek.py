@@ -1,4 +1,4 @@
-"""Calls as DeepSeek V3, R1 (with "function" and a code block) and V3.1 (without) write them.
+"""The formats of DeepSeek V3 and R1 (with "function" and a code block) and V3.1 (without them).
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
 ```json

@@ -1,4 +1,4 @@
-"""All formats of calls, and the one that a chat template describes."""
+"""Lists all formats of tool calls, and finds the format that a chat template describes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gptmanager.server.tool_formats.pythonic import Pythonic
 from gptmanager.server.tool_formats.qwen3_coder import Qwen3Coder
 from gptmanager.server.tool_formats.tool_format import ToolFormat
 
-# the first one that a template describes is used
+# The first format that a template describes is used.
 FORMATS: tuple[type[ToolFormat], ...] = (
     Harmony,
     DeepSeek,
@@ -24,8 +24,8 @@ FORMATS: tuple[type[ToolFormat], ...] = (
 
 
 def format_of(parser: str, template: str) -> ToolFormat | None:
-    """Return the format that `--tool-call-parser` names; for `auto`, that of a chat template, or
-    None if the template describes none.
+    """Return the format that `--tool-call-parser` names. For `auto`, return the format that a chat
+    template describes, or None if it describes none.
     """
     for own in FORMATS:
         if own.name == parser or (parser == "auto" and own.is_in(template)):

@@ -1,4 +1,4 @@
-"""Calls in the harmony format of gpt-oss, and the grammar of an answer: a thought, then a call."""
+"""The harmony format of gpt-oss. Its grammar allows a thought and then one call."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _FINAL = "<|channel|>final<|message|>"
 
 
 class Harmony(ToolFormat):
-    """One call in an answer. Calls that are not required are not guided, because a message may
-    begin with a thought, with text or with a call.
+    """The harmony format, with one call in an answer.
+
+    Calls that are not required are not guided, because a message may begin with a thought, with
+    text or with a call.
     """
 
     name = "harmony"

@@ -1,4 +1,4 @@
-"""Calls as Hermes and Qwen write them: JSON objects in tags, any number among text.
+"""The format of Hermes and Qwen: JSON objects in tags, any number of them within text.
 
 <tool_call>
 {"name": "get_weather", "arguments": {"city": "Rome"}}

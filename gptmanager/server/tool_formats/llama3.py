@@ -1,4 +1,4 @@
-"""Calls as Llama 3 writes them: the whole answer is a JSON object, or several, separated by ";".
+"""The format of Llama 3: the whole answer is one or several JSON objects, separated by ";".
 
 {"name": "get_weather", "parameters": {"city": "Rome"}}
 """

@@ -1,4 +1,4 @@
-"""Calls as Mistral writes them: a list of JSON objects, or, in newer models, tags for each call.
+"""The formats of Mistral: a list of JSON objects or, in newer models, tags for each call.
 
 [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome"}}]
 [TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}
@@ -31,7 +31,7 @@ class MistralListParser(JsonCallParser):
 
 
 class MistralTagParser(HeadedCallParser):
-    """A model may leave out ARGS."""
+    """Parses calls with tags. A model may leave out `[ARGS]`."""
 
     openers = (CALLS,)
     headers = {
@@ -44,7 +44,7 @@ class MistralTagParser(HeadedCallParser):
 
 
 class Mistral(ToolFormat):
-    """Newer models have ARGS in their templates."""
+    """Both formats of Mistral: a template with `[ARGS]` has the newer one."""
 
     name = "mistral"
     tags = TAGS
@@ -67,5 +67,5 @@ class Mistral(ToolFormat):
         return (_TAGGED if self._has_tags else _LIST).grammar(tools, marks, answer)
 
     def new_id(self) -> str:
-        """Return an id of nine letters, since Mistral's templates refuse others."""
+        """Return an id of nine characters, because Mistral's templates reject others."""
         return uuid.uuid4().hex[:9]

@@ -1,4 +1,4 @@
-"""Values in Python's syntax as JSON: models that write calls as Python use it."""
+"""Converts values in Python's syntax to JSON, for models that write calls as Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _QUOTES = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 
 
 def json_of_literal(text: str) -> str | None:
-    """Return a value in JSON or in Python's syntax as JSON; None if it is neither."""
+    """Convert a value in JSON or in Python's syntax to JSON; return None if it is neither."""
     try:
         json.loads(text, parse_constant=_no_number)
         return text
@@ -44,9 +44,10 @@ class LiteralScan:
         self._at = 0
 
     def take(self, text: str) -> int | None:
-        """Return the index of the comma or bracket after the value that begins `text`, or None.
+        """Return the index of the comma or bracket after the value at the beginning of `text`.
 
-        Each call passes the same text, continued.
+        The result is None if the value continues. Each call passes the whole text again, with new
+        text at its end.
         """
         while True:
             found = (_QUOTES[self._quote] if self._quote else _BREAKS).search(text, self._at)

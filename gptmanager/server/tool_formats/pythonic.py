@@ -1,4 +1,4 @@
-"""Calls as some Llama models write them: the whole answer is a list of calls in Python's syntax.
+"""The format of some Llama models: the whole answer is a list of calls in Python's syntax.
 
 [get_weather(city="Rome"), add(a=1, b=2)]
 """
@@ -27,7 +27,7 @@ _KEY = re.compile(r"\s*([^\W\d][\w-]{0,255})\s*=(?!=)")
 
 
 class PythonicParser(CallParser):
-    """Arguments are returned one by one. An argument that is not a literal becomes a string."""
+    """Returns arguments one by one. An argument that is not a literal becomes a string."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__(parameters)
@@ -108,9 +108,9 @@ class Pythonic(ToolFormat):
 
 
 def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
-    """Describe arguments with names: first those that are required, in the order of the schema.
+    """Return the grammar of named arguments: required ones first, each group in the schema's order.
 
-    Values are JSON, which the parser reads, too; true and false are written as Python has them.
+    Values are JSON, which the parser also reads, except for booleans: True and False.
     """
     properties, required = properties_of(schema), required_of(schema)
     ordered = sorted(properties, key=lambda name: name not in required)

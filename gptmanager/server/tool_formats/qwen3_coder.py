@@ -1,4 +1,4 @@
-"""Calls as Qwen3-Coder writes them, in tags; a value is a text, or JSON if its type is another.
+"""The format of Qwen3-Coder: tags, around values that are plain strings, or JSON of other types.
 
 <tool_call>
 <function=get_weather>
@@ -40,7 +40,7 @@ _KEY = re.compile(re.escape(_PARAMETER) + r"([^<>]{0,256})>")
 
 
 class Qwen3CoderParser(HeadedCallParser):
-    """Returns texts as they arrive, and other values whole. The first tag may be left out."""
+    """Returns strings as they arrive, and other values whole. The first tag may be missing."""
 
     openers = (_OPENER, _FUNCTION)
     closers = (_END_FUNCTION, _CLOSER)
@@ -82,7 +82,7 @@ class Qwen3CoderParser(HeadedCallParser):
             end = len(_PARAMETER) + 257
             if len(self._text) < end and "<" not in self._text[1:] and ">" not in self._text:
                 return False
-            self._take(len(_PARAMETER))  # no parameter
+            self._take(len(_PARAMETER))  # not a parameter
             return True
         self._take(key.end())
         name = key[1].strip()
@@ -120,7 +120,7 @@ class Qwen3CoderParser(HeadedCallParser):
 
 
 def _first(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Return the place of the first of `tags` in a text, and that tag; -1 if there is none."""
+    """Return the index of the first of `tags` in a text, and that tag; -1 if there is none."""
     return min(((text.find(tag), tag) for tag in tags if tag in text), default=(-1, ""))
 
 
@@ -129,7 +129,7 @@ def _within_quotes(text: str) -> str:
 
 
 def _json_of(text: str) -> str:
-    """Return a value as JSON: a value in JSON or Python's syntax, or else the text."""
+    """Return a value in JSON or in Python's syntax as JSON; any other text as a JSON string."""
     found = json_of_literal(text.strip())
     return as_json(text) if found is None else found
 
@@ -152,7 +152,7 @@ class Qwen3Coder(ToolFormat):
 
 
 def _body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
-    """Describe parameters in the order of the schema, or any parameters if it lists none."""
+    """Return the grammar of the schema's parameters in its order, or of any if it lists none."""
     properties, required = properties_of(schema), required_of(schema)
     ends = grammar_text(f"\n{_END_PARAMETER}\n", {})
     if not properties:

@@ -1,4 +1,4 @@
-"""Types of values that a JSON schema allows, as far as calls in a model's own syntax need them."""
+"""Types of values that a JSON schema allows, for formats whose arguments are not JSON."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def required_of(schema: Any) -> frozenset[str]:
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """Return the names of the JSON types that a schema allows; empty if it does not say."""
+    """Return the names of the JSON types that a schema allows; empty if it names none."""
     return _types(schema, schema, 0)
 
 
 def choices_of(schema: Any) -> list[Any] | None:
-    """Return the values that a schema lists as all that are allowed; None if it lists none."""
+    """Return the values of a schema with `const` or `enum`; None for other schemas."""
     found = _resolved(schema, schema)
     if not isinstance(found, Mapping):
         return None
@@ -83,5 +83,5 @@ def _resolved(schema: Any, root: Any) -> Any:
 
 
 def as_json(value: Any) -> str:
-    """Return a value as calls have it. ValueError or TypeError if it is not JSON."""
+    """Return a value as JSON for a call. Raises ValueError or TypeError if JSON cannot express it."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,4 +1,4 @@
-"""`ToolFormat`: how a family of models writes calls of tools. Each format is a module."""
+"""`ToolFormat`: how a family of models writes tool calls. Each format is a module."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gptmanager.server.tool_formats.tools import Tools
 
 
 class ToolFormat(ABC):
-    """A format of calls, as `template`, a chat template, shows it.
+    """A format of tool calls, in the variant that the chat template `template` contains.
 
     `name`: the format's name for `--tool-call-parser`. `tags`: texts that mark calls; a tokenizer
-    may have a special token for each. `has_thoughts`: the grammar includes the thought before a
-    call.
+    may have a special token for each. `has_thoughts`: whether the grammar includes the thought
+    before a call.
     """
 
     name: ClassVar[str]
@@ -41,9 +41,10 @@ class ToolFormat(ABC):
     ) -> tuple[str, dict[str, Any]] | None:
         """Return the grammar of an answer, in Lark's form, and the JSON schemas of its rules.
 
-        `marks`: text -> id of added tokens, from `marks_of`. If calls are not required, the answer
-        may also be JSON of the schema `answer`, or, without a schema, any text, in which a call
-        that begins must be complete and valid. None if such calls cannot be guided.
+        `marks`: text -> id of added tokens, from `marks_of`. If calls are not required, an answer
+        without calls is JSON of the schema `answer`; without a schema it is any text, and each call
+        that begins in the text must be complete and valid. The result is None if the format cannot
+        guide such answers.
         """
 
     def new_id(self) -> str:

@@ -52,15 +52,15 @@ class Tools:
         ]
 
     def index_of(self, rule: str) -> int:
-        """Return the index in `listed` of the tool that a grammar's rule belongs to.
+        """Return the index in `listed` of the tool that a rule of a grammar belongs to.
 
-        Rules are named `arguments_N`, or `arguments_N_M` for parameter M alone.
+        The rule of tool N is `arguments_N`; a rule for its parameter M alone is `arguments_N_M`.
         """
         name = list(self.parameters)[int(rule.split("_")[1])]
         return next(i for i, tool in enumerate(self.listed) if tool["function"]["name"] == name)
 
     def is_lenient(self, rule: str) -> bool:
-        """Whether the tool of a rule has `strict: false`, or the server is lenient."""
+        """Return whether the tool of a rule has `strict: false`, or the server is lenient."""
         is_own = self.listed[self.index_of(rule)]["function"].get("strict") is False
         return self.lenient or is_own
 
@@ -68,7 +68,7 @@ class Tools:
 def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -> Tools | None:
     """Read the fields `tools` and `tool_choice`; return None if no tool may be called.
 
-    ApiError (400) names the wrong field and the reason.
+    Raises ApiError (400) with the wrong field and the reason.
     """
     listed = [] if tools is None else tools
     if not isinstance(listed, list) or len(listed) > MAX_TOOLS:
@@ -129,7 +129,7 @@ def _tool(tool: Any, where: str) -> tuple[str, Any]:
 
 
 def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
-    """Return the choice, and the names of the tools that it allows; None: all tools.
+    """Return the choice, and the names of the tools that it allows, or None if it allows all.
 
     `{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}`
     """
