@@ -8,7 +8,7 @@ from gptmanager.server.answer_parsing.answer_parts import Found, ThoughtSpan
 
 
 class StepwiseParser(ABC):
-    """Takes the text of one answer in pieces. A subclass reads it with a state table, by `_step`."""
+    """Receives the text of one answer in pieces. A subclass has the state table, in `_step`."""
 
     def __init__(self) -> None:
         self.thoughts: list[ThoughtSpan] = []

@@ -83,5 +83,5 @@ def _resolved(schema: Any, root: Any) -> Any:
 
 
 def as_json(value: Any) -> str:
-    """Return a value as JSON for a call. Raises ValueError or TypeError if JSON cannot express it."""
+    """Return a value as JSON for a call. Raises ValueError or TypeError if JSON lacks it."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
