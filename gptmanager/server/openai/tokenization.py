@@ -101,7 +101,7 @@ def _names(engine: Engine, ids: list[int]) -> list[str | None]:
 
 
 def _check_one(given: dict[str, Any]) -> None:
-    """Raise ApiError 400 unless the request has either a prompt, or messages with their fields."""
+    """Raise ApiError (400) unless the request has either a prompt, or messages and their fields."""
     if "messages" in given:
         if "prompt" in given:
             raise bad_request("prompt", "pass either prompt or messages, not both")
