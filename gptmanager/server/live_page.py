@@ -17,8 +17,9 @@ from gptmanager.server.settings import ServerSettings
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    """Return / (the page) and /live/events (its events). Without viewers the page costs the loop
-    nothing.
+    """Return the routes / (the page) and /live/events (its events).
+
+    Without viewers, the loop does no work for the page.
     """
     live_page = LivePage(num_outside=lambda: engine.counts.waiting)
     live_page.attach(engine.manager)

@@ -20,13 +20,13 @@ def _manager() -> ManagerOptions:
 class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
     """The options of `gptmanager serve` by name. Raises ConfigError for a wrong value.
 
-    `max_concurrency`: requests that run at once; None: as many as fit a batch.
-    `max_queued_requests`, `max_queued_tokens`: limits of the waiting requests and their prompt
+    `max_concurrency`: the number of requests that run at once, by default as many as fit a batch.
+    `max_queued_requests`, `max_queued_tokens`: limits of the waiting requests and of their prompt
     tokens; None: no limit. `request_timeout`: seconds; None: no limit. `shutdown_timeout`: seconds.
-    `triton`: serve /v2, which `grpc_port` implies. `lenient`: unknown fields cause a warning
-    instead of an error. `clamp_max_tokens`: more tokens than fit are lowered with a warning instead
-    of an error. `log_format`: text or json. `log_prompts`: the log has prompts and outputs.
-    `manager`: the manager's options.
+    `triton`: serve /v2; `grpc_port` implies this. `lenient`: an unknown field causes a warning
+    instead of an error. `clamp_max_tokens`: if more tokens are requested than fit, their number is
+    lowered with a warning instead of an error. `log_format`: text or json. `log_prompts`: the log
+    contains prompts and outputs. `manager`: the manager's options.
     """
 
     host: str = "127.0.0.1"
@@ -76,7 +76,7 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
 
     @property
     def serves_triton(self) -> bool:
-        """Whether the server answers clients of Triton's protocol."""
+        """Whether the server serves Triton's protocol."""
         return self.triton or self.grpc_port is not None
 
     @property
