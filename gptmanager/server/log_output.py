@@ -54,7 +54,7 @@ class _Writer(QueueListener):
 
 @contextlib.contextmanager
 def logging_to(stream: Any, log_format: str) -> Iterator[None]:
-    """Write the library's log to `stream` while this block runs: a thread writes a line per record."""
+    """Write the library's log to `stream` in this block, by a thread, one line per record."""
     logger = logging.getLogger("gptmanager")
     waiting: queue.Queue[Any] = queue.Queue(MAX_WAITING_LINES)
     # The line of a refused request already has the error.

@@ -15,7 +15,7 @@ from torch import Tensor
 from gptmanager.kernels.gemm.weight_quantization import round_to_int8
 
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
-UNIT_DEPTH = 32  # positions of bfloat16 that the matrix unit takes at a time
+UNIT_DEPTH = 32  # bfloat16 positions that the matrix unit reads at a time
 _ALL = slice(None)
 
 Quantized = Literal["int8", "int4"]  # how a matrix is stored in fewer bits than its dtype has
@@ -30,11 +30,11 @@ class Panels(NamedTuple):
 
 
 class PackedMatrix:
-    """A matrix `[rows, columns]` of float32, bfloat16 or float16. It is not a tensor, but can be
-    read and written like one.
+    """A matrix `[rows, columns]` of float32, bfloat16 or float16.
 
-    `quantized`: stored as int8 with one scale per row; the largest magnitude of a row becomes 127,
-    so rows must be written whole. `shape` and `dtype` describe the values; `len` counts rows.
+    It is not a tensor, but can be read and written like one. A `quantized` matrix is stored as int8
+    with one scale per row. The largest magnitude of a row becomes 127, so rows must be written
+    whole. `shape` and `dtype` describe the values; `len` counts rows.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PackedMatrix:
         return Panels(self.values, self.scales)
 
     def adopt(self, panels: Panels) -> bool:
-        """Use this storage from now on; return False if it has another layout or dtype."""
+        """Use this storage from now on. Return False if its layout or dtype does not fit."""
         for own, other in ((self.values, panels.values), (self.scales, panels.scales)):
             if own is None or own.dtype != other.dtype or own.shape != other.shape:
                 return False
@@ -80,8 +80,9 @@ class PackedMatrix:
         return True
 
     def parts(self, count: int) -> tuple[Matrix, ...]:
-        """Split into `count` matrices with equal numbers of rows; views if the parts are whole
-        panels.
+        """Split into `count` matrices with equal numbers of rows.
+
+        They are views if each consists of whole panels, otherwise copies.
         """
         size = len(self) // count
         if size % PANEL_ROWS:
@@ -163,8 +164,9 @@ def plain(matrix: Matrix) -> Tensor:
 
 
 def copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:
-    """Copy `rows [n, ...]` to `panels [P, 16, ...]`, starting at row `first`; whole panels in one
-    copy.
+    """Copy `rows [n, ...]` to `panels [P, 16, ...]`, from row `first` on.
+
+    All whole panels are written in one copy.
     """
     head = min(-first % PANEL_ROWS, len(rows))
     whole = (len(rows) - head) // PANEL_ROWS
