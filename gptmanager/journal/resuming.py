@@ -23,7 +23,7 @@ from gptmanager.recorder.requests import RecordedProcessor
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.step import Progress
 
-# Outputs that the journal does not have. For requests with these, all tokens are computed again.
+# Outputs that are not in the journal. With these, tokens that the host lacks are computed again.
 _NOT_KEPT = ("return_generation_logits", "num_top_log_probs")
 
 
