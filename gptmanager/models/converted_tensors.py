@@ -1,9 +1,9 @@
-"""Checkpoints with matrices in 8 or 4 bits, as `convert` writes them: in the order of matmuls.
+"""Reads checkpoints that `convert` has written, with matrices in 8 or 4 bits packed for matmuls.
 
-A matrix is stored as the `Panels` of a `PackedMatrix` or an `Int4Matrix`: the values under the
-name of the matrix, int8 `[panels, depth / 2, 16, 2]` or uint8 `[panels, groups, 4, 16, 4]`; scales
-and perhaps minima as `<name>_scale` and `<name>_minimum`; the shape as `<name>_shape`. Panels with
-another number of rows, or another depth, are read as well, but not mapped.
+A matrix is stored as the `Panels` of a `PackedMatrix` or an `Int4Matrix`. Its values have its name:
+int8 `[panels, depth / 2, 16, 2]` or uint8 `[panels, groups, 4, 16, 4]`. Its scales are
+`<name>_scale`, its minima, if any, `<name>_minimum`, and its shape `<name>_shape`. Panels with
+another number of rows or another depth can be read, but not mapped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 
 FIELD = "quantization_config"
 LAYOUT_VERSION = 3
-SCALE, MINIMUM, SHAPE = "_scale", "_minimum", "_shape"  # ends of names
+SCALE, MINIMUM, SHAPE = "_scale", "_minimum", "_shape"  # the last parts of names
 _KINDS: Mapping[str, Quantized] = {"int8": "int8", "uint8": "int4"}  # by the dtype of values
 _SCALES = {"int8": "float32", "int4": "float16"}
 _TEMPORARIES = 2
@@ -48,10 +48,10 @@ def is_own_layout(config: Mapping[str, Any]) -> bool:
     return True
 
 
-class QuantizedTensors:
-    """A `PanelSource` of floats over quantized matrices.
+class ConvertedTensors:
+    """A `PanelSource` over the quantized matrices, which it also returns as floats.
 
-    Raises ConfigError if a part of a matrix is missing or has another shape.
+    Raises ConfigError if a tensor of a matrix is missing or has another shape.
     """
 
     def __init__(self, source: SafetensorsFolder) -> None:
@@ -71,7 +71,7 @@ class QuantizedTensors:
         }
 
     def _checked(self, name: str, stored: tuple[int, ...], kind: Quantized) -> tuple[int, int]:
-        """Return the shape of a matrix with values of the shape `stored`."""
+        """Return the shape of a matrix whose values have the shape `stored`."""
         shape = self._given.get(name + SHAPE)
         if shape is None or shape[:2] != ((2,), "int64"):
             raise ConfigError(f"tensor {tensor_name(name)} needs {name}{SHAPE}, two int64")
@@ -141,7 +141,7 @@ class QuantizedTensors:
     def _read(
         self, name: str, part: str, max_bytes: int, rows: range
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the panels of a part with these rows, and the first row of each piece."""
+        """Yield the panels of `part` that have these rows, in pieces with their first row."""
         shape = self._given[name].shape
         lanes = shape[-2]
         panels = range(rows.start // lanes, -(-rows.stop // lanes))
@@ -159,7 +159,7 @@ class QuantizedTensors:
         shapes = [self._given[name].shape for name in names]
         rows = [self._found[name].shape[0] for name in names]
         lanes = shapes[0][-2] if kind is not None else 1
-        # only the last one may have rows that pad its last panel
+        # Only the last matrix may have rows that pad its last panel.
         if kind is None or kinds or any(count % lanes for count in rows[:-1]):
             return None
         if len({shape[1:] for shape in shapes}) > 1:

@@ -12,7 +12,10 @@ from gptmanager.models.rope_scaling import Rope, rope_table
 
 
 class CosSinTables:
-    """`all`: the tables in use; None before `reserve`. `by_rope`: the same for each rotation."""
+    """The tables of all rotations of a network. `by_rope`: rotation -> its table.
+
+    `all` has the same tables; it is None before `reserve`.
+    """
 
     def __init__(self, ropes: Iterable[Rope | None], device: torch.device | str) -> None:
         self._ropes = [*dict.fromkeys(rope for rope in ropes if rope is not None)]
@@ -21,7 +24,7 @@ class CosSinTables:
         self.all: tuple[Tensor, ...] | None = None
 
     def reserve(self, num_positions: int) -> None:
-        """Compute the tables of exactly these positions.
+        """Compute the tables for positions below `num_positions`.
 
         Raises ConfigError if values overflow float32 or memory does not suffice.
         """
