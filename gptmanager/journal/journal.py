@@ -132,7 +132,7 @@ class Journal:
         """Write the data that is about to be sent.
 
         `sent`: tokens. `ends`: the ids of requests that end, with the final response or b"".
-        `delivered`: ids of requests whose final response has been delivered since. Raises
+        `delivered`: ids of requests with a final response that has been delivered since. Raises
         JournalError if the disk and the reserve are full.
         """
         parts = []

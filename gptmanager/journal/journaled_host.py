@@ -45,7 +45,7 @@ class JournaledHost(HostTap):
         self.table: RequestTable | None = None
         self.held: list[Response] = []
         self._journal, self._accepted = journal, accepted
-        self._delivered: list[int] = []  # requests whose final SendResponse has returned
+        self._delivered: list[int] = []  # requests with a final SendResponse that has returned
         self._duplicates: Counter[int] = Counter()  # requests refused because their id is in use
         self._refused: set[int] = set()  # requests that could not be written
         self._is_broken = False  # the journal can no longer be written

@@ -31,7 +31,7 @@ class Resumption(NamedTuple):
     """The first work of a new manager: to continue `requests`, and to send `responses`.
 
     `requests` are in the order of their acceptance, and `progress` has the progress of each.
-    `ended`: ids of requests whose final response the host has.
+    `ended`: ids of requests with a final response that the host has.
     """
 
     requests: list[InferenceRequest]

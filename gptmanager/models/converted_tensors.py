@@ -71,7 +71,7 @@ class ConvertedTensors:
         }
 
     def _checked(self, name: str, stored: tuple[int, ...], kind: Quantized) -> tuple[int, int]:
-        """Return the shape of a matrix whose values have the shape `stored`."""
+        """Return the shape of a matrix from `stored`, the shape of its values."""
         shape = self._given.get(name + SHAPE)
         if shape is None or shape[:2] != ((2,), "int64"):
             raise ConfigError(f"tensor {tensor_name(name)} needs {name}{SHAPE}, two int64")

@@ -14,7 +14,7 @@ from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups, whole_gro
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows
 from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 
-INT4 = torch.uint8  # dtype of `values`, whose bytes have two positions each
+INT4 = torch.uint8  # dtype of `values`: a byte has two positions
 _ALL = slice(None)
 _STEPS, _FOUR = 4, 4  # steps in the lower halves of a group's bytes, and positions in a step
 

@@ -66,7 +66,7 @@ class _Stretch(NamedTuple):
     def added(
         self, builder: Any, rows: Sequence[Any], field: int, totals: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return the totals plus dot products with `rows`, whose marks begin at `field`."""
+        """Return the totals plus dot products with `rows`; `field`: where marks have the factor."""
 
         def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
             place = builder.add(self.first, index)

@@ -49,7 +49,7 @@ MARK_BYTES = 16
 OUTLIER = 16.0  # a magnitude of this many means of its stretch causes remainders to be stored
 MAX_INT16, MAX_INT8 = np.float32(32767.0), np.float32(127.0)
 FINER = np.float32(254.0)  # half a quantization step is 127 steps of the remainder
-LEAST = 1e-30  # a stretch whose largest magnitude is smaller counts as zero
+LEAST = 1e-30  # a stretch with a smaller largest magnitude counts as zero
 
 
 def row_bytes(depth: int) -> int:

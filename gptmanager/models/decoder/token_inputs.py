@@ -26,7 +26,7 @@ class TokenInputTensors:
         self._norm = weights.tensor("token_norm.weight")
 
     def of_batch(self, batch: Batch, residual: Tensor) -> Tensor:
-        """Return the inputs `[T, layers, width]` of tokens, whose embeddings are `residual`."""
+        """Return the inputs `[T, layers, width]` of tokens with the embeddings `residual`."""
         width, kernels, ids = self._given.width, self._kernels, batch.token_ids
         if batch.prompt_index is not None:
             ids = ids.index_fill(0, batch.prompt_index, self._given.padding_id)

@@ -1,4 +1,4 @@
-"""The probe: runs a network on a few tokens, and rejects features that pages lack.
+"""The probe: runs a network on a few tokens, and rejects features that pages lack."""
 
 from __future__ import annotations
 
