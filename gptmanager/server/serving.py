@@ -41,7 +41,7 @@ _LAST_WRITES_S = 1  # limit on how long a client that does not read can delay th
 def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. With a key file, SIGHUP reloads it instead.
 
-    When the server is ready, `tell` is called with a welcome text, whose first line ends with the
+    When the server is ready, `tell` is called with a welcome text. Its first line ends with the
     address. Raises ConfigError for a model or a port that cannot be used. If the manager fails,
     raises ManagerDeadError after its requests have been answered.
     """

@@ -22,7 +22,7 @@ Take = Callable[..., TensorInfo]
 def codebook_matrix(
     name: str, info: TensorInfo, given: Mapping[str, TensorInfo], take: Take, read: Read
 ) -> CodebookMatrix:
-    """Describe the matrix whose packed elements are in the tensor `name`.
+    """Describe the matrix with the packed elements in the tensor `name`.
 
     `take` returns a tensor of the given dtype and shape. Raises ConfigError if a tensor of the
     matrix is missing or does not fit.

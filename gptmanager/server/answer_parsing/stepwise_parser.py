@@ -1,4 +1,4 @@
-"""`StepwiseParser`: the base of all parsers of an answer, whose text arrives in pieces."""
+"""`StepwiseParser`: the base of all parsers of an answer that arrives in pieces."""
 
 from __future__ import annotations
 

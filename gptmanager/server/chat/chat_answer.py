@@ -1,4 +1,4 @@
-"""`ChatAnswer`: turns the text of one answer into a chat message, or into the deltas of a stream.
+"""`ChatAnswer`: converts the text of one answer to a chat message, or to the deltas of a stream.
 
 A parser separates thoughts, content and tool calls. This module knows neither tokens nor protocols.
 """

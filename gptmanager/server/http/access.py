@@ -1,4 +1,4 @@
-"""`AccessSettings`: who may use the server, and limits on connections and bodies."""
+"""`AccessSettings`: the clients that may use the server, and limits on connections and bodies."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from gptmanager.server.http.json_text import parse_json
 from gptmanager.server.http.responses import disconnected
 
 _T = TypeVar("_T")
-LARGE_BODY = 1 << 14  # bytes, whose fields take 1 ms to read; passing work to a thread takes 0.1 ms
+LARGE_BODY = 1 << 14  # bytes; reading the fields takes 1 ms, passing them to a thread takes 0.1 ms
 COMMENT = b": keep-alive\n\n"  # clients of server-sent events ignore it
 _HUGE_BODY = 1 << 20  # bytes: the parser may hold the interpreter lock for 0.1 s
 
@@ -159,7 +159,7 @@ async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
 
 
 class StartedStream:
-    """An iterator over frames whose first frame has already been read.
+    """An iterator over frames, of which the first has already been read.
 
     It is a class, because a generator around `frames` would cost time for every frame.
     """

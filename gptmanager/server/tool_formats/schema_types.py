@@ -1,4 +1,4 @@
-"""Types of values that a JSON schema allows, for formats whose arguments are not JSON."""
+"""Types of values that a JSON schema allows, for formats with arguments that are not JSON."""
 
 from __future__ import annotations
 
