@@ -41,7 +41,9 @@ class Resumption(NamedTuple):
 
 
 def resume(journal: Journal, accepted: AcceptedRequests, params: OptionalParams) -> Resumption:
-    """Decide how each request of the journal continues. Raises CallbackError if `restore_cb` fails.
+    """Decide how each request of the journal continues.
+
+    Raises CallbackError if `restore_cb` fails.
     """
     found = Resumption([], [], [], [])
     for request_id, entry in journal.entries.items():
