@@ -125,7 +125,7 @@ class _Tile:
         self, blocks: Sequence[Any], scales: Sequence[Any], sums: Sequence[Any],
         totals: Sequence[Any],
     ) -> list[Any]:  # fmt: skip
-        """Return the totals plus a group's sums, times the rows' factors and the matrix's scales."""
+        """Return the totals plus a group's sums, times factors of rows and scales of the matrix."""
         builder = self.builder
         right = [_widened(builder, it) for it in scales]
         factors = [
