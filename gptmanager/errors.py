@@ -66,6 +66,10 @@ class ManagerDeadError(GptManagerError):
     """The manager's loop has ended; `__cause__` is the error that ended it."""
 
 
+class SleepError(GptManagerError):
+    """`sleep` was called while the manager is asleep, or `wake` while it is not."""
+
+
 class RankError(GptManagerError):
     """A rank has died, hangs, or has other options or decisions than rank 0."""
 

@@ -67,6 +67,7 @@ class Counts:
     logits_errors: int = 0
     recomputed_tokens: int = 0
     adapters: PeftCacheCounts = PeftCacheCounts()
+    weights_version: int = 0
 
 
 @functools.lru_cache(maxsize=1)
@@ -148,6 +149,7 @@ class StatisticsReport:
                     "draft_tokens": counts.drafts._asdict(),
                     "logits_errors": counts.logits_errors,
                     "recomputed_tokens": counts.recomputed_tokens,
+                    "weights_version": counts.weights_version,
                     "iteration_latency_us": latency_us,
                     "gil_wait_us": gil_wait_us,
                     "callback_us": {timer.name: timer.total_ns // 1000 for timer in self._timers},

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from gptmanager import REQUEST_METRICS, FinishReason, NamedTensor
+from gptmanager import FinishReason, NamedTensor
 from gptmanager.callbacks.sinks.metric_names import METRIC, METRICS
 
 _logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ _FINISH_REASONS = {
     FinishReason.TIMED_OUT: "timeout",
     FinishReason.CANCELLED: "cancelled",
 }
-_NUM_METRICS = len(REQUEST_METRICS)
 # the last streamed tokens, which an application may not have examined yet when it ends a request
 _LAG = 32
 Totals = dict[tuple[str, tuple[str, ...]], float]
@@ -253,8 +252,8 @@ class RequestCounts:
     def _end(self, request: _Open, by_name: dict[str, Any]) -> None:
         reason = by_name["finish_reasons"].tolist()[0][0]
         self._finish(request.finish_reason or _FINISH_REASONS[reason])
-        metrics = by_name["request_metrics"].tolist()[:_NUM_METRICS]
-        queue_s, first_s, last_s, _, cached, prompt, generated = metrics
+        metrics = by_name["request_metrics"].tolist()
+        queue_s, first_s, last_s, _, cached, prompt, generated, *_ = metrics
         num_generated = 0 if request.is_scoring else int(generated)
         if request.num_kept is not None:
             num_generated = request.num_kept

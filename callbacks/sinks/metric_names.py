@@ -88,6 +88,7 @@ METRICS = (
     _gauge("kv_cache_host_blocks", "Blocks of the host tier.", labels=("state",)),
     _gauge("memory_bytes", "Bytes of tensors, by kind of memory.", labels=("memory",)),
     _gauge("adapter_cache_pages", "Pages of the adapters' caches.", labels=("cache", "state")),
+    _gauge("weights_version", "Number of updates of the weights, in the last iteration."),
     _counter("iterations", "Iterations that ran the model."),
     _counter("prompt_tokens", "Tokens of prompts, of requests that ended.", "prompt_tokens"),
     _counter("context_tokens", "Tokens of prompts that were computed, so far."),

@@ -223,6 +223,7 @@ def _gauges(record: dict[str, Any]) -> Iterator[tuple[str, Labels, float]]:
     yield "kv_cache_host_blocks", ("cached",), reuse["cached_host_blocks"]
     for memory in ("CPU", "GPU", "Pinned"):
         yield "memory_bytes", (memory.lower(),), record[f"Runtime {memory} Memory Usage"]
+    yield "weights_version", (), record["gptmanager"]["weights_version"]
     for cache in ("host", "device"):
         for state in ("total", "used", "free"):
             yield "adapter_cache_pages", (cache, state), adapters[f"{cache}_{state}_pages"]

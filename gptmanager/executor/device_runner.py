@@ -76,28 +76,36 @@ class DeviceRunner(Runner):
         # with beams, tokens are also chosen for lines that are not in the batch
         self._chooser = None if has_beams else chooser
         self._planning = model if isinstance(model, PlanningModel) else None
-        self._graphs = GenerationGraphs(stream, uploads, graph_sizes)
-        self._adapter_graphs = GenerationGraphs(stream, uploads, graph_sizes)
+        self._graph_sizes, self._on_progress = graph_sizes, on_progress
+        self._device_scorer: DevicePromptScorer | None = None  # created on first use
+        self._forget_graphs()
+        self._record_graphs()
+
+    def _forget_graphs(self) -> None:
+        arguments = self.stream, self._uploads, self._graph_sizes
+        self._graphs, self._adapter_graphs = (GenerationGraphs(*arguments) for _ in range(2))
         self._graph_logits: Tensor | None = None
         self._graph_tokens: Tensor | None = None
-        self._device_scorer: DevicePromptScorer | None = None  # created on first use
-        if graph_sizes and self._plan(_idle_rows(1), fixed=True):
-            with torch.inference_mode():
-                # the emulator keeps this callback: a strong reference would be a cycle
-                own = weakref.proxy(self)
-                self._graphs.record(
-                    lambda size: own._fixed_arrays(_idle_rows(size)),
-                    lambda tensors: own._step(tensors),
-                    on_progress,
+
+    def _record_graphs(self) -> None:
+        if not self._graph_sizes or not self._plan(_idle_rows(1), fixed=True):
+            return
+        with torch.inference_mode():
+            # the emulator keeps this callback: a strong reference would be a cycle
+            own = weakref.proxy(self)
+            self._graphs.record(
+                lambda size: own._fixed_arrays(_idle_rows(size)),
+                lambda tensors: own._step(tensors),
+                self._on_progress,
+            )
+            if self.adapter_pool is not None:
+                no_slots = np.full(max(self._graph_sizes), -1, dtype=np.int32)
+                self._adapter_graphs.record(
+                    lambda size: (no_slots[:size], *own._fixed_arrays(_idle_rows(size))),
+                    lambda tensors: own._step(tensors[1:], tensors[0]),
+                    self._on_progress,
+                    "CUDA graphs with adapters",
                 )
-                if adapter_pool is not None:
-                    no_slots = np.full(max(graph_sizes), -1, dtype=np.int32)
-                    self._adapter_graphs.record(
-                        lambda size: (no_slots[:size], *own._fixed_arrays(_idle_rows(size))),
-                        lambda tensors: own._step(tensors[1:], tensors[0]),
-                        on_progress,
-                        "CUDA graphs with adapters",
-                    )
 
     def run(self, rows: PackedRows) -> Computed:
         self.tables.flush(self._uploads.upload)
@@ -120,6 +128,22 @@ class DeviceRunner(Runner):
 
     def relieve(self) -> None:
         self.stream.relieve()
+
+    def catch_up(self) -> None:
+        self.stream.catch_up()
+
+    def release(self) -> None:
+        with self.stream:
+            self.stream.synchronize()
+            self._forget_graphs()  # they hold addresses
+            super().release()
+            self.stream.relieve()
+
+    def restore(self) -> None:
+        with self.stream:
+            super().restore()
+            self._record_graphs()
+            self.stream.synchronize()
 
     @property
     def memory(self) -> Memory:

@@ -18,6 +18,7 @@ from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.released_memory import ReleasedMemory
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model, capturable
 from gptmanager.request.input_rows import HostRows
@@ -62,6 +63,7 @@ class Runner:
         self._has_adapters = False  # whether any line has or had an adapter
         self._prompt_tables: dict[int, Array] = {}  # by line, of sequences with virtual tokens
         self._scorer: PromptScorer | None = None  # created on first use
+        self._released: ReleasedMemory | None = None
         self._capturable = capturable(model)
         self._step_capture = (
             None if self._capturable is None else self._capturable.new_step_capture()
@@ -72,11 +74,8 @@ class Runner:
     ) -> None:
         """Load a sequence that starts in `line`, with its virtual tokens if it has any.
 
-        The states of the line are cleared. A model with states has no beams.
-
         `adapter_slot`: the slot of the adapter that all its beams use; -1: no adapter.
         """
-        self.kv_pool.states.clear(line)
         self._adapter_slots[line : line + beam_width] = adapter_slot
         self._has_adapters |= adapter_slot >= 0
         table = None if prompt_table is None else prompt_table.numbers
@@ -101,6 +100,19 @@ class Runner:
 
     def relieve(self) -> None:
         """Release memory that is cached for later use."""
+
+    def catch_up(self) -> None:
+        """Wait for work that the host has enqueued on its own stream, such as new weights."""
+
+    def release(self) -> None:
+        """Return the memory of the KV cache to the system. No step may run until `restore`."""
+        self._released = ReleasedMemory(self.kv_pool.memory)
+
+    def restore(self) -> None:
+        """Take the memory that `release` has returned; the KV cache has lost its contents."""
+        if self._released is not None:
+            self._released.restore()
+            self._released = None
 
     @property
     def memory(self) -> Memory:

@@ -212,6 +212,10 @@ class FollowingHost:
             if is_active:
                 self._links.give_up("rank 0 has answered all requests, but this rank has not")
             self._end = Turn.END
+        elif frame.kind == Message.CALL:
+            self._links.on_call(frame.payload.decode())
+        elif frame.kind == Message.PAUSED:
+            pass  # the next wait has its whole time again
         elif frame.kind == Message.DECISION:
             self._links.give_up("rank 0 runs a step, but this rank does not")
         else:

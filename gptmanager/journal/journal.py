@@ -1,7 +1,7 @@
 """`Journal`: writes the records of one manager, and knows which of its requests are unfinished.
 
-This module decides when data is forced to the disk, when a new segment starts, and what happens
-when the disk is full. It knows only the ids, tokens and bytes of requests.
+Decides when data is forced to the disk, when a new segment starts, and what happens when the disk
+is full. Knows nothing of requests beyond ids, tokens and bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.log import logger
 
 SEGMENT_BYTES = 64 << 20
-_RETRY_S = 1.0  # interval between attempts to write to a full disk
+_RETRY_S = 1.0  # how often a full disk is tried again
 
 Sync = Literal["always", "never"] | float
 OnFull = Literal["refuse", "continue"]
@@ -43,8 +43,8 @@ class Journal:
     `keeps_responses`: final responses are stored until they are delivered. `entries`: the requests
     without a delivered final response. All methods are called on one thread.
 
-    Raises ConfigError if the journal belongs to another checkpoint or is in use by another manager,
-    and JournalError if it is damaged.
+    Raises ConfigError for a journal of another checkpoint or manager, JournalError for a damaged
+    one.
     """
 
     def __init__(
@@ -108,9 +108,7 @@ class Journal:
     # Records ---------------------------------------------------------------------------------
 
     def accept(self, requests: Sequence[tuple[int, bytes]]) -> bool:
-        """Write accepted requests, as ids and bytes. Return False if the disk is full: then the
-        requests must be refused.
-        """
+        """Write accepted requests, given as id and bytes. False: the disk is full, refuse them."""
         if self.is_full and not self._retry() and self._on_full == "refuse":
             return False
         data = b"".join(record(Kind.ACCEPTED, named_payload(*request)) for request in requests)
@@ -129,11 +127,10 @@ class Journal:
         ends: Sequence[tuple[int, bytes]] = (),
         delivered: Sequence[int] = (),
     ) -> None:
-        """Write the data that is about to be sent.
+        """Write what is about to be sent: tokens, and ends with their response or b"".
 
-        `sent`: tokens. `ends`: the ids of requests that end, with the final response or b"".
-        `delivered`: ids of requests with a final response that has been delivered since. Raises
-        JournalError if the disk and the reserve are full.
+        `delivered`: ids of requests with a final response that was delivered meanwhile. Raises
+        JournalError if the disk is full and so is the reserve.
         """
         parts = []
         if delivered:
@@ -167,9 +164,9 @@ class Journal:
     # The disk --------------------------------------------------------------------------------
 
     def _write(self, data: bytes) -> None:
-        """Append `data`. If the disk is full, use the reserve, or continue without a journal."""
+        """Append `data`. On a full disk: use the reserve, or go on without a journal."""
         if self.is_full and self._on_full == "continue":
-            self._retry()  # a new segment would contain the content of `data`
+            self._retry()  # the new segment has what `data` says
             return
         if self._append(data):
             return
@@ -180,7 +177,7 @@ class Journal:
             )
 
     def _append(self, data: bytes) -> bool:
-        """Append `data` to the segment. If the disk is full, free the reserve and return False."""
+        """Append `data` to the segment; False: the disk is full, and the reserve is now free."""
         assert self._file is not None
         file = self._file.fileno()
         try:
@@ -191,7 +188,7 @@ class Journal:
                 os.fdatasync(file)
         except OSError as error:
             self._fail(error)
-            with suppress(OSError):  # no other record may follow a part of a record
+            with suppress(OSError):  # a part of a record must not be followed by others
                 os.ftruncate(file, self._size)
             return False
         self._size += len(data)
@@ -213,7 +210,7 @@ class Journal:
             self.folder.free_reserve()
 
     def _retry(self) -> bool:
-        """Try to write to a full disk, at most once a second. Return whether that succeeds."""
+        """Try a full disk again, at most once a second; True: it can be written."""
         if monotonic() < self._retry_at:
             return False
         self._retry_at = monotonic() + _RETRY_S
@@ -248,7 +245,7 @@ class Journal:
         self._limit = 2 * self._size + self._segment_bytes
 
     def close(self) -> None:
-        """Force the remaining data to the disk, and free the folder for another manager."""
+        """Write what is left to the disk, and free the folder for another manager."""
         if self._syncing is not None:
             self._syncing.stop()
         file, self._file = self._file, None
@@ -262,9 +259,9 @@ class Journal:
 
 
 class SyncThread:
-    """Forces a file's data to the disk every `interval_s` seconds while the file grows.
+    """Forces a file's data to the disk every `interval_s` seconds while it grows.
 
-    `error`: the latest failure.
+    `error`: why that failed last.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -283,7 +280,7 @@ class SyncThread:
             self._is_dirty.set()
 
     def forget(self) -> None:
-        """Forget the file, which will be closed. Its data is no longer needed."""
+        """Forget the file, which will be closed; its data is not needed any more."""
         with self._lock:
             self._file = -1
             self._is_dirty.clear()

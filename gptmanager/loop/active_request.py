@@ -29,7 +29,8 @@ class ActiveRequest(LlmRequest):
     the next step depends on the values of the last tokens. `adapter_digest`: the digest of the
     adapter's content, "" until it is known. `adapter_slot`: the adapter's index in the tables of
     the kernels, -1 while the adapter is not on the device. `adapter_tensors`: the adapter's
-    weights, None once they have been read.
+    weights, None once they have been read. `weights_versions`: those of the first and of the newest
+    weights that may have computed its tokens.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class ActiveRequest(LlmRequest):
         "search",
         "stop_state",
         "times",
+        "weights_versions",
     )
 
     def __init__(
@@ -108,6 +110,7 @@ class ActiveRequest(LlmRequest):
         self.stop_state = 0
         self.num_sent = len(tokens)
         self.cached_tokens = 0
+        self.weights_versions = 0, 0
 
     def wait_for(self, what: int) -> None:
         """Keep the request from starting until `clear_wait(what)`."""

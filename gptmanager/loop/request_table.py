@@ -55,8 +55,9 @@ class RequestTable:
 
     `active` is sorted by priority, then arrival; `by_id` holds the same requests. `preparing`: the
     requests that wait for their logits post-processor; `adapters` knows those that wait for an
-    adapter. `num_serial`: the number of requests with a next step that depends on the last result.
-    `final` creates the tensors of final responses from `extras`.
+    adapter. `weights_version`: the number of updates of the weights so far. `num_serial`: the
+    number of requests with a next step that depends on the last result. `final` creates the tensors
+    of final responses from `extras`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class RequestTable:
         self.by_id: dict[int, ActiveRequest] = {}
         self.preparing: set[int] = set()
         self.num_serial = 0
+        self.weights_version = 0
         self._allocator = allocator
         self._final = final
         self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
@@ -149,6 +151,14 @@ class RequestTable:
         self.preparing.discard(request.request_id)
         request.clear_wait(FOR_PROCESSOR)
 
+    def note_weights(self, version: int) -> None:
+        """Record that all later steps use the weights of `version`."""
+        self.weights_version = version
+        for request in self.active:
+            first, _ = request.weights_versions
+            has_begun = request.times.first_scheduled is not None
+            request.weights_versions = first if has_begun else version, version
+
     @property
     def must_wait(self) -> bool:
         """Whether a request is in PREPARING."""
@@ -189,6 +199,7 @@ class RequestTable:
             if progress is None:
                 self.require_room(most_active)
             request = admit(inference_request, self.limits, intake.now)
+            request.weights_versions = self.weights_version, self.weights_version
             if progress is not None:
                 request.resume(progress, intake.now)
         except RequestError as error:

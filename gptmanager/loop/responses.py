@@ -35,6 +35,8 @@ REQUEST_METRICS = (
     "cached_tokens",  # prompt tokens taken from the KV cache instead of computed
     "prompt_tokens",
     "generated_tokens",  # including end_id and stop words
+    "first_weights_version",  # of the weights at its first computation
+    "weights_version",  # of the weights at its end
 )
 
 _NEVER = float("-inf")  # the log probability of a missing beam
@@ -198,6 +200,7 @@ def _metrics(request: ActiveRequest) -> Tensor:
             request.cached_tokens,
             request.orig_prompt_len,
             request.num_output,
+            *request.weights_versions,
         ],
         dtype=torch.float64,
     )

@@ -21,15 +21,15 @@ from gptmanager.assembly.options import (
 )
 from gptmanager.assembly.ranks import connect, report_failed_start
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
-from gptmanager.errors import CallbackError, quoted
+from gptmanager.errors import quoted
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.host.ranked_host import alike
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.state import ManagerState
+from gptmanager.manager.generation_control import GenerationControl
 from gptmanager.manager.inbox import Inbox
-from gptmanager.manager.loop_questions import ANSWER_S, LoopQuestions, bounded
+from gptmanager.manager.loop_questions import bounded
 from gptmanager.manager.watching import Watchers
-from gptmanager.manager.weight_updates import NewWeights
 from gptmanager.manager.worker import Worker
 from gptmanager.ranks.world import find_world
 from gptmanager.recorder import Recorder
@@ -46,7 +46,7 @@ _HANG_S = 0.3  # after an abort, `shutdown` does not wait for a callback that ru
 _STEP_GRACE_S = 5.0  # longer than a step takes
 
 
-class GptManager(LoopQuestions):
+class GptManager(GenerationControl):
     """Serves requests through four callbacks, from a worker thread that runs the token loop.
 
     `model_path`: a Hugging Face checkpoint folder, a GGUF file, an object that implements `Model`,
@@ -188,12 +188,6 @@ class GptManager(LoopQuestions):
         self._raise_if_failed()
         return self._lifecycle.ended.is_set
 
-    def notify(self) -> None:
-        """Wake an idle loop, so that it calls Get. Raises ManagerDeadError after the end."""
-        self._raise_if_forked()
-        self._raise_if_failed()
-        self._inbox.wake()
-
     def clear_cached(self) -> None:
         """Clear the cached blocks, before the next step.
 
@@ -204,55 +198,6 @@ class GptManager(LoopQuestions):
         self._raise_if_forked()
         self._host.cached.clear()
         self.notify()
-
-    def update_weights(
-        self, tensors: NewWeights, *, recompute: bool = False, timeout: float | None = None
-    ) -> int:
-        """Replace weights between two iterations, in place; return the new `weights_version`.
-
-        `tensors`: a mapping or an iterator of (name, tensor), by the checkpoint's names; tensors
-        that it lacks stay as they are. Running requests keep their keys and values, or compute
-        them again with `recompute`. Blocks cached before are not reused by later requests.
-
-        Raises ConfigError for unknown names and wrong shapes: of a mapping before anything is
-        copied. If an iterator fails half-way, no step runs until an update with all tensors is
-        complete. Raises CallbackError in a callback, and TimeoutError and ManagerDeadError like
-        `explain`.
-        """
-        self._raise_if_failed()
-        if self._worker.is_here:
-            raise CallbackError("update_weights cannot be called in a callback")
-        update = self._worker.updates.update
-        return self._ask(
-            "update_weights", lambda loop: update(loop, tensors, recompute=recompute), timeout
-        )
-
-    @property
-    def weights_version(self) -> int:
-        """The number of complete updates of the weights."""
-        return self._worker.updates.version
-
-    def pause_generation(self, timeout: float | None = ANSWER_S) -> None:
-        """Stop iterating until `resume_generation`; return when no step runs. Requests keep their
-        memory. `shutdown` also ends the pause. With several ranks call it on rank 0.
-        """
-        self._raise_if_failed()
-        self._inbox.is_paused = True
-        self._ask("pause_generation", lambda loop: None, timeout)
-
-    def resume_generation(self) -> None:
-        """End the pause of `pause_generation`."""
-        self._inbox.is_paused = False
-        self.notify()
-
-    def abort_all(self, timeout: float | None = ANSWER_S) -> int:
-        """End all active requests before the next step, like stop signals; return their number.
-
-        Each gets a final response with its tokens so far and the finish reason CANCELLED, during a
-        pause after `resume_generation`. With several ranks call it on all of them.
-        """
-        self._raise_if_failed()
-        return self._ask("abort_all", self._host.stop_all, timeout)
 
     def forget_adapter(self, task_id: int) -> None:
         """Forget the LoRA adapter of `lora_task_id` = `task_id`, for example to replace it.

@@ -54,7 +54,8 @@ class Inbox:
     `iteration`: number of iterations that have begun. `idle_iteration`: the last one without work.
     `bells`: other functions to call when the loop is to wake. `is_to_end`: the loop must finish the
     requests that it has, and end. `is_to_abort`: it must end now. Neither is reset. `is_paused`:
-    the loop must not iterate until this is reset.
+    the loop must not iterate until this is reset. `defers_calls`: calls that all ranks make wait
+    for `take_call`, because rank 0 decides when they run.
     """
 
     def __init__(self) -> None:
@@ -65,6 +66,8 @@ class Inbox:
         self.idle_iteration = 0
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._questions: deque[Question[Any]] = deque()
+        self.defers_calls = False
+        self._calls: deque[tuple[str, Question[Any]]] = deque()
         self._idle_waits: dict[Latch, int] = {}  # the first iteration that counts for each
         self._is_closed = False
 
@@ -93,19 +96,27 @@ class Inbox:
         self._idle_waits.pop(idle, None)
         return self.idle_iteration >= wanted
 
-    def ask(self, function: Callable[[Any], _T]) -> Question[_T]:
+    def ask(self, function: Callable[[Any], _T], call: str = "") -> Question[_T]:
+        """Ask the loop. `call`: the name of a call that all ranks make."""
         question = Question(function)
-        self._questions.append(question)
+        if call and self.defers_calls:
+            self._calls.append((call, question))
+        else:
+            self._questions.append(question)
         self.wake()
         return question
 
     def take_back(self, question: Question[Any]) -> bool:
         """Remove a question. Return False if another thread has taken it out to answer it."""
-        try:
+        with suppress(ValueError):
             self._questions.remove(question)
-        except ValueError:
-            return False
-        return True
+            return True
+        for call in tuple(self._calls):
+            if call[1] is question:
+                with suppress(ValueError):
+                    self._calls.remove(call)
+                    return True
+        return False
 
     # On the loop's thread --------------------------------------------------------------------
 
@@ -123,6 +134,12 @@ class Inbox:
     def refuse(self, error: BaseException) -> None:
         for question in self._take_questions():
             question.refuse(error)
+
+    def take_call(self) -> tuple[str, Question[Any]] | None:
+        """Take out the oldest deferred call: its name, and the question that runs it."""
+        with suppress(IndexError):
+            return self._calls.popleft()
+        return None
 
     def _take_questions(self) -> Iterator[Question[Any]]:
         while self._questions:
@@ -144,6 +161,9 @@ class Inbox:
     def close(self) -> None:
         """End all waits for an idle iteration, because no iteration follows."""
         self._is_closed = True
+        self.defers_calls = False
+        while (call := self.take_call()) is not None:
+            self._questions.append(call[1])
         for idle in list(self._idle_waits):
             idle.set()
         self.wake()

@@ -111,11 +111,25 @@ class LoopQuestions:
         """
         return self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
 
-    def _ask(self, name: str, function: Callable[[TokenLoop], _T], timeout: float | None) -> _T:
+    def notify(self) -> None:
+        """Wake an idle loop, so that it calls Get. Raises ManagerDeadError after the end."""
+        self._raise_if_forked()
+        self._raise_if_failed()
+        self._inbox.wake()
+
+    def _ask(
+        self,
+        name: str,
+        function: Callable[[TokenLoop], _T],
+        timeout: float | None,
+        *,
+        is_call: bool = False,
+    ) -> _T:
+        """Return the loop's answer. `is_call`: that of a call which all ranks make together."""
         self._raise_if_forked()
         if self._is_elsewhere and self._worker.loop is not None:
             return function(self._asked(name))
-        question = self._inbox.ask(function)
+        question = self._inbox.ask(function, name if is_call else "")
         if self._lifecycle.ended.is_set and self._inbox.take_back(question):
             question.settle(self._asked(name))
         elif not question.wait(bounded(timeout)):

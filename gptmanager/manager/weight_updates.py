@@ -1,4 +1,7 @@
-"""`WeightUpdates`: replaces a model's weights between two iterations of its loop."""
+"""`WeightUpdates`: replaces a model's weights, and releases the memory of a manager that sleeps.
+
+Its methods are called between two iterations, on the loop's thread, on all ranks alike.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gptmanager.errors import ConfigError, ManagerDeadError
+from gptmanager.errors import ConfigError, SleepError
 from gptmanager.host.cached_blocks import CachedBlocks
 from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.manager.rank_calls import RankCalls
+from gptmanager.memory.released_memory import ReleasedMemory
 from gptmanager.memory.weights import Weights
 
 _BATCH_BYTES = 256 << 20  # of an iterator's tensors that are loaded together
@@ -18,49 +23,79 @@ NewWeights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 class WeightUpdates:
-    """The updates of one manager's weights; its methods are called on the loop's thread.
+    """The weights of one manager. `version` counts the complete updates.
 
-    `version` counts the complete updates. `is_incomplete`: an update has failed half-way, so that
-    no step may run until another one is complete.
+    `is_incomplete`: an update has failed half-way, or `sleep` has dropped the weights, so that no
+    step may run until an update with all tensors is complete. `is_asleep`: the memory is released.
     """
 
-    def __init__(self, cached: CachedBlocks) -> None:
+    def __init__(self, cached: CachedBlocks, calls: RankCalls) -> None:
         self.version = 0
-        self.is_incomplete = False
-        self._weights: Any = None
-        self._cached = cached
+        self.is_incomplete = self.is_asleep = False
+        self._runner: Any = None
+        self._weights: Weights | None = None
+        self._released: ReleasedMemory | None = None  # that of the weights
+        self._cached, self._calls = cached, calls
 
-    def attach(self, model: Any, *, has_ranks: bool) -> None:
-        """Connect to the model of a loop."""
-        self._weights = None if has_ranks else getattr(model, "weights", None)
+    def attach(self, runner: Any) -> None:
+        """Connect to the runner of a loop. Only a checkpoint's model has weights of its own."""
+        weights = getattr(runner.model, "weights", None)
+        self._runner, self._weights = runner, weights if isinstance(weights, Weights) else None
 
     def release(self) -> None:
-        self._weights = None
+        """Drop the loop. It no longer iterates."""
+        if self._released is not None:
+            self._released.close()
+        self._runner = self._weights = self._released = None
+
+    @property
+    def can_run(self) -> bool:
+        """Whether steps may run."""
+        return not (self.is_incomplete or self.is_asleep)
+
+    # Updates -------------------------------------------------------------------------------
 
     def update(self, loop: TokenLoop, tensors: NewWeights, *, recompute: bool) -> int:
-        """Copy tensors into the weights of `loop`'s model; see `GptManager.update_weights`."""
-        if not hasattr(loop, "executor"):
-            raise ManagerDeadError("update_weights: the loop has ended")
-        if not isinstance(self._weights, Weights):
-            raise ConfigError(
-                "update_weights needs a checkpoint's model in one process: several ranks, and "
-                "objects that implement `Model`, are not supported"
-            )
-        while loop.pending:  # these steps still read the old weights
-            loop.finish_pending()
-        if isinstance(tensors, Mapping):
-            self._weights.check(tensors, partial=not self.is_incomplete)
-            was_incomplete, self.is_incomplete = self.is_incomplete, True
-            self._weights.load(tensors, partial=not was_incomplete)
-        else:
-            self._update_one_by_one(self._weights, tensors)
+        """Copy tensors into the weights; see `GptManager.update_weights`."""
+        name = "update_weights"
+        return self._calls.run(name, loop, lambda: self._update(name, loop, tensors, recompute))
+
+    def _update(self, name: str, loop: TokenLoop, tensors: NewWeights, recompute: bool) -> int:
+        weights = self._calls.agree(name, lambda: self._prepared(tensors))
+        try:
+            self._calls.agree(name, lambda: self._load(weights, tensors))
+        except BaseException:
+            self.is_incomplete |= self._calls.has_ranks  # the ranks' weights may differ
+            raise
         self.is_incomplete = False
         self.version += 1
+        loop.table.note_weights(self.version)
         if recompute:
             self._cached.recompute()
         return self.version
 
-    def _update_one_by_one(self, weights: Weights, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _prepared(self, tensors: NewWeights) -> Weights:
+        """Check a mapping, and return the weights, with their memory."""
+        if self._weights is None:
+            raise ConfigError(
+                "update_weights needs a model that the manager has loaded natively: it does not "
+                "know the weights of an object that implements `Model`, or of transformers"
+            )
+        if isinstance(tensors, Mapping):
+            self._weights.check(tensors, partial=not self.is_incomplete)
+        self._restore_weights()
+        return self._weights
+
+    def _load(self, weights: Weights, tensors: NewWeights) -> None:
+        self._runner.catch_up()
+        with self._runner.stream:
+            if not isinstance(tensors, Mapping):
+                self._load_one_by_one(weights, tensors)
+                return
+            was_incomplete, self.is_incomplete = self.is_incomplete, True
+            weights.load(tensors, partial=not was_incomplete)
+
+    def _load_one_by_one(self, weights: Weights, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load the tensors of an iterator, which may be too large to exist together."""
         was_incomplete, seen = self.is_incomplete, list[str]()
         batch, twins = dict[str, Tensor](), dict[str, Tensor]()
@@ -71,13 +106,59 @@ class WeightUpdates:
             (twins if weights.is_twin(name) else batch)[name] = tensor
             num_bytes += tensor.nbytes
             if num_bytes > _BATCH_BYTES:
-                self._load(weights, batch)
+                self._load_batch(weights, batch)
                 batch, num_bytes = {}, 0
         if was_incomplete:
             weights.require_all(seen)
-        self._load(weights, {**batch, **twins})
+        self._load_batch(weights, {**batch, **twins})
 
-    def _load(self, weights: Weights, batch: dict[str, Tensor]) -> None:
+    def _load_batch(self, weights: Weights, batch: dict[str, Tensor]) -> None:
         weights.check(batch, partial=True)
         self.is_incomplete = True
         weights.load(batch, partial=True)
+
+    # Sleep ---------------------------------------------------------------------------------
+
+    def sleep(self, loop: TokenLoop, *, keep_weights: bool) -> None:
+        """Release the memory of weights and KV cache; see `GptManager.sleep`."""
+        self._calls.run("sleep", loop, lambda: self._sleep(keep_weights))
+
+    def _sleep(self, keep_weights: bool) -> None:
+        def check() -> None:
+            if self.is_asleep:
+                raise SleepError("sleep: the manager is asleep already")
+
+        self._calls.agree("sleep", check)
+        try:
+            self._calls.agree("sleep", lambda: self._release_weights(keep_weights))
+        except BaseException:
+            self._restore_weights()
+            raise
+        self._runner.release()
+        self.is_asleep = True
+        self._cached.recompute()
+        self._cached.clear()
+
+    def wake(self, loop: TokenLoop) -> None:
+        """Take the memory again; see `GptManager.wake`."""
+        self._calls.run("wake", loop, lambda: self._calls.agree("wake", self._wake))
+
+    def _wake(self) -> None:
+        if not self.is_asleep:
+            raise SleepError("wake: the manager is not asleep")
+        self._restore_weights()
+        self._runner.restore()
+        self.is_asleep = False
+
+    def _release_weights(self, keep: bool) -> None:
+        if self._weights is None:
+            return  # they are the host's
+        with self._runner.stream:
+            self._released = ReleasedMemory(*self._weights.memory(keeps=keep))
+        self.is_incomplete |= not keep
+
+    def _restore_weights(self) -> None:
+        if self._released is not None:
+            with self._runner.stream:
+                self._released.restore()
+            self._released = None

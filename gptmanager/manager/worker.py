@@ -24,6 +24,7 @@ from gptmanager.lifecycle.watchdog import CallbackTimer, whereabouts
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.ending import Ending
 from gptmanager.manager.inbox import Inbox
+from gptmanager.manager.rank_calls import RankCalls
 from gptmanager.manager.recovery import Recovery
 from gptmanager.manager.stall_watch import Progress
 from gptmanager.manager.weight_updates import WeightUpdates
@@ -54,7 +55,8 @@ class Worker:
         self._recovery = Recovery(host, recorder, most)
         self._timer = CallbackTimer("iteration")  # stopped while the loop sleeps
         self._ending = Ending(params, host, inbox, recorder, self._timer, on_end)
-        self.updates = WeightUpdates(host.cached)
+        self._calls = RankCalls(inbox, self._timer)
+        self.updates = WeightUpdates(host.cached, self._calls)
         self._thread: threading.Thread | None = None
         self.progress = Progress()
         self.loop: TokenLoop | None = None
@@ -69,6 +71,10 @@ class Worker:
         """Return what the loop's thread is doing. Any thread may call it."""
         thread = None if self._thread is None else self._thread.ident
         return whereabouts(self._host.timers.all, thread)
+
+    def stop_all(self, loop: TokenLoop) -> int:
+        """Stop all active requests with the next intake, on all ranks; return their number."""
+        return self._calls.run("abort_all", loop, lambda: self._host.stop_all(loop))
 
     def run(self, assemble: Callable[[], Assembly], booted: Future[None]) -> None:
         """Build and run the loop, from the start of the thread to its end.
@@ -99,8 +105,7 @@ class Worker:
 
     def _build(self, assembly: Assembly) -> TokenLoop:
         self._host.attach(assembly)
-        model, has_ranks = assembly.executor.runner.model, assembly.ranks is not None
-        self.updates.attach(model, has_ranks=has_ranks)
+        self.updates.attach(assembly.executor.runner)
         host = loop_host(self._host, assembly, self._inbox.bells, self._timer)
         self._ending.loop_host = host
         is_leader = assembly.ranks is None or assembly.ranks.collectives.layout.rank == 0
@@ -114,6 +119,7 @@ class Worker:
         )
         if journaled is not None:
             journaled.table = loop.table
+        self._calls.attach(assembly.ranks, loop)
         return loop
 
     def fail_startup(self, error: BaseException) -> None:
@@ -153,14 +159,15 @@ class Worker:
         | a rank has failed | `await_turn` | RankError |
         | an iteration raised | `Recovery` | continue without its requests, or raise |
         | Get failed too often | `GetFailures.fatal` | raised |
-        | `pause_generation`, or incomplete weights | `Inbox.is_paused` | wait |
+        | `pause_generation`, `sleep`, or incomplete weights | `_serve` | wait |
         | nothing to do | `_iterate` | sleep until woken |
         """
         self._host.journal.flush()  # what another process could not deliver
         while (turn := self._next_turn(loop)) not in (Turn.ABORT, Turn.END):
             if turn is Turn.DRAIN:
                 self._lifecycle.move_to(ManagerState.DRAINING)
-            elif self._inbox.is_paused or self.updates.is_incomplete:
+            elif self._inbox.is_paused or not self.updates.can_run:
+                self._calls.note_pause()
                 self._timer.stop()
                 self._inbox.rest(_PAUSE_S)
                 continue
@@ -184,7 +191,8 @@ class Worker:
         self._lifecycle.check()
         ends, aborts = self._inbox.is_to_end, self._inbox.is_to_abort
         self._inbox.answer(loop)
-        aborts = aborts or (ends and self.updates.is_incomplete)  # no step may run
+        if ends and not self.updates.can_run and not self._inbox.defers_calls:
+            aborts = True
         is_active = loop.holds_requests
         return self._ending.loop_host.await_turn(ends=ends, aborts=aborts, is_active=is_active)
 

@@ -4,7 +4,6 @@ from gptmanager.memory.adapter_pool import AdapterPool, adapter_table
 from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.memory.places import Place
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
-from gptmanager.memory.slot_states import StateShape
 from gptmanager.memory.weights import Weights
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "PageShape",
     "Place",
     "SafetensorsFolder",
-    "StateShape",
     "Weights",
     "adapter_table",
 ]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.memory.host_memory import HostMemory
-from gptmanager.memory.slot_states import SlotStates, StateShape
 
 NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
@@ -65,8 +64,7 @@ class KvPool:
     tensor.
 
     `num_host_blocks` more blocks are in CPU memory, with ids from `num_blocks` on. They are copied
-    to and from the device, and steps never use them. `states`: see `SlotStates`; each of
-    `num_lines` lines has the states of `state_shapes`.
+    to and from the device, and steps never use them.
     """
 
     def __init__(
@@ -76,8 +74,6 @@ class KvPool:
         tokens_per_block: int,
         *,
         num_host_blocks: int = 0,
-        state_shapes: Sequence[StateShape] = (),
-        num_lines: int = 0,
         token_major: bool = False,
         contiguous: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -88,7 +84,6 @@ class KvPool:
         self.tokens_per_block = tokens_per_block
         self.device = torch.device(device)
         self._host_memory = HostMemory(self.device)
-        self.states = SlotStates(state_shapes, num_lines, self.device)
 
         def on_device(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -148,8 +143,17 @@ class KvPool:
         return [PageStack(it.keys[:, index], it.values[:, index]) for it in stacks]
 
     @property
+    def memory(self) -> list[Tensor]:
+        """All memory of the pages as flat tensors, without the pinned memory of a host tier."""
+        stacks = self.stacks + (self.host_stacks if self.device.type == "cpu" else [])
+        storages = (it.untyped_storage() for stack in stacks for it in (stack.keys, stack.values))
+        by_address = {storage.data_ptr(): storage for storage in storages}
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return [flat.new_empty(0).set_(storage) for storage in by_address.values()]
+
+    @property
     def nbytes(self) -> int:
-        return sum(stack.nbytes for stack in self.stacks) + self.states.nbytes
+        return sum(stack.nbytes for stack in self.stacks)
 
     @property
     def host_nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,3 +54,24 @@ def kept_shape(cut: Cut) -> tuple[int, ...]:
     """Return the shape that a cut keeps."""
     num_rows = sum(map(len, cut.rows))
     return (num_rows,) if cut.columns is None else (num_rows, len(cut.columns))
+
+
+def runs(place: Place, shape: Sequence[int]) -> Sequence[Run]:
+    """Return the rows that go to a parameter of `shape` together."""
+    if place.runs:
+        return place.runs
+    first = place.first_row
+    num_rows = place.num_rows or shape[0] - first
+    size = num_rows // max(1, place.stacked)
+    return [Run(range(at, at + size), first + at) for at in range(0, num_rows, size)]
+
+
+def expected_shapes(place: Place, shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the shapes that a tensor of a parameter of `shape` may have."""
+    num_rows = sum(len(source) for source, _ in runs(place, shape))
+    whole_shape = (num_rows, *shape[1:])
+    if place.scale:
+        return [whole_shape, (1,), ()]
+    stack = (place.stacked,) if place.stacked else ()
+    each = (num_rows // max(1, place.stacked), *shape[1:])
+    return [(*stack, *(each[::-1] if place.transposed else each))]

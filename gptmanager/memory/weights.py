@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -22,9 +22,9 @@ from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, error_summary
 from gptmanager.kernels.gemm.int4_groups import GROUP, Groups, joined
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
-from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
+from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, stored
 from gptmanager.memory.mapped_matrices import MappedMatrix, mapped_matrices
-from gptmanager.memory.places import Cut, Place, Run, kept_shape, whole
+from gptmanager.memory.places import Cut, Place, expected_shapes, kept_shape, runs, whole
 from gptmanager.memory.tensor_checks import check_tensor, refuse_tensors
 from gptmanager.memory.tensor_sources import GroupedSource, StateDict, TensorInfo, TensorSource
 
@@ -83,6 +83,7 @@ class Weights:
         self._wide = frozenset(wide)
         self._quantized, self._keeps_groups = quantized, keeps_groups
         self._storage: dict[str, Matrix] = {}
+        self._mapped: list[str] = []  # matrices that are unchanged memory of a file
 
     def __getitem__(self, name: str) -> Matrix:
         return self._storage[name]
@@ -125,20 +126,31 @@ class Weights:
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
         names = self.check(source, partial=partial)
-        scales = {place.parameter for place in self._places.values() if place.scale}
-        scales &= self._cuts.keys()
+        scales = self._cuts.keys() & {it.parameter for it in self._places.values() if it.scale}
         if not self._storage:
             if self._keeps_groups:
                 self._quantized = {**self._quantized, **self._in_groups(names, found)}
             panels = mapped_matrices(source, names, self._places, self._whole_matrices())
-            for parameter in self._allocate(scales, panels):
+            self._mapped = self._allocate(scales, panels)
+            for parameter in self._mapped:
                 for name in panels[parameter].names:
                     del names[name]
+        else:
+            self._mapped = []
         if not (partial and self.version):
             for name in scales:
                 self.tensor(name).fill_(1)
         self._copy_all(source, names, on_progress)
         self.version += 1
+
+    def memory(self, *, keeps: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of all parameters, and those to copy before their memory is lost: what
+        no mapped file has, or without `keeps` the scales, which a complete load may lack.
+        """
+        of = {name: stored(matrix) for name, matrix in self._storage.items()}
+        scales = of.keys() & {it.parameter for it in self._places.values() if it.scale}
+        names = of.keys() - {*self._mapped} if keeps else scales
+        return [it for own in of.values() for it in own], [it for n in names for it in of[n]]
 
     def check(
         self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False
@@ -150,7 +162,11 @@ class Weights:
         if not (partial and self.version):
             self.require_all(found)
         for name, given in names.items():
-            check_tensor(given, found[given], *self._expected_shapes(self._places[name]))
+            check_tensor(
+                given,
+                found[given],
+                *expected_shapes(self._places[name], self._shapes[self._places[name].parameter]),
+            )
         return names
 
     def require_all(self, given_names: Iterable[str]) -> None:
@@ -229,21 +245,13 @@ class Weights:
                         if on_progress is not None:
                             on_progress("weights", done, total)
 
-    def _runs(self, place: Place) -> Sequence[Run]:
-        if place.runs:
-            return place.runs
-        first = place.first_row
-        num_rows = place.num_rows or self._shapes[place.parameter][0] - first
-        size = num_rows // max(1, place.stacked)
-        return [Run(range(at, at + size), first + at) for at in range(0, num_rows, size)]
-
     def _parts(self, place: Place) -> list[_Part]:
         """Return the kept parts of a tensor."""
         if place.parameter not in self._cuts:
             return []
         found, row = [], 0
         for kept in self._cuts[place.parameter].rows:
-            for source, first in self._runs(place):
+            for source, first in runs(place, self._shapes[place.parameter]):
                 rows = range(max(first, kept.start), min(first + len(source), kept.stop))
                 if rows:
                     own = source[rows.start - first : rows.stop - first]
@@ -278,15 +286,6 @@ class Weights:
         """Return a tensor's name without the prefix of a wrapper around the model."""
         theirs = next(filter(given.startswith, self._prefixes), "")
         return self._prefixes.get(theirs, "") + given.removeprefix(theirs)
-
-    def _expected_shapes(self, place: Place) -> list[tuple[int, ...]]:
-        num_rows = sum(len(source) for source, _ in self._runs(place))
-        shape = (num_rows, *self._shapes[place.parameter][1:])
-        if place.scale:
-            return [shape, (1,), ()]
-        stack = (place.stacked,) if place.stacked else ()
-        each = (num_rows // max(1, place.stacked), *shape[1:])
-        return [(*stack, *(each[::-1] if place.transposed else each))]
 
     def _copy_part(
         self, source: TensorSource, given: str, name: str, part: _Part, max_bytes: int
@@ -343,7 +342,9 @@ class Weights:
             own = joined([groups for _, groups in found]).rows(slice(None, None, rows.step))
             self._copy(place, own, part.row, 0, columns)
             return own.values.numel() * itemsize
-        size = sum(len(own) for own, _ in self._runs(place)) // max(1, place.stacked)
+        size = sum(len(own) for own, _ in runs(place, self._shapes[place.parameter])) // max(
+            1, place.stacked
+        )
         number = rows.start // size
         stack, offset = [range(number, number + 1)] if place.stacked else [], number * size
         widths = self._shapes[place.parameter][1:]

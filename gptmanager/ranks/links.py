@@ -40,6 +40,8 @@ class Message(IntEnum):
     RESULT = 5  # the result of a step
     ABORT = 6  # rank 0 ends its requests with an error
     END = 7  # rank 0 has answered all requests
+    CALL = 8  # rank 0's host has made a call that all ranks make
+    PAUSED = 9  # no iteration begins yet; sent again and again
 
 
 class _Wait(threading.local):
@@ -74,6 +76,8 @@ class Links:
         self._host_failure = on_failure
         # ends collectives for which no CPU thread waits
         self.abort_collectives: Callable[[], None] = lambda: None
+        # runs this rank's part of a call that rank 0 has announced by its name
+        self.on_call: Callable[[str], None] = lambda name: None
         self._wakener = Wakener()
         self._watch = Watch(rank, timeout_s, Wakener(), self._on_failure)
         self._wait = _Wait()
@@ -248,6 +252,7 @@ class Links:
     def close(self) -> None:
         """Close all connections. Idempotent."""
         self.is_closed = True
+        self.on_call = lambda name: None
         self._watch.close()
         for connection in (*self._loops.values(), *self._others):
             connection.close()

@@ -1,4 +1,4 @@
-"""Imports modules that need an optional dependency, when they are needed."""
+"""Load modules that need an optional dependency, at the time they are needed."""
 
 from __future__ import annotations
 

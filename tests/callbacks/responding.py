@@ -11,7 +11,7 @@ import torch
 
 from gptmanager import FinishReason, NamedTensor
 
-METRICS = [0.25, 0.5, 0.75, 1.0, 0.0, 3.0, 2.0]
+METRICS = [0.25, 0.5, 0.75, 1.0, 0.0, 3.0, 2.0, 1.0, 1.0]
 
 
 def streamed(tokens: Sequence[int], offset: int = 0) -> list[NamedTensor]:

@@ -1,13 +1,26 @@
 """Weights replaced while serving: in place, between two iterations, all or nothing."""
 
+import ctypes
+import json
+import mmap
+import re
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from shorthand import request
 
-from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
-from gptmanager.errors import ConfigError
+from gptmanager import (
+    REQUEST_METRICS,
+    GptManager,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    PeftCacheManagerConfig,
+)
+from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError, SleepError
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.testing import RecordingCallbacks
@@ -67,12 +80,38 @@ def test_an_update_changes_what_later_requests_generate_and_back(served, checkpo
     assert output(host) == first
 
 
+def versions(response):
+    return response.tensors["request_metrics"].tolist()[-2:]
+
+
+def test_statistics_and_finals_tell_the_version_of_the_weights(served, checkpoint):
+    host, manager = served
+    assert REQUEST_METRICS[-2:] == ("first_weights_version", "weights_version")
+    before = manager.weights_version
+    running, waiting = next(NUMBERS), next(NUMBERS)
+    host.submit(request(running, [1, 2, 3], 200, is_streaming=True))
+    while not host.of(running):
+        pass
+    manager.pause_generation()
+    host.submit(request(waiting, [1, 2, 3], 4))
+    version = manager.update_weights(checkpoint)
+    manager.resume_generation()
+    assert versions(host.final(running, 60)) == [before, version]
+    assert versions(host.final(waiting, 60)) == [version, version]
+    records = [json.loads(record)["gptmanager"]["weights_version"] for record in host.statistics]
+    assert records[-1] == version and before in records
+
+
 def test_a_wrong_mapping_changes_nothing(served, checkpoint):
     host, manager = served
     first, version = output(host), manager.weights_version
     name = next(iter(checkpoint))
-    for wrong in ({"nothing": torch.zeros(1)}, {name: torch.zeros(3)}):
-        with pytest.raises(ConfigError):
+    shape = str([*checkpoint[name].shape])
+    for wrong, text in (
+        ({"nothing": torch.zeros(1)}, "tensors are unknown: nothing"),
+        ({name: torch.zeros(3)}, f"tensor {name} has shape [3], the config requires {shape}"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(text)):
             manager.update_weights({**changed(checkpoint), **wrong})
     assert (output(host), manager.weights_version) == (first, version)
 
@@ -85,7 +124,8 @@ def test_an_iterator_that_fails_half_way_pauses_until_an_update_is_complete(serv
         yield from changed(checkpoint).items()
         raise OSError("the trainer has gone")
 
-    manager._worker.updates._load(manager._worker.updates._weights, {})  # as after a first batch
+    updates = manager._worker.updates
+    updates._load_batch(updates._weights, {})  # as after a first batch
     with pytest.raises(OSError, match="the trainer"):
         manager.update_weights(failing())
     number = next(NUMBERS)
@@ -154,3 +194,163 @@ def test_an_update_leaves_the_file_of_a_mapped_checkpoint_as_it_is(tmp_path, che
         manager.update_weights(changed(checkpoint))
         assert output(host) != first
     assert before == [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
+
+
+@pytest.mark.parametrize("weights_dtype", [None, "int8", "int4"])
+def test_after_an_update_a_manager_is_as_a_new_one(checkpoint, weights_dtype):
+    """Also one with quantized weights; embeddings are tied, and an adapter is in use."""
+    config = json.loads(Path(FOLDER, "config.json").read_text())
+    row = torch.randn(1, 256, generator=torch.Generator().manual_seed(2)) / 4
+    adapter = {"lora_task_id": 1, "lora_weights": row, "lora_config": torch.tensor([[1, 0, 1]])}
+    options = OptionalParams(
+        kv_cache_config=KvCacheConfig(max_tokens=512),
+        max_batch_size=2,
+        weights_dtype=weights_dtype,
+        peft_cache_manager_config=PeftCacheManagerConfig(host_cache_size=1 << 20),
+    )
+
+    def outputs(tensors, update=None):
+        host = RecordingCallbacks()
+        fused = ModelType.INFLIGHT_FUSED_BATCHING
+        source = config, tensors
+        with GptManager(source, fused, optional_params=options, **host.keywords()) as manager:
+            host.manager = manager
+            found = [output(host, **adapter)]
+            if update is None:
+                return [*found, output(host), output(host, lora_task_id=1)]
+            manager.update_weights(update)
+            return [*found, output(host), output(host, lora_task_id=1)]
+
+    old, *found = outputs(checkpoint, changed(checkpoint))
+    new, plain, adapted = outputs(changed(checkpoint))
+    assert found == [plain, adapted] and new == adapted != plain and old != new
+
+
+# Sleep --------------------------------------------------------------------------------------
+
+
+def test_sleep_pauses_requests_and_wake_lets_them_go_on_as_if_nothing_was(served):
+    host, manager = served
+    whole = output(host, length=60)
+    number, waiting = next(NUMBERS), next(NUMBERS)
+    host.submit(request(number, [1, 2, 3, 4, 5], 60, is_streaming=True))
+    while not host.of(number):
+        pass
+    manager.sleep()
+    assert manager.is_asleep and manager.audit().ok
+    host.submit(request(waiting, [1, 2, 3, 4, 5], 8))
+    with pytest.raises(SleepError, match="asleep already"):
+        manager.sleep()
+    with pytest.raises(TimeoutError):
+        host.final(waiting, 0.2)
+    manager.wake()
+    with pytest.raises(SleepError, match="not asleep"):
+        manager.wake()
+    host.final(number, 60)
+    host.final(waiting, 60)
+    found = sum((r.tensors["output_ids"].flatten().tolist() for r in host.of(number)), [])
+    assert found == whole[0][0][5:] and manager.audit().ok
+
+
+def resident_bytes(tensors):
+    """How much memory the whole pages of these tensors have."""
+    size, total = mmap.PAGESIZE, 0
+    for tensor in tensors:
+        first, end = -(-tensor.data_ptr() // size), (tensor.data_ptr() + tensor.nbytes) // size
+        if first < end:
+            pages = (ctypes.c_ubyte * (end - first))()
+            start, length = ctypes.c_void_p(first * size), ctypes.c_size_t(size * (end - first))
+            assert ctypes.CDLL(None).mincore(start, length, pages) == 0
+            total += size * sum(page & 1 for page in pages)
+    return total
+
+
+def test_the_system_gets_the_memory_of_weights_and_cache_back(served):
+    host, manager = served
+    first = output(host)
+    runner = manager._worker.updates._runner
+    tensors = [*runner.model.weights.memory(keeps=True)[0], *runner.kv_pool.memory]
+    before = resident_bytes(tensors)
+    assert before > 0.9 * runner.model.nbytes
+    for keeps in (False, True):
+        manager.sleep(keep_weights=keeps)
+        assert resident_bytes(tensors) == 0
+        if not keeps:
+            manager.wake()
+            manager.update_weights(load_file(f"{FOLDER}/model.safetensors"))
+    manager.wake()
+    assert output(host) == first
+
+
+def test_a_full_disk_leaves_a_manager_awake(served, monkeypatch):
+    host, manager = served
+    first = output(host)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "wb", buffering=0))
+    with pytest.raises(ConfigError, match=r"cannot be written to .*keep_weights=False"):
+        manager.sleep()
+    assert not manager.is_asleep and output(host) == first
+
+
+def test_the_end_of_a_sleeping_manager_is_an_abort():
+    host = RecordingCallbacks()
+    options = OptionalParams(kv_cache_config=KvCacheConfig(max_tokens=512), max_batch_size=4)
+    with GptManager(
+        FOLDER, ModelType.INFLIGHT_FUSED_BATCHING, optional_params=options, **host.keywords()
+    ) as manager:
+        host.manager = manager
+        host.submit(request(1, [1, 2, 3], 400, is_streaming=True))
+        while not host.of(1):
+            pass
+        manager.sleep()
+        manager.shutdown(drain=True, timeout=20)
+        assert host.final(1).error.startswith("ManagerDeadError")
+    for call in (manager.sleep, manager.wake, manager.abort_all):
+        with pytest.raises(ManagerDeadError, match="the loop has ended"):
+            call()
+
+
+def test_callbacks_must_not_make_these_calls(served):
+    host, manager = served
+    found = []
+
+    def see(_):
+        if not found:
+            for call in (manager.sleep, manager.wake, manager.abort_all):
+                with pytest.raises(CallbackError, match="cannot be called in a callback"):
+                    call()
+                found.append(call)
+
+    manager.watch(see)
+    output(host)
+    manager.unwatch(see)
+    assert len(found) == 3
+
+
+def test_weights_that_sleep_drops_come_back_with_an_update_before_or_after_wake(served, checkpoint):
+    host, manager = served
+    first = output(host)
+    for is_early in (True, False):
+        manager.sleep(keep_weights=False)
+        if is_early:
+            with pytest.raises(ConfigError, match="missing"):
+                manager.update_weights({})
+            manager.update_weights(iter(checkpoint.items()))
+        manager.wake()
+        number = next(NUMBERS)
+        host.submit(request(number, [1, 2, 3, 4, 5], 8))
+        if not is_early:
+            with pytest.raises(TimeoutError):
+                host.final(number, 0.2)
+            manager.update_weights(checkpoint)
+        assert host.final(number, 60).tensors["output_ids"].tolist() == first
+
+
+def test_an_update_of_some_tensors_in_sleep_keeps_the_others(served, checkpoint):
+    host, manager = served
+    first = output(host)
+    manager.sleep()
+    manager.update_weights(dict([next(iter(changed(checkpoint).items()))]))
+    manager.wake()
+    other = output(host)
+    manager.update_weights(dict([next(iter(checkpoint.items()))]))
+    assert output(host) == first != other

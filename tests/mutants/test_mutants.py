@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from covering import covering_tests, files
-from mutant_runs import (
+from mutations import Mutant, mutants_of, sample
+from trials import (
     KILLED,
     NO_COMPILE,
     SURVIVED,
@@ -24,7 +25,6 @@ from mutant_runs import (
     try_all,
     verdict,
 )
-from mutation_operators import Mutant, mutants_of, sample
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

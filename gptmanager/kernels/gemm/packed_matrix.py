@@ -12,10 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.gemm.weight_quantization import round_to_int8
-
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
-UNIT_DEPTH = 32  # bfloat16 positions that the matrix unit reads at a time
+UNIT_DEPTH = 32  # positions of bfloat16 that the matrix unit takes at a time
 _ALL = slice(None)
 
 Quantized = Literal["int8", "int4"]  # how a matrix is stored in fewer bits than its dtype has
@@ -30,11 +28,11 @@ class Panels(NamedTuple):
 
 
 class PackedMatrix:
-    """A matrix `[rows, columns]` of float32, bfloat16 or float16.
+    """A matrix `[rows, columns]` of float32, bfloat16 or float16. It is not a tensor, but can be
+    read and written like one.
 
-    It is not a tensor, but can be read and written like one. A `quantized` matrix is stored as int8
-    with one scale per row. The largest magnitude of a row becomes 127, so rows must be written
-    whole. `shape` and `dtype` describe the values; `len` counts rows.
+    `quantized`: stored as int8 with one scale per row; the largest magnitude of a row becomes 127,
+    so rows must be written whole. `shape` and `dtype` describe the values; `len` counts rows.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class PackedMatrix:
         return Panels(self.values, self.scales)
 
     def adopt(self, panels: Panels) -> bool:
-        """Use this storage from now on. Return False if its layout or dtype does not fit."""
+        """Use this storage from now on; return False if it has another layout or dtype."""
         for own, other in ((self.values, panels.values), (self.scales, panels.scales)):
             if own is None or own.dtype != other.dtype or own.shape != other.shape:
                 return False
@@ -80,9 +78,8 @@ class PackedMatrix:
         return True
 
     def parts(self, count: int) -> tuple[Matrix, ...]:
-        """Split into `count` matrices with equal numbers of rows.
-
-        They are views if each consists of whole panels, otherwise copies.
+        """Split into `count` matrices with equal numbers of rows; views if the parts are whole
+        panels.
         """
         size = len(self) // count
         if size % PANEL_ROWS:
@@ -127,7 +124,7 @@ class PackedMatrix:
         scale.
         """
         if self.scales is not None:
-            values, scales = round_to_int8(values)
+            values, scales = _quantized(values)
             self.scales[first_row : first_row + len(values)] = scales
         values = values[:, columns]
         pair = self.values.shape[3]
@@ -148,7 +145,7 @@ class PackedMatrix:
         """Return whether `copy_` with the same arguments would change nothing."""
         own = self.unpacked(slice(first_row, first_row + len(values)))
         if self.scales is not None:
-            ints, scales = round_to_int8(values)
+            ints, scales = _quantized(values)
             values = ints * scales.unsqueeze(1)
         values = values[:, columns]
         own = own[:, first_column : first_column + values.shape[1]]
@@ -163,10 +160,24 @@ def plain(matrix: Matrix) -> Tensor:
     return matrix.unpacked() if isinstance(matrix, PackedMatrix) else matrix
 
 
-def copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:
-    """Copy `rows [n, ...]` to `panels [P, 16, ...]`, from row `first` on.
+def stored(matrix: Matrix) -> list[Tensor]:
+    """Return the tensors that hold a matrix."""
+    if not isinstance(matrix, PackedMatrix):
+        return [matrix]
+    own = (matrix.values, matrix.scales, getattr(matrix, "minima", None))
+    return [tensor for tensor in own if tensor is not None]
 
-    All whole panels are written in one copy.
+
+def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize rows: return integers from -127 to 127, and the scales (0 for a row of zeros)."""
+    wide = rows.float()
+    scales = wide.abs().amax(dim=1) / 127
+    return (wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).round(), scales
+
+
+def copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:
+    """Copy `rows [n, ...]` to `panels [P, 16, ...]`, starting at row `first`; whole panels in one
+    copy.
     """
     head = min(-first % PANEL_ROWS, len(rows))
     whole = (len(rows) - head) // PANEL_ROWS

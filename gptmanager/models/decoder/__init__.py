@@ -1,1 +1,1 @@
-"""The forward pass of the decoder that a `ModelSpec` describes."""
+"""The network of a `ModelSpec`, on weights and kernels."""

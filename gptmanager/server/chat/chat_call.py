@@ -1,6 +1,6 @@
-"""`ChatCalls`: prepares the generation of a chat from the fields of /v1/chat/completions.
+"""`ChatCalls`: the one path from the fields of a chat to its generation.
 
-Other protocols convert their fields into these.
+/v1/chat/completions passes its own fields; other protocols convert theirs into the same fields.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from gptmanager.server.text.answer import Answer
 from gptmanager.server.text.log_probs import TokenTexts
 from gptmanager.server.text.processors import Processors
 from gptmanager.server.text.sampling import GenerationOptions, check
-from gptmanager.server.tool_formats.tool_format import random_id
-from gptmanager.server.tool_formats.tools import Tools, read_tools
+from gptmanager.server.tool_calls.call_format import random_id
+from gptmanager.server.tool_calls.tools import Tools, read_tools
 
 logger = logging.getLogger("gptmanager")
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat that is ready to generate.
-
-    `messages` has a `ChatAnswer` for each output of `answer`. `thinks`: the model may write
-    thoughts.
+    """A chat that can be generated. `messages`: a parser for each output of `answer`. `thinks`: the
+    model may write thoughts.
     """
 
     answer: Answer
@@ -45,7 +43,7 @@ class PreparedChat:
     thinks: bool
 
     def usage(self) -> dict[str, Any]:
-        """Return OpenAI's `usage`, with the number of tokens in thoughts if the model may think."""
+        """Return OpenAI's `usage`, with the tokens of thoughts if the model writes any."""
         usage = self.answer.usage()
         if self.thinks:
             outputs = zip(self.messages, self.answer.outputs, strict=True)
@@ -55,7 +53,7 @@ class PreparedChat:
 
 
 class ChatCalls:
-    """Prepares chats for one model. Raises ConfigError if its chat template cannot be read."""
+    """Prepares chats for one model. ConfigError for an unreadable chat template."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
@@ -65,7 +63,7 @@ class ChatCalls:
         self._prompts = ChatPrompts(engine, settings)
 
     def log_formats(self) -> None:
-        """Log the formats of thoughts and calls, and what set them, if there is a chat template."""
+        """Log how the server finds thoughts and calls, if the model has a chat template."""
         found, form = self._prompts.reasoning, self._prompts.tool_format
         if found is None:
             return
@@ -89,10 +87,7 @@ class ChatCalls:
     async def prompt(
         self, given: Mapping[str, Any], warnings: Warnings
     ) -> tuple[ChatPrompt, Tools | None]:
-        """Return the prompt of a chat, and the tools that its answer may call.
-
-        Raises ApiError (400) for a wrong field.
-        """
+        """Return the prompt of a chat, and the tools that its answer may call. ApiError (400)."""
         if has_functions(given):
             tools = read_functions(given.get("functions"), given.get("function_call"))
         else:
@@ -100,15 +95,12 @@ class ChatCalls:
             tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
         prompt = await self._prompts.read(given, tools, warnings)
         if tools is not None and prompt.one_call:
-            # The next prompt contains this answer, and the template must accept it.
+            # the template must accept the answer in the next prompt
             tools = replace(tools, parallel=False)
         return prompt, tools
 
     async def prepare(self, given: Mapping[str, Any], warnings: Warnings) -> PreparedChat:
-        """Return the chat of a request; add fields without effect to `warnings`.
-
-        Raises ApiError (400) for a wrong field.
-        """
+        """Return the chat of a request; add to `warnings` what has no effect. ApiError (400)."""
         card = self.engine.card
         prompt, tools = await self.prompt(given, warnings)
         num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
@@ -139,7 +131,7 @@ class ChatCalls:
     async def _processor(
         self, given: Mapping[str, Any], warnings: Warnings, tools: Tools | None, prompt: ChatPrompt
     ) -> Any:
-        """Return the logits post-processor; a grammar in it begins after the answer's thought."""
+        """Return the logits post-processor; a rule begins after the thought of the answer."""
         form, tokenizer = prompt.tool_format, self.engine.card.tokenizer
         start = None
         if tokenizer is not None and not (form is not None and form.has_thoughts):
@@ -148,9 +140,7 @@ class ChatCalls:
 
 
 def _why(own: tuple[str, str], other: tuple[str, str]) -> str:
-    """Return which setting decides a format: its own option, the chat template, or the other option
-    if that is harmony, which is a format of both thoughts and calls.
-    """
+    """Return what decides a format: its own option, or the other one, as harmony is both."""
     for option, value in (own, other):
         if value == "harmony" or (option == own[0] and value != "auto"):
             return f"by {option}"
@@ -161,10 +151,10 @@ def _why(own: tuple[str, str], other: tuple[str, str]) -> str:
 def fields_renamed(
     names: Sequence[tuple[str, str]], places: Mapping[int, str] | None = None
 ) -> Iterator[None]:
-    """Rename the fields in each ApiError of the block, for a protocol with other fields.
+    """Raise each ApiError of the block in the words of a protocol that has other fields.
 
-    `names`: pairs of a field of chats and the text that replaces it. `places`: index of a message
-    -> the name of its place in the body.
+    `names`: pairs of a field of chats, and the text that takes its place. `places`: index of a
+    message -> the name of its place in the body.
     """
 
     def renamed(text: str) -> str:

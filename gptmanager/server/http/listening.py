@@ -1,4 +1,4 @@
-"""Binds the socket at which a server listens: a port, or a Unix socket."""
+"""Bind the socket that a server listens at: a port, or a Unix socket."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
 def bind_path(path: Path) -> socket.socket:
     """Return a socket that is bound to `path`. A socket that no server listens at is replaced.
 
-    Raises ConfigError if the path cannot be used, for instance because another file is there.
+    Raises ConfigError, also if there is anything else at the path.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

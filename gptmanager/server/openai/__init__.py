@@ -1,1 +1,1 @@
-"""The endpoints of OpenAI's API: completions, chats, responses, models, tokens."""
+"""The front for clients of OpenAI's API: completions and chats."""

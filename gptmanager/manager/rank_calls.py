@@ -1,0 +1,117 @@
+"""`RankCalls`: calls that all ranks make, each on its own manager, and that run together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+from gptmanager.assembly.ranks import Ranks
+from gptmanager.errors import ManagerDeadError, RankError, response_text
+from gptmanager.lifecycle.clock import monotonic
+from gptmanager.lifecycle.latch import Latch
+from gptmanager.lifecycle.watchdog import CallbackTimer
+from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.manager.inbox import Inbox
+from gptmanager.ranks.links import Message
+
+_T = TypeVar("_T")
+_POLL_S = 0.002  # interval of checking whether this rank's host has made its call
+
+
+class RankCalls:
+    """Runs a call between the same two iterations of all ranks. Its methods run on the loop's
+    thread. `timer`: times iterations; it is stopped during a call.
+
+    Rank 0 announces its call, and the others then wait for their own host's one. A step of the call
+    (`agree`) succeeds on all ranks or raises on all of them.
+    """
+
+    def __init__(self, inbox: Inbox, timer: CallbackTimer) -> None:
+        self._inbox, self._timer = inbox, timer
+        self._ranks: Ranks | None = None
+
+    def attach(self, ranks: Ranks | None, loop: TokenLoop) -> None:
+        """Connect to the other ranks, and to the loop of this one."""
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.links.on_call = functools.partial(self._follow, loop)
+            self._inbox.defers_calls = ranks.links.rank > 0
+
+    @property
+    def has_ranks(self) -> bool:
+        return self._ranks is not None
+
+    def run(self, name: str, loop: TokenLoop, call: Callable[[], _T]) -> _T:
+        """Announce the call `name` to the other ranks, finish pending steps, and return `call()`.
+
+        `call` must pass every step that may fail to `agree`. Raises ManagerDeadError after the end.
+        """
+        if not hasattr(loop, "executor"):
+            raise ManagerDeadError(f"{name}: the loop has ended")
+        is_timed = self._timer.started_ns > 0
+        self._timer.abandon()
+        try:
+            if self._ranks is not None and not self._inbox.defers_calls:
+                self._ranks.links.send(Message.CALL, name.encode())
+            while loop.pending:
+                loop.finish_pending()
+            return call()
+        finally:
+            if is_timed:
+                self._timer.start()
+
+    def agree(self, name: str, step: Callable[[], _T]) -> _T:
+        """Return `step()`. Raise its error, or a RankError if it fails on another rank only."""
+        if self._ranks is None:
+            return step()
+        error: Exception | None = None
+        try:
+            answer = step()
+        except Exception as raised:
+            error = raised
+        texts = self._ranks.links.exchange(b"" if error is None else response_text(error).encode())
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text:
+                raise RankError(f"{name}: rank {rank} failed: {text.decode()}")
+        return answer
+
+    def note_pause(self) -> None:
+        """Let the other ranks go on waiting, while no iteration may begin. RankError if a rank has
+        failed.
+        """
+        if self._ranks is not None and not self._inbox.defers_calls:
+            self._ranks.links.send(Message.PAUSED)
+
+    def _follow(self, loop: TokenLoop, name: str) -> None:
+        """Run this rank's call `name`, which rank 0 has announced; wait for it if necessary."""
+        assert self._ranks is not None
+        links = self._ranks.links
+        deadline = monotonic() + links.timeout_s
+        while (found := self._inbox.take_call()) is None and monotonic() < deadline:
+            links.check()
+            Latch().wait(_POLL_S)
+        own, question = found or ("", None)
+        if question is not None and own == name:
+            question.settle(loop)
+            return
+        why = (
+            f"called {own}" if own else f"has not called it within timeout_s = {links.timeout_s:g}"
+        )
+        error = RankError(f"{name} must be called on all ranks: rank {links.rank} {why}")
+        while loop.pending:
+            loop.finish_pending()
+        try:
+            self.agree(name, _raises(error))
+        except RankError as raised:
+            if question is not None:
+                question.refuse(raised)
+
+
+def _raises(error: Exception) -> Callable[[], None]:
+    def step() -> None:
+        raise error
+
+    return step

@@ -1,0 +1,106 @@
+"""`ReleasedMemory`: memory of tensors that is returned to the system, and taken again later."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptmanager.errors import ConfigError, error_summary
+
+
+class ReleasedMemory:
+    """Releases the memory of `tensors` at once; the tensors must not be used until `restore`.
+
+    On the CPU the addresses stay the same, so what holds them stays valid: only the pages are
+    returned. On a device the tensors get a new address.
+
+    `kept`: those of the tensors that `restore` fills as before. Until then their contents are in a
+    temporary file, or, for tensors on a device, in CPU memory. The others then are zero, or as they
+    were, or, if they are memory of a file, as the file is. Raises ConfigError if the temporary file
+    cannot be written; nothing is released then.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], kept: Iterable[Tensor] = ()) -> None:
+        kept = [*kept]
+        on_cpu, on_device = _by_device(tensors)
+        self._from_file, kept_on_device = _by_device(kept)
+        self._file = _written(self._from_file) if self._from_file else None
+        self._copies = [(tensor, tensor.cpu()) for tensor in kept_on_device]
+        for tensor in on_cpu:
+            _release_pages(tensor)
+        self._on_device = on_device
+        storages = {id(it): it for it in (tensor.untyped_storage() for tensor in on_device)}
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory again. Raises torch's out-of-memory errors, and OSError."""
+        for storage, num_bytes in self._storages:
+            storage.resize_(num_bytes)
+        with torch.inference_mode():
+            for tensor in self._on_device:
+                tensor.zero_()
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
+        if self._file is not None:
+            self._file.seek(0)
+            for tensor in self._from_file:
+                left = _bytes(tensor)
+                while left:
+                    left = left[self._file.readinto(left) or len(left) :]
+        self.close()
+
+    def close(self) -> None:
+        """Remove the temporary file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _by_device(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors with memory, those on the CPU and those on a device."""
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    for tensor in tensors:
+        if tensor.nbytes:
+            found[tensor.device.type != "cpu"].append(tensor)
+    return found
+
+
+def _written(tensors: Iterable[Tensor]) -> Any:
+    """Return a nameless file with the bytes of the tensors."""
+    file: Any = None
+    try:
+        file = tempfile.TemporaryFile(prefix="gptmanager-weights-", buffering=0)
+        for tensor in tensors:
+            left = _bytes(tensor)
+            while left:  # one call writes at most 2 GiB
+                left = left[file.write(left) :]
+    except OSError as error:
+        if file is not None:
+            file.close()
+        raise ConfigError(
+            f"sleep: the weights cannot be written to {tempfile.gettempdir()} (TMPDIR): "
+            f"{error_summary(error)}; sleep(keep_weights=False) needs no file"
+        ) from error
+    return file
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    assert tensor.is_contiguous()
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _release_pages(tensor: Tensor) -> None:
+    """Return the pages that only this tensor uses to the system."""
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)

@@ -1,0 +1,1 @@
+"""Calls of tools: definitions, and for each format of calls a parser and a grammar."""

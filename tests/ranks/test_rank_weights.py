@@ -1,0 +1,109 @@
+"""Weights replaced and memory released on several ranks: on all of them, or on none."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rank_hosts import TINY, serving
+from rank_links import at_once, outcome
+from safetensors.torch import load_file
+from shorthand import request
+
+from gptmanager.errors import ConfigError, RankError, SleepError
+from gptmanager.lifecycle.state import ManagerState
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return {k: v for file in Path(TINY).glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def changed(checkpoint, sign):
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: (tensor + sign * 0.05 * torch.randn(tensor.shape, generator=generator)).to(
+            tensor.dtype
+        )
+        for name, tensor in checkpoint.items()
+    }
+
+
+@pytest.fixture
+def two(monkeypatch):
+    numbers = iter(range(100))
+    with serving(monkeypatch, 2, parallel={"timeout_s": 0.5}) as it:
+
+        def output(length=8):
+            number = next(numbers)
+            it.host.submit(request(number, PROMPT, length))
+            return it.host.final(number, 60).tensors["output_ids"].tolist()
+
+        yield it, output
+
+
+def on_all(found, call):
+    """What each rank's call returns, or the error that it raises."""
+    return at_once(lambda rank: outcome(lambda: call(rank, found.managers[rank])), range(2))
+
+
+def test_an_update_and_sleep_happen_on_all_ranks(two, checkpoint):
+    it, output = two
+    first = output()
+    assert on_all(it, lambda _, one: one.update_weights(changed(checkpoint, 1))) == [1, 1]
+    assert output() != first
+    long = request(90, PROMPT, 60, is_streaming=True)
+    it.host.submit(long)
+    while not it.host.of(90):
+        pass
+    assert on_all(it, lambda _, one: one.sleep()) == [None] * 2
+    assert all(isinstance(e, SleepError) for e in on_all(it, lambda _, one: one.sleep()))
+    time.sleep(0.8)  # longer than timeout_s, with an active request
+    updated = on_all(it, lambda _, one: one.update_weights(iter(checkpoint.items())))
+    assert updated == [2, 2]
+    assert on_all(it, lambda _, one: one.wake()) == [None] * 2
+    it.host.final(90, 60)
+    assert output() == first
+    assert on_all(it, lambda _, one: one.abort_all()) == [0, 0]
+    assert [one.audit().ok for one in it.managers] == [True] * 2
+
+
+def test_what_fails_on_one_rank_fails_on_all(two, checkpoint):
+    it, output = two
+    first = output()
+    name = next(iter(checkpoint))
+    wrong = {**changed(checkpoint, 1), name: torch.zeros(3)}
+    found = on_all(it, lambda rank, one: one.update_weights(wrong if rank else checkpoint))
+    assert type(found[0]) is RankError and type(found[1]) is ConfigError
+    assert str(found[1]) in str(found[0]) and f"tensor {name} has shape [3]" in str(found[1])
+    assert output() == first
+
+    def failing():
+        yield from checkpoint.items()
+        raise OSError("the trainer has gone")
+
+    def update(rank, one):
+        return one.update_weights(failing() if rank else iter(checkpoint.items()))
+
+    found = on_all(it, update)
+    assert type(found[0]) is RankError and "rank 1 failed: OSError: the trainer" in str(found[0])
+    number = 80
+    it.host.submit(request(number, PROMPT, 8))
+    with pytest.raises(TimeoutError):
+        it.host.final(number, 0.3)
+    assert on_all(it, lambda _, one: one.update_weights(checkpoint)) == [1, 1]
+    assert it.host.final(number, 60).tensors["output_ids"].tolist() == first
+
+
+def test_a_call_that_another_rank_does_not_make_changes_nothing(two, checkpoint):
+    it, output = two
+    first = output()
+    text = "must be called on all ranks: rank 1 has not called it within timeout_s = 0.5"
+    with pytest.raises(RankError, match=text):
+        it.managers[0].update_weights(changed(checkpoint, 1))
+    found = on_all(it, lambda rank, one: one.sleep() if rank else one.update_weights(checkpoint))
+    assert ["rank 1 called sleep" in str(error) for error in found] == [True] * 2
+    assert output() == first
+    assert [one.state for one in it.managers] == [ManagerState.RUNNING] * 2
