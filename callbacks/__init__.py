@@ -6,7 +6,7 @@ sinks store or display statistics. The other classes are logits post-processors.
 """
 
 from gptmanager.callbacks.adapters.peft_adapter import load_peft_adapter
-from gptmanager.callbacks.live.page_server import LivePage
+from gptmanager.callbacks.live_page.page_server import LivePage
 from gptmanager.callbacks.processors.banned_texts import BannedTexts
 from gptmanager.callbacks.processors.forced_prefix import ForcedPrefix
 from gptmanager.callbacks.processors.guided_decoding import load_guided_decoding

@@ -25,8 +25,8 @@ from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.text.stop_strings import checked_stops
 from gptmanager.callbacks.text.text_stream import TextStream
 from gptmanager.errors import ConfigError, GptManagerError
-from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 
 _PATIENCE_S = 1.0  # before a progress bar appears
 _REFRESH_S = 0.2
@@ -118,7 +118,7 @@ def generate(
     if stop is not None:
         sampling["stop"] = checked_stops(stop)
     prompt_ids = [_ids(decoder, prompt) for prompt in batch]
-    with closing(ProgressBars(LiveRegion(sys.stderr), _PATIENCE_S, wanted=progress)) as bars:
+    with closing(ProgressBars(RedrawnLines(sys.stderr), _PATIENCE_S, wanted=progress)) as bars:
         results = _run(model, prompt_ids, max_new_tokens, optional_params, bars, decoder, sampling)
     completions: list[Any] = []
     for prompt, result in zip(batch, results, strict=True):

@@ -31,8 +31,8 @@ from gptmanager.run.models_arguments import add_command as add_models
 from gptmanager.server.arguments import add_command as add_serve
 from gptmanager.simulator.arguments import add_command as add_simulate
 from gptmanager.terminal.early_signals import leave_at_once, leaving_signals
-from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.parser import Parser
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.terminal.streams import flush_streams, open_closed_streams, print_message
 
 _HELP = """\
@@ -75,7 +75,7 @@ def _call(arguments: Sequence[str] | None) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
-    options.region = LiveRegion(sys.stderr)
+    options.region = RedrawnLines(sys.stderr)
     _start_log(options.region, options.verbose)
     try:
         with contextlib.ExitStack() as stack:
@@ -146,7 +146,7 @@ def command_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _start_log(region: LiveRegion, is_verbose: bool) -> None:
+def _start_log(region: RedrawnLines, is_verbose: bool) -> None:
     handler = logging.StreamHandler(region)
     if not is_verbose:  # the error of a refused request is shown anyway
         handler.addFilter(lambda record: not record.msg.startswith("Cannot process new request"))

@@ -74,7 +74,8 @@ class KvCacheConfig:
     they do. With "auto" they do if two copies of a block, at `host_bytes_per_s`, take less time
     than computing its tokens again, at `recompute_tokens_per_s`.
 
-    `dtype`: of keys and values; None: the model's. "fp8": 8-bit floats (e4m3) times the
+    `enable_block_reuse` None: True, unless the batching is V1 or the model keeps a state for each
+    sequence. `dtype`: of keys and values; None: the model's. "fp8": 8-bit floats (e4m3) times the
     checkpoint's scales, not on the CPU.
     """
 
@@ -82,7 +83,7 @@ class KvCacheConfig:
     max_attention_window: int | None = None
     sink_token_length: int | None = None
     free_gpu_memory_fraction: float | None = None
-    enable_block_reuse: bool = False
+    enable_block_reuse: bool | None = False
     use_uvm: bool = False
     host_cache_size: int | None = None
     onboard_blocks: bool = True

@@ -37,7 +37,7 @@ terminal/                     shared by the commands: arguments, tables, progres
     early_signals             signals of a server that does not serve yet (no torch)
     printable                 makes any text safe to print on a terminal (no torch)
     streams                   standard streams that are closed, full or have no reader (no torch)
-    live_region               the last lines of a terminal, redrawn in place (no torch)
+    redrawn_lines             the last lines of a terminal, redrawn in place (no torch)
     progress                  progress bars (no torch)
     tables                    reports as tables for people, or as JSON (no torch)
     arguments                 parsers of argument values: numbers, sizes, folders (no torch)
@@ -61,7 +61,7 @@ kv_cache/                     block accounting: which sequence holds which block
     eviction                  which cached block is evicted first (no torch)
     offloading                offloading of cached blocks to host memory (no torch)
     needs                     number of blocks that a request will need (no torch)
-    lookup_cache              cached prefixes of waiting requests (no torch)
+    prefix_lookups            cached prefixes of waiting requests (no torch)
     block_reuse               cached blocks for new sequences, and from ended ones (no torch)
     sequences                 blocks of each sequence (no torch)
     manager                   KvCacheManager: allocates and frees blocks (no torch)
@@ -80,7 +80,7 @@ scheduler/                    capacity and micro-batch schedulers: which request
     capacity                  which requests get memory; base of all capacity schedulers (no torch)
     max_utilization           pauses requests when the KV cache is full (no torch)
     reuse_credit              number of prompt tokens that the cache already has (no torch)
-    chunk_sizes               divides the token budget of a step among prompts (no torch)
+    chunked_context           divides the token budget of a step among prompts (no torch)
     micro_batch               which requests run now, and how much of each prompt (no torch)
     simple                    a capacity and a micro-batch scheduler combined (no torch)
 statistics                    statistics of an iteration
@@ -96,17 +96,17 @@ kernels/                      all operations of a model in torch, and compiled o
     compilation               compiles functions on all cores (no torch)
     captured_step             a decode step captured as tasks, and run again
     activation_kinds          activations of MLPs, by name
-    token_loops               rotary embedding, KV write, norms and activations
-    embedding_loops           lookups of tokens in an embedding table
+    per_token_kernels         rotary embedding, KV write, norms and activations
+    embedding_lookup          lookups of tokens in an embedding table
     gemm/                     matmuls with packed weights
-        packed_matrix         weights packed, or quantized to int8, for matmuls
+        int4_groups           weights in 4 bits, in groups with a scale each
+        weight_quantization   quantizes weights: rows to int8, or groups to 4 bits
+        packed_matrix         weights as floats or in int8, packed for matmuls
         small_matmul          small matmuls in register tiles
         matrix_tiles          register tiles of matmuls, by dtype
         quantized_activations activations quantized to int8 or int16
         int16_tiles           int8 weights times few rows, in int16
         int8_tiles            int8 weights times many rows, in int8
-        int4_groups           weights in 4 bits, in groups with a scale each
-        int4_rounding         floats rounded to groups of 4 bits
         int4_matrix           weights in 4 bits, packed for matmuls
         int4_activations      activations quantized in groups
         int4_tiles            int4 weights times rows, in int8 or int16, and widened
@@ -143,7 +143,7 @@ cuda/                         CUDA kernels with their launchers, and an emulator
         arrays                arrays between guard pages (no torch)
         library               a built library, and calls of its kernels (no torch)
         arguments             checks of kernel arguments against the parameters (no torch)
-        module                a CUDA C++ source as callable kernels (no torch)
+        raw_module            a CUDA C++ source as callable kernels (no torch)
     features                  features that can be switched off (no torch)
     device/                   devices, compiler, streams, launches, CUDA graphs
         device                CuPy, imported when a host asks for a CUDA device
@@ -193,6 +193,7 @@ ranks/                        one process per rank: its part of the model, and m
 memory/                       tensors that outlive a step, and the checkpoint files
     untrusted_files           size and depth limits of checkpoint files (no torch)
     host_memory               pinned host memory
+    slot_states               states of recurrent layers, by slot
     released_memory           memory of tensors, released and taken again
     kv_pool                   tensors of the KV cache
     cuda_kv_pool              tensors of the KV cache for CUDA kernels
@@ -222,7 +223,7 @@ models/                       decoder networks, and the table of families
         tokenizer             makes a tokenizer from a file's metadata
         checkpoint            GgufCheckpoint: a file as the parts of a checkpoint
     fields                    checked reading of a checkpoint's config
-    quantized_tensors         tensors of a checkpoint with matrices in 8 or 4 bits
+    converted_tensors         tensors of a checkpoint with matrices in 8 or 4 bits
     quantized/                quantized safetensors checkpoints, read as floats
         unpacking             bits of packed integers as elements
         scheme                how a checkpoint is quantized, from its config
@@ -232,7 +233,7 @@ models/                       decoder networks, and the table of families
         source                the tensors of a quantized checkpoint, as if they were floats
     other_folders             describes a folder without a usable checkpoint (no torch)
     checkpoint_parts          reads a checkpoint from a folder or a GGUF file
-    rope                      rotary embeddings and their scaling
+    rope_scaling              rotary embeddings and their scaling
     spec                      ModelSpec: all sizes and features of a network
     parameters                names and shapes of a network's parameters
     splits                    which part of each parameter a rank holds
@@ -257,7 +258,7 @@ models/                       decoder networks, and the table of families
     decoder/                  the network of a ModelSpec, on weights and kernels
         lora_modules          the modules of a layer that LoRA adapters may change
         layer_tensors         the tensors of a layer, looked up once
-        rotary_tables         cosines and sines of all positions
+        cos_sin_tables        cosines and sines of all positions
         attention_inputs      queries with a temperature, pages of another layer
         latent_attention      attention to the latents of DeepSeek V2
         token_inputs          further inputs of layers for each token
@@ -268,7 +269,7 @@ models/                       decoder networks, and the table of families
         library               imports transformers when it is needed (no torch)
         attention             the attention that transformers calls
         probe                 refuses by name what our attention cannot compute
-        rotation              rotary embeddings that depend on the longest sequence
+        fixed_rope            rotary embeddings that depend on the longest sequence
         linears               replaces linear layers by our matmuls
         network               TransformersModel: a network of transformers as a Model
         loading               loads a checkpoint folder through transformers
@@ -331,7 +332,7 @@ loop/                         the token loop and its active requests
     limits                    limits of a request's lengths (no torch)
     admission                 admits or refuses a request
     allocation                allocates blocks for a decision, and freezes it as a Schedule
-    decision                  calls the schedulers, and checks their answers
+    scheduler_call            calls the schedulers, and checks their answers
     active_state              active requests as data, and restored from it
     adapters                  adapters of active requests
     adapter_state             adapters' state as data, and copies for trials
@@ -340,12 +341,13 @@ loop/                         the token loop and its active requests
     request_table             the table of active requests
     confirmation              applies the result of a step to its requests
     token_loop                TokenLoop.iterate(), one iteration in about 25 lines
-    next_decision             predicts the next decision on copies
+    decision_preview          predicts the next decision on copies
 assembly/                     builds a loop from options and a checkpoint
     field_checks              which values of single options are valid (no torch)
     options                   which combinations of options are valid (no torch)
     sizing                    size of the KV cache and longest sequence
     adapter_sizing            size of the LoRA cache
+    stateful                  options of a model that keeps a state for each sequence
     blueprint                 builds schedulers, caches and the loop
     loading                   loads a checkpoint, natively or through transformers
     backend                   device, kernels and memory of a model
@@ -356,7 +358,7 @@ recorder/                     recordings of a loop's inputs and decisions; the b
     values                    values in a recording, as JSON
     limits                    limits of numbers in a recording
     difference                describes the difference of two schedules
-    recording                 a recording and its file format
+    recording_file            a recording and its file format
     sizes                     memory that the black box's records take
     kept                      records that the black box keeps
     black_box                 the black box: the last iterations, in memory
@@ -433,7 +435,7 @@ callbacks/                    ready-made callbacks, built on the public names on
     ranks/                    rank 0's callback results on all ranks
         mpi_transport         broadcast by MPI
         broadcast             broadcasts rank 0's callback results
-    live/                     the live page: a manager's schedule in a browser
+    live_page/                the live page: a manager's schedule in a browser
         tap                   collects events on the loop's thread
         rows                  events of requests as rows of the page
         feed                  sends events to browsers
@@ -507,7 +509,7 @@ run/                          `gptmanager run`: a file of requests
     results_file              writes the results file
     latencies                 latency percentiles
     follow                    runs a command on ranks other than 0
-    live_view                 the progress display
+    progress_display          the progress display
     watch                     watches a run from the terminal's thread
     main                      runs `gptmanager run`
     arguments                 arguments of `gptmanager run` (no torch)
@@ -557,19 +559,20 @@ server/                       a manager behind HTTP and gRPC
         engine                Engine: runs calls on the manager
         throughput            a line of the log every ten seconds, while busy
     health                    /health and readiness
-    live                      the live page of the server (no torch)
+    live_page                 the live page of the server (no torch)
     answer_parsing/           finds thoughts, content and calls in the text of a model
         answer_parts          the parts of an answer: thoughts, content, calls (no torch)
         text_scan             finds tags and ends of JSON objects in pieces of text (no torch)
+        stepwise_parser       base of the parsers of an answer in pieces (no torch)
         thought_tags          parses thoughts in <think> tags (no torch)
         harmony_parser        parses the harmony format of gpt-oss (no torch)
-        call_parser           finds calls in the model's text, in pieces (no torch)
+        call_parser           finds tool calls in the model's text (no torch)
         json_calls            parses calls that are JSON objects (no torch)
-    tool_calls/               tools, and formats of calls: a parser and a grammar for each
+    tool_formats/             tools, and formats of calls: a parser and a grammar for each
         tools                 tools that a model may call, from a request (no torch)
         schema_types          types of values that a JSON schema allows (no torch)
         python_values         values in Python's syntax as JSON (no torch)
-        call_format           ToolFormat: the interface of a format of calls (no torch)
+        tool_format           ToolFormat: the interface of a format of calls (no torch)
         call_grammar          grammars of answers with calls
         hermes                the format of Hermes and Qwen
         llama3                the format of Llama 3

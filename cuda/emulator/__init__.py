@@ -6,7 +6,7 @@ module.get_function("scale")((1,), (128,), (x, np.int32(100)))
 """
 
 from gptmanager.cuda.emulator.arrays import asarray, asnumpy, empty
-from gptmanager.cuda.emulator.module import Kernel, Module
+from gptmanager.cuda.emulator.raw_module import Kernel, Module
 from gptmanager.cuda.emulator.reports import EmulatorError
 from gptmanager.cuda.emulator.toolchain import Toolchain
 

@@ -14,6 +14,7 @@ from gptmanager.assembly.backend import StepOptions, place
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.ranks import Ranks
 from gptmanager.assembly.sizing import MemoryBudget, Sizes, size
+from gptmanager.assembly.stateful import settle_reuse, without_states
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
@@ -85,6 +86,7 @@ def _assemble(
     if model_type is ModelType.V1:
         policy = CapacitySchedulerPolicy.STATIC_BATCH
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
+    params = settle_reuse(params, model.spec, model_type, max_beam_width)
     budget = backend.memory_budget(model, params, max_beam_width)
     wanted = params, scheduler_config, model.spec, model_type, max_beam_width
     sizes, adapters = _sizes(wanted, model, budget, ranks)
@@ -139,6 +141,7 @@ def _sizes(
     ranks: Ranks | None,
 ) -> tuple[Sizes, AdapterSizes | None]:
     """Return the sizes of the KV cache and of the adapter cache, equal on all ranks."""
+    budget = without_states(budget, model.spec, wanted[0])
     if ranks is not None:
         budget = ranks.least_budget(budget)
     adapters = adapter_sizes(wanted[0].peft_cache_manager_config, model, budget.free_bytes)

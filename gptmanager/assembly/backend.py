@@ -42,7 +42,7 @@ from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
 from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.models.decoder.network import CheckpointModel
-from gptmanager.models.model import Dimensions, Model, page_shapes
+from gptmanager.models.model import Dimensions, Model, page_shapes, state_shapes
 from gptmanager.ranks.collectives import Collectives
 
 
@@ -141,6 +141,8 @@ class CpuBackend(Backend):
         pool = KvPool(
             *_shape(model.spec, sizes),
             num_host_blocks=sizes.num_host_blocks,
+            state_shapes=state_shapes(model.spec),
+            num_lines=options.lines.count,
             contiguous=sizes.contiguous,
             dtype=self._dtype(model),
         )
@@ -243,6 +245,8 @@ class DeviceBackend(Backend):
             stream.launcher,
             *_shape(model.spec, sizes),
             num_host_blocks=sizes.num_host_blocks,
+            state_shapes=state_shapes(model.spec),
+            num_lines=lines.count,
             dtype=self._dtype(model),
             device=self.device,
         )
@@ -300,11 +304,14 @@ class DeviceBackend(Backend):
 def _torch_executor(
     runner: Runner, chooser: Chooser, sizes: Sizes, options: StepOptions
 ) -> TorchExecutor:
+    # Ranks must run the same batches, and their memory differs. A batch that fails in the middle
+    # may have changed states, so it cannot run again in parts.
+    splits = options.rank is None and not state_shapes(runner.model.spec)
     return TorchExecutor(
         *(runner, chooser),
         attention_window=sizes.window,
         fused=options.fused,
-        splits_batches=options.rank is None,  # ranks must run the same batches, and memory differs
+        splits_batches=splits,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes
-from gptmanager.assembly.sizing import Sizes
+from gptmanager.assembly.sizing import Sizes, num_micro_batches, num_slots
 from gptmanager.config import (
     CapacitySchedulerPolicy,
     ContextChunkingPolicy,
@@ -71,7 +71,7 @@ class Blueprint:
 
     @property
     def num_micro_batches(self) -> int:
-        return max(2 if self.params.enable_trt_overlap else 1, self.num_stages)
+        return num_micro_batches(self.params)
 
     @property
     def max_num_requests(self) -> int:
@@ -86,9 +86,7 @@ class Blueprint:
 
     @property
     def num_slots(self) -> int:
-        # With run-ahead, a request keeps its slot for one step after the launch of its last token.
-        # A request that starts in this step needs another slot.
-        return self.max_num_requests * (1 + (self.params.run_ahead or 0))
+        return num_slots(self.params)
 
     def allocator(self) -> Allocator:
         """Return an allocator with all blocks and slots free."""
@@ -98,7 +96,7 @@ class Blueprint:
         kv_cache = KvCacheManager(
             self.sizes.num_blocks,
             self.sizes.tokens_per_block,
-            enable_block_reuse=config.enable_block_reuse,
+            enable_block_reuse=bool(config.enable_block_reuse),
             enable_partial_reuse=config.enable_partial_reuse,
             copy_on_partial_reuse=config.copy_on_partial_reuse,
             num_host_blocks=self.sizes.num_host_blocks,
@@ -161,7 +159,7 @@ def _limits(blueprint: Blueprint) -> Limits:
         tokens_per_block=sizes.tokens_per_block,
         max_beam_width=blueprint.max_beam_width,
         lookup=params.speculative_decoding_config,
-        takes_drafts=sizes.attention_window is None,
+        drafts_refused=_why_no_drafts(sizes),
         max_run_len=sizes.max_context_length if evicts and not sizes.chunked else None,
         exclude_input_in_output=params.exclude_input_in_output,
         gather_context_logits=params.gather_context_logits,
@@ -173,6 +171,12 @@ def _limits(blueprint: Blueprint) -> Limits:
         max_waiting=params.max_waiting_requests,
         adapters=None if blueprint.adapters is None else blueprint.adapters.limits,
     )
+
+
+def _why_no_drafts(sizes: Sizes) -> str:
+    if sizes.has_states:
+        return "the model keeps a state, which cannot go back to the token before a rejected draft"
+    return "" if sizes.attention_window is None else "the attention has a window"
 
 
 def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestScheduler:

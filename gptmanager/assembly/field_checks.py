@@ -103,6 +103,7 @@ _RANGES: dict[type, dict[str, tuple[float, float]]] = {
     },
 }
 
+_OPEN = ("enable_block_reuse",)  # flags that may be None
 _UNBOUNDED = (
     "max_active_requests", "idle_poll_s", "callback_budget_s", "logits_post_processor_budget_s",
 )  # fmt: skip
@@ -121,8 +122,9 @@ def checked_fields(config: Any, cls: type, where: str) -> Any:
         if not _equal(value, getattr(default, name)):
             raise ConfigError(f"{cls.__name__}.{name} = {value!r} is refused: {reason}")
     for name in (field.name for field in fields(cls)):
-        if isinstance(getattr(default, name), bool):
-            flag(f"{cls.__name__}.{name}", getattr(config, name))
+        value = getattr(config, name)
+        if isinstance(getattr(default, name), bool) and (value is not None or name not in _OPEN):
+            flag(f"{cls.__name__}.{name}", value)
     for name, bounds in _RANGES.get(cls, {}).items():
         value, neutral = getattr(config, name), getattr(default, name)
         require_range(f"{cls.__name__}.{name}", value, neutral, *bounds, name in _UNBOUNDED)

@@ -68,7 +68,7 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
 
 
 def _check_kv_cache(kv_cache: KvCacheConfig) -> None:
-    if kv_cache.host_cache_size and not kv_cache.enable_block_reuse:
+    if kv_cache.host_cache_size and kv_cache.enable_block_reuse is False:
         raise ConfigError(
             f"KvCacheConfig.host_cache_size = {kv_cache.host_cache_size} needs enable_block_reuse: "
             "the host cache holds blocks for reuse"

@@ -13,7 +13,7 @@ from gptmanager.environment.memory import free_memory_bytes
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.attention_window import AttentionWindow
 from gptmanager.memory.kv_pool import KvPool
-from gptmanager.models.model import Dimensions, page_shapes
+from gptmanager.models.model import Dimensions, page_shapes, state_shapes
 
 logger = logging.getLogger("gptmanager")
 
@@ -44,7 +44,7 @@ class Sizes:
     """The sizes of the KV cache and of sequences; lengths are in tokens.
 
     `pool_limited`: the pool, not the model, limits the length of a sequence. `contiguous`: a block
-    holds a whole sequence.
+    holds a whole sequence. `has_states`: the model keeps a state for each sequence.
     """
 
     num_blocks: int
@@ -58,6 +58,7 @@ class Sizes:
     attention_window: int | None = None
     sink_token_length: int = 0
     contiguous: bool = False
+    has_states: bool = False
 
     @property
     def window(self) -> AttentionWindow | None:
@@ -128,10 +129,24 @@ def size(
         attention_window=window,
         sink_token_length=sink,
         contiguous=contiguous,
+        has_states=bool(state_shapes(spec)),
     )
     _check_chunks(params.max_num_tokens, sizes)
     _log(sizes, params.kv_cache_config.onboard_blocks, block_bytes)
     return sizes
+
+
+def num_micro_batches(params: OptionalParams) -> int:
+    ranks = params.parallel_config
+    num_stages = 1 if ranks is None else ranks.pipeline_parallel_size
+    return max(2 if params.enable_trt_overlap else 1, num_stages)
+
+
+def num_slots(params: OptionalParams) -> int:
+    """Return the number of slots that started requests need."""
+    # With run-ahead, a request keeps its slot for one step after the launch of its last token. A
+    # request that starts in this step needs another slot.
+    return params.max_batch_size * num_micro_batches(params) * (1 + (params.run_ahead or 0))
 
 
 def wanted_seq_len(params: OptionalParams, spec: Dimensions) -> int:

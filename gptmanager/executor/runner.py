@@ -74,8 +74,11 @@ class Runner:
     ) -> None:
         """Load a sequence that starts in `line`, with its virtual tokens if it has any.
 
+        The states of the line are cleared. A model with states has no beams.
+
         `adapter_slot`: the slot of the adapter that all its beams use; -1: no adapter.
         """
+        self.kv_pool.states.clear(line)
         self._adapter_slots[line : line + beam_width] = adapter_slot
         self._has_adapters |= adapter_slot >= 0
         table = None if prompt_table is None else prompt_table.numbers

@@ -1,1 +1,1 @@
-"""The journal: what was accepted and what was sent, on disk, so that a new process can go on."""
+"""The journal: accepted requests and sent tokens, on disk, so that a new process can continue."""

@@ -1,6 +1,7 @@
-"""An accepted request as bytes, and back. Only data: a post-processor is its name, or a grammar.
+"""Converts accepted requests to bytes and back. A post-processor is stored as its name, or, if it
+is a grammar, as data.
 
-What several requests share, adapters and tokenizers, is stored once, as an object of the folder.
+Adapters and tokenizers, which several requests share, are stored once, as objects of the folder.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from gptmanager.request.read_tensors import read_int
 _LENGTH = struct.Struct("<I")
 _ADAPTER = ("lora_weights", "lora_config")
 _MOST_TASKS = 1024  # adapters that later requests may name by their task alone
-_MOST_TENSOR_BYTES = 16 << 20  # of a stored response
+_MOST_TENSOR_BYTES = 16 << 20  # bytes of a tensor in a stored response
 
 
 class Accepted(NamedTuple):
     """A request as it was accepted, at the wall-clock time `time`.
 
-    `objects`: the digests of its objects, by kind. `grammar`: its grammar as data.
+    `objects`: the kinds of its objects -> their digests. `grammar`: its grammar as data.
     """
 
     request: InferenceRequest
@@ -47,17 +48,17 @@ class Accepted(NamedTuple):
 
 
 class AcceptedRequests:
-    """Turns requests into bytes and back, with the objects of `folder`.
+    """Converts requests to bytes and back, and stores their objects in `folder`.
 
-    `seed`: the manager's, from which requests without a seed get theirs.
+    `seed`: the manager's seed, from which requests without a seed derive theirs.
     """
 
     def __init__(self, folder: JournalFolder, seed: int, *, syncs: bool) -> None:
         self._folder, self._seed, self._syncs = folder, seed, syncs
-        self._tasks: OrderedDict[int, str] = OrderedDict()  # digests of adapters, by task id
+        self._tasks: OrderedDict[int, str] = OrderedDict()  # task id -> digest of the adapter
         self._guides: dict[str, GuidedDecoding] = {}  # by the digest of their tokenizer
-        self._guide_digests: dict[int, tuple[Any, str]] = {}  # by identity
-        self._used: dict[int, list[str]] = {}  # digests of objects, by request
+        self._guide_digests: dict[int, tuple[Any, str]] = {}  # by the identity of the guide
+        self._used: dict[int, list[str]] = {}  # request id -> digests of its objects
 
     def pack(self, request: InferenceRequest, now: float) -> bytes:
         """Return a request as bytes. `now`: the wall-clock time of its acceptance."""
@@ -88,7 +89,7 @@ class AcceptedRequests:
         try:
             task_id = read_int("lora_task_id", tensors["lora_task_id"], 0, 2**64 - 1)
         except InvalidRequestError:
-            return ""  # admission refuses the request
+            return ""  # admission rejects the request
         given = {name: tensors.pop(name) for name in _ADAPTER if name in tensors}
         if given:
             packed = pack_requests([InferenceRequest(0, given)])
@@ -111,12 +112,12 @@ class AcceptedRequests:
         return known[1]
 
     def forget_tasks(self, task_ids: Iterable[int]) -> None:
-        """Forget adapters that were replaced: later requests have theirs again."""
+        """Forget replaced adapters. Later requests with these task ids have their adapter again."""
         for task_id in task_ids:
             self._tasks.pop(task_id, None)
 
     def end(self, request_ids: Iterable[int]) -> None:
-        """Remove the objects that no unfinished request uses."""
+        """Remove the objects of these requests, unless another unfinished request uses them."""
         if not self._used:
             return
         gone = [digest for i in request_ids for digest in self._used.pop(i, ())]
@@ -132,7 +133,7 @@ class AcceptedRequests:
     # Back ------------------------------------------------------------------------------------
 
     def read(self, data: bytes) -> Accepted:
-        """Return the request that `pack` was given. Raises JournalError for other bytes."""
+        """Return the request from which `pack` made `data`. Raises JournalError for other bytes."""
         try:
             (size,) = _LENGTH.unpack_from(data)
             head = orjson.loads(data[_LENGTH.size : _LENGTH.size + size])

@@ -1,7 +1,7 @@
-"""`Entries`: the unfinished requests of a journal, as its records say.
+"""`Entries`: the unfinished requests of a journal, computed from its records.
 
-Applies records, in the same way for a running manager and for a reader. Knows nothing of files, nor
-of the bytes of an accepted request.
+A running manager and a reader apply records in the same way. This module knows neither files nor
+the bytes of an accepted request.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from gptmanager.journal.records import Kind
 
 _ID = struct.Struct("<Q")
 _SENT = struct.Struct("<QII")  # id, index of the first token, number of tokens
-_ONE = struct.Struct("<QIIi")  # the same with one token, as most are
+_ONE = struct.Struct("<QIIi")  # the same, followed by one token, which is the usual number
 _WITH_LOG_PROBS = 1 << 31  # added to the number of tokens: their log probabilities follow
 _UNFINISHED = struct.Struct("<QIIII")  # id, and the lengths of the parts
 
 
 class Sent(NamedTuple):
-    """Tokens of a request that are about to be sent, the first of them at index `start` of its
-    output. `log_probs`: theirs, or empty.
+    """Tokens of a request that are about to be sent.
+
+    The first one has the index `start` in the output. `log_probs` has a value per token, or none.
     """
 
     request_id: int
@@ -38,8 +39,9 @@ class Sent(NamedTuple):
 class Entry:
     """A request without a delivered final response.
 
-    `accepted`: its inputs as bytes. `tokens`, `log_probs`: what was sent. `last`: its final
-    response as bytes, once that was about to be sent; kept only if a host's record may lack it.
+    `accepted`: its inputs as bytes. `tokens`, `log_probs`: the sent output. `last`: the final
+    response as bytes, from the time when it was about to be sent; stored only if the host may not
+    have recorded it.
     """
 
     accepted: bytes
@@ -86,7 +88,7 @@ class Entries(dict[int, Entry]):
     """The unfinished requests by id, in the order of their acceptance."""
 
     def apply(self, kind: Kind, payload: bytes) -> None:
-        """Apply a record. Raises JournalError if it contradicts the ones before it."""
+        """Apply a record. Raises JournalError if it contradicts earlier records."""
         try:
             if kind is Kind.ACCEPTED:
                 self._accept(_ID.unpack_from(payload)[0], payload[_ID.size :])

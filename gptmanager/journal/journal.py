@@ -1,7 +1,7 @@
 """`Journal`: writes the records of one manager, and knows which of its requests are unfinished.
 
-Decides when data is forced to the disk, when a new segment starts, and what happens when the disk
-is full. Knows nothing of requests beyond ids, tokens and bytes.
+This module decides when data is forced to the disk, when a new segment starts, and what happens
+when the disk is full. It knows only the ids, tokens and bytes of requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.log import logger
 
 SEGMENT_BYTES = 64 << 20
-_RETRY_S = 1.0  # how often a full disk is tried again
+_RETRY_S = 1.0  # interval between attempts to write to a full disk
 
 Sync = Literal["always", "never"] | float
 OnFull = Literal["refuse", "continue"]
@@ -43,8 +43,8 @@ class Journal:
     `keeps_responses`: final responses are stored until they are delivered. `entries`: the requests
     without a delivered final response. All methods are called on one thread.
 
-    Raises ConfigError for a journal of another checkpoint or manager, JournalError for a damaged
-    one.
+    Raises ConfigError if the journal belongs to another checkpoint or is in use by another manager,
+    and JournalError if it is damaged.
     """
 
     def __init__(
@@ -108,7 +108,9 @@ class Journal:
     # Records ---------------------------------------------------------------------------------
 
     def accept(self, requests: Sequence[tuple[int, bytes]]) -> bool:
-        """Write accepted requests, given as id and bytes. False: the disk is full, refuse them."""
+        """Write accepted requests, as ids and bytes. Return False if the disk is full: then the
+        requests must be refused.
+        """
         if self.is_full and not self._retry() and self._on_full == "refuse":
             return False
         data = b"".join(record(Kind.ACCEPTED, named_payload(*request)) for request in requests)
@@ -127,10 +129,11 @@ class Journal:
         ends: Sequence[tuple[int, bytes]] = (),
         delivered: Sequence[int] = (),
     ) -> None:
-        """Write what is about to be sent: tokens, and ends with their response or b"".
+        """Write the data that is about to be sent.
 
-        `delivered`: ids of requests with a final response that was delivered meanwhile. Raises
-        JournalError if the disk is full and so is the reserve.
+        `sent`: tokens. `ends`: the ids of requests that end, with the final response or b"".
+        `delivered`: ids of requests with a final response that has been delivered since. Raises
+        JournalError if the disk and the reserve are full.
         """
         parts = []
         if delivered:
@@ -164,9 +167,9 @@ class Journal:
     # The disk --------------------------------------------------------------------------------
 
     def _write(self, data: bytes) -> None:
-        """Append `data`. On a full disk: use the reserve, or go on without a journal."""
+        """Append `data`. If the disk is full, use the reserve, or continue without a journal."""
         if self.is_full and self._on_full == "continue":
-            self._retry()  # the new segment has what `data` says
+            self._retry()  # a new segment would contain the content of `data`
             return
         if self._append(data):
             return
@@ -177,7 +180,7 @@ class Journal:
             )
 
     def _append(self, data: bytes) -> bool:
-        """Append `data` to the segment; False: the disk is full, and the reserve is now free."""
+        """Append `data` to the segment. If the disk is full, free the reserve and return False."""
         assert self._file is not None
         file = self._file.fileno()
         try:
@@ -188,7 +191,7 @@ class Journal:
                 os.fdatasync(file)
         except OSError as error:
             self._fail(error)
-            with suppress(OSError):  # a part of a record must not be followed by others
+            with suppress(OSError):  # no other record may follow a part of a record
                 os.ftruncate(file, self._size)
             return False
         self._size += len(data)
@@ -210,7 +213,7 @@ class Journal:
             self.folder.free_reserve()
 
     def _retry(self) -> bool:
-        """Try a full disk again, at most once a second; True: it can be written."""
+        """Try to write to a full disk, at most once a second. Return whether that succeeds."""
         if monotonic() < self._retry_at:
             return False
         self._retry_at = monotonic() + _RETRY_S
@@ -245,7 +248,7 @@ class Journal:
         self._limit = 2 * self._size + self._segment_bytes
 
     def close(self) -> None:
-        """Write what is left to the disk, and free the folder for another manager."""
+        """Force the remaining data to the disk, and free the folder for another manager."""
         if self._syncing is not None:
             self._syncing.stop()
         file, self._file = self._file, None
@@ -259,9 +262,9 @@ class Journal:
 
 
 class SyncThread:
-    """Forces a file's data to the disk every `interval_s` seconds while it grows.
+    """Forces a file's data to the disk every `interval_s` seconds while the file grows.
 
-    `error`: why that failed last.
+    `error`: the latest failure.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -280,7 +283,7 @@ class SyncThread:
             self._is_dirty.set()
 
     def forget(self) -> None:
-        """Forget the file, which will be closed; its data is not needed any more."""
+        """Forget the file, which will be closed. Its data is no longer needed."""
         with self._lock:
             self._file = -1
             self._is_dirty.clear()

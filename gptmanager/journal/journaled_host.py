@@ -1,4 +1,4 @@
-"""`JournaledHost`: a host with a journal, which has its requests and responses.
+"""`JournaledHost`: records the requests and responses of a host in a journal.
 
 It is between a loop and its host, and is the only place where a running manager uses its journal.
 Responses are held back until the end of the iteration, when their records are written.
@@ -28,7 +28,7 @@ from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.step import Failure, Host, Intake
 
 _DUPLICATE = DuplicateRequestIdError.__name__
-_LOCK_S = 1.0  # how long another thread waits for a loop that hangs in the journal
+_LOCK_S = 1.0  # limit on how long another thread waits for a loop that hangs in the journal
 
 Response = tuple[int, list[NamedTensor], bool, str]
 
@@ -36,8 +36,8 @@ Response = tuple[int, list[NamedTensor], bool, str]
 class JournaledHost(HostTap):
     """A `Host` in front of `host`, with a journal; also a `JournalSeam`.
 
-    `table`: that of the loop, set before it iterates. `held`: the responses that are not written
-    yet.
+    `table`: the loop's table of requests, set before the loop iterates. `held`: the responses that
+    are not in the journal yet.
     """
 
     def __init__(self, host: Host, journal: Journal, accepted: AcceptedRequests) -> None:
@@ -45,10 +45,10 @@ class JournaledHost(HostTap):
         self.table: RequestTable | None = None
         self.held: list[Response] = []
         self._journal, self._accepted = journal, accepted
-        self._delivered: list[int] = []  # with a final response that SendResponse has returned from
+        self._delivered: list[int] = []  # requests with a final SendResponse that has returned
         self._duplicates: Counter[int] = Counter()  # requests refused because their id is in use
         self._refused: set[int] = set()  # requests that could not be written
-        self._is_broken = False  # nothing can be written any more
+        self._is_broken = False  # the journal can no longer be written
         self._lock = threading.Lock()  # guards the journal
         host_fetch, host_poll = host.fetch, host.poll
         self._respond, self._fail = host.respond, host.fail
@@ -128,7 +128,7 @@ class JournaledHost(HostTap):
             self._accepted.end([request_id for request_id, _ in ends])
 
     def _records(self, held: Sequence[Response]) -> tuple[list[Sent], list[tuple[int, bytes]]]:
-        """Return what is to be written before `held` is sent: tokens, and ends."""
+        """Return the tokens and the ends that must be written before `held` is sent."""
         entries, sent, ends = self._journal.entries, list[Sent](), list[tuple[int, bytes]]()
         for request_id, tensors, is_final, error in held:
             if is_final and self._duplicates and error.startswith(_DUPLICATE):
@@ -145,7 +145,7 @@ class JournaledHost(HostTap):
         return sent, ends
 
     def _sent(self, request_id: int, start: int, tensors: list[NamedTensor]) -> Sent | None:
-        """Return the tokens that a response sends and the journal does not have."""
+        """Return the tokens of a response that the journal does not have yet."""
         assert self.table is not None
         request = self.table.by_id.get(request_id)
         if request is None:  # its final response follows

@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def report_of(folder: JournalFolder, segment: Segment) -> dict[str, Any]:
-    """Return what a journal says. Raises JournalError for a damaged request or object."""
+    """Return the content of a journal as JSON values. Raises JournalError if it is damaged."""
     accepted = AcceptedRequests(folder, 0, syncs=False)
     requests = [_request(accepted, folder, *it) for it in segment.entries.items()]
     return {

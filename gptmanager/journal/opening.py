@@ -1,4 +1,4 @@
-"""Opens the journal of a manager, and hands its unfinished requests to the manager's host."""
+"""Opens the journal of a manager, and passes its unfinished requests to the manager's host."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from gptmanager.lifecycle.log import logger
 def open_journal(
     params: OptionalParams, callbacks: CallbackHost, host: LoopHost, checkpoint: str
 ) -> JournaledHost:
-    """Return a host in front of `host`, which calls `callbacks`, with the journal of `params`.
+    """Return a host that passes calls to `host` and records them in the journal of `params`.
 
-    `checkpoint`: the digest of the checkpoint. Raises like `Journal`.
+    `callbacks`: the callbacks that `host` calls. `checkpoint`: the digest of the checkpoint. Raises
+    the errors of `Journal`.
     """
     assert params.journal_path is not None
     journal = Journal(

@@ -1,7 +1,7 @@
-"""Records of a journal's segment: a head with checksums, then a payload.
+"""Writes and reads the records of a segment: each has a head with checksums, and a payload.
 
-A segment is a file of records, one after another. A torn end is cut off, and other damage is an
-error. Knows nothing of the meaning of payloads.
+A segment is a file of records, one after another. An incomplete record at the end is cut off; other
+damage is an error. This module does not know the meaning of payloads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gptmanager.errors import JournalError
 
 VERSION = 1
 MAX_RECORD_BYTES = 1 << 30
-# length of the payload, kind, CRC-32 of the payload; then the CRC-32 of these
+# The length of the payload, the kind, the CRC-32 of the payload, and the CRC-32 of these three.
 _HEAD, _CHECK = struct.Struct("<IB3xI"), struct.Struct("<I")
 HEAD_BYTES = _HEAD.size + _CHECK.size
 
@@ -55,8 +55,8 @@ def record(kind: Kind, payload: bytes) -> bytes:
 class RecordReader:
     """Reads the records of the segment `file`, of `size` bytes; `name` names it in errors.
 
-    After the last record, `end` is the offset behind it; `torn` is the number of bytes after it,
-    which belong to a record that was not written completely.
+    After the last record has been read, `end` is the offset after it. `torn` is the number of bytes
+    from there on, which belong to a record that was not written completely.
     """
 
     def __init__(self, file: IO[bytes], size: int, name: str) -> None:
@@ -75,7 +75,7 @@ class RecordReader:
             self.end = self._file.tell()
 
     def _read(self, offset: int) -> Record | None:
-        """Return the record at `offset`; None: it is torn, and the last one."""
+        """Return the record at `offset`, or None if it is the last one and incomplete."""
         head = self._file.read(HEAD_BYTES)
         if len(head) < HEAD_BYTES:
             return None

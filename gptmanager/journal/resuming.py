@@ -1,6 +1,6 @@
 """Resumes the unfinished requests of a journal in a new manager.
 
-Decides, from the journal and the host's own record, where each request continues.
+The journal and the host's own record decide where each request continues.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from gptmanager.recorder.requests import RecordedProcessor
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.step import Progress
 
-# outputs that are not in the journal: their tokens are computed again
+# Outputs that are not in the journal. With these, tokens that the host lacks are computed again.
 _NOT_KEPT = ("return_generation_logits", "num_top_log_probs")
 
 
 class Resumption(NamedTuple):
-    """The first work of a new manager: to continue `requests` with their `progress`, in their order
-    of acceptance, and to send `responses`. `ended`: ids of requests with a final response that the
-    host has.
+    """The first work of a new manager: to continue `requests`, and to send `responses`.
+
+    `requests` are in the order of their acceptance, and `progress` has the progress of each.
+    `ended`: ids of requests with a final response that the host has.
     """
 
     requests: list[InferenceRequest]
@@ -40,7 +41,10 @@ class Resumption(NamedTuple):
 
 
 def resume(journal: Journal, accepted: AcceptedRequests, params: OptionalParams) -> Resumption:
-    """Return how each request of the journal continues. CallbackError if `restore_cb` fails."""
+    """Decide how each request of the journal continues.
+
+    Raises CallbackError if `restore_cb` fails.
+    """
     found = Resumption([], [], [], [])
     for request_id, entry in journal.entries.items():
         delivered = _delivered(params.restore_cb, request_id)
@@ -101,7 +105,7 @@ def _resumed(
 
 
 def _restore_processor(request: InferenceRequest, params: OptionalParams) -> None:
-    """Put a Python post-processor back. Raises JournalError if the host does not return one."""
+    """Set a request's Python post-processor. Raises JournalError if the host does not return it."""
     processor = request.logits_post_processor
     if not isinstance(processor, RecordedProcessor):
         return

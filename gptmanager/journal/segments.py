@@ -1,7 +1,7 @@
 """The files of a journal's folder: segments, objects, the lock and the reserve.
 
-A segment starts with everything that was unfinished, so only the newest one counts. It is made
-under another name first: a death leaves either the old one or the new one.
+A segment starts with all unfinished requests, so only the newest segment counts. A new one first
+has another name, so that the death of the process leaves either the old segment or the new one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class JournalFolder:
     def lock(self) -> IO[Any]:
         """Return the lock of the folder, held until it is closed or the process ends.
 
-        Raises ConfigError, which names the other process, if another manager has it.
+        Raises ConfigError with the other process's id if another manager has it.
         """
         lock = os.fdopen(_open(self.path / "lock", os.O_RDWR | os.O_CREAT), "r+")
         try:
@@ -83,9 +83,9 @@ class JournalFolder:
         return sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
 
     def read(self) -> Segment | None:
-        """Return what the newest segment says; None if there is none.
+        """Return the content of the newest segment, or None without a segment.
 
-        Raises JournalError, which names the offset, for a damaged record or another version.
+        Raises JournalError for another version, and for a damaged record, with its offset.
         """
         numbers = self._numbers()
         if not numbers:
@@ -98,7 +98,7 @@ class JournalFolder:
         return self.path / f"segment-{number:08d}"
 
     def begin(self, checkpoint: str, unfinished: Iterable[bytes], *, syncs: bool) -> IO[bytes]:
-        """Return a new segment, with the payloads `unfinished`, and remove the older ones."""
+        """Write and return a new segment with the payloads `unfinished`; remove the older ones."""
         numbers = self._numbers()
         path = self._segment(numbers[-1] + 1 if numbers else 1)
         temporary = path.with_suffix(".new")
@@ -137,7 +137,7 @@ class JournalFolder:
     # Objects: what several requests share ----------------------------------------------------
 
     def put(self, data: bytes, *, syncs: bool) -> str:
-        """Write an object unless it is there. Returns its digest."""
+        """Write an object, unless the folder has it, and return its digest."""
         digest = hashlib.blake2b(data, digest_size=32).hexdigest()
         path = self._objects / digest
         if not path.exists():
@@ -168,7 +168,7 @@ class JournalFolder:
         return data
 
     def keep_only(self, digests: Iterable[str]) -> None:
-        """Remove all other objects."""
+        """Remove all objects except these."""
         kept = set(digests)
         for name in os.listdir(self._objects):
             if name not in kept:
@@ -197,7 +197,7 @@ class JournalFolder:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Write all of `data`: one call may write less."""
+    """Write all of `data`. A single call of `os.write` may write only a part."""
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from gptmanager.kernels import token_loops
+from gptmanager.kernels import per_token_kernels
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.compilation import compile_all
-from gptmanager.kernels.embedding_loops import embed
+from gptmanager.kernels.embedding_lookup import embed
 from gptmanager.kernels.gemm.grouped_matmul import multiply_group
 from gptmanager.kernels.gemm.int4_matrix import INT4
 from gptmanager.kernels.gemm.matmul_plan import can_be_packed, matmul_bodies
@@ -42,11 +42,11 @@ def bodies_of_model(
         paged_attention.attention,
         *matmuls,
         *([multiply_group] if matmuls else []),
-        token_loops.rope_and_write,
-        token_loops.normalize,
-        token_loops.activate,
+        per_token_kernels.rope_and_write,
+        per_token_kernels.normalize,
+        per_token_kernels.activate,
         embed,
-        token_loops.convert,
+        per_token_kernels.convert,
     ]
 
 

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gptmanager.kernels import token_loops
+from gptmanager.kernels import per_token_kernels
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
@@ -30,17 +30,17 @@ from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.compiled_bodies import bodies_of_model, compile_for_adapters
 from gptmanager.kernels.cpu_experts import CpuExperts
 from gptmanager.kernels.cpu_matmuls import PARTS_PER_THREAD, SCATTERED, SMALL_MATMUL
-from gptmanager.kernels.embedding_loops import EmbeddingTask, embed
+from gptmanager.kernels.embedding_lookup import EmbeddingTask, embed
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.lora.adapter_plan import AdapterPlan
 from gptmanager.kernels.lora.adapters import add as adapters_body
+from gptmanager.kernels.per_token_kernels import ActivationTask, NormTask, RopeTask
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.lanes import LANES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import address_of, alike
-from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
 
 
 class CpuKernels(CpuExperts):
@@ -202,7 +202,7 @@ class CpuKernels(CpuExperts):
             eps=eps,
             plus=plus_one,
         )
-        self._run(token_loops.normalize, task, x.numel())
+        self._run(per_token_kernels.normalize, task, x.numel())
         return result if result.dtype is x.dtype else result.to(x.dtype)
 
     def norm_heads(
@@ -234,18 +234,18 @@ class CpuKernels(CpuExperts):
             eps=eps,
             plus=plus_one,
         )
-        self._run(token_loops.normalize, task, len(qkv) * len(columns))
+        self._run(per_token_kernels.normalize, task, len(qkv) * len(columns))
 
     def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
         if x.dtype is torch.float64:
             return super().activate(x, activation, gated)
         width = x.shape[-1] // 2 if gated else x.shape[-1]
-        return self._activate(x, width, gated, token_loops.KINDS[activation])
+        return self._activate(x, width, gated, per_token_kernels.KINDS[activation])
 
     def scaled(self, x: Tensor, factor: float, softcap: float = 0.0) -> Tensor:
         if x.dtype is torch.float64:
             return super().scaled(x, factor, softcap)
-        return self._activate(x, x.shape[-1], False, token_loops.SCALE, factor, softcap)
+        return self._activate(x, x.shape[-1], False, per_token_kernels.SCALE, factor, softcap)
 
     def _activate(
         self, x: Tensor, width: int, gated: bool, kind: int, scale: float = 1.0, cap: float = 0.0
@@ -266,7 +266,7 @@ class CpuKernels(CpuExperts):
             scale=scale,
             cap=cap,
         )
-        self._run(token_loops.activate, task, result.numel())
+        self._run(per_token_kernels.activate, task, result.numel())
         return result.to(x.dtype)
 
     def rope_and_write(
@@ -303,7 +303,7 @@ class CpuKernels(CpuExperts):
         task.q_norm, task.k_norm = address_of(q_norm, qkv.dtype), address_of(k_norm, qkv.dtype)
         task.num_tokens, task.num_heads, task.eps = num_tokens, num_heads, eps
         task.norm_last, task.norm_plus = norm_last, plus_one
-        self._run(token_loops.rope_and_write, task, SCATTERED * qkv.numel())
+        self._run(per_token_kernels.rope_and_write, task, SCATTERED * qkv.numel())
         return q
 
     def attention(

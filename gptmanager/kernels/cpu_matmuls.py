@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gptmanager.kernels import token_loops
+from gptmanager.kernels import per_token_kernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.matmul import STREAMED_ROWS
 from gptmanager.kernels.gemm.matmul_plan import (
@@ -24,11 +24,11 @@ from gptmanager.kernels.gemm.matmul_plan import (
 )
 from gptmanager.kernels.gemm.matmul_task import CHUNK_ROWS
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix, Quantized
+from gptmanager.kernels.per_token_kernels import ConversionTask
 from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import Team, alike, with_first
-from gptmanager.kernels.token_loops import ConversionTask
 
 # Waking a second thread costs about as much as this many elements.
 SMALL = 1 << 15
@@ -121,7 +121,7 @@ class CpuMatmuls(Kernels):
             x_dtype=DTYPES[x.dtype],
             dtype=DTYPES.get(own.dtype, 0),
         )
-        self._run(own.quantize or token_loops.convert, task, result.numel())
+        self._run(own.quantize or per_token_kernels.convert, task, result.numel())
         return result
 
     def _run(self, body: Callable[[int], None], task: ctypes.Structure, work: int) -> None:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockTables
-from gptmanager.kv_cache.lookup_cache import Lookups, root_key
 from gptmanager.kv_cache.offloading import CachingBlockPool, HostTier
+from gptmanager.kv_cache.prefix_lookups import Lookups, root_key
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, UNBOUNDED, Match, PrefixTree
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 

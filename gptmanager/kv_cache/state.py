@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockTables, LedgerError
 from gptmanager.kv_cache.block_reuse import BlockReuse
-from gptmanager.kv_cache.lookup_cache import key_of
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.kv_cache.offloading import HostTier
+from gptmanager.kv_cache.prefix_lookups import key_of
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Node, PrefixTree
 from gptmanager.kv_cache.sequences import KvSequences
 from gptmanager.request.llm_request import RETENTION_PRIORITIES, LlmRequest
@@ -231,7 +231,7 @@ def _restore_tree(tree: PrefixTree, state: ReuseState, end: int) -> None:
 
 
 def _root_state(key: Any) -> RootState:
-    """Return the state of a root. `key`: a result of `lookup_cache.key_of`."""
+    """Return the state of a root. `key`: a result of `prefix_lookups.key_of`."""
     adapter_key, _, salt = key
     return RootState(adapter_key, *(salt if isinstance(salt, tuple) else (salt, None)))
 

@@ -121,8 +121,8 @@ def _read_drafts(
                 "Undefined tensor: draft_input_ids, but draft_logits is given"
             )
         return (), None
-    if not limits.takes_drafts:
-        raise InvalidRequestError("draft_input_ids is refused: the attention has a window")
+    if limits.drafts_refused:
+        raise InvalidRequestError(f"draft_input_ids is refused: {limits.drafts_refused}")
     drafts = read_token_ids("draft_input_ids", tensors["draft_input_ids"], limits.vocab_size)
     total = prompt_len + len(drafts)
     if total > limits.max_input_len:

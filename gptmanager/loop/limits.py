@@ -20,7 +20,8 @@ class Limits:
     new tokens - 1 if a request may have to run its whole history as one context again (a policy
     that evicts, without chunked context). `max_num_requests`: the number of requests that may run
     at once. `max_waiting`: how many more may wait, None for any number. `hidden_size` 0: the model
-    does not accept prompt embeddings. `adapters` None: it does not accept adapters.
+    does not accept prompt embeddings. `drafts_refused`: why drafts are refused; "" if they are not.
+    `adapters` None: it does not accept adapters.
     """
 
     vocab_size: int
@@ -32,7 +33,7 @@ class Limits:
     max_run_len: int | None = None
     max_beam_width: int = 1
     lookup: PromptLookup | None = None
-    takes_drafts: bool = True
+    drafts_refused: str = ""
     exclude_input_in_output: bool = False
     gather_context_logits: bool = False
     gather_generation_logits: bool = False

@@ -17,10 +17,10 @@ from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.adapters import Adapters, no_adapters
 from gptmanager.loop.allocation import Allocator
 from gptmanager.loop.confirmation import Confirmation, Finished
-from gptmanager.loop.decision import blamed, decide
 from gptmanager.loop.limits import Limits
 from gptmanager.loop.request_table import RequestTable, RequestTableState
 from gptmanager.loop.responses import MakeFinal, final_tensors
+from gptmanager.loop.scheduler_call import blamed, decide
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.statistics import Counts, DraftCounts, PhaseTimes, timed_phase

@@ -18,7 +18,7 @@ from gptmanager.errors import (
 )
 from gptmanager.loop.active_request import FOR_ADAPTER, FOR_PROCESSOR, ActiveRequest
 from gptmanager.loop.admission import admit
-from gptmanager.loop.next_decision import NextDecision
+from gptmanager.loop.decision_preview import NextDecision
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.peft_cache import PeftCacheReport
 from gptmanager.request.inference_request import InferenceRequest

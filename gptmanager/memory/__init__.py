@@ -4,6 +4,7 @@ from gptmanager.memory.adapter_pool import AdapterPool, adapter_table
 from gptmanager.memory.kv_pool import KvPool, PageShape
 from gptmanager.memory.places import Place
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.slot_states import StateShape
 from gptmanager.memory.weights import Weights
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "PageShape",
     "Place",
     "SafetensorsFolder",
+    "StateShape",
     "Weights",
     "adapter_table",
 ]

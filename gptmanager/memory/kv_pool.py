@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.memory.host_memory import HostMemory
+from gptmanager.memory.slot_states import SlotStates, StateShape
 
 NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
@@ -64,7 +65,8 @@ class KvPool:
     tensor.
 
     `num_host_blocks` more blocks are in CPU memory, with ids from `num_blocks` on. They are copied
-    to and from the device, and steps never use them.
+    to and from the device, and steps never use them. `states`: see `SlotStates`; each of
+    `num_lines` lines has the states of `state_shapes`.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class KvPool:
         tokens_per_block: int,
         *,
         num_host_blocks: int = 0,
+        state_shapes: Sequence[StateShape] = (),
+        num_lines: int = 0,
         token_major: bool = False,
         contiguous: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -84,6 +88,7 @@ class KvPool:
         self.tokens_per_block = tokens_per_block
         self.device = torch.device(device)
         self._host_memory = HostMemory(self.device)
+        self.states = SlotStates(state_shapes, num_lines, self.device)
 
         def on_device(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -153,7 +158,7 @@ class KvPool:
 
     @property
     def nbytes(self) -> int:
-        return sum(stack.nbytes for stack in self.stacks)
+        return sum(stack.nbytes for stack in self.stacks) + self.states.nbytes
 
     @property
     def host_nbytes(self) -> int:

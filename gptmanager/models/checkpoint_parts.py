@@ -15,12 +15,12 @@ from gptmanager.errors import ConfigError, quoted, quoted_path
 from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.tensor_sources import TensorSource
 from gptmanager.memory.untrusted_files import read_object
+from gptmanager.models.converted_tensors import ConvertedTensors, is_own_layout
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.gguf.split_files import first_of_split
 from gptmanager.models.other_folders import describe_other
 from gptmanager.models.quantized.scheme import read_scheme, without_quantization
 from gptmanager.models.quantized.source import QuantizedSource
-from gptmanager.models.quantized_tensors import QuantizedTensors, is_own_layout
 
 _MAGIC = b"GGUF"
 
@@ -71,7 +71,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorSource:
     if (gguf := gguf_checkpoint(path)) is not None:
         return gguf.tensors()
     config, folder = read_part(path, "config.json") or {}, SafetensorsFolder(Path(path))
-    return QuantizedTensors(folder) if is_own_layout(config) else as_floats(config, folder)
+    return ConvertedTensors(folder) if is_own_layout(config) else as_floats(config, folder)
 
 
 def as_floats(config: Mapping[str, Any], tensors: TensorSource) -> TensorSource:

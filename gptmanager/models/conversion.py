@@ -23,15 +23,15 @@ from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
 from gptmanager.memory.safetensors_writer import SafetensorsWriter
 from gptmanager.memory.tensor_sources import GroupedSource, TensorSource
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, open_tensors, read_config, read_part
-from gptmanager.models.families import place_tensors
-from gptmanager.models.parameters import quantized_parameters
-from gptmanager.models.quantized_tensors import (
+from gptmanager.models.converted_tensors import (
     FIELD,
     MINIMUM,
     SCALE,
     SHAPE,
     quantization_config,
 )
+from gptmanager.models.families import place_tensors
+from gptmanager.models.parameters import quantized_parameters
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
 

@@ -21,6 +21,7 @@ from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool, PageShape
+from gptmanager.memory.slot_states import StateShape
 from gptmanager.memory.tensor_sources import StateDict, TensorSource
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
@@ -68,6 +69,11 @@ def page_shapes(spec: Dimensions) -> Sequence[PageShape]:
     """Return the shapes of a model's pages: the spec's `pages`, or one shape in all layers."""
     shapes: Sequence[PageShape] | None = getattr(spec, "pages", None)
     return shapes or (PageShape(spec.num_kv_heads, spec.head_dim),) * spec.num_layers
+
+
+def state_shapes(spec: Dimensions) -> Sequence[StateShape]:
+    """Return the states that a model keeps for each sequence: the spec's `states`, or none."""
+    return getattr(spec, "states", ())
 
 
 class Model(Protocol):

@@ -22,7 +22,7 @@ from gptmanager.models.families.layer_types import read_windows
 from gptmanager.models.families.wrappers import text_config
 from gptmanager.models.fields import Fields
 from gptmanager.models.other_folders import describe_other_type
-from gptmanager.models.rope import Rope, read_rope
+from gptmanager.models.rope_scaling import Rope, read_rope
 from gptmanager.models.spec import Attention, Layer, Mlp, ModelSpec, Norms
 
 _ACTIVATIONS: Mapping[str, Activation] = {

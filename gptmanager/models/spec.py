@@ -15,7 +15,7 @@ from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 from gptmanager.kernels.experts.routing import Routing
 from gptmanager.memory.kv_pool import PageShape
-from gptmanager.models.rope import Rope
+from gptmanager.models.rope_scaling import Rope
 
 
 @dataclass(frozen=True, slots=True)

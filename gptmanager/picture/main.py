@@ -11,7 +11,7 @@ from gptmanager.picture.perfetto import chrome_trace
 from gptmanager.picture.recorded import trace_of
 from gptmanager.picture.trace import Trace
 from gptmanager.picture.zoom_page import page
-from gptmanager.recorder.recording import located, read_recording
+from gptmanager.recorder.recording_file import located, read_recording
 from gptmanager.terminal.arguments import check_distinct
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.progress import ProgressBars

@@ -13,7 +13,7 @@ from gptmanager.errors import RecordingError, RequestError
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds, Trace
 from gptmanager.picture.wait_reporter import WaitReporter
-from gptmanager.recorder.recording import End, Iteration, Recording
+from gptmanager.recorder.recording_file import End, Iteration, Recording
 from gptmanager.replay.replaying import completed
 from gptmanager.request.inference_request import TENSOR_ALIASES, InferenceRequest
 from gptmanager.request.read_tensors import (

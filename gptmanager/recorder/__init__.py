@@ -6,7 +6,7 @@ from gptmanager.recorder.recorder import (
     RecordingHost,
     build_recorded_loop,
 )
-from gptmanager.recorder.recording import Recording, read_recording
+from gptmanager.recorder.recording_file import Recording, read_recording
 
 __all__ = [
     "Recorder",

@@ -16,7 +16,7 @@ from gptmanager.lifecycle.clock import thread_time_ns
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.token_loop import LoopState
 from gptmanager.recorder.kept import Keeper, kept_schedule
-from gptmanager.recorder.recording import Iteration, make_header
+from gptmanager.recorder.recording_file import Iteration, make_header
 from gptmanager.recorder.sizes import OBJECT, value_bytes
 from gptmanager.recorder.values import to_json
 from gptmanager.step import Schedule

@@ -21,7 +21,7 @@ from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder.black_box import BlackBox
 from gptmanager.recorder.black_box_file import BlackBoxFile
 from gptmanager.recorder.kept import kept_result
-from gptmanager.recorder.recording import End, Iteration, make_header
+from gptmanager.recorder.recording_file import End, Iteration, make_header
 from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.recorder.values import to_json
 from gptmanager.request.inference_request import NamedTensor

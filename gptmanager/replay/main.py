@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from gptmanager.errors import ConfigError, response_text
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay.replaying import replay
 from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.progress import ProgressBars

@@ -21,7 +21,7 @@ from gptmanager.loop.responses import final_beams
 from gptmanager.loop.token_loop import LoopState, TokenLoop
 from gptmanager.peft_cache.work import AdapterWork
 from gptmanager.recorder.difference import difference, summary
-from gptmanager.recorder.recording import End, Iteration, Recording, located
+from gptmanager.recorder.recording_file import End, Iteration, Recording, located
 from gptmanager.request.inference_request import NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.scheduler import RequestScheduler

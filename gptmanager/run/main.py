@@ -20,7 +20,7 @@ from gptmanager.models.checkpoint_parts import read_config
 from gptmanager.models.read_spec import read_spec
 from gptmanager.run.chat_prompts import ChatPrompts
 from gptmanager.run.follow import follow, is_follower
-from gptmanager.run.live_view import LiveView
+from gptmanager.run.progress_display import ProgressDisplay
 from gptmanager.run.requests_file import read_file, read_requests
 from gptmanager.run.results_file import Results, new_file
 from gptmanager.run.watch import Recorder, Watch, summary
@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
         params.on_progress = ProgressBars(options.region, notes=NOTES).update
     params.callback_budget_s = 1.0 + options.pace  # a callback sleeps to keep the pace
     is_quiet = options.json or options.prompt is not None
-    view = LiveView(options.region, quiet=is_quiet)
+    view = ProgressDisplay(options.region, quiet=is_quiet)
     summary, answers, losses = serve_file(options, given, view)
     if options.json:
         extra = {} if options.output else {"answers": answers}
@@ -72,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def serve_file(
-    options: argparse.Namespace, given: ManagerOptions, view: LiveView
+    options: argparse.Namespace, given: ManagerOptions, view: ProgressDisplay
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
     """Run all requests of the file. Raises ConfigError for invalid options.
 

@@ -15,7 +15,7 @@ from gptmanager.callbacks import Generation, RequestQueue, TextStream
 from gptmanager.errors import ManagerDeadError
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.run.latencies import FetchTimes, latencies
-from gptmanager.run.live_view import LiveView, Progress, RunningRow
+from gptmanager.run.progress_display import Progress, ProgressDisplay, RunningRow
 from gptmanager.run.requests_file import RequestLine, built_apart
 from gptmanager.run.results_file import Results
 
@@ -108,7 +108,7 @@ def summary(results: Sequence[Mapping[str, Any]], recorder: Recorder) -> dict[st
 class Watch:
     """Submits the requests and follows them, on the terminal's thread."""
 
-    def __init__(self, recorder: Recorder, results: Results, view: LiveView) -> None:
+    def __init__(self, recorder: Recorder, results: Results, view: ProgressDisplay) -> None:
         self._lines = results.lines
         self._tokenizer = results.tokenizer
         self._recorder = recorder

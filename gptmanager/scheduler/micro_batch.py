@@ -14,7 +14,7 @@ from gptmanager.arguments import at_least, flag
 from gptmanager.config import ContextChunkingPolicy
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
-from gptmanager.scheduler.chunk_sizes import (
+from gptmanager.scheduler.chunked_context import (
     UNLIMITED,
     check_policy,
     credit_of,

@@ -1,4 +1,4 @@
-"""`gptmanager serve`: serves a manager over HTTP and gRPC to clients of OpenAI's and Triton's APIs.
+"""`gptmanager serve`: serves a manager over the APIs of OpenAI, Anthropic and Triton.
 
 This package can be imported without its extras; `server.main` loads them when a server starts.
 """

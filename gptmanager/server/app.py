@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from gptmanager.errors import GptManagerError
-from gptmanager.server import health, live, openapi
+from gptmanager.server import health, live_page, openapi
 from gptmanager.server.anthropic import messages
 from gptmanager.server.chat.chat_call import ChatCalls
 from gptmanager.server.engine import metrics
@@ -32,7 +32,7 @@ from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import http as triton
 
 Routes = Callable[[Engine, ServerSettings], list[BaseRoute]]
-# paths that are served only if this option is given
+# Paths that exist only with an option -> the option.
 _ASKED_FOR = {
     "/v2": "--triton",
     "/v1/load_lora_adapter": "--adapter-dir",
@@ -61,13 +61,15 @@ _FRONTS: Sequence[Routes] = (
     _chat_routes,
     triton.routes,
     openapi.routes,
-    live.routes,
+    live_page.routes,
 )
 
 
 class _App(Starlette):
-    """The application, also below `root_path`. Only the head of a response passes the middleware;
-    streams write their frames directly to the server.
+    """The application, which is also served below `root_path`.
+
+    Only the head of a response passes the middleware. Streams write their frames directly to the
+    server.
 
     A response that is sent before the request has arrived completely closes the connection: a
     client without a key cannot make the server read the rest.
@@ -99,7 +101,7 @@ class _App(Starlette):
 
 
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
-    """Return the application with all endpoints and with the guards that `settings` ask for.
+    """Return the application with all endpoints, and with the guards that `settings` require.
 
     Every error of an endpoint is answered with an error object.
     """
@@ -142,7 +144,7 @@ def _refuse(request: Request, error: Exception) -> Response:
 
 
 def _refuse_http(request: Request, error: Exception) -> Response:
-    """Answer an error of the router itself: 404 or 405."""
+    """Answer an error of the router itself, which is a 404 or a 405."""
     assert isinstance(error, HTTPException)
     messages = {
         404: f"there is nothing at {request.url.path}{_hint(request)}",
@@ -154,7 +156,7 @@ def _refuse_http(request: Request, error: Exception) -> Response:
 
 
 def _hint(request: Request) -> str:
-    """Return a hint at the server option that would enable the requested path, or ''."""
+    """Return a hint at the option that would enable the requested path, or ''."""
     path, settings = request.url.path, request.app.state.settings
     option = _ASKED_FOR.get("/v2" if path.startswith("/v2/") else path)
     is_on = settings.serves_triton if option == "--triton" else settings.adapter_dir is not None

@@ -25,11 +25,11 @@ from gptmanager.terminal.options import (
 _Add = Callable[..., Any]
 _NUMBER: dict[str, Any] = {"type": positive, "metavar": "N"}
 _HELP = """\
-Serve a model over HTTP, for clients of OpenAI's API.
+Serve a model over HTTP, for clients of OpenAI's and Anthropic's APIs.
 
-The endpoints are /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize,
-/health and /metrics; / shows the schedule live. Ctrl-C or SIGTERM ends the server after the running
-requests have finished.
+The endpoints are /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/models,
+/tokenize, /detokenize, /health and /metrics; / shows the schedule live. Ctrl-C or SIGTERM ends the
+server after the running requests have finished.
 """
 _EXAMPLES = """\
 examples:

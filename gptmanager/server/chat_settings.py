@@ -1,4 +1,4 @@
-"""`ChatSettings`: how the server makes prompts of messages, and messages of answers."""
+"""`ChatSettings`: how the server converts messages to prompts, and answers to messages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class ChatSettings:
     """Options of chats.
 
     `chat_template`: a file that replaces the checkpoint's template. `trust_request_chat_template`:
-    requests may contain a template. `reasoning_parser`: the format of thoughts in answers, by its
-    name, and `tool_call_parser` that of calls; auto: that of the chat template.
-    `no_special_tokens_in_text`: clients' texts never become special tokens.
-    `no_store`: responses are not kept for later requests.
+    requests may contain a template. `reasoning_parser` and `tool_call_parser`: the names of the
+    formats of thoughts and of calls in answers; "auto": as the chat template has them.
+    `no_special_tokens_in_text`: texts of clients never become special tokens. `no_store`: responses
+    are not kept for later requests.
     """
 
     chat_template: Path | None = None

@@ -21,8 +21,9 @@ class ContextLength:
         self._clamps = clamps
 
     def clamped(self, length: int, max_new_tokens: int, name: str, warnings: Warnings) -> int:
-        """Return how many tokens the output of a prompt may have, with a warning if they are less
-        than the field `name` has.
+        """Return the maximum number of new tokens: `max_new_tokens`, or less if it does not fit.
+
+        Less means a warning about the field `name`, and happens only with `clamps`.
         """
         left = max(1, self._most - length)
         if not self._clamps or max_new_tokens <= left:
@@ -33,9 +34,9 @@ class ContextLength:
     def check(
         self, length: int, max_new_tokens: int, *, prompt: str = "prompt", most: str = "max_tokens"
     ) -> None:
-        """Check that prompt and output fit: the manager would silently shorten the output.
+        """Check that prompt and output fit, because the manager would silently shorten the output.
 
-        Raises ApiError 400, which calls the two fields `prompt` and `most`.
+        Raises ApiError (400). `prompt` and `most` are the names of the two fields in its text.
         """
         if not length:
             raise ApiError(400, "the prompt is empty, at least 1 token is needed", param=prompt)
@@ -52,7 +53,7 @@ class ContextLength:
             )
 
     def check_scored(self, length: int) -> None:
-        """Check the length of a prompt that is only scored. Raises ApiError 400."""
+        """Check the length of a prompt that is only scored. Raises ApiError (400)."""
         most = self._most - 1
         if length > most:
             raise self.exceeded(

@@ -1,4 +1,4 @@
-"""`ApiError`: an error that a client gets, as an HTTP status and one JSON object."""
+"""`ApiError`: an error response, which is an HTTP status and one JSON object."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LONGEST = 1000
 class ApiError(Exception):
     """An error response with `status`.
 
-    `type`: OpenAI's name of the kind of error; None: the usual one for the status. `param`: the
+    `type`: OpenAI's name of the kind of error, by default the usual one of the status. `param`: the
     wrong field. `code`: a machine-readable name. `headers`: further response headers.
     """
 
@@ -100,7 +100,7 @@ def _cut(text: str) -> str:
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Return `error` as an ApiError, with status 500 for an unexpected class."""
+    """Convert an error to an ApiError, with status 500 if its class is unexpected."""
     if isinstance(error, ApiError):
         return error
     status = next((status for cls, status in _STATUSES if isinstance(error, cls)), 500)

@@ -1,4 +1,4 @@
-"""Load modules that need an optional dependency, at the time they are needed."""
+"""Imports modules that need an optional dependency, when they are needed."""
 
 from __future__ import annotations
 

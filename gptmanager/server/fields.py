@@ -18,7 +18,7 @@ class Kind(Protocol):
     """The type and range of a field."""
 
     def read(self, where: str, value: Any) -> Any:
-        """Return the checked value. Raises ApiError 400 with `where`, the value and the limit."""
+        """Return the checked value. Raises ApiError (400) with `where`, the value and the limit."""
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of the allowed values."""
@@ -36,9 +36,10 @@ class Field(NamedTuple):
 def read_fields(
     body: Mapping[str, Any], fields: Mapping[str, Field], *, lenient: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the given values by name, and the unknown names (empty unless `lenient`).
+    """Return the given values by name, and the unknown names.
 
-    Raises ApiError 400 for a wrong value, a missing required field, and an unknown name.
+    Raises ApiError (400) for a wrong value, for a missing required field, and, unless `lenient`,
+    for an unknown name.
     """
     unknown = [name for name, value in body.items() if name not in fields and value is not None]
     if unknown and not lenient:
@@ -62,7 +63,7 @@ def by_name(*groups: Sequence[Field]) -> dict[str, Field]:
 
 
 def object_schema(fields: Mapping[str, Field], *, closed: bool = True) -> dict[str, Any]:
-    """Return the JSON schema of a body with `fields`. `closed`: other keys are not allowed."""
+    """Return the JSON schema of a body with `fields`. `closed`: it must not have other keys."""
     properties = {}
     for name, field in fields.items():
         schema = field.kind.schema()
@@ -84,7 +85,7 @@ def bad_request(where: str, message: str, *, code: str | None = None) -> ApiErro
 
 
 def field_error(where: str, what: str) -> ApiError:
-    """Return the error for the field `where`; `what` completes its name in the message."""
+    """Return the error for the field `where`. The message is its name followed by `what`."""
     return bad_request(where, f"{where}: {what}")
 
 
@@ -96,8 +97,9 @@ def must_be(where: str, expected: str, value: Any) -> ApiError:
 
 
 class Number(NamedTuple):
-    """A finite number from `low` to `high`. `or_zero`: 0 is allowed in addition. `excludes_low`:
-    `low` itself is not allowed.
+    """A finite number from `low` to `high`.
+
+    `or_zero`: 0 is also allowed. `excludes_low`: `low` itself is not allowed.
     """
 
     low: float = -math.inf
@@ -217,8 +219,8 @@ class ListOf(NamedTuple):
 
 
 class TokenIds(NamedTuple):
-    """A list of token ids. Its items are checked later, by `check_token_ids`, after its length has
-    been compared with the model's limit.
+    """A list of token ids. `check_token_ids` checks its items later, once the model has accepted
+    its length.
     """
 
     def read(self, where: str, value: Any) -> list[Any]:
@@ -231,8 +233,9 @@ class TokenIds(NamedTuple):
 
 
 class TextOrTexts(NamedTuple):
-    """A string or a list of at most `longest` strings, read as a list. No string may be empty.
-    `longest_text`: the maximum number of characters of each.
+    """A string, or a list of at most `longest` strings. The value is a list.
+
+    A string must have at least 1 and at most `longest_text` characters.
     """
 
     longest: int
@@ -255,7 +258,7 @@ class TextOrTexts(NamedTuple):
 
 
 class Object(NamedTuple):
-    """An object. `fields`: the keys to read, others are dropped; None: all keys, unchecked."""
+    """An object. Only the keys in `fields` are kept; if `fields` is None, all are, unchecked."""
 
     fields: Mapping[str, Field] | None = None
 
@@ -275,7 +278,7 @@ class Object(NamedTuple):
 
 
 class AsItIs(NamedTuple):
-    """Any JSON value: it is checked elsewhere or has no effect. `described`: its JSON schema."""
+    """Any JSON value, which is checked elsewhere or has no effect. `described`: its JSON schema."""
 
     described: Mapping[str, Any] | None = None
 
@@ -287,7 +290,7 @@ class AsItIs(NamedTuple):
 
 
 def check_token_ids(where: str, ids: Sequence[Any], vocab_size: int) -> None:
-    """Raise ApiError 400 for the first item that is not a token id of the vocabulary."""
+    """Raise ApiError (400) for the first item that is not a token id of the vocabulary."""
     last = vocab_size - 1
     if not ids or are_integers(ids, 0, last):
         return
@@ -303,12 +306,12 @@ def check_token_ids(where: str, ids: Sequence[Any], vocab_size: int) -> None:
 
 
 def are_integers(values: Sequence[Any], low: float, high: float) -> bool:
-    """Return whether all values are integers from `low` to `high`; fast for millions of values."""
+    """Return whether all values are integers from `low` to `high`. Fast for millions of values."""
     return set(map(type, values)) == {int} and low <= min(values) and max(values) <= high
 
 
 def _check_size(where: str, size: int, unit: str, shortest: int, longest: int | None) -> None:
-    """Raise ApiError 400 unless `size` is from `shortest` to `longest`."""
+    """Raise ApiError (400) unless `size` is from `shortest` to `longest`."""
     if size < shortest:
         raise bad_request(where, f"{where} has {size} {unit}, at least {shortest} needed")
     if longest is not None and size > longest:

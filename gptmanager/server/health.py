@@ -16,8 +16,8 @@ from gptmanager.server.settings import ServerSettings
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    """Return /health and /health/ready (requests are accepted), /health/live (the loop runs) and
-    /version.
+    """Return the routes /health and /health/ready (requests are accepted), /health/live (the loop
+    runs) and /version.
     """
 
     async def live(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Write the log of a server to a stream, as text or as JSON, without ever waiting for a reader."""
+"""Writes the log of a server to a stream, as text or as JSON, without waiting for a reader."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class _Writer(QueueListener):
 
 @contextlib.contextmanager
 def logging_to(stream: Any, log_format: str) -> Iterator[None]:
-    """Write the library's log to `stream` in this block: a thread does it, one line a record."""
+    """Write the library's log to `stream` in this block, by a thread, one line per record."""
     logger = logging.getLogger("gptmanager")
     waiting: queue.Queue[Any] = queue.Queue(MAX_WAITING_LINES)
-    # the error of a refused request is in its own line
+    # The line of a refused request already has the error.
     handler, writer = _Queued(waiting), logging.StreamHandler(stream)
     writer.setFormatter(_Formatter(is_json=log_format == "json"))
     handler.addFilter(lambda it: not str(it.msg).startswith("Cannot process new request"))

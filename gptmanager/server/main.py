@@ -1,4 +1,4 @@
-"""Run `gptmanager serve` with parsed arguments, and load the modules that need its extra."""
+"""Runs `gptmanager serve` with parsed arguments, and imports the modules that need its extra."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 def leave_a_core() -> None:
-    """On a machine with few cores, leave one to the event loop and to local clients.
+    """On a machine with few cores, leave one core to the event loop and to local clients.
 
     Each matmul waits for its slowest thread, so one busy core would delay all threads. This has no
     effect if the environment sets the number of threads, or if torch already uses fewer.

@@ -1,4 +1,4 @@
-"""`ModelSettings`: what the server loads, and how it computes."""
+"""`ModelSettings`: the server's model, its adapters, and options of the computation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from gptmanager.errors import ConfigError
 class ModelSettings:
     """Options of the model and its adapters.
 
-    `served_model_name`: one or more; None: the name of the model's folder. `adapters`: names and
-    folders of adapters that are loaded at the start. `adapter_dir`: clients may load adapters from
-    this folder; None: they cannot. `max_adapters`: of both kinds at once. `block_reuse` None: on,
-    unless the batching is V1. `host_tier_bytes`: memory for evicted blocks. `prompt_lookup`: draft
-    tokens of a step; None: no drafts. `record`: the file of a recording.
+    `served_model_name`: the model's names for clients, by default the name of its folder.
+    `adapters`: names and folders of adapters that are loaded at the start. `adapter_dir`: the
+    folder from which clients may load adapters; None: they cannot. `max_adapters`: limit for all
+    adapters together. `block_reuse` None: on, unless the batching is V1. `host_tier_bytes`: memory
+    for evicted blocks. `prompt_lookup`: draft tokens of a step; None: no drafts. `record`: the file
+    of a recording.
     """
 
     model: Path

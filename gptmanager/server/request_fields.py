@@ -1,4 +1,4 @@
-"""Read the fields of a request, and collect warnings about those that are ignored."""
+"""Reads the fields of a request, and collects warnings about ignored ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gptmanager.server.http.warning_header import Warnings
 
 
 class NotSupported(NamedTuple):
-    """Any JSON value, which has no effect. A warning reports it unless it is one of `neutral`."""
+    """Any JSON value; it has no effect. A warning says so, unless the value is one of `neutral`."""
 
     neutral: tuple[Any, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Run a server: start the manager and the event loop, handle signals, shut down."""
+"""Runs a server: starts the manager and the event loop, handles signals, and shuts down."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _LAST_WRITES_S = 1  # limit on how long a client that does not read can delay th
 def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. With a key file, SIGHUP reloads it instead.
 
-    `tell` is called with a welcome text when the server is ready; its first line ends with the
-    address. Raises ConfigError for a model or a port that cannot be used, and ManagerDeadError if
-    the manager failed, after its requests have been answered.
+    When the server is ready, `tell` is called with a welcome text. Its first line ends with the
+    address. Raises ConfigError for a model or a port that cannot be used. If the manager fails,
+    raises ManagerDeadError after its requests have been answered.
     """
     with listening(settings.host, settings.port, settings.uds) as listener:
         if settings.grpc_port is not None:
@@ -103,9 +103,10 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
 
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
-    """Exempt the objects of a started server from garbage collection. Modules, the model and
-    compiled kernels live as long as the process, and a full collection would stop every thread for
-    0.25 s. Nothing changes if the host has frozen its objects: it decides itself.
+    """Exempt the objects of a started server from garbage collection.
+
+    Modules, the model and compiled kernels live as long as the process, and a full collection would
+    stop every thread for 0.25 s. If the host has already frozen its objects, nothing changes.
     """
     if gc.get_freeze_count():
         yield
@@ -132,8 +133,9 @@ def _signals_restored() -> Iterator[None]:
 async def _serve(
     engine: Engine, settings: ServerSettings, listener: socket.socket, tell: Callable[[str], None]
 ) -> bool:
-    """Serve until the end. The first signal lets requests finish; a second one ends the server at
-    once, and the result is then True.
+    """Serve until the server ends, and return whether a second signal has ended it at once.
+
+    The first signal lets requests finish.
     """
     server = new_server(engine, settings)
     loop = asyncio.get_running_loop()
@@ -169,7 +171,7 @@ async def _serve(
 async def _grpc(
     engine: Engine, settings: ServerSettings, server: Server
 ) -> AsyncIterator[int | None]:
-    """Serve Triton's protocol over gRPC at `--grpc-port`, and yield the port, None without one."""
+    """Serve Triton's protocol over gRPC at `--grpc-port`. Yield the port, or None without one."""
     if settings.grpc_port is None:
         yield None
         return

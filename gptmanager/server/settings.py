@@ -20,13 +20,13 @@ def _manager() -> ManagerOptions:
 class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
     """The options of `gptmanager serve` by name. Raises ConfigError for a wrong value.
 
-    `max_concurrency`: requests that run at once; None: as many as fit a batch.
-    `max_queued_requests`, `max_queued_tokens`: limits of the waiting requests and their prompt
+    `max_concurrency`: the number of requests that run at once, by default as many as fit a batch.
+    `max_queued_requests`, `max_queued_tokens`: limits of the waiting requests and of their prompt
     tokens; None: no limit. `request_timeout`: seconds; None: no limit. `shutdown_timeout`: seconds.
-    `triton`: serve /v2, which `grpc_port` implies. `lenient`: unknown fields cause a warning
-    instead of an error. `clamp_max_tokens`: more tokens than fit are lowered with a warning instead
-    of an error. `log_format`: text or json. `log_prompts`: the log has prompts and outputs.
-    `manager`: the manager's options.
+    `triton`: serve /v2; `grpc_port` implies this. `lenient`: an unknown field causes a warning
+    instead of an error. `clamp_max_tokens`: if more tokens are requested than fit, their number is
+    lowered with a warning instead of an error. `log_format`: text or json. `log_prompts`: the log
+    contains prompts and outputs. `manager`: the manager's options.
     """
 
     host: str = "127.0.0.1"
@@ -76,7 +76,7 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
 
     @property
     def serves_triton(self) -> bool:
-        """Whether the server answers clients of Triton's protocol."""
+        """Whether the server serves Triton's protocol."""
         return self.triton or self.grpc_port is not None
 
     @property
@@ -91,9 +91,8 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
     def params(self) -> OptionalParams:
         """The manager's parameters, with block reuse and the server's limits."""
         given = self.manager
-        reuse = (
-            given.model_type is not ModelType.V1 if self.block_reuse is None else self.block_reuse
-        )
+        is_off = self.block_reuse is None and given.model_type is ModelType.V1
+        reuse = False if is_off else self.block_reuse
         cache = replace(given.params.kv_cache_config, enable_block_reuse=reuse)
         if self.host_tier_bytes is not None:
             cache = replace(cache, host_cache_size=self.host_tier_bytes)

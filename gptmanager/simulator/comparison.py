@@ -18,7 +18,7 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.recorder.limits import checked_blueprint
-from gptmanager.recorder.recording import located
+from gptmanager.recorder.recording_file import located
 from gptmanager.simulator.load import VOCAB_SIZE
 from gptmanager.testing import ScriptedSpec
 

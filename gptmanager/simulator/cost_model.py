@@ -15,7 +15,7 @@ import numpy as np
 
 from gptmanager.config import ModelType
 from gptmanager.errors import ConfigError, RecordingError
-from gptmanager.recorder.recording import Iteration, Recording
+from gptmanager.recorder.recording_file import Iteration, Recording
 from gptmanager.step import Row, Schedule
 
 _position = itemgetter(Row._fields.index("position"))

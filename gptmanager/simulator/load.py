@@ -15,7 +15,7 @@ import numpy as np
 
 from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError, RecordingError
-from gptmanager.recorder.recording import Iteration, Recording
+from gptmanager.recorder.recording_file import Iteration, Recording
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.step import BeamCandidates, Schedule, StepResult
 

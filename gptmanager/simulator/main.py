@@ -15,7 +15,7 @@ import orjson
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.recorder import Recorder
-from gptmanager.recorder.recording import Recording, located, read_recording
+from gptmanager.recorder.recording_file import Recording, located, read_recording
 from gptmanager.replay.main import imported
 from gptmanager.simulator.comparison import Machine, hypothetical, variant
 from gptmanager.simulator.cost_model import CostModel, fit

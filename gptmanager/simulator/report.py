@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from gptmanager.recorder.recording import Recording
+from gptmanager.recorder.recording_file import Recording
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, KvUse, Percentiles
 from gptmanager.simulator.load import HostQueue

@@ -14,7 +14,7 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.terminal.arguments import checkpoint, positive, threads
-from gptmanager.terminal.live_region import LiveRegion
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 
 POLICIES = tuple(policy.name.lower() for policy in CapacitySchedulerPolicy)
 _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}
@@ -30,7 +30,7 @@ def add_parser(commands: Any, name: str, call: str, **texts: Any) -> argparse.Ar
     parser: argparse.ArgumentParser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
-    region = LiveRegion(None)  # draws nothing; the caller of a command may set another
+    region = RedrawnLines(None)  # draws nothing; the caller of a command may set another
     parser.set_defaults(command=call, parser=parser, region=region)
     return parser
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from gptmanager.terminal.live_region import LiveRegion, console
 from gptmanager.terminal.printable import printable
+from gptmanager.terminal.redrawn_lines import RedrawnLines, console
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -31,7 +31,7 @@ class ProgressBars:
 
     def __init__(
         self,
-        region: LiveRegion,
+        region: RedrawnLines,
         patience_s: float = PATIENCE_S,
         *,
         wanted: bool | None = None,

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gptmanager.terminal.live_region import can_draw
 from gptmanager.terminal.printable import printable, printable_lines
+from gptmanager.terminal.redrawn_lines import can_draw
 
 Piece = str | Table
 _HIGHLIGHTED = ("WRONG", "FAILED", "MISSED")

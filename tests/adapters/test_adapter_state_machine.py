@@ -39,7 +39,7 @@ from gptmanager.peft_cache.work import (
     ReadAdapter,
     WriteAdapter,
 )
-from gptmanager.recorder.recording import field_names
+from gptmanager.recorder.recording_file import field_names
 from gptmanager.recorder.values import Decoder, to_json
 from gptmanager.request.adapter import LoraModule
 from gptmanager.request.inference_request import InferenceRequest

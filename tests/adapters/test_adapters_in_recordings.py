@@ -17,7 +17,7 @@ from gptmanager import (
     OptionalParams,
     PeftCacheManagerConfig,
 )
-from gptmanager.recorder.recording import Recording, read_recording
+from gptmanager.recorder.recording_file import Recording, read_recording
 from gptmanager.replay import replay
 from gptmanager.simulator import simulate
 from gptmanager.simulator.cost_model import CostModel

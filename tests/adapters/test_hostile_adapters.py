@@ -11,7 +11,7 @@ from tuned_models import cache_of, tuned
 
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.executor.runner import Runner
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
 from gptmanager.testing import RecordingCallbacks
 

@@ -26,7 +26,7 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.simulator import World, simulate
 from gptmanager.simulator.comparison import Machine, hypothetical, variant
 from gptmanager.simulator.cost_model import CostModel, fit

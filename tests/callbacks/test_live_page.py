@@ -24,10 +24,10 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.callbacks import LivePage
-from gptmanager.callbacks.live import feed as live_feed
-from gptmanager.callbacks.live import tap as live_tap
-from gptmanager.callbacks.live.rows import LiveRows, ranges
-from gptmanager.callbacks.live.tap import LiveTap
+from gptmanager.callbacks.live_page import feed as live_feed
+from gptmanager.callbacks.live_page import tap as live_tap
+from gptmanager.callbacks.live_page.rows import LiveRows, ranges
+from gptmanager.callbacks.live_page.tap import LiveTap
 from gptmanager.manager import stall_watch
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 from gptmanager.recorder.taps import HostTap

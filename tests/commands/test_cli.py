@@ -24,7 +24,7 @@ from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
 from gptmanager import __version__, cli
 from gptmanager.callbacks import generate
 from gptmanager.errors import ManagerDeadError, RecordingError
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
 from gptmanager.run.latencies import latencies
 from gptmanager.run.text_encoder import TextEncoder

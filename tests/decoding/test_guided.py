@@ -26,7 +26,7 @@ from gptmanager import (
 from gptmanager.decoding.guided.grammar_masks import Grammar
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError, InvalidRequestError
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.testing import RecordingCallbacks, ScriptedModel

@@ -23,7 +23,7 @@ from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.decoding.processors.rows import ModelStream
 from gptmanager.errors import ConfigError
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams

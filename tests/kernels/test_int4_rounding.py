@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import MIDDLE, MOST, Groups, whole_groups
-from gptmanager.kernels.gemm.int4_rounding import STEPS, round_to_groups
+from gptmanager.kernels.gemm.weight_quantization import STEPS, round_to_groups
 
 LARGEST = torch.finfo(torch.float16).max
 

@@ -14,7 +14,7 @@ from gptmanager.host.callback_host import CallbackHost
 from gptmanager.kernels import CpuKernels
 from gptmanager.loop.responses import REQUEST_METRICS
 from gptmanager.models.model import load_model
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
 from gptmanager.step import Intake
 from gptmanager.testing import ContractChecker, RecordingCallbacks

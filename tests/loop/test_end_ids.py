@@ -24,7 +24,7 @@ from gptmanager.callbacks import RequestQueue, generate
 from gptmanager.cli import main
 from gptmanager.config import PromptLookup
 from gptmanager.decoding.guided.guided import GuidedDecoding
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay.replaying import replay
 from gptmanager.testing import RecordingCallbacks
 

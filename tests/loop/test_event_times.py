@@ -15,11 +15,11 @@ import pytest
 from gptmanager import FinishReason
 from gptmanager.callbacks import RequestQueue
 from gptmanager.errors import InvalidRequestError, ManagerDeadError
-from gptmanager.run.live_view import LiveView
+from gptmanager.run.progress_display import ProgressDisplay
 from gptmanager.run.requests_file import read_requests
 from gptmanager.run.results_file import Results
 from gptmanager.run.watch import Recorder, Watch
-from gptmanager.terminal.live_region import LiveRegion
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 
 LINES = [
     b'{"input_ids": [5], "streaming": true}',
@@ -38,7 +38,7 @@ class Run:
         self.pipe = io.StringIO()
         self.queue = RequestQueue()
         self.recorder = Recorder(self.queue, is_watched=True)
-        view = LiveView(LiveRegion(self.pipe))
+        view = ProgressDisplay(RedrawnLines(self.pipe))
         self.watch = Watch(self.recorder, Results(self.lines, None, None), view)
 
     def at(self, seconds):

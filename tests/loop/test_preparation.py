@@ -16,7 +16,7 @@ from gptmanager import (
     OptionalParams,
 )
 from gptmanager.errors import InvalidRequestError
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
 from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.simulator import simulate

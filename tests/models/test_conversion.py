@@ -28,7 +28,7 @@ from gptmanager.memory.safetensors_writer import SafetensorsWriter
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import is_quantized, open_tensors
 from gptmanager.models.conversion import convert_checkpoint
-from gptmanager.models.quantized_tensors import FIELD, QuantizedTensors
+from gptmanager.models.converted_tensors import FIELD, ConvertedTensors
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_rows_that_loading_moves_are_right(tmp_path: Path, family: str) -> None:
     assert any(map(is_mapped, found.values()))
 
 
-def written(file: Path, matrices: dict[str, Int4Matrix]) -> QuantizedTensors:
+def written(file: Path, matrices: dict[str, Int4Matrix]) -> ConvertedTensors:
     """A folder of these matrices, in their order."""
     tensors: dict[str, torch.Tensor] = {}
     for number, end in enumerate(("", "_scale", "_minimum")):
@@ -240,7 +240,7 @@ def written(file: Path, matrices: dict[str, Int4Matrix]) -> QuantizedTensors:
     with SafetensorsWriter(file, announced) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
-    return QuantizedTensors(SafetensorsFolder(file.parent))
+    return ConvertedTensors(SafetensorsFolder(file.parent))
 
 
 def test_only_whole_panels_next_to_each_other_are_one_matrix(tmp_path: Path) -> None:

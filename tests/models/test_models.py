@@ -30,11 +30,11 @@ from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels, PackedMatrix
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
-from gptmanager.kernels.gemm.int4_rounding import round_to_groups
 from gptmanager.kernels.gemm.matmul_plan import packing_pays
+from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 from gptmanager.models import load_model
 from gptmanager.models.read_spec import read_spec
-from gptmanager.models.rope import rope_table
+from gptmanager.models.rope_scaling import rope_table
 from gptmanager.testing import RecordingCallbacks
 
 TOLERANCE = 1e-4  # of logits whose standard deviation is about 1

@@ -16,11 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import covering
-from mutations import Mutant, mutants_of, sample
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from trials import (
+from mutant_runs import (
     DEAD,
     EQUIVALENT,
     KILLED,
@@ -32,6 +28,10 @@ from trials import (
     trees,
     try_all,
 )
+from mutation_operators import Mutant, mutants_of, sample
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 VERDICTS = (KILLED, TIMEOUT, SURVIVED, EQUIVALENT, NO_COMPILE)

@@ -82,6 +82,7 @@ _CPU = {
     "matmul.py": _MATMULS,
     "matrix_tiles.py": _MATMULS,
     "packed_matrix.py": _MATMULS,
+    "weight_quantization.py": f"{_MATMULS} test_int4_rounding",
     "paged_attention.py": "test_kernel_memory test_kernels",
     "pairs.py": "test_kernel_memory test_packed_matmul test_adapter_kernels",
     "matmul_plan.py": _MATMULS,
@@ -91,7 +92,7 @@ _CPU = {
     "reference.py": "test_kernels test_adapter_kernels test_float64",
     "threads.py": "test_kernels test_adapter_kernels test_captured_steps",
     "torch_operations.py": "test_torch_operations test_captured_steps",
-    "token_loops.py": "test_kernel_memory test_kernels",
+    "per_token_kernels.py": "test_kernel_memory test_kernels",
     "token_masks.py": "test_token_masks",
 }
 _ANY_OF_CPU = (

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from covering import covering_tests, files
-from mutations import Mutant, mutants_of, sample
-from trials import (
+from mutant_runs import (
     KILLED,
     NO_COMPILE,
     SURVIVED,
@@ -25,6 +24,7 @@ from trials import (
     try_all,
     verdict,
 )
+from mutation_operators import Mutant, mutants_of, sample
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

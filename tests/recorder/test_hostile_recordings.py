@@ -26,7 +26,7 @@ from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, O
 from gptmanager.cli import main
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder import black_box
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay, replaying
 from gptmanager.simulator import load, simulation
 from gptmanager.testing import RecordingCallbacks, ScriptedModel

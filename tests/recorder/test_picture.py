@@ -36,7 +36,7 @@ from gptmanager.picture.svg import STYLE
 from gptmanager.picture.trace import Bounds, Phase, Reason, Span
 from gptmanager.picture.zoom_page import page
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.scheduler.wait_reasons import Wait, WaitReason, unreported_wait
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
 from gptmanager.testing import RecordingCallbacks, ScriptedModel

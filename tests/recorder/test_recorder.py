@@ -37,7 +37,7 @@ from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.loop.active_state import ProgressState, RequestState
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.recorder import black_box
-from gptmanager.recorder.recording import FORMAT, Iteration, make_header, read_recording
+from gptmanager.recorder.recording_file import FORMAT, Iteration, make_header, read_recording
 from gptmanager.recorder.requests import (
     Allowance,
     Opaque,

@@ -25,7 +25,7 @@ from recorded_runs import (
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.environment.lazy_names import named
 from gptmanager.errors import ConfigError, RecordingError
-from gptmanager.recorder.recording import End, RunEnd, read_recording
+from gptmanager.recorder.recording_file import End, RunEnd, read_recording
 from gptmanager.replay import completed, difference, replay
 from gptmanager.replay.arguments import add_command
 from gptmanager.replay.main import imported

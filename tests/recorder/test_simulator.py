@@ -29,7 +29,7 @@ from gptmanager.errors import ConfigError, RecordingError, SchedulerError
 from gptmanager.loop.token_loop import LoopState
 from gptmanager.peft_cache import CacheSizes
 from gptmanager.recorder import Recorder
-from gptmanager.recorder.recording import Header, Iteration, Recording, read_recording
+from gptmanager.recorder.recording_file import Header, Iteration, Recording, read_recording
 from gptmanager.replay import replay
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.simulator import simulate

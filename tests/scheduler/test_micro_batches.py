@@ -29,7 +29,7 @@ from gptmanager.errors import RecordingError
 from gptmanager.kv_cache import LedgerError
 from gptmanager.loop.token_loop import LoopState
 from gptmanager.recorder import Recorder
-from gptmanager.recorder.recording import field_names, make_header, read_lines, read_recording
+from gptmanager.recorder.recording_file import field_names, make_header, read_lines, read_recording
 from gptmanager.recorder.values import Decoder, to_json
 from gptmanager.replay import replay
 from gptmanager.replay.replaying import _Step

@@ -15,7 +15,7 @@ from gptmanager import (
 )
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop.responses import REQUEST_METRICS
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
 from gptmanager.request.llm_request import LlmRequest
 from gptmanager.simulator.load import RecordedLoad

@@ -3,7 +3,7 @@
 import pytest
 
 from gptmanager.server.chat.chat_answer import ChatAnswer
-from gptmanager.server.tool_calls.hermes import HermesParser
+from gptmanager.server.tool_formats.hermes import HermesParser
 
 TEXT = (
     "I look.\n<tool_call>\n"

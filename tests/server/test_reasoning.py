@@ -12,7 +12,7 @@ from gptmanager.server.answer_parsing.harmony_parser import HarmonyParser
 from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
 from gptmanager.server.chat.chat_answer import ChatAnswer
 from gptmanager.server.chat.reasoning import AnswerStart, Reasoning, reasoning_of, special_tags
-from gptmanager.server.tool_calls.hermes import HermesParser
+from gptmanager.server.tool_formats.hermes import HermesParser
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 HEAD = "<|start|>assistant"

@@ -17,7 +17,7 @@ from gptmanager.server.http.body import LARGE_BODY
 from gptmanager.server.openai import completions, response_store
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text import generation_fields
-from gptmanager.server.tool_calls import tools
+from gptmanager.server.tool_formats import tools
 from gptmanager.server.triton import token_model
 from gptmanager.terminal import option_sources
 

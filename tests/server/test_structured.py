@@ -13,8 +13,8 @@ from gptmanager.environment.distribution import install_command
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.text.structured import OutputRule, StructuredOutputs, read_output_rule
-from gptmanager.server.tool_calls.hermes import Hermes
-from gptmanager.server.tool_calls.tools import read_tools
+from gptmanager.server.tool_formats.hermes import Hermes
+from gptmanager.server.tool_formats.tools import read_tools
 
 SCHEMA = {"type": "object"}
 

@@ -11,10 +11,10 @@ from gptmanager.callbacks import load_tokenizer
 from gptmanager.server.answer_parsing.answer_parts import Arguments, CallBegins, Content
 from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
 from gptmanager.server.chat.chat_answer import ChatAnswer
-from gptmanager.server.tool_calls.call_grammar import marks_of
-from gptmanager.server.tool_calls.deepseek import TAGS as DEEPSEEK
-from gptmanager.server.tool_calls.formats import FORMATS, format_of
-from gptmanager.server.tool_calls.tools import read_tools
+from gptmanager.server.tool_formats.call_grammar import marks_of
+from gptmanager.server.tool_formats.deepseek import TAGS as DEEPSEEK
+from gptmanager.server.tool_formats.formats import FORMATS, format_of
+from gptmanager.server.tool_formats.tools import read_tools
 
 LOOK = {
     "type": "object",

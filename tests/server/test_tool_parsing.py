@@ -6,8 +6,8 @@ import random
 import pytest
 
 from gptmanager.server.answer_parsing.answer_parts import Arguments, CallBegins, Content
-from gptmanager.server.tool_calls.hermes import HermesParser
-from gptmanager.server.tool_calls.llama3 import Llama3Parser
+from gptmanager.server.tool_formats.hermes import HermesParser
+from gptmanager.server.tool_formats.llama3 import Llama3Parser
 
 NAMES = ("get_weather", "add")
 

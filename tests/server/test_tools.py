@@ -9,10 +9,10 @@ from gptmanager import GuidedDecoding
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.server.chat.functions import has_functions, read_functions
 from gptmanager.server.errors import ApiError
-from gptmanager.server.tool_calls import hermes, llama3
-from gptmanager.server.tool_calls.call_grammar import marks_of
-from gptmanager.server.tool_calls.formats import format_of
-from gptmanager.server.tool_calls.tools import read_tools
+from gptmanager.server.tool_formats import hermes, llama3
+from gptmanager.server.tool_formats.call_grammar import marks_of
+from gptmanager.server.tool_formats.formats import format_of
+from gptmanager.server.tool_formats.tools import read_tools
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 

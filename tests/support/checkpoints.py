@@ -22,7 +22,7 @@ from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.memory import KvPool
 from gptmanager.models import Batch, Model
-from gptmanager.models.model import page_shapes
+from gptmanager.models.model import page_shapes, state_shapes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -228,7 +228,8 @@ class PagedDriver:
         num_blocks = -(-spec.max_seq_len // tokens_per_block)
         total = num_slots * num_blocks
         self.model = model
-        self.pool = KvPool(page_shapes(spec), total, tokens_per_block, dtype=dtype)
+        states = {"state_shapes": state_shapes(spec), "num_lines": num_slots}
+        self.pool = KvPool(page_shapes(spec), total, tokens_per_block, dtype=dtype, **states)
         for pages in chain.from_iterable(it.tokens for it in self.pool.stacks):
             pages.fill_(torch.nan)
         order = torch.randperm(total, generator=torch.Generator().manual_seed(0))

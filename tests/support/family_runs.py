@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import re
+import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -42,6 +44,7 @@ def family_model(name: str) -> Any:
 def family_folder(name: str) -> Path:
     """The checkpoint of that model, as `save_pretrained` writes it."""
     folder = Path(tempfile.mkdtemp(prefix="family-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     family_model(name).save_pretrained(folder)
     return folder
 
@@ -59,6 +62,7 @@ class SharingDriver(PagedDriver):
         for block in self._block_tables[slot].tolist():
             for pages in chain.from_iterable(it.tokens for it in self.pool.stacks):
                 pages[:, block] = torch.nan
+        self.pool.states.clear(slot)
         self._lengths[slot] = 0
 
     def share(self, source: int, slot: int, length: int) -> None:

@@ -19,7 +19,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.errors import ManagerDeadError
-from gptmanager.recorder.recording import Recording, read_recording
+from gptmanager.recorder.recording_file import Recording, read_recording
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
 VOCAB_SIZE = 50

@@ -14,10 +14,10 @@ import torch
 from numba.extending import register_jitable
 
 from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
+from gptmanager.kernels.per_token_kernels import RopeTask
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.lanes import LANES
 from gptmanager.kernels.simd.threads import address_of, check_layout, task_fields
-from gptmanager.kernels.token_loops import RopeTask
 
 TILE_ROWS = 32
 SPAN = 64

@@ -15,6 +15,7 @@ import numpy as np
 
 from gptmanager.kernels.attention.attention_task import TASK, areas_at, padded, span_of, tile_tokens
 from gptmanager.kernels.gemm.small_matmul import multiply, transpose
+from gptmanager.kernels.per_token_kernels import soft_capped
 from gptmanager.kernels.simd.dtypes import FLOAT32, load_as, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,
@@ -37,7 +38,6 @@ from gptmanager.kernels.simd.lanes import (
     task_at,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD
-from gptmanager.kernels.token_loops import soft_capped
 
 LOG2_E = 1.4426950408889634
 LOWEST = np.float32(-3.0e38)

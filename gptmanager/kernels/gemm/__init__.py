@@ -1,1 +1,1 @@
-"""The matmul of tokens with a packed matrix, in float and quantized dtypes."""
+"""Matmuls of activations with packed weights, which are floats, int8 or 4 bits."""

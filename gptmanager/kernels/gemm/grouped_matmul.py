@@ -1,8 +1,7 @@
-"""Many matmuls as one task: one thread's share.
+"""Many matmuls as one task, so that threads wait for each other once and not after every matmul.
 
-The threads take the parts of one matmul after another, so that none of them waits at the end of
-each. A thread runs a private copy of each matmul's task: with its own scratch, and the counter of
-parts of the shared one.
+The threads run the matmuls in the same order. Each uses a copy of the matmul's task with scratch
+memory of its own, and claims parts from the counter of the shared task.
 """
 
 # mypy: allow-untyped-calls
@@ -20,9 +19,10 @@ from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 
 class GroupTask(ctypes.Structure):
-    """`tasks`: the address of `count` instances of `MatmulTask`, all for `body`.
+    """`tasks`: the address of `count` instances of `MatmulTask`, which `body` computes.
 
-    `copies`: memory for one for each thread. `scratch_bytes`: of each thread.
+    `copies`: memory for a copy of an instance per thread. `scratch_bytes`: scratch memory per
+    thread.
     """
 
     _fields_ = task_fields("body tasks count copies scratch scratch_bytes")

@@ -1,7 +1,7 @@
-"""Matmuls of a packed int8 matrix with few rows, in int16 arithmetic.
+"""Register tiles of matmuls of few rows with a packed int8 matrix, in int16 arithmetic.
 
-`quantized_activations` has quantized the rows to int16. Sums over a stretch of a row are exact. An
-element does not depend on the number of rows.
+The rows are int16, from `quantized_activations`. Sums over up to `MAX_POSITIONS` positions are
+exact. An element of the result does not depend on the number of rows.
 """
 
 # mypy: allow-untyped-calls
@@ -34,13 +34,13 @@ from gptmanager.kernels.simd.lanes import (
 )
 
 FEW_ROWS = 4  # up to here an int8 matmul is limited by memory bandwidth
-INT16_DEPTH = 4  # positions of a step
+INT16_DEPTH = 4  # positions in a step
 _TWO_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _TWO_BYTES = ir.VectorType(ir.IntType(8), 2 * LANES)
 
 
 def has_int16_dots() -> bool:
-    """Whether the processor has 512-bit dot products of int16 pairs."""
+    """Return whether the processor has 512-bit dot products of int16 pairs."""
     return bool(binding.get_host_cpu_features().get("avx512bw"))
 
 
@@ -106,5 +106,5 @@ def int16_tile(rows: int) -> Any:
 
 
 def int16_scratch_bytes(depth: int) -> int:
-    """Return the bytes of a thread's scratch after the sums: a few int16 rows and their scales."""
+    """Return the bytes that a thread's scratch has after its sums: int16 rows and their scales."""
     return FEW_ROWS * (2 * depth + 4 * -(-depth // MAX_POSITIONS))

@@ -1,7 +1,8 @@
-"""Rows of activations as blocks of 32 bytes or 32 pairs of bytes, for matrices in 4 bits.
+"""Quantizes rows of activations in blocks of 32 elements, for matmuls with matrices in 4 bits.
 
-A block has a factor of its own, so that the largest element of a row takes bits from its neighbors
-alone. Two bytes for an element (few rows) are an int16: a signed upper byte, and a signed rest.
+Each block has a factor of its own, so that a large element costs precision only within its block.
+An element has one byte (level), or two if rows are few: an int16 as a signed upper byte and a
+signed rest.
 """
 
 # mypy: allow-untyped-calls
@@ -15,6 +16,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
 from gptmanager.kernels.gemm.quantized_activations import inverse, measured, sum_ints
+from gptmanager.kernels.per_token_kernels import CONVERSION_TASK, ZERO, share_of
 from gptmanager.kernels.simd.dtypes import load_as
 from gptmanager.kernels.simd.lanes import (
     INDICES,
@@ -33,16 +35,15 @@ from gptmanager.kernels.simd.lanes import (
     vector,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
-from gptmanager.kernels.token_loops import CONVERSION_TASK, ZERO, share_of
 
-FACTOR, BEGIN, SUM, BLOCK_HEAD = 0, 4, 8, 16  # bytes from the start of a block; then its elements
-# of an element; with two bytes the upper one is at most 127 once the rest is rounded off
+FACTOR, BEGIN, SUM, BLOCK_HEAD = 0, 4, 8, 16  # offsets in a block, in bytes; elements follow
+# The largest element with one byte and with two. The upper byte, which is rounded, is at most 127.
 _MOST = (np.float32(127.0), np.float32(127.0 * 256.0))
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 
 
 def block_bytes(levels: int) -> int:
-    """Return the bytes of a block with `levels` bytes for each element."""
+    """Return the bytes of a block with `levels` bytes per element."""
     return BLOCK_HEAD + GROUP * levels
 
 
@@ -71,7 +72,7 @@ def _store_one_level(builder: Any, address: Any, value: Any, total: Any) -> Any:
 
 @intrinsic(vector, long, vector, vector)
 def _store_two_levels(builder: Any, address: Any, value: Any, total: Any) -> Any:
-    """Store sixteen numbers as upper bytes, and the rests 32 bytes behind them; as above."""
+    """Store sixteen numbers as upper bytes, with the rests 32 bytes after them; return the sum."""
     whole = _rounded(builder, value)
     upper = builder.ashr(builder.add(whole, _all(128)), _all(8))
     _store(builder, address, upper)
@@ -84,7 +85,10 @@ def _store_two_levels(builder: Any, address: Any, value: Any, total: Any) -> Any
 def quantize_groups(
     dtype: int, x: int, row: int, given: int, depth: int, to: int, levels: int
 ) -> None:
-    """Quantize a row of x: `given` elements and zeros up to `depth`; NaN stays NaN."""
+    """Quantize a row of x, which has `given` elements, padded with zeros to `depth`.
+
+    A block with a NaN has the factor NaN.
+    """
     size = BLOCK_HEAD + GROUP * levels
     most = _MOST[1] if levels == 2 else _MOST[0]
     for number in range(depth // GROUP):
@@ -105,7 +109,7 @@ def quantize_groups(
 
 
 def quantize_rows_in_groups(address: int) -> None:
-    """Quantize tokens to blocks of one byte for each element; the task's own dtype is ignored."""
+    """Quantize tokens to blocks with one byte per element. The task's `dtype` is ignored."""
     t = task_at(address, CONVERSION_TASK)
     size = t.width // GROUP * (BLOCK_HEAD + GROUP)
     part = claim(address, NEXT_PART)

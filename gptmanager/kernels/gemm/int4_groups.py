@@ -1,7 +1,7 @@
-"""`Groups`: rows of a matrix in 4 bits, in groups of 32 positions with a scale for each.
+"""`Groups`: rows of a matrix in 4 bits, in groups of 32 positions with a scale each.
 
-An element is `scale * (value - 8)`, or `scale * value + minimum` where groups have minima. Scales
-and minima are float16, so these are also the blocks Q4_0 and Q4_1 of GGUF files, number by number.
+An element is `scale * (value - 8)`, or `scale * value + minimum` if groups have minima. Scales and
+minima are float16, so groups have exactly the numbers of GGUF's blocks Q4_0 and Q4_1.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32  # positions with one scale
-MIDDLE, MOST = 8, 15  # the value of zero without a minimum, and the largest value
+MIDDLE, MOST = 8, 15  # the value that represents zero without a minimum, and the largest value
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """`values`: uint8 `[n, columns]`; `scales`, `minima`: float16 `[n, groups]`; None: no minima.
+    """`values` is uint8 `[n, columns]`; `scales` and `minima`, which may be None, are float16
+    `[n, groups]`.
 
     The last group of a row may have fewer than 32 positions.
     """
@@ -33,7 +34,7 @@ class Groups:
 
     @property
     def offsets(self) -> Tensor:
-        """Return what is added to `scale * value`, float32 `[n, groups]`."""
+        """The numbers that are added to `scale * value`, float32 `[n, groups]`."""
         return self.scales.float() * -MIDDLE if self.minima is None else self.minima.float()
 
     def rows(self, rows: slice) -> Groups:
@@ -41,7 +42,7 @@ class Groups:
         return Groups(self.values[rows], self.scales[rows], minima)
 
     def columns(self, columns: slice) -> Groups | None:
-        """Return a part of each row; None if it does not begin with a group."""
+        """Return these columns of each row, or None if they do not begin with a group."""
         start, stop, _ = columns.indices(self.values.shape[1])
         if start % GROUP:
             return None
@@ -50,7 +51,7 @@ class Groups:
         return Groups(self.values[:, start:stop], self.scales[:, own], minima)
 
     def floats(self) -> Tensor:
-        """Return the elements in float32, exact but for one rounding where there are minima."""
+        """Return the elements in float32. They are exact without minima, else rounded once."""
         count = self.values.shape[1]
         wide = whole_groups(self.values.float())
         wide = wide * self.scales.float().unsqueeze(-1) + self.offsets.unsqueeze(-1)
@@ -58,7 +59,7 @@ class Groups:
 
 
 def joined(parts: Sequence[Groups]) -> Groups:
-    """Return rows below each other; all have minima or none has."""
+    """Concatenate rows. Either all parts have minima or none has."""
     minima = [part.minima for part in parts if part.minima is not None]
     return Groups(
         torch.cat([part.values for part in parts]),

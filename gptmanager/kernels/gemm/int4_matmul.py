@@ -1,4 +1,4 @@
-"""Matmuls of tokens with a matrix in 4 bits, by each kind of instructions: one thread's share."""
+"""Matmuls of tokens with a matrix in 4 bits, one function for each kind of instructions."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from gptmanager.kernels.gemm.matrix_tiles import over_rows, release
 from gptmanager.kernels.simd.lanes import LANES, claim, loop, loop_named, task_at
 from gptmanager.kernels.simd.threads import NEXT_PART
 
-FEW_ROWS = 8  # up to here activations are quantized to 16 bits, by each thread
+FEW_ROWS = 8  # up to this number, each thread quantizes all rows, to 16 bits
 _multiply_lanes = over_rows("float32")
 
 
 def few_scratch_bytes(depth: int) -> int:
-    """Return the bytes of a thread's scratch behind the sums: the blocks of few rows."""
+    """Return the bytes that a thread's scratch has after its sums: the blocks of few rows."""
     return FEW_ROWS * depth // GROUP * block_bytes(2)
 
 
 @loop
 def _scales(t: Any, panel: int) -> int:
-    """Return where the scales of a panel are, by the address of its values."""
+    """Return the address of a panel's scales; `panel` is the address of its values."""
     return int(t.groups + (panel - t.matrix) // GROUP_BYTES * SCALE_BYTES)
 
 
@@ -64,7 +64,7 @@ def _widen_to_pairs(t: Any, target: int, panel: int) -> None:
 
 @loop
 def _share_by_lanes(t: Any, address: int) -> None:
-    """Compute a thread's share by SIMD lanes: panels are first widened, for any number of rows."""
+    """Compute a thread's share in SIMD lanes. Panels are first widened, for any number of rows."""
     scratch, counter = begin(t, address)
     w0 = scratch + SCRATCH_BYTES
     w1, w2, w3 = w0 + WIDE_BYTES, w0 + 2 * WIDE_BYTES, w0 + 3 * WIDE_BYTES
@@ -87,10 +87,10 @@ def _share_by_lanes(t: Any, address: int) -> None:
 
 
 def _share_by_dots(levels: int, is_wide: bool) -> Any:
-    """Return a thread's share by dot products of bytes.
+    """Return a function that computes a thread's share by dot products of bytes.
 
-    With two levels each thread quantizes the few rows, which is faster than waiting for one of
-    them; with one level they are quantized.
+    With one level, `x` is already quantized. With two levels, rows are few and each thread
+    quantizes all of them, which is faster than waiting for one thread.
     """
     many = (4 if is_wide else 2) if levels == 2 else (6 if is_wide else 4)
     across = 2 if is_wide else 1
@@ -135,7 +135,7 @@ def _share_by_dots(levels: int, is_wide: bool) -> Any:
 
 @loop
 def _share_by_unit(t: Any, address: int) -> None:
-    """Compute a thread's share by the matrix unit: panels are first widened to bfloat16."""
+    """Compute a thread's share with the matrix unit. Panels are first widened to bfloat16."""
     scratch, counter = begin(t, address)
     w0, size, held = scratch + SCRATCH_BYTES, 2 * LANES * t.depth, -1
     w1, w2, w3 = w0 + size, w0 + 2 * size, w0 + 3 * size
@@ -177,5 +177,5 @@ def multiply_int4_by_int8(address: int) -> None:
 
 
 def multiply_int4_by_unit(address: int) -> None:
-    """Multiply with a matrix in 4 bits by the matrix unit."""
+    """Multiply with a matrix in 4 bits, with the matrix unit."""
     _share_by_unit(task_at(address, MATMUL_TASK), address)

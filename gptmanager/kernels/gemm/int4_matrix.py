@@ -1,8 +1,8 @@
 """`Int4Matrix`: a weight of the network in 4 bits, in the order in which matmuls read it.
 
-A panel has sixteen rows. The 32 positions of a group are eight steps of four; the bytes of step j
-have step j in the lower half and step j + 4 in the upper: `values` is uint8
-`[panels, groups, 4, 16, 4]`, `scales` and `minima` are float16 `[panels, groups, 16]`.
+A panel has sixteen rows. The 32 positions of a group are eight steps of four positions. A byte has
+a position of step j in its lower half, and one of step j + 4 in its upper half. `values` is uint8
+`[panels, groups, 4, 16, 4]`; `scales` and `minima` are float16 `[panels, groups, 16]`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups, whole_groups
-from gptmanager.kernels.gemm.int4_rounding import round_to_groups
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows
+from gptmanager.kernels.gemm.weight_quantization import round_to_groups
 
-INT4 = torch.uint8  # of `values`: two positions in a byte
+INT4 = torch.uint8  # dtype of `values`: a byte has two positions
 _ALL = slice(None)
-_STEPS, _FOUR = 4, 4  # steps in the lower halves of a group's bytes, and positions of a step
+_STEPS, _FOUR = 4, 4  # steps in the lower halves of a group's bytes, and positions in a step
 
 
 class Int4Matrix(PackedMatrix):
-    """`[rows, columns]` of float32, bfloat16 or float16, stored as groups of 4 bits.
+    """A matrix `[rows, columns]` of float32, bfloat16 or float16, stored in groups of 4 bits.
 
     Rows must be written whole. `minima` is None until groups with minima are written.
     """
@@ -64,7 +64,7 @@ class Int4Matrix(PackedMatrix):
         return part
 
     def groups(self, rows: slice = _ALL) -> Groups:
-        """Return a copy of these rows."""
+        """Return a copy of these rows as groups."""
         assert self.scales is not None
         start, stop, _ = rows.indices(len(self))
         first, end = start // PANEL_ROWS, -(-stop // PANEL_ROWS)
@@ -88,9 +88,10 @@ class Int4Matrix(PackedMatrix):
         first_column: int = 0,
         columns: slice = _ALL,
     ) -> None:
-        """Write `columns` of `values`, whole rows from that row on; floats are rounded.
+        """Write `columns` of `values` as whole rows, from `first_row` on.
 
-        Groups keep their numbers, unless `columns` begin within one.
+        Floats are rounded to groups. `Groups` are written unchanged, unless `columns` begin within
+        a group.
         """
         assert self.scales is not None and first_column == 0
         own = self._own(values, columns)

@@ -1,8 +1,8 @@
-"""Register tiles of matmuls with a matrix in 4 bits, and its panels widened for other tiles.
+"""Register tiles of matmuls with a matrix in 4 bits, and functions that widen its panels.
 
-`int4_activations` has quantized the rows. The instruction multiplies unsigned bytes, which the
-values of the matrix are as they are stored, with signed ones; the sums of a group are exact. An
-element does not depend on the number of rows.
+The rows are blocks, from `int4_activations`. The instruction multiplies unsigned bytes, here the
+stored values of the matrix, with signed bytes. The sums of a group are exact. An element of the
+result does not depend on the number of rows.
 """
 
 # mypy: allow-untyped-calls
@@ -34,21 +34,21 @@ from gptmanager.kernels.simd.lanes import (
     spread,
 )
 
-GROUP_BYTES = GROUP * LANES // 2  # of a panel's values
-SCALE_BYTES = 2 * LANES  # of a panel's scales, or its minima
+GROUP_BYTES = GROUP * LANES // 2  # bytes of a group's values in a panel
+SCALE_BYTES = 2 * LANES  # bytes of a group's scales in a panel, or of its minima
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _EIGHT = ir.VectorType(INT, LANES // 2)
-_STEPS = GROUP // 8  # loads of a group
+_STEPS = GROUP // 8  # loads per group
 _SHIFTED = 0x43000000  # the float 128 + n has n in bits 16 to 19
 
 
 def has_wide_dots() -> bool:
-    """Whether the processor has 512-bit dot products of four bytes (AVX-512 VNNI)."""
+    """Return whether the processor has 512-bit dot products of four bytes (AVX-512 VNNI)."""
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
 
 
 def has_byte_dots() -> bool:
-    """Whether the processor has dot products of four bytes, of 512 bits or of 256 (AVX2 VNNI)."""
+    """Return whether the processor has dot products of four bytes, with 512 or 256 bits (VNNI)."""
     return has_wide_dots() or bool(binding.get_host_cpu_features().get("avxvnni"))
 
 
@@ -78,7 +78,7 @@ def _add_wide_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
 
 
 def _add_narrow_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
-    """Add the dot products by two instructions of 256 bits."""
+    """Add the dot products with two instructions of 256 bits."""
     parts = []
     for first in (0, LANES // 2):
         mask = ir.Constant(_EIGHT, list(range(first, first + LANES // 2)))
@@ -97,7 +97,7 @@ class _Tile:
     def group(
         self, blocks: Sequence[Any], values: Sequence[Any], begins: Sequence[Any]
     ) -> list[Any]:
-        """Return the sums of a group, int32: of each row for each panel."""
+        """Return the int32 sums of a group, for each row and each panel."""
         builder, low = self.builder, _all(0x0F0F0F0F)
         none = ir.Constant(INDICES, None)
         sums = [
@@ -125,7 +125,7 @@ class _Tile:
         self, blocks: Sequence[Any], scales: Sequence[Any], sums: Sequence[Any],
         totals: Sequence[Any],
     ) -> list[Any]:  # fmt: skip
-        """Add a group's sums times the factors of rows and the scales of the matrix."""
+        """Return the totals plus a group's sums, times factors of rows and scales of the matrix."""
         builder = self.builder
         right = [_widened(builder, it) for it in scales]
         factors = [
@@ -140,7 +140,7 @@ class _Tile:
     def with_minima(
         self, blocks: Sequence[Any], minima: Sequence[Any], has_minima: Any, totals: Sequence[Any]
     ) -> list[Any]:
-        """Add the sums of the rows' elements times the minima, if the matrix has them."""
+        """Return the totals plus the sums of the rows' elements times the minima, if any."""
         builder = self.builder
         before = builder.block
         with builder.if_then(has_minima, likely=False):
@@ -164,10 +164,10 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
     """Return an intrinsic that computes `rows` x 64 elements of a matmul.
 
     Its arguments: `(c, a, a_stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, groups)`. `c` is
-    float32 with stride 64; `a`: the first block of a quantized row, with `levels` bytes for each
-    position, and `a_stride` bytes to the next row; `b0` to `b3` are the addresses of four panels,
-    `s0` to `s3` those of their scales; `minima`: from a scale to its minimum, 0: there are none.
-    The sums of `across` panels are in registers at a time.
+    float32 with stride 64. `a` is the first block of a quantized row, with `levels` bytes per
+    position; the next row begins `a_stride` bytes later. `b0` to `b3` are the addresses of four
+    panels, `s0` to `s3` the addresses of their scales. `minima` is the distance from a scale to its
+    minimum, or 0 without minima. The sums of `across` panels are in registers at a time.
     """
 
     @intrinsic(nothing, *[long] * 13)
@@ -223,7 +223,7 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
 
 
 def _values_of(builder: Any, source: Any) -> list[Any]:
-    """Return a group's values at their positions: int32, in bits 16 to 19 of each lane."""
+    """Return a group's values by position, each in bits 16 to 19 of an int32 lane."""
     both = [_load(builder, _plus(builder, source, 64 * step), INDICES) for step in range(_STEPS)]
     found, mask = [], _all(0x000F0000)
     for half in (0, 4):
@@ -236,7 +236,7 @@ def _values_of(builder: Any, source: Any) -> list[Any]:
 
 
 def _scale_and_offset(builder: Any, scales: Any, minima: Any, middle: int) -> tuple[Any, Any]:
-    """Return a group's scales, and what is added to `scale * (value + middle - 8)`."""
+    """Return a group's scales, and the numbers to add to `scale * (value + middle - 8)`."""
     scale = _widened(builder, scales)
     has_minima = builder.icmp_signed("!=", minima, ir.Constant(LONG, 0))
     behind = builder.select(has_minima, builder.add(scales, minima), scales)
@@ -260,7 +260,7 @@ def widen_group(builder: Any, target: Any, values: Any, scales: Any, minima: Any
 def widen_group_to_pairs(builder: Any, target: Any, values: Any, scales: Any, minima: Any) -> None:
     """Widen a group of a panel to bfloat16 `[16, 16, 2]`, rounded to the nearest.
 
-    A value becomes a float, 128 more than it, by its bits alone.
+    A value n becomes the float 128 + n by setting bits.
     """
     scale, offset = _scale_and_offset(builder, scales, minima, 128 + MIDDLE)
     rounded, upper = [], _all(0xFFFF0000)

@@ -1,8 +1,9 @@
-"""Matmuls of a packed int8 matrix with many rows, in int8 arithmetic.
+"""Register tiles of matmuls of many rows with a packed int8 matrix, in int8 arithmetic.
 
-`quantized_activations` has quantized the rows to int8. Sums over a stretch of a row are exact. The
-instruction needs unsigned factors on one side: 128 is added to each element of the matrix, and sums
-begin with the value that compensates for it. An element does not depend on the number of rows.
+The rows are int8, from `quantized_activations`, in stretches of `STRETCH` positions. Sums over a
+stretch are exact. The instruction needs unsigned bytes on one side, so 128 is added to each element
+of the matrix, and sums begin with the value that compensates for it. An element of the result does
+not depend on the number of rows.
 """
 
 # mypy: allow-untyped-calls
@@ -37,12 +38,12 @@ from gptmanager.kernels.simd.lanes import (
 
 SPAN = 256  # positions of four panels that stay in the L1 cache for all rows
 SPAN_BYTES = PANELS * LANES * SPAN
-FOUR = 4  # positions of a step
+FOUR = 4  # positions in a step
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def has_int8_dots() -> bool:
-    """Whether the processor has 512-bit dot products of four int8 (VNNI)."""
+    """Return whether the processor has 512-bit dot products of four int8 (VNNI)."""
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
 
 
@@ -54,8 +55,8 @@ def _add_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
 class _Stretch(NamedTuple):
     """A stretch of a tile's rows: `count` steps of four positions, from step `first` on."""
 
-    marks: Sequence[Any]  # addresses
-    panels: Sequence[Any]  # of the matrix
+    marks: Sequence[Any]  # addresses of the rows' marks, see `MARK_BYTES`
+    panels: Sequence[Any]  # addresses of the matrix's panels
     first: Any
     count: Any
 
@@ -65,7 +66,7 @@ class _Stretch(NamedTuple):
     def added(
         self, builder: Any, rows: Sequence[Any], field: int, totals: Sequence[Any]
     ) -> Sequence[Any]:
-        """Add dot products with the rows at `rows` to the totals; marks begin at `field`."""
+        """Return the totals plus dot products with `rows`; `field`: where marks have the factor."""
 
         def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
             place = builder.add(self.first, index)
@@ -86,7 +87,7 @@ class _Stretch(NamedTuple):
         ]
 
     def with_left(self, builder: Any, left: Sequence[Any], totals: Sequence[Any]) -> Sequence[Any]:
-        """Add dot products with the remainders, if any of the rows has one."""
+        """Return the totals plus dot products with the remainders, if any row has remainders."""
         some = functools.reduce(builder.or_, self.mark(builder, 2, INT))
         before = builder.block
         with builder.if_then(builder.icmp_signed("!=", some, ir.Constant(INT, 0)), likely=False):
@@ -101,9 +102,10 @@ class _Stretch(NamedTuple):
 def int8_tile(rows: int) -> Any:
     """Return an intrinsic that computes `rows` x 64 elements of a matmul, or adds to them.
 
-    Its arguments: `(c, a, left, marks, a_stride, b, fours, add)`. `c` is float32 with stride 64;
-    `a`, `left` and `marks` are the values, remainders and marks of quantized rows from a stretch
-    on; `b`: four panels as `lay_out` writes them, `SPAN` positions apart; `fours`: positions / 4.
+    Its arguments: `(c, a, left, marks, a_stride, b, fours, add)`. `c` is float32 with stride 64.
+    `a`, `left` and `marks` are the values, remainders and marks of quantized rows, from the
+    beginning of a stretch. `b` has four panels as `lay_out` writes them, `SPAN` positions apart.
+    `fours` is the number of positions divided by 4.
     """
     per_stretch = ir.Constant(LONG, STRETCH // FOUR)
 
@@ -141,7 +143,7 @@ def int8_tile(rows: int) -> Any:
 
 @intrinsic(nothing, long, long, long)
 def lay_out(builder: Any, target: Any, source: Any, fours: Any) -> None:
-    """Write a panel's positions by fours plus 128 as uint8 `[fours, 16, 4]`; prefetch the next."""
+    """Write a panel's elements plus 128 as uint8 `[fours, 16, 4]`, and prefetch the next ones."""
     kind = ir.VectorType(ir.IntType(8), 4 * LANES)
     order = [n // 2 + n % 2 * LANES for n in range(2 * LANES)]
     mask = ir.Constant(ir.VectorType(INT, 2 * LANES), order)

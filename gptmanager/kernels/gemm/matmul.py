@@ -1,4 +1,4 @@
-"""Matmuls of tokens with a packed matrix, by each kind of instructions: one thread's share."""
+"""Matmuls of tokens with a matrix of floats or int8, one function for each kind of instructions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _widen(t: Any, target: int, source: int) -> None:
 
 @loop
 def _widened(t: Any, scratch: int, group: int, held: int) -> Any:
-    """Return a group's int8 panels as bfloat16, widened in scratch unless `held` is this group."""
+    """Return a group's int8 panels as bfloat16. Scratch already has them if `held` is the group."""
     first, size = scratch + SCRATCH_BYTES, 2 * LANES * t.depth
     wide = first, first + size, first + 2 * size, first + 3 * size
     if held != group:
@@ -64,10 +64,10 @@ def _widened(t: Any, scratch: int, group: int, held: int) -> Any:
 
 
 def _share_by_lanes(dtype: str) -> Any:
-    """Compile a thread's share that computes in SIMD lanes, for matrices of `dtype`.
+    """Return a function that computes a thread's share in SIMD lanes, for matrices of `dtype`.
 
-    For many rows, panels are first widened to float32, which is exact. Pairs of bfloat16 are not
-    widened.
+    For many rows, panels are first widened to float32, which is exact, except for pairs of
+    bfloat16.
     """
     is_pairs, name = dtype == "bfloat16 pairs", dtype.replace(" ", "_")
     widens, item = not is_pairs and dtype != "float32", 2 if is_pairs else 4
@@ -106,7 +106,7 @@ def _share_by_lanes(dtype: str) -> Any:
 
 
 def _share_by_int8() -> Any:
-    """Compile a thread's share in int8 arithmetic; its `x` holds quantized rows."""
+    """Return a function that computes a thread's share in int8, from rows that are quantized."""
     three, two, one = (int8_tile(rows) for rows in (3, 2, 1))
 
     @loop_named("share_int8_by_int8")
@@ -143,7 +143,7 @@ def _share_by_int8() -> Any:
 
 
 def _share_by_int16() -> Any:
-    """Compile a thread's share for few rows, which each thread quantizes to int16 itself."""
+    """Return a function for few rows, all of which each thread quantizes to int16 itself."""
     four, three, two, one = (int16_tile(rows) for rows in (4, 3, 2, 1))
 
     @loop_named("share_int8_by_int16")
@@ -152,7 +152,7 @@ def _share_by_int16() -> Any:
         depth, stride = t.depth, 2 * t.depth
         x, factors_stride = scratch + SCRATCH_BYTES, 4 * ((depth - 1) // MAX_POSITIONS + 1)
         factors = x + FEW_ROWS * stride
-        for row in range(t.rows):  # each thread does this, which is faster than waiting for one
+        for row in range(t.rows):  # in every thread, which is faster than waiting for one thread
             to = factors + row * factors_stride
             quantize_to_int16(t.dtype, t.x, row, depth, x + row * stride, to)
         part = claim(counter, NEXT_PART)
@@ -187,9 +187,7 @@ _int8_by_int8 = _share_by_int8() if has_int8_dots() else _int8
 
 
 def multiply_float32(address: int) -> None:
-    """Compute `result = x @ matrix.T` for a float32 matrix. The functions below do so for other
-    dtypes.
-    """
+    """Compute `result = x @ matrix.T` with a float32 matrix. The next functions: other dtypes."""
     _float32(task_at(address, MATMUL_TASK), address)
 
 
@@ -224,7 +222,7 @@ def multiply_int8_by_int8(address: int) -> None:
 def multiply_by_tiles(
     t: Any, scratch: int, b0: int, b1: int, b2: int, b3: int, first: int, rows: int
 ) -> None:
-    """Compute a chunk of a group with the matrix unit, from bfloat16 panels."""
+    """Compute a chunk of rows for a group of bfloat16 panels, with the matrix unit."""
     span = BLOCK if rows >= 32 else t.depth
     for k in range(0, t.depth, span):
         steps, at = min(span, t.depth - k) // 32, 2 * LANES * k
@@ -241,7 +239,7 @@ def multiply_by_tiles(
 
 @loop
 def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
-    """Compute a thread's share by the matrix unit; quantized panels are first widened."""
+    """Compute a thread's share with the matrix unit. Quantized panels are first widened."""
     scratch, counter = begin(t, address)
     held = -1  # the group of the widened panels
     part = claim(counter, NEXT_PART)
@@ -260,10 +258,10 @@ def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
 
 
 def multiply_by_unit(address: int) -> None:
-    """Multiply with a bfloat16 matrix by the matrix unit."""
+    """Multiply with a bfloat16 matrix, with the matrix unit."""
     _share_by_unit(task_at(address, MATMUL_TASK), address, False)
 
 
 def multiply_int8_by_unit(address: int) -> None:
-    """Multiply with an int8 matrix by the matrix unit."""
+    """Multiply with an int8 matrix, with the matrix unit."""
     _share_by_unit(task_at(address, MATMUL_TASK), address, True)

@@ -1,4 +1,4 @@
-"""`MatmulPlan`: the part of a matmul that depends on its matrix alone, decided once.
+"""`MatmulPlan`: everything in a matmul that depends only on its matrix, decided once.
 
 It selects the instructions, and decides whether packing pays on this machine.
 """
@@ -37,21 +37,23 @@ _BY_LANES: dict[torch.dtype, Callable[[int], None]] = {
     torch.int8: bodies.multiply_int8,
     INT4: int4_matmul.multiply_int4,
 }
-_kept: list[Any] = []  # memory behind addresses
+_kept: list[Any] = []  # keeps memory alive to which addresses refer
 
 
 class Instructions(NamedTuple):
+    """Machine code that computes matmuls, and the rows that it reads."""
+
     body: int  # address of the machine code
-    dtype: torch.dtype  # dtype of the rows it reads, if `quantize` is None
+    dtype: torch.dtype  # dtype of the rows, if `quantize` is None
     scratch_bytes: int  # per thread
-    quantize: Callable[[int], None] | None = None  # a body of `ConversionTask`
-    row_bytes: int = 0  # of a quantized row
+    quantize: Callable[[int], None] | None = None  # quantizes the rows of a `ConversionTask`
+    row_bytes: int = 0  # bytes of a quantized row
 
 
 class MatmulPlan(NamedTuple):
     """A plan for matmuls with one matrix; with `silu`, see `Kernels.linear_silu_mul`."""
 
-    task: MatmulTask  # without the fields of rows
+    task: MatmulTask  # without the fields that depend on a call
     columns: int  # columns of the result
     depth: int  # elements of a row, including padding
     num_groups: int
@@ -96,7 +98,7 @@ def _scale_fields(matrix: PackedMatrix) -> dict[str, int]:
 
 
 def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructions, Instructions]:
-    """Return the instructions for few rows and for many."""
+    """Return the instructions for few rows, and those for many rows."""
     stored, num_bytes = matrix.values.dtype, SCRATCH_BYTES
     if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
         body = bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs
@@ -146,7 +148,7 @@ def _unit_scratch_bytes(matrix: PackedMatrix) -> int:
 
 
 def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[int], None]]:
-    """Return the bodies that `_instructions` selects for matrices of that dtype."""
+    """Return the functions that `_instructions` may select for matrices stored as `stored`."""
     if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
         return [bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs]
     found = [_BY_LANES[stored]]
@@ -166,9 +168,9 @@ def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[in
 
 
 def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> bool:
-    """Return whether matrices of that dtype are packed.
+    """Return whether matrices of `dtype` are packed.
 
-    int8 matrices always are; int4 matrices if the processor can convert float16.
+    int8 matrices always are. int4 matrices are if the processor can convert float16.
     """
     if quantized == "int4":
         return dtype in DTYPES and HAS_FLOAT16
@@ -177,7 +179,7 @@ def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> boo
 
 @functools.cache
 def registers(rows: int) -> int:
-    """Return the address of the matrix unit's configuration for `rows` rows of sums and x."""
+    """Return the address of the matrix unit's configuration for `rows` rows of x."""
     palette, line, lines = b"\1", (64).to_bytes(2, "little"), bytes([rows] * 5 + [16] * 3)
     table = palette.ljust(16, b"\0") + (8 * line).ljust(32, b"\0") + lines.ljust(16, b"\0")
     _kept.append(ctypes.create_string_buffer(table, 64))
@@ -186,9 +188,9 @@ def registers(rows: int) -> int:
 
 @functools.cache
 def packing_pays() -> bool:
-    """Return whether packed matmuls are faster than torch's: with 8-lane fused multiply-adds.
+    """Return whether packed matmuls are faster than torch's, as they are with 8-lane FMA.
 
-    This is not measured: a measurement on a busy machine is sometimes wrong, and results would
+    This is not measured, because a measurement on a busy machine is sometimes wrong. Results would
     then differ in bits from run to run on the same machine.
     """
     features = binding.get_host_cpu_features()

@@ -1,9 +1,9 @@
-"""`MatmulTask`: a matmul of tokens with a packed matrix, its parts, and how each of them ends.
+"""`MatmulTask`: a matmul of tokens with a packed matrix, which threads compute in parts.
 
-A part is a group of four panels for a chunk of rows. The panels of a group are a quarter of the
-matrix apart, so that a thread with several groups in a row reads four long pieces of memory. A
-chunk's elements stay in scratch until their sums are complete; then they are scaled, biased,
-activated and rounded on their way to the result.
+A part is a chunk of rows times some groups of four panels. The panels of a group are a quarter of
+the matrix apart, so that a thread with consecutive groups reads four long pieces of memory. The
+sums of a chunk stay in scratch until they are complete. Then they are scaled, the bias is added,
+the activation is applied, and they are rounded and stored.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 import numpy as np
 
 from gptmanager.kernels.gemm.matrix_tiles import PANELS
+from gptmanager.kernels.per_token_kernels import logistic
 from gptmanager.kernels.simd.dtypes import load_as, store_as
 from gptmanager.kernels.simd.lanes import LANES, claim, load, load_part, loop
 from gptmanager.kernels.simd.threads import NEXT_THREAD, task_fields
-from gptmanager.kernels.token_loops import logistic
 
-CHUNK_ROWS = 192  # their float32 elements of a group fit into the L2 cache together with panels
+CHUNK_ROWS = 192  # the float32 sums of a chunk and a group fit into the L2 cache with the panels
 SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
 
 
 class MatmulTask(ctypes.Structure):
-    """Addresses (0: none), sizes (scratch in bytes), and the layout of a group of panels.
+    """Addresses (or 0), sizes (of scratch in bytes), and the layout of a group of panels.
 
-    Fields up to `tail` are those of one call. `x` has `depth` elements per row: float32, or
-    bfloat16 for pairs and the matrix unit; for int16 it has `dtype`, that of `result`; for int8 it
-    holds quantized rows. `part_groups`: groups per part. `num_groups`: all groups, also the
-    distance in panels from the first to the second panel of a group, and from the third to the
-    fourth; `second`: the distance from the first to the third. `silu`: the third and fourth panels
-    are factors of the SiLU of the first and second. `full`, `tail`: the matrix unit's
-    configurations for sixteen rows and for the remaining rows. `groups`: the float16 scales of a
-    matrix in 4 bits, and `minima`: how far behind them its minima are, 0: it has none. `counter`:
-    the task that has the counter of parts, 0: this one.
+    The fields up to `tail` depend on the call. `x` has `depth` elements per row: float32, bfloat16
+    for pairs and the matrix unit, or `dtype`, which is the dtype of `result`, for int16; for int8
+    it has quantized rows. `part_groups`: groups per part. `num_groups`: the number of groups. It is
+    also the distance in panels from the first to the second panel of a group, and from the third to
+    the fourth; `second` is the distance from the first to the third. `silu`: the SiLU of the first
+    and second panels' sums is multiplied by the sums of the third and fourth. `full`, `tail`: the
+    matrix unit's configurations for sixteen rows and for the remaining rows. `groups`: the float16
+    scales of a matrix in 4 bits. `minima`: the distance from these to the minima, or 0 without
+    minima. `counter`: the task that has the counter of parts, or 0 if it is this one.
     """
 
     _fields_ = task_fields(
@@ -68,8 +68,8 @@ def _finished(
 
 @loop
 def finish(t: Any, c: int, group: int, first_row: int, rows: int) -> None:
-    """Scale, bias, activate and store a chunk of a group."""
-    # read once: the compiler must assume that a store changes the task
+    """Apply scales, bias and activation to the sums of a chunk and a group, and store them."""
+    # The fields are read once, because the compiler must assume that a store changes the task.
     scales, bias, silu, columns = t.scales, t.bias, t.silu, t.columns
     result, dtype, bias_dtype = t.result, t.dtype, t.bias_dtype
     num_panels, apart = 2 if silu else PANELS, t.num_groups
@@ -89,7 +89,7 @@ def finish(t: Any, c: int, group: int, first_row: int, rows: int) -> None:
 
 @loop
 def panel(t: Any, number: int) -> int:
-    """Return the address of a panel; beyond the last one, its address (the result is unused)."""
+    """Return the address of a panel; for a number beyond the last panel, that panel's address."""
     address = t.matrix + min(number, t.num_panels - 1) * t.depth * t.position_bytes
     return int(address)
 
@@ -103,7 +103,7 @@ def panels(t: Any, group: int) -> Any:
 
 @loop
 def part_of(t: Any, part: int) -> Any:
-    """Return the groups, the first row and the number of rows of a part."""
+    """Return the groups of a part, its first row, and its number of rows."""
     first = part // t.num_chunks * t.part_groups
     groups = range(first, min(first + t.part_groups, t.num_groups))
     first_row = part % t.num_chunks * CHUNK_ROWS

@@ -1,7 +1,7 @@
-"""Register tiles of a matmul with a packed matrix, by the stored dtype of the matrix.
+"""Register tiles of matmuls with a packed matrix, for each stored dtype of the matrix.
 
-The bits of an element do not depend on how a matmul is cut into tiles: each element is one chain
-along the depth. A panel of a packed matrix has sixteen interleaved rows: see `PackedMatrix`.
+Each element is one chain of additions along the depth, so its bits do not depend on the division
+into tiles. A panel of a packed matrix has sixteen interleaved rows: see `PackedMatrix`.
 """
 
 # mypy: allow-untyped-calls
@@ -36,7 +36,7 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.pairs import add_pairs, is_amd
 
-PANELS = 4  # of a tile: enough sums to hide the latency of an addition even with one row
+PANELS = 4  # panels of a tile: enough sums to hide the latency of additions even with one row
 # Prefetch distance in bytes of a panel: the processor's own is shorter. AMD's processors can have
 # few lines in flight to the L1 cache, but more to L2; on Intel's, L1 was faster.
 AHEAD, _NEAR = (1024, 2) if is_amd() else (2048, 3)
@@ -48,7 +48,7 @@ _HALVES, _SHORTS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_SHORT, LA
 
 
 class Format(NamedTuple):
-    """How a stored dtype is read and multiplied.
+    """The instructions that read and multiply a stored dtype.
 
     `kind`: the type of one load from a panel. `widen` converts it to factors, one for each position
     of the depth or for each pair. `left`: the type of one load from a row. `add`: `(left, right,
@@ -216,7 +216,7 @@ def over_rows(dtype: str) -> Any:
 
 @functools.cache
 def has_matrix_unit() -> bool:
-    """Whether this process may use AMX; Linux requires one request, for all threads."""
+    """Return whether this process may use AMX. Linux requires one request for all threads."""
     if sys.platform != "linux" or not binding.get_host_cpu_features().get("amx-bf16"):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18

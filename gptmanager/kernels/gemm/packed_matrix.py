@@ -12,8 +12,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gptmanager.kernels.gemm.weight_quantization import round_to_int8
+
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
-UNIT_DEPTH = 32  # positions of bfloat16 that the matrix unit takes at a time
+UNIT_DEPTH = 32  # bfloat16 positions that the matrix unit reads at a time
 _ALL = slice(None)
 
 Quantized = Literal["int8", "int4"]  # how a matrix is stored in fewer bits than its dtype has
@@ -28,11 +30,11 @@ class Panels(NamedTuple):
 
 
 class PackedMatrix:
-    """A matrix `[rows, columns]` of float32, bfloat16 or float16. It is not a tensor, but can be
-    read and written like one.
+    """A matrix `[rows, columns]` of float32, bfloat16 or float16.
 
-    `quantized`: stored as int8 with one scale per row; the largest magnitude of a row becomes 127,
-    so rows must be written whole. `shape` and `dtype` describe the values; `len` counts rows.
+    It is not a tensor, but can be read and written like one. A `quantized` matrix is stored as int8
+    with one scale per row. The largest magnitude of a row becomes 127, so rows must be written
+    whole. `shape` and `dtype` describe the values; `len` counts rows.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class PackedMatrix:
         return Panels(self.values, self.scales)
 
     def adopt(self, panels: Panels) -> bool:
-        """Use this storage from now on; return False if it has another layout or dtype."""
+        """Use this storage from now on. Return False if its layout or dtype does not fit."""
         for own, other in ((self.values, panels.values), (self.scales, panels.scales)):
             if own is None or own.dtype != other.dtype or own.shape != other.shape:
                 return False
@@ -78,8 +80,9 @@ class PackedMatrix:
         return True
 
     def parts(self, count: int) -> tuple[Matrix, ...]:
-        """Split into `count` matrices with equal numbers of rows; views if the parts are whole
-        panels.
+        """Split into `count` matrices with equal numbers of rows.
+
+        They are views if each consists of whole panels, otherwise copies.
         """
         size = len(self) // count
         if size % PANEL_ROWS:
@@ -124,7 +127,7 @@ class PackedMatrix:
         scale.
         """
         if self.scales is not None:
-            values, scales = _quantized(values)
+            values, scales = round_to_int8(values)
             self.scales[first_row : first_row + len(values)] = scales
         values = values[:, columns]
         pair = self.values.shape[3]
@@ -145,7 +148,7 @@ class PackedMatrix:
         """Return whether `copy_` with the same arguments would change nothing."""
         own = self.unpacked(slice(first_row, first_row + len(values)))
         if self.scales is not None:
-            ints, scales = _quantized(values)
+            ints, scales = round_to_int8(values)
             values = ints * scales.unsqueeze(1)
         values = values[:, columns]
         own = own[:, first_column : first_column + values.shape[1]]
@@ -168,16 +171,10 @@ def stored(matrix: Matrix) -> list[Tensor]:
     return [tensor for tensor in own if tensor is not None]
 
 
-def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize rows: return integers from -127 to 127, and the scales (0 for a row of zeros)."""
-    wide = rows.float()
-    scales = wide.abs().amax(dim=1) / 127
-    return (wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).round(), scales
-
-
 def copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:
-    """Copy `rows [n, ...]` to `panels [P, 16, ...]`, starting at row `first`; whole panels in one
-    copy.
+    """Copy `rows [n, ...]` to `panels [P, 16, ...]`, from row `first` on.
+
+    All whole panels are written in one copy.
     """
     head = min(-first % PANEL_ROWS, len(rows))
     whole = (len(rows) - head) // PANEL_ROWS

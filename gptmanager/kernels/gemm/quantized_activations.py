@@ -1,9 +1,9 @@
-"""Quantized rows of activations, for matmuls with int8 matrices.
+"""Quantizes rows of activations, for matmuls with int8 matrices.
 
-Each stretch of a row is quantized by its largest magnitude: to int16 where rows are few, to int8
-where they are many. With int8, the rounding remainders are also stored where the largest is far
-larger than the others, which would otherwise be lost: activations of language models have such
-outliers, in the same few channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
+A row is divided into stretches, each of which has a factor from its largest magnitude. Few rows
+become int16, many become int8. In int8, a stretch with an outlier would lose its other elements, so
+the remainders of the rounding are also stored. Activations of language models have such outliers,
+in the same few channels of all tokens (Dettmers et al., "LLM.int8()", 2022).
 """
 
 # mypy: allow-untyped-calls
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
+from gptmanager.kernels.per_token_kernels import CONVERSION_TASK, ZERO, share_of
 from gptmanager.kernels.simd.dtypes import load_as
 from gptmanager.kernels.simd.lanes import (
     INDICES,
@@ -40,21 +41,19 @@ from gptmanager.kernels.simd.lanes import (
     vector,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART
-from gptmanager.kernels.token_loops import CONVERSION_TASK, ZERO, share_of
 
-MAX_POSITIONS = 256  # of an int16 sum: int32 holds twice as many times 127 and 32,767
-STRETCH = 64  # int8 positions with one factor
-MARK_BYTES = (
-    16  # of a stretch: its factor and the start of its sums; the same two of its remainders
-)
-OUTLIER = 16.0  # times the mean magnitude of a stretch: from here on remainders are stored
+MAX_POSITIONS = 256  # positions of an int16 stretch: int32 can sum twice as many 127 x 32,767
+STRETCH = 64  # positions of an int8 stretch
+# A stretch's mark has its factor and the start of its sums, and the same two for its remainders.
+MARK_BYTES = 16
+OUTLIER = 16.0  # a magnitude of this many means of its stretch causes remainders to be stored
 MAX_INT16, MAX_INT8 = np.float32(32767.0), np.float32(127.0)
 FINER = np.float32(254.0)  # half a quantization step is 127 steps of the remainder
-LEAST = 1e-30  # of a stretch's largest magnitude: smaller stretches are zero
+LEAST = 1e-30  # a stretch with a smaller largest magnitude counts as zero
 
 
 def row_bytes(depth: int) -> int:
-    """Return the bytes of an int8 row: its values, their remainders, the marks of its stretches."""
+    """Return the bytes of an int8 row: its values, its remainders, and the marks of stretches."""
     return 2 * depth + MARK_BYTES * ((depth - 1) // STRETCH + 1)
 
 
@@ -97,7 +96,7 @@ def sum_ints(builder: Any, value: Any) -> Any:
 
 @loop
 def measured(dtype: int, x: int, start: int, positions: int, count: int) -> Any:
-    """Return the largest magnitude, the sum of magnitudes, and NaN if there is one (else 0).
+    """Return the largest magnitude, the sum of magnitudes, and NaN if a value is NaN, else 0.
 
     Reads `positions` values from `start` on, of which `count` exist. A largest magnitude below
     `LEAST` is returned as 0.
@@ -120,7 +119,10 @@ def inverse(most: Any, largest: Any) -> Any:
 
 @loop
 def quantize_to_int16(dtype: int, x: int, row: int, depth: int, to: int, factors: int) -> None:
-    """Quantize a row of x to int16 at `to`, with the factors of its stretches; NaN stays NaN."""
+    """Quantize a row of x to int16 at `to`, with the factors of its stretches.
+
+    A stretch with a NaN has the factor NaN.
+    """
     for number, first in enumerate(range(0, depth, MAX_POSITIONS)):
         positions, start = min(MAX_POSITIONS, depth - first), row * depth + first
         largest, _, nan = measured(dtype, x, start, positions, depth - first)
@@ -133,7 +135,10 @@ def quantize_to_int16(dtype: int, x: int, row: int, depth: int, to: int, factors
 
 @loop
 def _quantize_to_int8(dtype: int, x: int, row: int, given: int, depth: int, to: int) -> None:
-    """Quantize a row of x: `given` elements and zeros up to `depth`; NaN stays NaN."""
+    """Quantize a row of x, which has `given` elements, padded with zeros to `depth`.
+
+    A stretch with a NaN has the factor NaN.
+    """
     for number, first in enumerate(range(0, depth, STRETCH)):
         positions, start = min(STRETCH, depth - first), row * given + first
         count, marks = given - first, to + 2 * depth + MARK_BYTES * number
@@ -158,7 +163,7 @@ def _quantize_to_int8(dtype: int, x: int, row: int, given: int, depth: int, to: 
 
 
 def quantize_rows(address: int) -> None:
-    """Quantize tokens to int8 rows; the task's own dtype is ignored."""
+    """Quantize tokens to int8 rows. The task's `dtype` is ignored."""
     t = task_at(address, CONVERSION_TASK)
     size = row_size(t.width)
     part = claim(address, NEXT_PART)

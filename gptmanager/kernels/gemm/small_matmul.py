@@ -1,6 +1,6 @@
 """Small matmuls for compiled code: register tiles, and a loop over them.
 
-The bits of an element do not depend on how a matmul is cut into tiles.
+The bits of an element do not depend on the division into tiles.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Step = Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 
 def repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequence[Any]:
-    """Return the values after `count` >= 1 times `values = step(index, values)`, in registers."""
+    """Return the values after `count` >= 1 steps `values = step(index, values)`, in registers."""
     before, body = builder.block, builder.append_basic_block("step")
     builder.branch(body)
     builder.position_at_end(body)
@@ -54,8 +54,8 @@ def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
     """Return an intrinsic that computes `rows` x (16 * `vectors`) elements of a matmul.
 
     Its arguments: `(c, c_stride, a, a_stride, b, b_stride, depth, add, columns)`, see `multiply`.
-    Each element is one chain of fused multiply-adds along `depth` in any shape of tile.
-    `dtype`: of b. `partial`: only the first `columns` of b are read.
+    Each element is one chain of fused multiply-adds along `depth`, in any shape of tile. `dtype` is
+    the dtype of b. With `partial`, only the first `columns` of b are read.
     """
 
     @intrinsic(nothing, long, long, long, long, long, long, long, types.boolean, long)
@@ -154,8 +154,8 @@ def multiply(
 ) -> None:  # fmt: skip
     """Compute `c = a @ b`, or `c += a @ b` if `add`; row-major, strides in elements, depth >= 1.
 
-    `dtype`: of b; the others are float32. a and c have room for an even number of rows, c for
-    whole sixteens of columns.
+    `dtype` is the dtype of b; a and c are float32. a and c have memory for an even number of rows,
+    and c for a multiple of 16 columns.
     """
     if dtype == FLOAT32:
         _by_float32(c, c_stride, a, a_stride, b, b_stride, rows, columns, depth, add)

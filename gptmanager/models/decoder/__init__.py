@@ -1,1 +1,1 @@
-"""The network of a `ModelSpec`, on weights and kernels."""
+"""The forward pass of the decoder that a `ModelSpec` describes."""

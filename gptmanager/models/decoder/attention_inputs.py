@@ -1,4 +1,4 @@
-"""Inputs of attention in some layers: queries with a temperature, pages of another layer."""
+"""Inputs of attention in special layers: queries with a temperature, and pages without heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gptmanager.models.spec import QueryTemperature
 
 
 def without_heads(pages: Pages) -> Pages:
-    """Return pages without KV heads, to which nothing is written."""
+    """Return the pages without KV heads, for a layer that has no keys and values of its own."""
     scales = None if pages.cache_scales is None else pages.cache_scales[:, :0].contiguous()
     return Pages(pages.keys[:, :0], pages.values[:, :0], scales)
 

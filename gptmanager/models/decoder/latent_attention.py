@@ -1,7 +1,7 @@
 """Multi-head latent attention: the latent of a token is its key and its value, for all heads.
 
-Queries are projected to the latents' space, and what attention returns from there to values. Keys
-and values of single heads are never computed (the "absorbed" form of DeepSeek V2,
+Queries are projected to the space of latents. The result of attention is projected from there to
+values. The keys and values of single heads are never computed (the "absorbed" form of DeepSeek V2,
 arXiv:2405.04434).
 """
 
@@ -18,7 +18,7 @@ from gptmanager.memory.weights import Weights
 from gptmanager.models.decoder.layer_tensors import Affine, LayerTensors, affine
 from gptmanager.models.spec import Latent, ModelSpec
 
-_EPS = 1e-6  # of the norms of latents, whatever the config says, as in transformers
+_EPS = 1e-6  # for norms of latents, independent of the config, as in transformers
 
 
 class LatentTensors(NamedTuple):
@@ -39,7 +39,7 @@ class LatentTensors(NamedTuple):
 
 
 def latent_tensors(spec: ModelSpec, weights: Weights, index: int) -> LatentTensors | None:
-    """Return the projections of layer `index`; None if it has no latents."""
+    """Return the projections of layer `index`, or None if it has no latents."""
     own, prefix = spec.layers[index].attention, f"layers.{index}"
     latent = own.latent
     if latent is None:
@@ -95,7 +95,7 @@ def attend_to_latents(
 
 
 def _by_head(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
-    """Return `x [T, H, I]` times `weight [H, I, O]`, of each head: `[T, H, O]`."""
+    """Return `x [T, H, I]` times `weight [H, I, O]` for each head, `[T, H, O]`."""
     by_head = x.transpose(0, 1)
     if not kernels.deterministic:
         return torch.bmm(by_head, weight).transpose(0, 1)

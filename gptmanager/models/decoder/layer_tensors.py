@@ -1,4 +1,4 @@
-"""The tensors of a layer, looked up once, for every step of `CheckpointModel`."""
+"""`LayerTensors`: the tensors of a layer, looked up once for all steps of `CheckpointModel`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gptmanager.kernels.gemm.packed_matrix import Matrix
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.parameters import matrix_names
-from gptmanager.models.rope import Rope
+from gptmanager.models.rope_scaling import Rope
 from gptmanager.models.spec import Mlp, ModelSpec, QueryTemperature
 
 
@@ -162,7 +162,7 @@ def layer_tensors(
 def find_norm(
     spec: ModelSpec, weights: Weights, module: str, device: torch.device | str
 ) -> Norm | None:
-    """Return a norm of the network; None if it does not exist. A norm without weights gets ones."""
+    """Return a norm of the network, or None if it does not exist. Missing weights become ones."""
     norms, name = spec.norms, module.rpartition(".")[2]
     present = {
         "attention_norm": norms.before_attention,
@@ -178,7 +178,7 @@ def find_norm(
 
 
 def affine(weights: Weights, module: str) -> Affine:
-    """Return a module's weight and bias; None if it has no bias."""
+    """Return a module's weight, and its bias or None."""
     return Affine(weights[f"{module}.weight"], _bias(weights, module))
 
 

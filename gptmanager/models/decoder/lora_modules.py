@@ -1,4 +1,4 @@
-"""The modules that LoRA adapters may change, by id, as columns of the network's matrices.
+"""The modules that LoRA adapters may change, as columns of the network's matrices.
 
 This module does not know adapters or the names of modules in checkpoints.
 """
@@ -24,10 +24,10 @@ from gptmanager.request.adapter import (
 def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
     """Return module id -> its matrix and columns in the layers of this network, sorted by id.
 
-    `matrix`: a name of `matrix_names`. attn_qkv is all of qkv; attn_q, attn_k and attn_v are parts
-    of it. With a gated activation, mlp_h_to_4h is the half that the activation is applied to, and
-    mlp_gate the half that its result is multiplied by. Otherwise mlp_h_to_4h is all of up, and
-    mlp_gate does not exist. In a layer with experts, these are parts of the shared MLP.
+    `matrix` is a name in `matrix_names`. attn_qkv is all of qkv; attn_q, attn_k and attn_v are
+    parts of it. With a gated activation, mlp_h_to_4h is the half with the activation's input, and
+    mlp_gate is the other half. Otherwise mlp_h_to_4h is all of up, and mlp_gate does not exist. In
+    a layer with experts, these are parts of the shared MLP.
     """
     layers: dict[int, dict[LoraVariant, list[int]]] = {}
     for index in range(len(spec.layers)):
@@ -38,7 +38,7 @@ def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
 
 
 def adapter_share(spec: ModelSpec, layout: RankLayout) -> AdapterShare:
-    """Return a rank's part of adapters: the part that belongs to its part of each matrix."""
+    """Return a rank's share of adapters, which corresponds to its share of each matrix."""
     shares = layer_shares(spec, layout)
     cuts = {
         (layer, module_id): _cut(own, shares[layer])

@@ -1,7 +1,7 @@
 """`CheckpointModel`: the network that a `ModelSpec` describes, on weights and kernels.
 
-It is one decoder with a residual stream; the spec defines all its variants. This module does not
-know families, config files or tensor names of checkpoints.
+It is a decoder with a residual stream, and the spec defines its variant. This module does not know
+families, config files or tensor names of checkpoints.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
 from gptmanager.models.decoder.attention_inputs import warmed, without_heads
+from gptmanager.models.decoder.cos_sin_tables import CosSinTables
 from gptmanager.models.decoder.latent_attention import attend_to_latents, latent_tensors
 from gptmanager.models.decoder.layer_tensors import (
     Affine,
@@ -31,7 +32,6 @@ from gptmanager.models.decoder.layer_tensors import (
     layer_tensors,
 )
 from gptmanager.models.decoder.lora_modules import adapter_share, lora_modules
-from gptmanager.models.decoder.rotary_tables import RotaryTables
 from gptmanager.models.decoder.split_norms import norm_over_ranks
 from gptmanager.models.decoder.token_inputs import TokenInputTensors, of_sampled
 from gptmanager.models.spec import ModelSpec
@@ -82,7 +82,7 @@ class CheckpointModel:
         self._positions = None
         if spec.position_offset is not None and layout.is_first_stage:
             self._positions = weights.tensor("positions.weight")
-        self._rotary = RotaryTables((layer.rope for layer in self._layers), device)
+        self._rotary = CosSinTables((layer.rope for layer in self._layers), device)
 
     @property
     def nbytes(self) -> int:
@@ -227,7 +227,7 @@ class CheckpointModel:
         return embedded
 
     def _look_up(self, ids: Tensor, table: Matrix) -> Tensor:
-        """Return rows of the embedding `table`; zeros for tokens of other ranks."""
+        """Return rows of the embedding `table`, and zeros for tokens of other ranks."""
         own = self._tokens
         if len(own) == self.spec.vocab_size:
             return self._kernels.embedding(ids, table)
@@ -243,7 +243,7 @@ class CheckpointModel:
         matrix: str,
         adapters: StepAdapters | None,
     ) -> Tensor:
-        """Return a layer's matmul with the named matrix, including the outputs of adapters."""
+        """Return the matmul with a layer's `matrix`, including the outputs of adapters."""
         result = self._kernels.linear(hidden, *affine)
         if adapters is not None:
             self._kernels.add_adapters(result, hidden, adapters, layer.number, matrix)
@@ -375,8 +375,8 @@ class CheckpointModel:
     def _join(
         self, out: Tensor, residual: Tensor, after: Norm | None, following: Norm | None
     ) -> Tensor:
-        """Add `out`, normed and scaled, to the residual. Return the residual after norm
-        `following`.
+        """Add `out`, normalized by `after` and scaled, to the residual. Return the residual
+        normalized by `following`.
         """
         norms = self.spec.norms
         if after is not None:

@@ -21,9 +21,9 @@ def norm_over_ranks(
     whole: Attention,
     collectives: Collectives,
 ) -> None:
-    """Norm this rank's queries and keys of `qkv [T, N]`, in place, as parts of all heads.
+    """Normalize this rank's queries and keys in `qkv [T, N]` in place, as parts of all heads.
 
-    `norms`: of the queries and of the keys. `whole`: the attention of all ranks together.
+    `norms`: the norm of queries and the norm of keys. `whole`: the attention of all ranks together.
     """
     parts = [qkv[:, it.columns.start : it.columns.stop] for it in norms]
     squares = torch.stack([widened(part).square().sum(-1) for part in parts], 1)

@@ -1,4 +1,4 @@
-"""`TokenInputTensors`: the further inputs of layers that `spec.TokenInputs` describes."""
+"""`TokenInputTensors`: computes the additional layer inputs that `spec.TokenInputs` describes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gptmanager.models.spec import ModelSpec, TokenInputs
 
 
 class TokenInputTensors:
-    """Computes the inputs of all layers once a step, and what a layer adds to the residual."""
+    """Computes the inputs of all layers once a step, and adds a layer's input to the residual."""
 
     def __init__(
         self, spec: ModelSpec, given: TokenInputs, weights: Weights, kernels: Kernels
@@ -26,7 +26,7 @@ class TokenInputTensors:
         self._norm = weights.tensor("token_norm.weight")
 
     def of_batch(self, batch: Batch, residual: Tensor) -> Tensor:
-        """Return the inputs `[T, layers, width]` of tokens with this first residual."""
+        """Return the inputs `[T, layers, width]` of tokens with the embeddings `residual`."""
         width, kernels, ids = self._given.width, self._kernels, batch.token_ids
         if batch.prompt_index is not None:
             ids = ids.index_fill(0, batch.prompt_index, self._given.padding_id)
@@ -49,5 +49,5 @@ class TokenInputTensors:
 
 
 def of_sampled(inputs: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the inputs of the sampled tokens; None if there are none."""
+    """Return the inputs of the sampled tokens, or None without inputs."""
     return None if inputs is None else torch.index_select(inputs, 0, index)

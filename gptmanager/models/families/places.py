@@ -9,7 +9,7 @@ from gptmanager.memory.places import Place, Run
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.table import FAMILIES
 from gptmanager.models.parameters import Shape, parameter_shapes
-from gptmanager.models.rope import Rope
+from gptmanager.models.rope_scaling import Rope
 from gptmanager.models.spec import Attention, Latent, Layer, ModelSpec
 
 Order = tuple[tuple[int, int, int], ...]

@@ -1,1 +1,1 @@
-"""Models of any architecture that transformers computes with its attention interface."""
+"""Models of any architecture in transformers that uses its attention interface."""

@@ -1,6 +1,7 @@
-"""The attention that transformers calls: keys, values and masks are those of the pages.
+"""The attention that transformers calls. It reads and writes keys and values in the KV cache's
+pages.
 
-A layer finds the step that runs in its attribute `paged_step`: see `StepHolder`.
+Each layer has the current step in its attribute `paged_step`: see `StepHolder`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.reference import Kernels
 
-HOLDER = "paged_step"  # the attribute of a network's modules
-# Arguments of the interface that do not change what attention computes here.
+HOLDER = "paged_step"  # the attribute of a network's modules that has the `StepHolder`
+# Arguments of the interface that do not change the result of attention here.
 _KNOWN = frozenset(
     "position_ids output_attentions output_hidden_states use_cache output_router_logits "
     "return_dict cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k cache_position "
@@ -27,7 +28,7 @@ _KNOWN = frozenset(
 
 
 class Call(NamedTuple):
-    """The attention that a layer asks for. `refused`: arguments that pages do not support."""
+    """A layer's call of attention. `refused`: arguments that attention over pages rejects."""
 
     layer: int
     shape: AttentionShape
@@ -37,7 +38,7 @@ class Call(NamedTuple):
 
 @dataclass
 class PagedStep:
-    """The step that runs. `layers`: the keys and values of each layer."""
+    """The current step. `layers`: the pages of keys and values of each layer."""
 
     kernels: Kernels
     rows: RowSpans
@@ -47,14 +48,14 @@ class PagedStep:
 
 @dataclass
 class StepHolder:
-    """The state that all layers of a network share: its step, or the calls that a probe noted."""
+    """The state that all layers of a network share: the step, or the calls that a probe records."""
 
     step: PagedStep | None = None
     calls: list[Call] = field(default_factory=list)
 
 
 def hold(network: nn.Module, holder: StepHolder) -> None:
-    """Let all layers of a network find the holder."""
+    """Set the holder of all layers of a network."""
     for module in network.modules():
         setattr(module, HOLDER, holder)
 
@@ -126,7 +127,7 @@ def note_call(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Note what a layer asks for, instead of computing its attention."""
+    """Record a layer's call instead of computing its attention."""
     refused = [name for name, it in others.items() if it is not None and name not in _KNOWN]
     if is_causal is False or getattr(module, "is_causal", True) is False:
         refused.append("is_causal = False")
@@ -144,7 +145,7 @@ def note_call(
 
 
 def describe_mask(mask_function: Any, **_: Any) -> Tensor:
-    """Return a mask that knows which positions it shows, for the probe."""
+    """Return a mask that has its mask function as an attribute, for the probe."""
     mask = torch.zeros(1, 1, 1, 1)
     mask.shows = mask_function  # type: ignore[attr-defined]
     return mask

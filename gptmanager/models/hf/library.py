@@ -10,7 +10,7 @@ from typing import Any
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError
 
-# Names of our attention. Masks are described to the probe alone: steps need none.
+# Names of our attention functions. Only the probe's has masks, because steps do not need them.
 ATTENTION, PROBE = "gptmanager", "gptmanager_probe"
 
 
@@ -36,7 +36,7 @@ def knows(model_type: Any) -> bool:
 def register(
     attend: Callable[..., Any], probe: Callable[..., Any], mask: Callable[..., Any]
 ) -> None:
-    """Register our attention for steps and for the probe, and the masks of the latter."""
+    """Register our attention for steps, our attention for the probe, and the probe's masks."""
     library = load_transformers_library()
     library.AttentionInterface.register(ATTENTION, attend)
     library.AttentionInterface.register(PROBE, probe)
@@ -44,7 +44,7 @@ def register(
 
 
 def use_attention(network: Any, name: str) -> None:
-    """Let all layers of a network use the attention `name`."""
+    """Make all layers of a network use the attention registered as `name`."""
     for module in network.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):

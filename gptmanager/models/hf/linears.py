@@ -1,4 +1,4 @@
-"""`nn.Linear` and `Conv1D` of a network, replaced by our matmuls."""
+"""Replaces the `nn.Linear` and `Conv1D` layers of a network with our matmuls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
 from gptmanager.kernels.reference import Kernels
 
-# A router that is rounded chooses other experts.
+# A quantized router would choose other experts.
 _ROUTERS = re.compile(r".*(router|gate|gate\.wg|shared_expert_gate)")
 
 
@@ -35,10 +35,10 @@ def replace_linears(
     kind_of: Callable[[str], Quantized | None],
     on_progress: Callable[[int, int], None],
 ) -> list[PackedMatrix]:
-    """Replace all linear layers but routers; return their matrices.
+    """Replace all linear layers except routers; return their matrices.
 
-    `kind_of`: how the matrix of the module of this name is stored. `on_progress` is called with the
-    numbers of matrices: those that are done, and all.
+    `kind_of` maps the name of a module to the quantization of its matrix. `on_progress` is called
+    with the number of finished matrices and the number of all.
     """
     named = [(name, it) for name, it in network.named_modules() if _is_linear(name, it)]
     matrices = []
@@ -58,7 +58,7 @@ def _is_linear(name: str, module: nn.Module) -> bool:
 
 
 def _packed(module: Any, kernels: Kernels, kind: Quantized | None) -> PackedLinear | None:
-    """Return the layer with a packed matrix; None if the kernels do not pack it."""
+    """Return a layer with the packed matrix, or None if the kernels do not pack it."""
     weight = module.weight.detach()
     weight = weight if type(module) is nn.Linear else weight.t()
     rows, columns = weight.shape
@@ -74,6 +74,6 @@ def _packed(module: Any, kernels: Kernels, kind: Quantized | None) -> PackedLine
 
 
 def num_bytes(network: nn.Module, matrices: list[PackedMatrix]) -> int:
-    """Return the bytes of a network's tensors, tied ones once, and of its packed matrices."""
+    """Return the bytes of a network's tensors and packed matrices. Tied tensors count once."""
     tensors = {it.data_ptr(): it.nbytes for it in [*network.parameters(), *network.buffers()]}
     return sum(tensors.values()) + sum(it.nbytes for it in matrices)

@@ -79,7 +79,7 @@ def load_with_transformers(
 
 
 def _head(weights_dtype: Quantized | None, head_dtype: Quantized | None) -> Quantized | None:
-    """Return how the output matrix is stored."""
+    """Return the quantization of the output matrix."""
     return (head_dtype or "int8") if weights_dtype == "int4" else weights_dtype
 
 

@@ -1,4 +1,4 @@
-"""`TransformersModel`: a network of transformers as a `Model`, with our attention and matmuls."""
+"""`TransformersModel`: a network from transformers as a `Model`, with our attention and matmuls."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from gptmanager.models.hf.attention import (
     hold,
     note_call,
 )
+from gptmanager.models.hf.fixed_rope import fix_rotations
 from gptmanager.models.hf.library import register
 from gptmanager.models.hf.linears import num_bytes, replace_linears
 from gptmanager.models.hf.probe import probe
-from gptmanager.models.hf.rotation import fix_rotations
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersSpec:
-    """The sizes of a network that a manager needs. `pages`: the shape of each layer's pages."""
+    """The sizes of a network for a manager. `pages`: the shape of each layer's pages."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -47,10 +47,10 @@ class TransformersSpec:
 class TransformersModel:
     """A causal language model of transformers.
 
-    `network` is changed: its attention becomes ours, and so do its linear layers. `kind_of`: how
-    the matrix of a linear layer is stored, by its name; None: in its own dtype. `max_seq_len` None:
-    the longest sequence of the config. Raises ConfigError, which names what attention over pages
-    cannot compute.
+    `network` is changed: its attention and its linear layers are replaced with ours. `kind_of` maps
+    the name of a linear layer to its quantization, or None. `max_seq_len` None: the longest
+    sequence of the config. Raises ConfigError with the feature that attention over pages cannot
+    compute.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class TransformersModel:
                 **options,
             )
         finally:
-            self._holder.step = None  # it refers to the pool
+            self._holder.step = None  # the step refers to the pool
         logits: Tensor = found.logits[0]
         return logits if self._selects else logits.index_select(0, batch.sample_index)
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the step's tokens, or their embeddings if a request has its own."""
+        """Return the step's tokens, or embeddings of all tokens if a request has its own."""
         if batch.prompt_index is None or batch.prompt_embeddings is None:
             return {"input_ids": batch.token_ids[None]}
         network: Any = self.network

@@ -1,4 +1,4 @@
-"""The probe: runs a network once, and refuses by name what its attention cannot say."""
+"""The probe: runs a network on a few tokens, and rejects features that pages lack."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from gptmanager.models.hf.library import ATTENTION, PROBE, use_attention
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _TOKENS = 3
-_TOLERANCE = 1e-2  # of 16-bit floats, relative to the largest logit
+_TOLERANCE = 1e-2  # for 16-bit floats, relative to the largest logit
 # Distances at which masks are compared with causal ones, around powers of two and windows.
 _POSITIONS = sorted({max(0, (1 << n) + d) for n in range(0, 18) for d in (-1, 0, 1)})
 
 
 @torch.inference_mode()
 def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]:
-    """Return the attention that each layer asks for.
+    """Return the call of attention of each layer.
 
-    Raises ConfigError, which names what attention over pages cannot compute.
+    Raises ConfigError with the feature that attention over pages cannot compute.
     """
     _check_arguments(network)
     use_attention(network, PROBE)
@@ -49,7 +49,7 @@ def probe(network: nn.Module, holder: StepHolder, num_layers: int) -> list[Call]
 
 
 def _run(network: nn.Module, holder: StepHolder, first: int) -> Tensor:
-    """Return the logits of a few tokens, without what attention would add; note the calls."""
+    """Return the logits of a few tokens, with 0 as the result of attention; record its calls."""
     holder.calls = []
     found = network(
         input_ids=torch.tensor([[first, *[0] * (_TOKENS - 1)]]),
@@ -91,7 +91,7 @@ def _check_call(network: nn.Module, call: Call) -> None:
 
 
 def _is_causal(shows: Any, window: int | None) -> bool:
-    """Return whether a mask function shows what a causal mask with the window does."""
+    """Return whether a mask function allows the same positions as a causal mask with `window`."""
     near = [window + it for it in (-1, 0, 1)] if window else []
     at = torch.tensor(sorted({*_POSITIONS, *near}))
     query, key = at[:, None], at[None, :]
@@ -101,7 +101,7 @@ def _is_causal(shows: Any, window: int | None) -> bool:
     zero = torch.zeros((), dtype=torch.long)
     try:
         found = shows(zero, zero, query, key)
-    except (IndexError, RuntimeError):  # it looks into a table of the tokens of this run
+    except (IndexError, RuntimeError):  # the function reads a table of the tokens in this run
         return False
     return bool((torch.as_tensor(found).expand_as(expected) == expected).all())
 

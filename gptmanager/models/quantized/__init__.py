@@ -1,1 +1,1 @@
-"""Quantized safetensors checkpoints, read as floats or as integers with their scales."""
+"""Quantized checkpoints in safetensors: their matrices as floats, or as 4 bits in groups."""

@@ -1,4 +1,4 @@
-"""Matrices of bitsandbytes in 4 bits: the checks of their tensors."""
+"""Describes the 4-bit matrices of bitsandbytes, and checks their tensors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Take = Callable[..., TensorInfo]
 def codebook_matrix(
     name: str, info: TensorInfo, given: Mapping[str, TensorInfo], take: Take, read: Read
 ) -> CodebookMatrix:
-    """Describe the matrix that has its packed elements in the tensor `name`.
+    """Describe the matrix with the packed elements in the tensor `name`.
 
-    `take` returns a tensor of the given dtype and shape. Raises ConfigError for a part that is
-    missing, or does not fit the others.
+    `take` returns a tensor of the given dtype and shape. Raises ConfigError if a tensor of the
+    matrix is missing or does not fit.
     """
     state_name = name + next((it for it in _STATES if name + it in given), _STATES[0])
     state = _State(state_name, take, read)
@@ -44,7 +44,7 @@ def codebook_matrix(
 
 
 def _nested(name: str, state: _State, blocks: int, take: Take, read: Read) -> NestedScales | None:
-    """Return the scales of a matrix that are quantized themselves; None if they are not."""
+    """Return the scales of a matrix if they are quantized themselves, otherwise None."""
     if not state.has("nested_blocksize"):
         return None
     block = state.size("nested_blocksize")
@@ -56,7 +56,7 @@ def _nested(name: str, state: _State, blocks: int, take: Take, read: Read) -> Ne
 
 
 class _Plain:
-    """Scales that are stored as they are."""
+    """Scales that are stored as float32."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,7 +1,7 @@
 """Finds the quantized matrices among the tensors of a checkpoint, by the endings of their names.
 
-Every format is recognized by what a module holds, so modules that were not quantized need no list.
-All shapes are compared before anything is read.
+The names of a module's tensors show whether it is quantized, so the config's list of exceptions is
+not needed. All shapes are compared before a tensor is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gptmanager.models.quantized.scheme import Block, Scheme
 
 _FLOAT8, _INTEGERS = "float8_e4m3fn", "compressed-tensors"
 _SCALES = {*FLOATS.values(), _FLOAT8, "float8_e8m0fnu", "uint8"}
-# Scales and zeros of activations: activations are not quantized as the checkpoint says.
+# Scales and zeros of activations. They are ignored, because activations are quantized otherwise.
 _OF_ACTIVATIONS = (
     ".input_scale",
     ".input_zero_point",
@@ -50,9 +50,9 @@ _Describe = Callable[[str, TensorInfo], StoredMatrix | ExpertBlocks | None]
 
 
 class MatrixFinder:
-    """Describes quantized matrices. `used`: the tensors that they consist of, by name.
+    """Describes the quantized matrices of a checkpoint. `used`: the names of all their tensors.
 
-    Raises ConfigError for a tensor that is missing, or has another shape or dtype than its matrix
+    Raises ConfigError if a tensor is missing, or does not have the shape or dtype that its matrix
     needs.
     """
 
@@ -106,7 +106,7 @@ class MatrixFinder:
     ) -> Grid:
         """Return the grid of a tensor `[blocks of rows, blocks of columns]` over a matrix.
 
-        `bits`: the numbers are integers, packed along the rows; 0: they are not packed.
+        `bits`: the size of integers that are packed along the rows, or 0 if nothing is packed.
         """
         info = self._take(name, "int32" if bits else {*_SCALES, "int8"})
         rows, columns = shape
@@ -126,7 +126,7 @@ class MatrixFinder:
         return Grid(name, info.shape, height, width, bits=bits)
 
     def _scaled(self, name: str, info: TensorInfo) -> StoredMatrix | None:
-        """Describe the 8-bit formats of compressed-tensors, and fine-grained fp8."""
+        """Describe a matrix in an 8-bit format of compressed-tensors, or in fine-grained fp8."""
         if info.dtype != _FLOAT8 and (info.dtype, self._scheme.method) != ("int8", _INTEGERS):
             return None
         shape = self._matrix_shape(name, info)
@@ -140,7 +140,7 @@ class MatrixFinder:
         return ScaledMatrix(name, shape, scales, zeros)
 
     def _packed(self, name: str, info: TensorInfo) -> StoredMatrix:
-        """Describe the packed formats of compressed-tensors: integers, NVFP4 and MXFP4."""
+        """Describe a packed matrix of compressed-tensors: integers, NVFP4 or MXFP4."""
         base = name.removesuffix("_packed")
         if info.dtype != "uint8":
             return self._packed_integers(base, info)
@@ -203,7 +203,7 @@ class MatrixFinder:
     def _transposed_grids(
         self, module: str, shape: tuple[int, int], bits: int, order: tuple[int, ...]
     ) -> tuple[Grid, Grid]:
-        """Return the scales and zeros of GPTQ and AWQ: a row for each group of columns."""
+        """Return the grids of scales and zeros of GPTQ and AWQ, with a row per group of columns."""
         rows, columns = shape
         [(_, width)] = self._scheme.blocks or [(1, columns)]
         groups = _ceil(columns, width)
@@ -233,7 +233,7 @@ class MatrixFinder:
         return None if torch.equal(found, in_order) else found
 
     def _with_groups(self, matrix: IntegerMatrix) -> IntegerMatrix:
-        """Note whether our groups of 32 columns can express the matrix."""
+        """Return the matrix with `in_groups` set if `Groups` of 32 columns can express it."""
         width, columns = matrix.scales.width, matrix.shape[1]
         if matrix.bits != 4 or matrix.columns is not None:
             return matrix

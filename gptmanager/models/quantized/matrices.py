@@ -1,7 +1,7 @@
-"""Quantized matrices of checkpoints: each returns its rows as floats.
+"""Quantized matrices of checkpoints, which return their rows as floats.
 
-A matrix knows the names and shapes of the tensors that it consists of, and reads the parts of them
-that it needs. All arithmetic is that of the library that owns the format, in float32.
+A matrix knows the names and shapes of its tensors, and reads only the parts that it needs. The
+arithmetic is that of the library that defines the format, in float32.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from gptmanager.models.quantized.unpacking import (
     unpack_columns,
 )
 
-# Returns the given ranges of a tensor.
+# A function that returns the given ranges of a tensor.
 Read = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Numbers of a matrix, each for a block of `height` rows and `width` columns.
+    """A tensor with a number for each block of `height` rows and `width` columns of a matrix.
 
-    `transposed`: the tensor has a row for each block of columns. `bits`: the numbers are integers,
-    packed along the rows of the matrix; 0: they are not packed. `order`: see `unpack_columns`.
+    `transposed`: the tensor has a row for each block of columns. `bits`: the size of integers that
+    are packed along the rows of the matrix, or 0 if nothing is packed. `order`: see
+    `unpack_columns`.
     """
 
     name: str
@@ -44,8 +45,9 @@ class Grid:
     order: tuple[int, ...] = ()
 
     def rows(self, read: Read, rows: range) -> Tensor:
-        """Return the numbers of these rows, `[n, blocks of columns]`: packed ones in uint8, others
-        in float32.
+        """Return the numbers of these rows, `[n, blocks of columns]`.
+
+        Packed numbers are uint8, others are float32.
         """
         step = 32 // self.bits if self.bits else self.height
         first, last = rows.start // step, -(-rows.stop // step)
@@ -62,14 +64,14 @@ class Grid:
         return found[rows.start - first * step :][: len(rows)]
 
     def over(self, numbers: Tensor, columns: int) -> Tensor:
-        """Return the numbers of `rows`, repeated so that each column has its own."""
+        """Return `numbers`, a result of `rows`, repeated so that each column has a number."""
         if numbers.shape[1] == 1:
             return numbers
         return numbers.repeat_interleave(self.width, 1)[:, :columns]
 
 
 class StoredMatrix(ABC):
-    """A quantized matrix. `shape`: `[rows, columns]`. With `in_groups` it is an `IntegerMatrix`."""
+    """A quantized matrix of `shape` `[rows, columns]`. If `in_groups`, it is an `IntegerMatrix`."""
 
     shape: tuple[int, ...]
     in_groups = False
@@ -81,7 +83,7 @@ class StoredMatrix(ABC):
 
 @dataclass(frozen=True)
 class ScaledMatrix(StoredMatrix):
-    """Numbers of 8 bits, integers or floats, with scales: (number - zero) * scale * factor."""
+    """8-bit integers or floats with scales. An element is (number - zero) * scale * factor."""
 
     name: str
     shape: tuple[int, ...]
@@ -99,9 +101,9 @@ class ScaledMatrix(StoredMatrix):
 
 @dataclass(frozen=True)
 class Float4Matrix(StoredMatrix):
-    """Numbers of 4 bits (E2M1), two in a byte, with a scale for each group of columns.
+    """4-bit floats (E2M1), two in a byte, with a scale for each group of columns.
 
-    `global_scale`: a tensor of one number, by which the scales are divided; None: 1.
+    `global_scale`: a tensor with one number, by which the scales are divided, or None.
     """
 
     name: str
@@ -119,12 +121,13 @@ class Float4Matrix(StoredMatrix):
 
 @dataclass(frozen=True)
 class IntegerMatrix(StoredMatrix):
-    """Packed integers in groups of columns: (integer - zero) * scale.
+    """Packed integers in groups of columns. An element is (integer - zero) * scale.
 
-    `transposed`: packed along the columns of a tensor `[columns, rows]` if `order` is given, else
-    along its rows. `offset`: added to the stored zeros, which stay within their bits. `zeros` None:
-    the middle is zero. `middle`: the stored zeros must be the middle. `columns`: the block of each
-    column; None: columns are in order. `in_groups`: `groups` can return it.
+    `transposed`: the tensor is `[columns, rows]`, packed along its columns if `order` is given,
+    otherwise along its rows. `offset` is added to the stored zeros, modulo their bits. Without
+    `zeros`, the middle of the range is zero. `middle`: the stored zeros must be the middle.
+    `columns`: the block of each column; None: columns are in order. `in_groups`: whether `groups`
+    can return the matrix.
     """
 
     name: str
@@ -146,7 +149,7 @@ class IntegerMatrix(StoredMatrix):
         return found.mul_(self._over(self.scales, scales))
 
     def groups(self, read: Read, rows: range) -> Groups:
-        """Return rows in 4 bits."""
+        """Return rows as groups of 4 bits."""
         scales = self._in_our_groups(self.scales, self.scales.rows(read, rows).half())
         zeros, minima = self._zeros(read, rows), None
         if isinstance(zeros, Tensor) and not self.middle:
@@ -155,7 +158,7 @@ class IntegerMatrix(StoredMatrix):
         return Groups(self._integers(read, rows), scales, minima)
 
     def _integers(self, read: Read, rows: range) -> Tensor:
-        """Return the integers as they are stored, uint8 `[n, columns]`."""
+        """Return the stored integers of rows, uint8 `[n, columns]`."""
         per_word, count = 32 // self.bits, self.shape[1]
         if not self.transposed:
             words = read(self.name, rows, range(-(-count // per_word)))
@@ -196,10 +199,10 @@ class IntegerMatrix(StoredMatrix):
 
 @dataclass(frozen=True)
 class CodebookMatrix(StoredMatrix):
-    """Elements of 4 bits that index sixteen values, with a scale for each `block` of elements.
+    """4-bit indices into a table of sixteen values, with a scale for each `block` of elements.
 
     The elements of all rows follow one another, two in a byte. `table`: see `pair_table`. `scales`:
-    one for each block, in float32.
+    a float32 for each block.
     """
 
     name: str
@@ -221,9 +224,9 @@ class CodebookMatrix(StoredMatrix):
 
 @dataclass(frozen=True)
 class NestedScales:
-    """Scales that are quantized to bytes: values[byte] * outer + offset.
+    """Scales that are quantized to bytes. A scale is values[byte] * outer + offset.
 
-    `outer` has a number for each `block` scales.
+    `outer` has a number for each `block` of scales.
     """
 
     name: str

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gptmanager.errors import ConfigError, quoted
+from gptmanager.models.converted_tensors import FIELD
 from gptmanager.models.fields import MAX_SIZE
-from gptmanager.models.quantized_tensors import FIELD
 
 _SPELLINGS = (FIELD, "compression_config")  # the second one is an older name
 _CT_FORMATS = frozenset(
@@ -30,9 +30,10 @@ Block = tuple[int, int]
 class Scheme(NamedTuple):
     """The options of a quantized checkpoint.
 
-    `method`: `quant_method` of the config. `bits`: how many bits an integer may have. `blocks`:
-    the rows and columns that may share a scale, next to those of a whole row and a whole matrix.
-    `symmetric`: integers are signed, without zero points. `offset`: added to stored zero points.
+    `method`: `quant_method` of the config. `bits`: the allowed sizes of an integer. `blocks`: the
+    allowed numbers of rows and columns that share a scale, in addition to whole rows and the whole
+    matrix. `symmetric`: integers are signed, without zero points. `offset`: a number that is added
+    to stored zero points.
     """
 
     method: str
@@ -43,13 +44,13 @@ class Scheme(NamedTuple):
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without its quantization, as for a checkpoint of floats."""
+    """Return the config without its quantization, like that of a checkpoint of floats."""
     found = _find(config)
     return {field: value for field, value in config.items() if field != found}
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
-    """Return how the checkpoint is quantized; None if it is not.
+    """Return the scheme of a quantized checkpoint, or None for a checkpoint of floats.
 
     Raises ConfigError for a method, format or value that is not supported.
     """
@@ -98,7 +99,7 @@ def _compressed_tensors(own: Mapping[str, Any]) -> Scheme:
 
 
 def _ct_weights(name: str, weights: Any) -> tuple[int, Block | None]:
-    """Return the bits of a group of modules, and its block of weights with one scale."""
+    """Return the bits of a group of modules, and the block of weights that share a scale."""
     field = f"config_groups.{name}.weights"
     if not isinstance(weights, dict):
         raise _error(field, weights, "must be an object: only weights are quantized here")

@@ -1,4 +1,4 @@
-"""`QuantizedSource`: the tensors of a quantized checkpoint, as if they were floats."""
+"""`QuantizedSource`: reads the tensors of a quantized checkpoint as if they were floats."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gptmanager.models.quantized.formats import MatrixFinder
 from gptmanager.models.quantized.matrices import ExpertBlocks, IntegerMatrix, StoredMatrix
 from gptmanager.models.quantized.scheme import Scheme
 
-_FLOAT_BYTES = 32  # of memory for an element that becomes a float32, with temporary arrays
-_GROUP_BYTES = 8  # for one that stays in 4 bits
+_FLOAT_BYTES = 32  # memory per element that becomes a float32, with temporary arrays
+_GROUP_BYTES = 8  # memory per element that stays in 4 bits
 _STEP = 8  # rows that share a word in some formats
 _SMALL = 1 << 24  # bytes of a part that are read at a time
 
@@ -22,7 +22,7 @@ _SMALL = 1 << 24  # bytes of a part that are read at a time
 class QuantizedSource:
     """A `GroupedSource` over the tensors of a quantized checkpoint.
 
-    Raises ConfigError as `MatrixFinder` does.
+    Raises ConfigError if `MatrixFinder` does.
     """
 
     def __init__(self, source: TensorSource, scheme: Scheme) -> None:

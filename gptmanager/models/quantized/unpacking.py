@@ -1,16 +1,16 @@
-"""Bits of packed integers as elements. The elements of a word are in order, lowest bits first."""
+"""Unpacks integers of 2, 4 or 8 bits from words. The lowest bits have the first element."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# the sixteen values of float4 (E2M1), by their bits
+# The sixteen values of float4 (E2M1), indexed by their bits.
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Return int32 or uint8 `[n, words]` as uint8 `[n, elements]`; `bits` is 2, 4 or 8."""
+    """Unpack int32 or uint8 `[n, words]` to uint8 `[n, elements]`; `bits` is 2, 4 or 8."""
     found = words.contiguous().view(torch.uint8)
     for width in (4, 2):
         if bits <= width:
@@ -20,9 +20,10 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def unpack_columns(words: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
-    """Return int32 `[n, words]` transposed, as uint8 `[elements, n]`.
+    """Unpack int32 `[n, words]` and transpose it to uint8 `[elements, n]`.
 
-    `order`: the place of each element in its word, counted from the lowest bits; (): in order.
+    `order`: the place of each element in its word, from the lowest bits on, unless they are in
+    order.
     """
     words, count = words.t().contiguous(), 32 // bits
     found = torch.empty(len(words), count, words.shape[1], dtype=torch.uint8)
@@ -32,18 +33,18 @@ def unpack_columns(words: Tensor, bits: int, order: tuple[int, ...] = ()) -> Ten
 
 
 def pair_table(values: Tensor, high_first: bool = False) -> Tensor:
-    """Return the two elements of each byte, `[256, 2]`, for sixteen values by four bits."""
+    """Return the two elements of each byte, `[256, 2]`, if 4 bits index the sixteen `values`."""
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)
     return pairs.flip(-1) if high_first else pairs
 
 
 def looked_up(packed: Tensor, table: Tensor) -> Tensor:
-    """Return uint8 `[..., n]` as elements `[..., 2 * n]` of a `pair_table`."""
+    """Look up bytes `[..., n]` in a `pair_table`; return the elements `[..., 2 * n]`."""
     return table[packed.int()].flatten(-2)
 
 
 def float4(packed: Tensor) -> Tensor:
-    """Return the E2M1 numbers of uint8 `[..., n]`, `[..., 2 * n]` in float32."""
+    """Convert bytes `[..., n]` of two E2M1 numbers each to float32 `[..., 2 * n]`."""
     return looked_up(packed, pair_table(_E2M1))
 
 
@@ -53,7 +54,7 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def numbers(given: Tensor) -> Tensor:
-    """Return stored scales in float32; bytes are exponents (E8M0)."""
+    """Convert stored scales to float32; bytes are exponents (E8M0)."""
     return powers_of_two(given) if given.element_size() == 1 and _is_e8m0(given) else given.float()
 
 

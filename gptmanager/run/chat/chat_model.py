@@ -110,7 +110,7 @@ def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Itera
 def for_chats(given: ManagerOptions) -> ManagerOptions:
     """Reuse the blocks of the earlier messages, and take prompts as long as the context."""
     is_v1 = given.model_type is ModelType.V1  # supports neither
-    cache = replace(given.params.kv_cache_config, enable_block_reuse=not is_v1)
+    cache = replace(given.params.kv_cache_config, enable_block_reuse=False if is_v1 else None)
     params = replace(
         given.params,
         kv_cache_config=cache,

@@ -15,8 +15,8 @@ from rich.text import Text
 from gptmanager.run.chat.answers import Answers
 from gptmanager.run.chat.interrupts import on_interrupt
 from gptmanager.run.chat.message_lines import Entry, read_message
-from gptmanager.terminal.live_region import LiveRegion, console
 from gptmanager.terminal.printable import printable_lines, printable_text
+from gptmanager.terminal.redrawn_lines import RedrawnLines, console
 
 with contextlib.suppress(ImportError):  # `input` then edits lines, and has the earlier ones
     import readline  # noqa: F401
@@ -31,7 +31,7 @@ class TerminalView:
 
     exit_status = 0  # a person has seen the errors
 
-    def __init__(self, region: LiveRegion) -> None:
+    def __init__(self, region: RedrawnLines) -> None:
         self._region = region
         self._console = console(sys.stdout)
         self._was_interrupted = False

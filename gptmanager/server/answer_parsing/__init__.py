@@ -1,1 +1,1 @@
-"""Finds thoughts, content and calls of tools in the text of a model, piece by piece."""
+"""Parses a model's text, as it arrives, into thoughts, content and tool calls."""

@@ -43,10 +43,10 @@ class AnswerParser(Protocol):
     """Takes the text of one answer in pieces, and returns its parts."""
 
     def push(self, text: str) -> list[Found]:
-        """Take new text; return what is found so far."""
+        """Add new text to the answer; return the parts that are found by now."""
 
     def flush(self) -> list[Found]:
-        """Return what was held back at the end of the answer."""
+        """Return the text that was held back, as parts, because the answer ends here."""
 
     @property
     def is_in_arguments(self) -> bool:
@@ -62,7 +62,7 @@ class AnswerParser(Protocol):
 
 @dataclass(slots=True)
 class ThoughtSpan:
-    """A thought from the character `begin` of a text up to `end`; None: it has not ended."""
+    """A thought: the characters of a text from `begin` up to `end`, which is None until it ends."""
 
     begin: int
     end: int | None = None

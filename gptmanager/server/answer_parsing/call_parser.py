@@ -1,24 +1,19 @@
-"""`CallParser`: finds calls in the text of a model, piece by piece; each format is a subclass.
+"""`CallParser`: finds tool calls in a model's text as it arrives. Each format is a subclass.
 
-Whole answers use the same parser as streams, so that both have the same result. The parser is
-independent of tokens.
+Whole answers use the same parser as streams, so that both have the same result. The result does not
+depend on how the text is divided into tokens.
 """
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import ClassVar
 
-from gptmanager.server.answer_parsing.answer_parts import (
-    Arguments,
-    CallBegins,
-    Content,
-    Found,
-    ThoughtSpan,
-)
+from gptmanager.server.answer_parsing.answer_parts import Arguments, CallBegins, Content, Found
+from gptmanager.server.answer_parsing.stepwise_parser import StepwiseParser
 from gptmanager.server.answer_parsing.text_scan import ObjectScan, num_tag_letters
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{0,128}")
@@ -36,23 +31,22 @@ class State(Enum):
     PLAIN = "text to the end"
 
 
-class CallParser(ABC):
-    """Takes the text of one answer in pieces, and returns its content and calls.
+class CallParser(StepwiseParser):
+    """Divides the text of one answer into content and calls. It finds no thoughts.
 
     `names`: the tools that may be called; a call of another name is content. `openers`: tags that
-    begin a call within text, without the spaces before them; none: the whole answer is calls or
-    text. `closers`: tags after a call, which are dropped.
+    begin a call within text, without the spaces before them. In a format without openers, an answer
+    is either only calls or only text. `closers`: tags after a call, which are dropped.
     """
 
     openers: ClassVar[tuple[str, ...]] = ()
     closers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, names: Collection[str]) -> None:
-        self.thoughts: list[ThoughtSpan] = []  # this parser looks for none
+        super().__init__()
         self.num_calls = 0
         self._names = frozenset(names)
         self._state = State.CONTENT if self.openers else State.START
-        self._text = ""  # not returned yet
         self._before = ""  # text skipped before a possible call, returned if it is not a call
         self._arguments = ObjectScan()
         self._depth = 0  # of the scan at which the arguments end
@@ -62,16 +56,8 @@ class CallParser(ABC):
         """Whether the last call's arguments have begun and not ended."""
         return self._state is State.ARGUMENTS
 
-    def push(self, text: str) -> list[Found]:
-        """Take new text; return what is found so far."""
-        self._text += text
-        found: list[Found] = []
-        while self._step(found):
-            pass
-        return found
-
     def flush(self) -> list[Found]:
-        """Return what was held back at the end of the answer."""
+        """Return the text that was held back, as content."""
         found: list[Found] = []
         rest = self._take(len(self._text))
         if self._state is State.HEADER:
@@ -81,9 +67,8 @@ class CallParser(ABC):
                 self._add_content(rest, found)
         return found
 
-    # One step in the state table; returns False if it needs more text --------------------------
-
     def _step(self, found: list[Found]) -> bool:
+        """Take one step in the state table; return False if it needs more text."""
         if self._state is State.CONTENT:
             return self._read_content(found)
         if self._state is State.START:
@@ -100,7 +85,7 @@ class CallParser(ABC):
         return False
 
     def _read_content(self, found: list[Found]) -> bool:
-        """Return text up to a tag, without the spaces before it; hold back a possible tag."""
+        """Return the text before a tag and its spaces; hold back what may begin a tag."""
         at, opener = min(
             ((self._text.find(tag), tag) for tag in self.openers if tag in self._text),
             default=(-1, ""),
@@ -128,7 +113,7 @@ class CallParser(ABC):
         return True
 
     def _begins_call(self, rest: str) -> bool:
-        """Return whether an answer without tags that begins with `rest` may be a call."""
+        """Return whether `rest`, the beginning of an answer without tags, may be a call."""
         return False
 
     def _begin(self, opener: str) -> None:
@@ -140,7 +125,7 @@ class CallParser(ABC):
         """Read a call up to its arguments."""
 
     def _read_arguments(self, found: list[Found]) -> bool:
-        """Return arguments that are a JSON object as they are."""
+        """Return the arguments, a JSON object, unchanged."""
         if not self._text:
             return False
         end = self._arguments.take(self._text, depth=self._depth)
@@ -151,7 +136,7 @@ class CallParser(ABC):
         return end is not None
 
     def _read_rest(self) -> bool:
-        """Drop the rest of the object that the arguments are in."""
+        """Drop the rest of the JSON object that contains the arguments."""
         end = self._arguments.take(self._text) if self._text else None
         self._take(len(self._text) if end is None else end)
         if end is not None:
@@ -172,10 +157,6 @@ class CallParser(ABC):
 
     # Parts of a step -------------------------------------------------------------------------
 
-    def _take(self, length: int) -> str:
-        taken, self._text = self._text[:length], self._text[length:]
-        return taken
-
     def _call(self, name: str, found: list[Found]) -> None:
         found.append(CallBegins(self.num_calls, name))
         self.num_calls += 1
@@ -192,7 +173,7 @@ class CallParser(ABC):
 
 
 class HeadedCallParser(CallParser):
-    """A parser of calls with a header of tags before the arguments, a JSON object.
+    """Parses calls that consist of a header of tags and a JSON object with the arguments.
 
     `headers`: for each opener, the headers that may follow it. A header is a sequence of tags and
     patterns; the text of its first `NAME` is the name of the tool.
@@ -224,8 +205,8 @@ class HeadedCallParser(CallParser):
 def read_header(text: str, header: Sequence[str | re.Pattern[str]]) -> tuple[str, int] | None:
     """Return the name in a header at the beginning of `text`, and the index after the header.
 
-    The index is 0 if the text ends before the header does; None if another text is there. A NAME
-    must not be empty.
+    The index is 0 if the text ends within the header. The result is None if the text cannot be this
+    header; an empty `NAME` cannot.
     """
     at, name = 0, ""
     for part in header:

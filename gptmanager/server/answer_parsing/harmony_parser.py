@@ -1,4 +1,4 @@
-"""Parse the harmony format of gpt-oss: an answer is several messages, each with a header.
+"""Parses the harmony format of gpt-oss, in which an answer is several messages with a header each.
 
     <|channel|>analysis<|message|>a thought<|end|>
     <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}
@@ -21,6 +21,7 @@ from gptmanager.server.answer_parsing.answer_parts import (
     Thought,
     ThoughtSpan,
 )
+from gptmanager.server.answer_parsing.stepwise_parser import StepwiseParser
 from gptmanager.server.answer_parsing.text_scan import ObjectScan, num_tag_letters
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
@@ -40,8 +41,8 @@ class _State(Enum):
     BETWEEN = "after a message"
 
 
-class HarmonyParser:
-    """Takes the text of one answer in pieces, and returns its thoughts, its content and its calls.
+class HarmonyParser(StepwiseParser):
+    """Divides the text of one answer into thoughts, content and calls.
 
     `names`: the tools that may be called; a message to another recipient is content. `prompt`: the
     last header of the prompt, from its `<|start|>` on, which the answer continues. Several
@@ -50,13 +51,11 @@ class HarmonyParser:
     """
 
     def __init__(self, names: Collection[str] = (), prompt: str = "") -> None:
-        self.thoughts: list[ThoughtSpan] = []
+        super().__init__()
         self.num_calls = 0
         self._names: frozenset[str] = frozenset()
         self._state = _State.HEADER
         self._is_first = True  # the first message
-        self._text = ""  # not returned yet
-        self._num_taken = 0  # characters before it
         self._kind: type[Thought] | type[Content] | None = None  # of the message; None: a call
         self._arguments = ObjectScan()  # scans the last call
         self._has_all_arguments = True
@@ -79,13 +78,6 @@ class HarmonyParser:
     @property
     def is_in_arguments(self) -> bool:
         return not self._has_all_arguments
-
-    def push(self, text: str) -> list[Found]:
-        self._text += text
-        found: list[Found] = []
-        while self._step(found):
-            pass
-        return found
 
     def flush(self) -> list[Found]:
         found: list[Found] = []
@@ -168,8 +160,3 @@ class HarmonyParser:
         if "<" not in self._text[-_LONGEST:]:
             return 0
         return max(num_tag_letters(self._text, tag) for tag in TAGS)
-
-    def _take(self, length: int) -> str:
-        taken, self._text = self._text[:length], self._text[length:]
-        self._num_taken += length
-        return taken

@@ -11,7 +11,7 @@ from gptmanager.server.answer_parsing.answer_parts import Arguments, Found
 from gptmanager.server.answer_parsing.call_parser import CallParser, State
 from gptmanager.server.answer_parsing.text_scan import ObjectScan
 
-# up to arguments that are an object; a model may write "type" first
+# A call up to its arguments, if these are an object. A model may write "type" first.
 _HEADER = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]{0,128})"\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -79,7 +79,10 @@ class JsonCallParser(CallParser):
 
 
 def _read_call(text: str) -> tuple[str, str] | None:
-    """Return name and arguments (as JSON) of a call with its keys in any order; None for others."""
+    """Return the name and the arguments (as JSON) of a call with keys in any order.
+
+    The result is None if the object is not a call.
+    """
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):

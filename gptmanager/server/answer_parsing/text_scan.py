@@ -17,7 +17,10 @@ class ObjectScan:
         self._is_escaped = False
 
     def take(self, text: str, depth: int = 0) -> int | None:
-        """Return the index after the brace that closes down to `depth`, or None."""
+        """Scan the next piece; return the index after the bracket that ends the nesting at `depth`.
+
+        The result is None if the piece does not have this bracket.
+        """
         at = 0
         if self._is_escaped and text:
             self._is_escaped, at = False, 1

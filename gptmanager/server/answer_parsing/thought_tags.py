@@ -1,7 +1,6 @@
 """Parse thoughts in <think> tags, as Qwen3 and DeepSeek-R1 write them before their answers.
 
-The parser is independent of tokens, and of the format of calls, which another parser reads from the
-text after the thought.
+The result does not depend on tokens. Another parser reads the calls in the text after the thought.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from gptmanager.server.answer_parsing.answer_parts import (
     Thought,
     ThoughtSpan,
 )
+from gptmanager.server.answer_parsing.stepwise_parser import StepwiseParser
 from gptmanager.server.answer_parsing.text_scan import num_tag_letters
 
 OPENER, CLOSER = "<think>", "</think>"
@@ -27,22 +27,20 @@ class _State(Enum):
     ANSWER = "text to the end"
 
 
-class ThoughtTags:
-    """Takes the text of one answer in pieces, and returns its thought, its content and its calls.
+class ThoughtTags(StepwiseParser):
+    """Divides the text of one answer into its thought, its content and its calls.
 
-    A thought may be at the beginning only, and spaces around it are dropped. `is_open`: the prompt
-    has opened the thought. `calls`: the parser of the text after the thought; None: all of that
-    text is content.
+    A thought can only be at the beginning; spaces around it are dropped. With `is_open`, the prompt
+    has already opened the thought. `calls` parses the text after the thought; if it is None, all of
+    that text is content.
     """
 
     def __init__(self, calls: AnswerParser | None = None, *, is_open: bool = False) -> None:
-        self.thoughts: list[ThoughtSpan] = []
+        super().__init__()
         self._calls = calls
         self._is_open = is_open
         self._state = _State.BEGIN
         self._has_thought = False  # its first letter has been returned
-        self._text = ""  # not returned yet
-        self._num_taken = 0  # characters before it
 
     @property
     def is_in_arguments(self) -> bool:
@@ -51,13 +49,6 @@ class ThoughtTags:
     @property
     def num_calls(self) -> int:
         return 0 if self._calls is None else self._calls.num_calls
-
-    def push(self, text: str) -> list[Found]:
-        self._text += text
-        found: list[Found] = []
-        while self._step(found):
-            pass
-        return found
 
     def flush(self) -> list[Found]:
         if self._state is _State.BEGIN and self._is_open:
@@ -123,8 +114,3 @@ class ThoughtTags:
         if self._calls is not None:
             return self._calls.push(text)
         return [Content(text)] if text else []
-
-    def _take(self, length: int) -> str:
-        taken, self._text = self._text[:length], self._text[length:]
-        self._num_taken += length
-        return taken

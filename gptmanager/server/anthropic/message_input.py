@@ -1,4 +1,4 @@
-"""The messages of Anthropic's API as those of a chat, and its other fields as those of chats."""
+"""Converts the messages and fields of Anthropic's API into the messages and fields of a chat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from gptmanager.errors import quoted
 from gptmanager.server.fields import field_error
 
-# a field of chats -> what takes its place in errors
+# A field of chats -> the text that replaces it in errors.
 RENAMED = (
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
@@ -18,7 +18,7 @@ RENAMED = (
     ("].function", "]"),
     ("stop[", "stop_sequences["),
 )
-# fields that mean the same for chats
+# Fields that mean the same for chats.
 PASSED_ON = (
     *("model", "stream", "temperature", "top_p", "top_k", "max_tokens"),
     *("min_p", "seed", "chat_template_kwargs", "priority", "deadline_s", "cache_salt"),
@@ -30,9 +30,9 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 def messages_of(
     given: list[Any], system: Any = None
 ) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Return the messages of a chat, and index -> the place of each in the body.
+    """Return the messages of a chat, and the index of a message -> its place in the body.
 
-    ApiError (400) for a message or a block of another kind.
+    Raises ApiError (400) for a message or a block of an unknown kind.
     """
     messages: list[dict[str, Any]] = []
     places: dict[int, str] = {}
@@ -60,7 +60,7 @@ def messages_of(
 
 
 def _of_user(role: str, content: list[Any], where: str) -> list[dict[str, Any]]:
-    """Return results of tools, and then the texts, which are parts of one message."""
+    """Return a message for each result of a tool, and then one message with all texts."""
     results: list[dict[str, Any]] = []
     texts = []
     for index, block in enumerate(content):
@@ -157,7 +157,7 @@ def chat_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> Any:
-    """Return a tool of the client in the form of chats. ApiError (400) for a tool of the server."""
+    """Convert a client's tool to the form of chats, which reject tools of Anthropic's servers."""
     if not isinstance(tool, Mapping):
         return tool
     if tool.get("type") not in (None, "custom"):

@@ -1,4 +1,4 @@
-"""The answer of /v1/messages: its blocks, and the events that a stream has for them."""
+"""`MessageWriter`: writes the answer of /v1/messages as blocks, and as the events of a stream."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _EMPTY: Mapping[str, dict[str, Any]] = {
 
 
 class MessageWriter:
-    """Writes blocks in the order in which the model writes them. `usage`: returns the usage so far,
-    in the shape of a chat.
+    """Writes blocks in the order in which the model writes them.
+
+    `usage` returns the usage so far, as a chat reports it.
     """
 
     def __init__(self, answer_id: str, model: str, usage: Callable[[], Mapping[str, Any]]) -> None:
@@ -116,7 +117,7 @@ class MessageWriter:
 
 
 def _object(text: str) -> Any:
-    """Return the arguments of a call as an object; {} if they are cut off or not an object."""
+    """Return the arguments of a call as an object, or {} if they are not a complete object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -29,7 +29,7 @@ from gptmanager.server.openai.json_answer import respond
 from gptmanager.server.openai.models import check_model
 from gptmanager.server.request_fields import NotSupported, read_request
 from gptmanager.server.text.generation_fields import SAMPLING, SERVING, NewTokens
-from gptmanager.server.tool_calls.tools import MAX_TOOLS
+from gptmanager.server.tool_formats.tools import MAX_TOOLS
 
 _OBJECT = {"type": "object"}
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": _OBJECT}]}

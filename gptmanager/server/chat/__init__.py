@@ -1,1 +1,1 @@
-"""From the messages of a chat to a prompt, and from an answer to a message."""
+"""Chats in any protocol: messages become a prompt, and an answer becomes a message."""

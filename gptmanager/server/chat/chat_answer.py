@@ -1,6 +1,6 @@
-"""The text of one answer as a chat message, and as the deltas of a stream.
+"""`ChatAnswer`: converts the text of one answer to a chat message, or to the deltas of a stream.
 
-A parser separates thoughts, content and tool calls. Independent of tokens and protocols.
+A parser separates thoughts, content and tool calls. This module knows neither tokens nor protocols.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gptmanager.server.answer_parsing.answer_parts import (
     Found,
     Thought,
 )
-from gptmanager.server.tool_calls.call_format import random_id
+from gptmanager.server.tool_formats.tool_format import random_id
 
 
 class ChatAnswer:
-    """Takes text in pieces; the deltas, joined, are the message.
+    """Receives text in pieces, and returns deltas, which together are the message.
 
-    `parser` None: all text is content. `is_alone`: one call is allowed, and later ones are dropped.
-    `is_deprecated`: write the call as the deprecated `function_call`. `new_id`: returns the id of a
+    Without a `parser`, all text is content. With `is_alone`, only the first call is kept. With
+    `is_deprecated`, it is written as the deprecated `function_call`. `new_id` returns the id of a
     call.
     """
 
@@ -43,17 +43,17 @@ class ChatAnswer:
         self._thoughts: list[str] = []
         self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
-        # of the thoughts that have ended: their number, and the number of their tokens
+        # The number of thoughts that have ended, and the number of their tokens.
         self._num_ended = self._num_tokens = 0
 
     def push(self, text: str) -> list[dict[str, Any]]:
-        """Take new text; return the deltas that the client gets now."""
+        """Add new text to the answer; return the deltas that can be sent now."""
         if self._parser is not None:
             return self._deltas(self._parser.push(text))
         return self._deltas([Content(text)] if text else [])
 
     def flush(self) -> list[dict[str, Any]]:
-        """Return the deltas that were held back at the end."""
+        """Return the deltas that were held back, because the answer ends here."""
         return [] if self._parser is None else self._deltas(self._parser.flush())
 
     def message(self) -> dict[str, Any]:
@@ -72,10 +72,10 @@ class ChatAnswer:
         return message
 
     def finish_reason(self, reason: str) -> str:
-        """Return the finish reason for the client; `reason` is that of the text.
+        """Return the finish reason for the client; `reason` is the reason why the text ended.
 
-        An answer with calls gets the reason `tool_calls`, upon which a client runs the calls,
-        unless the last call was cut off.
+        An answer with calls has the reason `tool_calls`, unless the last call was cut off: a client
+        that reads `tool_calls` runs the calls.
         """
         is_call = bool(self._calls) and reason == "stop" and not self._is_cut
         called = "function_call" if self._is_deprecated else "tool_calls"
@@ -133,5 +133,5 @@ class ChatAnswer:
 
 
 def _thought_fields(text: str) -> dict[str, str]:
-    """Return a thought by the two names that clients look for."""
+    """Return a thought under both of the names that clients look for."""
     return {"reasoning_content": text, "reasoning": text}

@@ -1,6 +1,6 @@
-"""`ChatCalls`: the one path from the fields of a chat to its generation.
+"""`ChatCalls`: prepares the generation of a chat from the fields of /v1/chat/completions.
 
-/v1/chat/completions passes its own fields; other protocols convert theirs into the same fields.
+Other protocols convert their fields into these.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from gptmanager.server.text.answer import Answer
 from gptmanager.server.text.log_probs import TokenTexts
 from gptmanager.server.text.processors import Processors
 from gptmanager.server.text.sampling import GenerationOptions, check
-from gptmanager.server.tool_calls.call_format import random_id
-from gptmanager.server.tool_calls.tools import Tools, read_tools
+from gptmanager.server.tool_formats.tool_format import random_id
+from gptmanager.server.tool_formats.tools import Tools, read_tools
 
 logger = logging.getLogger("gptmanager")
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat that can be generated. `messages`: a parser for each output of `answer`. `thinks`: the
-    model may write thoughts.
+    """A chat that is ready to generate.
+
+    `messages` has a `ChatAnswer` for each output of `answer`. `thinks`: the model may write
+    thoughts.
     """
 
     answer: Answer
@@ -43,7 +45,7 @@ class PreparedChat:
     thinks: bool
 
     def usage(self) -> dict[str, Any]:
-        """Return OpenAI's `usage`, with the tokens of thoughts if the model writes any."""
+        """Return OpenAI's `usage`, with the number of tokens in thoughts if the model may think."""
         usage = self.answer.usage()
         if self.thinks:
             outputs = zip(self.messages, self.answer.outputs, strict=True)
@@ -53,7 +55,7 @@ class PreparedChat:
 
 
 class ChatCalls:
-    """Prepares chats for one model. ConfigError for an unreadable chat template."""
+    """Prepares chats for one model. Raises ConfigError if its chat template cannot be read."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
@@ -63,7 +65,7 @@ class ChatCalls:
         self._prompts = ChatPrompts(engine, settings)
 
     def log_formats(self) -> None:
-        """Log how the server finds thoughts and calls, if the model has a chat template."""
+        """Log the formats of thoughts and calls, and what set them, if there is a chat template."""
         found, form = self._prompts.reasoning, self._prompts.tool_format
         if found is None:
             return
@@ -87,7 +89,10 @@ class ChatCalls:
     async def prompt(
         self, given: Mapping[str, Any], warnings: Warnings
     ) -> tuple[ChatPrompt, Tools | None]:
-        """Return the prompt of a chat, and the tools that its answer may call. ApiError (400)."""
+        """Return the prompt of a chat, and the tools that its answer may call.
+
+        Raises ApiError (400) for a wrong field.
+        """
         if has_functions(given):
             tools = read_functions(given.get("functions"), given.get("function_call"))
         else:
@@ -95,12 +100,15 @@ class ChatCalls:
             tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
         prompt = await self._prompts.read(given, tools, warnings)
         if tools is not None and prompt.one_call:
-            # the template must accept the answer in the next prompt
+            # The next prompt contains this answer, and the template must accept it.
             tools = replace(tools, parallel=False)
         return prompt, tools
 
     async def prepare(self, given: Mapping[str, Any], warnings: Warnings) -> PreparedChat:
-        """Return the chat of a request; add to `warnings` what has no effect. ApiError (400)."""
+        """Return the chat of a request; add fields without effect to `warnings`.
+
+        Raises ApiError (400) for a wrong field.
+        """
         card = self.engine.card
         prompt, tools = await self.prompt(given, warnings)
         num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
@@ -131,7 +139,7 @@ class ChatCalls:
     async def _processor(
         self, given: Mapping[str, Any], warnings: Warnings, tools: Tools | None, prompt: ChatPrompt
     ) -> Any:
-        """Return the logits post-processor; a rule begins after the thought of the answer."""
+        """Return the logits post-processor; a grammar in it begins after the answer's thought."""
         form, tokenizer = prompt.tool_format, self.engine.card.tokenizer
         start = None
         if tokenizer is not None and not (form is not None and form.has_thoughts):
@@ -140,7 +148,9 @@ class ChatCalls:
 
 
 def _why(own: tuple[str, str], other: tuple[str, str]) -> str:
-    """Return what decides a format: its own option, or the other one, as harmony is both."""
+    """Return which setting decides a format: its own option, the chat template, or the other option
+    if that is harmony, which is a format of both thoughts and calls.
+    """
     for option, value in (own, other):
         if value == "harmony" or (option == own[0] and value != "auto"):
             return f"by {option}"
@@ -151,10 +161,10 @@ def _why(own: tuple[str, str], other: tuple[str, str]) -> str:
 def fields_renamed(
     names: Sequence[tuple[str, str]], places: Mapping[int, str] | None = None
 ) -> Iterator[None]:
-    """Raise each ApiError of the block in the words of a protocol that has other fields.
+    """Rename the fields in each ApiError of the block, for a protocol with other fields.
 
-    `names`: pairs of a field of chats, and the text that takes its place. `places`: index of a
-    message -> the name of its place in the body.
+    `names`: pairs of a field of chats and the text that replaces it. `places`: index of a message
+    -> the name of its place in the body.
     """
 
     def renamed(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Convert the messages of a chat into the tokens of its prompt.
+"""`ChatPrompts`: converts the messages of a chat into the tokens of its prompt.
 
 This module decides which template a request uses, and with which variables it is rendered.
 """
@@ -46,10 +46,10 @@ from gptmanager.server.fields import (
 from gptmanager.server.http.body import run_in_thread
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.tool_calls.call_format import ToolFormat
-from gptmanager.server.tool_calls.formats import format_of
-from gptmanager.server.tool_calls.harmony import Harmony
-from gptmanager.server.tool_calls.tools import Tools
+from gptmanager.server.tool_formats.formats import format_of
+from gptmanager.server.tool_formats.harmony import Harmony
+from gptmanager.server.tool_formats.tool_format import ToolFormat
+from gptmanager.server.tool_formats.tools import Tools
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
 _MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may have its own
@@ -57,7 +57,7 @@ _MOST_LOOKED_FOR = 32  # variables to search for in a template, which may be lon
 MAX_DOCUMENTS = 1024
 _MANY = 100  # messages, parts and calls; reading them takes a millisecond
 MESSAGES = AsItIs(MESSAGES_SCHEMA)
-# fields of every request that has messages
+# The fields of every request that has messages.
 TEMPLATE_FIELDS = (
     Field("add_generation_prompt", Flag(), "absent: true, unless continue_final_message is set"),
     Field("continue_final_message", Flag(), "the answer continues the last message"),
@@ -68,7 +68,7 @@ TEMPLATE_FIELDS = (
     Field("enable_thinking", Flag(), "a variable of the template"),
 )
 _VARIABLES = ("reasoning_effort", "enable_thinking")
-# variables that a template gets from other fields
+# Variables of a template that have a field of their own.
 _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 
 UNKNOWN_FORMAT = (
@@ -78,11 +78,11 @@ UNKNOWN_FORMAT = (
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The tokens of a prompt. `tool_format`: how the model writes calls; None: there are no tools.
+    """The tokens of a prompt, and what it decides about the answer.
 
-    `one_call`: the template refuses messages with two calls, so an answer must have at most one.
-    `start`: what the prompt says about the thoughts of its answer. `table`: embeddings of tokens
-    beyond the vocabulary; None: there are none.
+    `tool_format`: how the model writes calls; None without tools. `one_call`: the template rejects
+    messages with two calls, so an answer must have at most one. `start`: how the answer begins.
+    `table`: embeddings of tokens beyond the vocabulary, or None.
     """
 
     tokens: list[int]
@@ -95,8 +95,8 @@ class ChatPrompt:
 class ChatPrompts:
     """Makes prompts with the chat templates of a server's model.
 
-    ConfigError for an unreadable template. Templates in requests are rendered in a separate
-    process, so that a slow one delays no request that uses the model's template.
+    Raises ConfigError if a template cannot be read. Templates in requests are rendered in a process
+    of their own, so that a slow one does not delay requests that use the model's template.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
@@ -106,7 +106,7 @@ class ChatPrompts:
             self._templates = read_template_file(settings.chat_template)
         else:
             self._templates = read_chat_templates(engine.card.folder)
-        self._one_call: dict[bytes, bool] = {}  # of templates that have been tried
+        self._one_call: dict[bytes, bool] = {}  # template's digest -> whether it needs one call
         self._process = TemplateProcess()
         self._process_of_requests = TemplateProcess()
         tokenizer, hides = engine.card.tokenizer, settings.no_special_tokens_in_text
@@ -114,7 +114,7 @@ class ChatPrompts:
 
     @property
     def reasoning(self) -> Reasoning | None:
-        """The format of thoughts of the server's template; None if it has no template."""
+        """The format of thoughts in the server's template; None if the server has no template."""
         template = pick(self._templates, False)
         if template is None:
             return None
@@ -122,7 +122,7 @@ class ChatPrompts:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """The format of calls of the server's template; None if it describes none."""
+        """The format of calls in the server's template; None if the template describes none."""
         template = pick(self._templates, True)
         return None if template is None else self._tool_format(template)
 
@@ -131,7 +131,7 @@ class ChatPrompts:
         if calls == Harmony.name:
             return Reasoning.HARMONY
         found = reasoning_of(self._settings.reasoning_parser, template)
-        # One parser reads thoughts and calls of harmony: another format of calls excludes it.
+        # In harmony, one parser reads thoughts and calls, so another format of calls excludes it.
         return found if found is not Reasoning.HARMONY or calls == "auto" else Reasoning.NONE
 
     def _tool_format(self, template: str) -> ToolFormat | None:
@@ -144,7 +144,8 @@ class ChatPrompts:
     ) -> ChatPrompt:
         """Return the prompt; add to `warnings` the variables that the template does not use.
 
-        ApiError (400) for wrong messages, for a missing template, and if the template refuses.
+        Raises ApiError (400) for wrong messages, without a template, and if the template rejects
+        the messages.
         """
         given = body.get("messages")
         limit = self._engine.card.max_model_len
@@ -207,9 +208,9 @@ class ChatPrompts:
         return tokens
 
     async def _accepts_one_call(self, template: str, process: TemplateProcess) -> bool:
-        """Return whether a template accepts a message with one call and refuses one with two.
+        """Return whether a template accepts a message with one call and rejects one with two.
 
-        Each template is tried once, because its text does not show what it refuses.
+        Each template is tried once, because its text does not show what it rejects.
         """
         key = hashlib.sha256(template.encode()).digest()  # a template may be long
         if key not in self._one_call:
@@ -299,7 +300,7 @@ class ChatPrompts:
 
 
 def _trial(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return messages, one of them with `num_calls` calls of a tool, and a list with the tool."""
+    """Return messages, one of which has `num_calls` calls of a tool, and a list with this tool."""
     ids = [f"call{index:05}" for index in range(num_calls)]  # nine characters, as Mistral's
     function = {"name": "look", "arguments": {"at": "it"}}
     calls = [{"id": one, "type": "function", "function": function} for one in ids]
@@ -322,7 +323,7 @@ def _unknown_variables(body: Mapping[str, Any], template: str) -> list[str]:
 
 
 def _own_variables(given: Any) -> Mapping[str, Any]:
-    """Return the variables that a request adds. ApiError (400) for one that has its own field."""
+    """Return `chat_template_kwargs`. Raises ApiError (400) for a variable with its own field."""
     where = "chat_template_kwargs"
     if given is None:
         return {}

@@ -1,7 +1,7 @@
-"""Parts of messages that are embeddings: rows of floats in place of the embeddings of tokens.
+"""Parts of messages that are embeddings: rows of floats, each in place of a token's embedding.
 
-A part becomes a mark in the text that the template fills in, and its rows become tokens beyond the
-vocabulary, which a request's `prompt_embedding_table` has.
+In the text that the template renders, a unique mark represents a part. In the prompt, the rows
+become tokens beyond the vocabulary. The `prompt_embedding_table` has the embeddings of these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARK_BYTES = 16
 
 
 class EmbeddingParts:
-    """Reads the embeddings of a request's messages. `table` has all rows; None means none."""
+    """Reads the embeddings in a request's messages. `table`: all rows, or None without any."""
 
     def __init__(self, card: ModelCard) -> None:
         self._card = card
@@ -37,18 +37,18 @@ class EmbeddingParts:
         return torch.cat(self._parts) if self._parts else None
 
     def marked(self, messages: Any) -> Any:
-        """Return the messages with a text in place of each part of embeddings.
+        """Return the messages with a text part, the mark, in place of each part of embeddings.
 
-        Raises ApiError 400 for a wrong part. Anything else in the messages stays as it is.
+        Raises ApiError (400) for a wrong part. Everything else in the messages is unchanged.
         """
         if not isinstance(messages, list):
             return messages
         return [self._message(one, f"messages[{index}]") for index, one in enumerate(messages)]
 
     def pieces(self, text: str) -> Iterator[str | list[int]]:
-        """Split a rendered text into texts and the tokens of the marked rows.
+        """Split a rendered text into texts and, in place of each mark, the tokens of its rows.
 
-        Raises ApiError 400 if the template has not written each part once, in order.
+        Raises ApiError (400) unless the template has written each part once, in order.
         """
         if not self._parts:
             yield text

@@ -1,6 +1,6 @@
-"""`EventAnswer`: an answer as a sequence of named events, for protocols that stream such events.
+"""`EventAnswer`: an answer as named events, for the protocols of Anthropic and of /v1/responses.
 
-The whole answer is what the events add up to, so that both have the same content.
+An answer in one piece is made from the same events, so it has the same content as a stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gptmanager.server.http.responses import named_event
 
 
 class EventWriter(Protocol):
-    """Writes the events of one answer; each is an object with its name as `type`."""
+    """Writes the events of one answer. An event is an object with its name as `type`."""
 
     @property
     def answer_id(self) -> str: ...
@@ -26,18 +26,19 @@ class EventWriter(Protocol):
         """Return the events for a delta of a chat."""
 
     def end(self, reason: str, stop_reason: str | int | None) -> list[dict[str, Any]]:
-        """Return the last events. `reason`: the finish reason of a chat."""
+        """Return the last events. `reason` is a finish reason of /v1/chat/completions."""
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
-        """Return the last events of an answer that fails."""
+        """Return the last events of an answer that has failed."""
 
     def whole(self) -> dict[str, Any]:
         """Return the whole answer, after `end`."""
 
 
 class EventAnswer:
-    """Passes the only output of a chat to a writer. `model`: its name in the log. `at_end`: called
-    with the whole answer.
+    """Passes the only output of a chat to a writer.
+
+    `model`: the model's name in the log. `at_end` is called with the whole answer.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class EventAnswer:
             yield named_event(event)
 
     def last_frame(self, error: ApiError) -> bytes:
-        """Return the last events of a stream that fails."""
+        """Return the last events of a stream that has failed."""
         return b"".join(map(named_event, self._writer.failed(error)))
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:

@@ -10,11 +10,14 @@ from typing import Any
 
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import bad_request
-from gptmanager.server.tool_calls.tools import MAX_TOOLS, Tools, read_tools
+from gptmanager.server.tool_formats.tools import MAX_TOOLS, Tools, read_tools
 
 
 def has_functions(given: Mapping[str, Any]) -> bool:
-    """Return whether a request uses the deprecated fields. ApiError 400 if it uses both kinds."""
+    """Return whether a request uses the deprecated fields.
+
+    Raises ApiError (400) if it uses a deprecated field and the new one as well.
+    """
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if old in given and new in given:
             raise bad_request(old, f"pass either {old} or {new}, not both")
@@ -22,9 +25,9 @@ def has_functions(given: Mapping[str, Any]) -> bool:
 
 
 def read_functions(functions: Any, function_call: Any) -> Tools | None:
-    """Return the functions as tools for at most one call; None if none may be called.
+    """Return the functions as tools for at most one call; None if no function may be called.
 
-    ApiError (400) uses the names of the deprecated fields.
+    Raises ApiError (400) with the name of the deprecated field.
     """
     listed = [] if functions is None else functions
     if not isinstance(listed, list) or len(listed) > MAX_TOOLS:

@@ -1,4 +1,4 @@
-"""Convert the messages that a client sends into the form that chat templates expect.
+"""Converts the messages that a client sends into the form that chat templates expect.
 
 Unknown keys of a message are ignored, because clients send back answers of other servers.
 """
@@ -34,7 +34,7 @@ _PART = {
     "required": ["type", "text"],
     "properties": {"type": {"enum": list(_TEXT_PARTS[:3])}, "text": _TEXT},
 }
-# for the OpenAPI document; an assistant's content may be absent
+# For the OpenAPI document. The content of an assistant's message may be absent.
 MESSAGES_SCHEMA: Mapping[str, Any] = {
     "type": "array",
     "minItems": 1,
@@ -57,7 +57,7 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
 
     Text parts are joined by line breaks. Arguments that are not a JSON object, such as those of a
     call that was cut off, stay strings. The deprecated `function_call` and role "function" become
-    `tool_calls` and "tool". ApiError (400) names the wrong field and the reason.
+    `tool_calls` and "tool". Raises ApiError (400) with the wrong field and the reason.
     """
     if not isinstance(messages, list) or not messages:
         raise field_error("messages", f"{quoted(messages)} must be a list of one or more messages")
@@ -65,9 +65,9 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def count_items(messages: Any, most: int) -> int:
-    """Return the number of messages, or of their parts and calls if these are more.
+    """Return the number of messages, or the number of their parts and calls if that is larger.
 
-    The items are not read. Each becomes at least one token, so more than `most` cannot fit.
+    Nothing in the items is read. Each becomes at least one token, so more than `most` cannot fit.
     """
     if not isinstance(messages, list):
         return 0
@@ -82,9 +82,9 @@ def count_items(messages: Any, most: int) -> int:
 
 
 def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with at most one call in each, for templates that refuse more.
+    """Split messages with several calls, for templates that reject them, into one for each call.
 
-    Each result that follows the message is moved to its call.
+    The results after such a message are moved, each behind its call.
     """
     found: list[dict[str, Any]] = []
     moved: dict[Any, list[dict[str, Any]]] = {}  # results by the ids of their calls
@@ -99,7 +99,7 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             moved.setdefault(rest[-1].get("tool_call_id"), []).append(rest.pop())
         for call in calls:
             found.append({**message, "tool_calls": [call]})
-            # only the first message keeps the content
+            # Only the first of them keeps the content.
             message = {"role": message["role"], "content": ""}
             found += moved.pop(call.get("id"), ())
         found += [result for results in moved.values() for result in results]
@@ -108,8 +108,9 @@ def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def arguments_as_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return the messages with each call's string `arguments` as `{"arguments": string}`, for
-    templates that accept only objects; None if no arguments are a string.
+    """Return the messages with objects as arguments, for templates that accept nothing else.
+
+    Arguments that are a string become `{"arguments": string}`. Returns None if there are none.
     """
 
     def replaced(call: dict[str, Any]) -> dict[str, Any]:
@@ -155,9 +156,10 @@ def _read(message: Any, where: str) -> dict[str, Any]:
 
 
 def with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in which thoughts before calls have the name that harmony's template reads.
+    """Return messages in which a thought before calls has the key that harmony's template reads.
 
-    Such a message has either thoughts or content. Thoughts before other messages are not shown.
+    That template allows either a thought or content in a message with calls. The model does not see
+    the thoughts of other messages.
     """
     return [
         {**one, "thinking": one["reasoning_content"]}
@@ -170,7 +172,7 @@ def with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _content(message: Mapping[str, Any], role: str, where: str) -> str:
     content = message.get("content")
     if content is None and role == "assistant":
-        content = message.get("refusal")  # the assistant's text in place of an answer
+        content = message.get("refusal")  # a text that replaces the content
     if isinstance(content, str):
         return content
     if content is None:
@@ -184,7 +186,7 @@ def _content(message: Mapping[str, Any], role: str, where: str) -> str:
 
 
 def _part(part: Any, role: str, where: str) -> str | None:
-    """Return the text of a part; None for one that is not shown to the model."""
+    """Return the text of a part; None for a thought, which the model does not see."""
     if not isinstance(part, Mapping):
         raise field_error(
             where, f"{quoted(part)} must be a part such as {{'type': 'text', 'text': ...}}"
@@ -234,16 +236,16 @@ def _call(call: Any, where: str, *, legacy: bool = False) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> Any:
-    """Return the object in a JSON string, or the string itself if it is not an object in JSON."""
+    """Return the object that a JSON string contains, or the string itself if it has no object."""
     if given is None:
         return {}
     if not isinstance(given, str):
         return given
-    if given.count("[") + given.count("{") > _MOST_OBJECTS:  # parsing them would take long
+    if given.count("[") + given.count("{") > _MOST_OBJECTS:  # parsing would take long
         return given
     try:
         found = _STRICT_JSON.decode(given or "{}")
-        # numbers and depths that cannot be sent on to the template's process
+        # Raises for numbers and depths that cannot be sent to the template's process.
         orjson.dumps([[[[[[[[found]]]]]]]])
     except (ValueError, TypeError, RecursionError):
         return given

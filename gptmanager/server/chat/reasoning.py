@@ -1,4 +1,4 @@
-"""How a model writes its thoughts: decided by its chat template, or by `--reasoning-parser`."""
+"""Formats of a model's thoughts. Its chat template or `--reasoning-parser` decides the format."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gptmanager.server.answer_parsing import thought_tags
 from gptmanager.server.answer_parsing.answer_parts import AnswerParser
 from gptmanager.server.answer_parsing.harmony_parser import HarmonyParser
 from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
-from gptmanager.server.tool_calls.call_format import ToolFormat
-from gptmanager.server.tool_calls.tools import Tools
+from gptmanager.server.tool_formats.tool_format import ToolFormat
+from gptmanager.server.tool_formats.tools import Tools
 
 
 class Reasoning(Enum):
-    """A format of thoughts, by the name that `--reasoning-parser` has for it."""
+    """A format of thoughts; its value is its name for `--reasoning-parser`."""
 
     NONE = "none"
     THINK = "think"
@@ -26,7 +26,7 @@ class Reasoning(Enum):
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The texts that the parser of answers looks for."""
+        """The texts by which a parser finds thoughts."""
         if self is Reasoning.HARMONY:
             return harmony.TAGS
         tags = (thought_tags.OPENER, thought_tags.CLOSER)
@@ -37,7 +37,7 @@ PARSERS = ("auto", *(one.value for one in Reasoning))
 
 
 def reasoning_of(parser: str, template: str) -> Reasoning:
-    """Return the format that `--reasoning-parser` names; for `auto`, that of a chat template."""
+    """Return the format that `--reasoning-parser` names, or for `auto` the chat template's."""
     if parser != "auto":
         return Reasoning(parser)
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
@@ -47,10 +47,10 @@ def reasoning_of(parser: str, template: str) -> Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class AnswerStart:
-    """Knowledge from a prompt about the thoughts of its answer.
+    """How an answer begins, as its prompt decides.
 
-    `is_open`: the answer begins within a thought. `is_closed`: it begins after the thought. Both
-    are for tags; `prompt` is for harmony: the header of the last message in the prompt.
+    `is_open`: within a thought. `is_closed`: after the thought. Both are for thoughts in tags. For
+    harmony, `prompt` is the header of the last message in the prompt.
     """
 
     reasoning: Reasoning = Reasoning.NONE
@@ -60,7 +60,7 @@ class AnswerStart:
 
     @staticmethod
     def of_prompt(reasoning: Reasoning, text: str, continued: str | None) -> AnswerStart:
-        """Read a rendered prompt. `continued`: the content that the answer continues, or None."""
+        """Read the end of a rendered prompt. `continued`: a message that the answer continues."""
         if reasoning is Reasoning.HARMONY:
             begin, found = text.rfind(harmony.START), text.rfind(harmony.MESSAGE)
             end = found + len(harmony.MESSAGE) if found > begin else len(text)
@@ -84,9 +84,10 @@ class AnswerStart:
         return ThoughtTags(calls, is_open=self.is_open)
 
     def grammar_start(self, tokenizer: Tokenizer) -> GrammarStart | None:
-        """Return where a grammar begins in the answer; None: at its beginning.
+        """Return where in the answer a grammar begins; None if it begins with the answer.
 
-        ValueError if the prompt asks for a thought and the tokenizer has no token that closes it.
+        Raises ValueError if the prompt opens a thought and the tokenizer has no token that closes
+        it.
         """
         if self.reasoning is Reasoning.NONE or self.is_closed:
             return None
@@ -97,11 +98,11 @@ class AnswerStart:
         if self.is_open:
             return GrammarStart((_id(tokenizer, thought_tags.CLOSER),))
         opener, closer = map(tokenizer.token_to_id, (thought_tags.OPENER, thought_tags.CLOSER))
-        # a model without these tokens was not trained to think
+        # A model without these tokens was not trained to think.
         return None if opener is None or closer is None else GrammarStart((closer,), opens=opener)
 
 
-_LONGEST_END = 64  # of a prompt that ends with a tag and spaces
+_LONGEST_END = 64  # characters at the end of a prompt in which a tag is looked for
 
 
 def _id(tokenizer: Tokenizer, tag: str) -> int:
@@ -112,6 +113,6 @@ def _id(tokenizer: Tokenizer, tag: str) -> int:
 
 
 def special_tags(tokenizer: Tokenizer, tags: tuple[str, ...]) -> dict[int, str]:
-    """Return token id -> text of those tags that are special tokens, which decoding leaves out."""
+    """Return token id -> text of the tags that are special tokens, which decoding leaves out."""
     added = tokenizer.get_added_tokens_decoder().items()
     return {index: one.content for index, one in added if one.special and one.content in tags}

@@ -1,6 +1,4 @@
-"""`AccessSettings`: which clients may reach the server, with how many connections and how large
-bodies.
-"""
+"""`AccessSettings`: the clients that may use the server, and limits on connections and bodies."""
 
 from __future__ import annotations
 
@@ -25,20 +23,20 @@ TEXT_BYTES, TENSOR_BYTES = 4 << 20, 64 << 20
 class AccessSettings:
     """Limits on clients and their connections.
 
-    `api_key`: the key that clients must send. `api_key_file`: a file with a key or several named
-    ones; SIGHUP reloads it. `allowed_hosts`: host names that clients may use in addition to those
-    of the server's own machine; empty: every name is accepted, except on loopback without a key.
-    `cors_origins`: web pages of these origins may call the server; "*": of all. `root_path`: a
-    proxy's prefix of all paths. `uds`: the path of a Unix socket to listen at instead of a port.
-    `tls_cert`, `tls_key`: PEM files of HTTPS. `max_body_bytes`: limit for a request's body; None:
-    `TEXT_BYTES`, or `TENSOR_BYTES` for a route that accepts tensors.
+    `api_key`: the key that clients must send. `api_key_file`: a file with one key or several named
+    keys; SIGHUP reloads it. `allowed_hosts`: host names that clients may use in addition to the
+    names of the server's machine. If it is empty, every name is accepted, except on loopback
+    without a key. `cors_origins`: web pages of these origins may call the server; "*" allows all.
+    `root_path`: the prefix of all paths at a proxy. `uds`: the path of a Unix socket to listen at
+    instead of a port. `tls_cert`, `tls_key`: PEM files for HTTPS. `max_body_bytes`: limit for a
+    request's body, by default `TEXT_BYTES`, or `TENSOR_BYTES` for a route that accepts tensors.
 
-    `max_connections`: open connections; None: as many as the descriptor limit allows.
-    `max_connections_per_address`: connections of one client, None: no limit; of a client behind a
-    proxy, the requests that run at once. `forwarded_allow_ips`: addresses or networks of trusted
-    proxies. `keep_alive_timeout`: seconds that an idle connection stays open. `read_timeout`:
-    seconds within which a request must arrive completely. `sse_keep_alive`: seconds between the
-    comments in a stream before its first token; None: no comments.
+    `max_connections`: limit of open connections, by default three quarters of the descriptor limit.
+    `max_connections_per_address`: limit for one client, by default none; for a client behind a
+    proxy it limits the requests that run at once. `forwarded_allow_ips`: addresses or networks of
+    trusted proxies. `keep_alive_timeout`: seconds that an idle connection stays open.
+    `read_timeout`: seconds within which a request must arrive completely. `sse_keep_alive`: seconds
+    between the comments in a stream before its first token; None: no comments.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -98,16 +96,16 @@ class AccessSettings:
         return () if self.api_key is None else (read_key(self.api_key),)
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return the context of an HTTPS server, read from its files; None without TLS.
+        """Return the TLS context of the certificate and its key, or None without TLS.
 
-        Raises ConfigError.
+        Raises ConfigError if the files cannot be used.
         """
         if self.tls_cert is None or self.tls_key is None:
             return None
         files = f"--tls-cert {quoted_path(self.tls_cert)} --tls-key {quoted_path(self.tls_key)}"
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            # the password is for an encrypted key: without it OpenSSL would ask at the terminal
+            # Without a password OpenSSL would ask for one at the terminal if the key is encrypted.
             context.load_cert_chain(self.tls_cert, self.tls_key, password="")
         except ssl.SSLError as error:
             told = f"{files} must be a certificate and its unencrypted key, in PEM: {error.reason}"

@@ -1,4 +1,4 @@
-"""Read HTTP bodies within their limits, and cancel work for clients that have disconnected."""
+"""Reads HTTP bodies within their limits, and cancels work for clients that have disconnected."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from gptmanager.server.http.json_text import parse_json
 from gptmanager.server.http.responses import disconnected
 
 _T = TypeVar("_T")
-LARGE_BODY = 1 << 14  # bytes: reading the fields takes 1 ms; handing it to a thread takes 0.1 ms
-COMMENT = b": keep-alive\n\n"  # clients of server-sent events pass over it
+LARGE_BODY = 1 << 14  # bytes; reading the fields takes 1 ms, passing them to a thread takes 0.1 ms
+COMMENT = b": keep-alive\n\n"  # clients of server-sent events ignore it
 _HUGE_BODY = 1 << 20  # bytes: the parser may hold the interpreter lock for 0.1 s
 
-MAX_BODIES_BYTES = 1 << 30  # of all clients together
+MAX_BODIES_BYTES = 1 << 30  # limit for the bodies of all clients together
 
 
 class BodyBudget:
-    """Limits the bytes of all bodies in memory, summed over all connections: without it, many
-    clients that send large bodies at once would use up the memory.
+    """Limits the bytes of all bodies that are in memory at once.
+
+    Without this limit, many clients that send large bodies could use up the memory.
     """
 
     def __init__(self, most: int = MAX_BODIES_BYTES) -> None:
         self._most = self._left = most
 
     def reserve(self, size: int) -> None:
-        """Count `size` more bytes. Raises ApiError 429 if the sum would exceed the limit."""
+        """Count `size` more bytes. Raises ApiError (429) if the sum would exceed the limit."""
         if size > self._left:
             raise ApiError(
                 429,
@@ -56,7 +57,7 @@ class BodyBudget:
 
 @contextlib.asynccontextmanager
 async def body_of(request: Request, *, carries_tensors: bool = False) -> AsyncIterator[bytes]:
-    """Read a request's body. It counts in the server's `BodyBudget` until the end of the block."""
+    """Yield a request's body. It counts in the server's `BodyBudget` until the block ends."""
     budget, held = request.app.state.body_budget, [0]
 
     def take(size: int) -> None:
@@ -70,7 +71,7 @@ async def body_of(request: Request, *, carries_tensors: bool = False) -> AsyncIt
 
 
 async def _read_body(request: Request, take: Callable[[int], None], carries_tensors: bool) -> bytes:
-    """Return the body. Raises ApiError 413 as soon as it exceeds `--max-body-bytes`."""
+    """Return the body. Raises ApiError (413) as soon as it exceeds `--max-body-bytes`."""
     settings: AccessSettings = request.app.state.settings
     limit = settings.body_limit(carries_tensors=carries_tensors)
     length = request.headers.get("content-length", "")
@@ -90,7 +91,7 @@ async def _read_body(request: Request, take: Callable[[int], None], carries_tens
 
 
 async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """Return `read(body)` for a body that is a JSON object. Raises ApiError 413, 415 or 400.
+    """Return `read(body)` for a body that is a JSON object. Raises ApiError (400, 413 or 415).
 
     A large body is parsed and read on a worker thread.
     """
@@ -105,9 +106,10 @@ async def read_json(request: Request, read: Callable[[dict[str, Any]], _T]) -> _
 
 
 async def parsed(request: Request, size: int, parse: Callable[[], _T]) -> _T:
-    """Return `parse()` for a body of `size` bytes: on a worker thread if the body is large, and one
-    at a time if it is huge. The event loop competes with all threads for the interpreter lock;
-    several long parses at once would delay it.
+    """Return `parse()` for a body of `size` bytes.
+
+    Large bodies are parsed on a worker thread, and huge ones one at a time: the event loop competes
+    with all threads for the interpreter lock, and several long parses at once would delay it.
     """
     if size < LARGE_BODY:
         return parse()
@@ -157,8 +159,9 @@ async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
 
 
 class StartedStream:
-    """An iterator over frames, the first of which has already been read. It is a class because a
-    generator around `frames` would cost time for every frame.
+    """An iterator over frames, of which the first has already been read.
+
+    It is a class, because a generator around `frames` would cost time for every frame.
     """
 
     def __init__(self, first: bytes | None, frames: AsyncIterator[bytes]) -> None:
@@ -182,8 +185,9 @@ class StartedStream:
 
 
 class KeptAlive:
-    """An iterator over frames that sends a comment every `interval_s` until the first frame is
-    there: `starting` waits for it. Proxies close a connection that is silent for too long.
+    """An iterator over frames that yields a comment every `interval_s` before the first frame.
+
+    `starting` waits for the first frame. Proxies close a connection that is silent for too long.
     """
 
     def __init__(
@@ -222,11 +226,11 @@ class KeptAlive:
 async def start_stream(
     frames: AsyncIterator[bytes], keep_alive_s: float | None = None
 ) -> StartedStream | KeptAlive:
-    """Wait for the first frame, then return an iterator over all frames. An error before the first
+    """Wait for the first frame, and return an iterator over all frames. An error before the first
     frame is raised here, in the endpoint.
 
-    With `keep_alive_s` only an error of the start is raised, such as a refusal because too many
-    requests wait. A request that waits returns at once, and its iterator begins with comments.
+    With `keep_alive_s`, the iterator is returned at once and begins with comments. Then only an
+    error of the start is raised here, for instance because too many requests wait.
 
     Use: `EventStream(await until_disconnected(request, start_stream(frames)))`.
     """

@@ -1,4 +1,4 @@
-"""`Connections`: limits the open connections, in all and for each address, and logs refusals."""
+"""`Connections`: limits the open connections, in total and by address, and logs refusals."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _logger = logging.getLogger(__name__)
 
 
 def default_max_connections() -> int:
-    """Return three quarters of the process's descriptor limit: files and pipes need the rest."""
+    """Return three quarters of the process's descriptor limit. Files and pipes need the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft * 3 // 4
     return max(_MIN_CONNECTIONS, min(most, _MAX_CONNECTIONS))
 
 
 class Proxies:
-    """Addresses of trusted proxies: `X-Forwarded-For` is read only in requests from them."""
+    """Addresses of trusted proxies. Only their requests may have an `X-Forwarded-For`."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         self._networks = networks_of(allowed)
@@ -46,8 +46,8 @@ class Proxies:
 class Connections:
     """Counts open connections.
 
-    `most`: the limit in all. `most_per_address`: the limit for one address, None: no limit. It does
-    not apply to connections from `proxies`, which carry requests of many clients: `AddressLimit`
+    `most`: the limit in total. `most_per_address`: the limit for one address, or None. It does not
+    apply to connections from `proxies`, which carry the requests of many clients: `AddressLimit`
     counts those requests instead.
     """
 
@@ -67,8 +67,9 @@ class Connections:
         self._log = RareWarnings(_logger)
 
     def enter(self, host: str) -> ApiError | None:
-        """Count one more connection. Return an error if it exceeds a limit, and None otherwise. The
-        caller must call `leave` in both cases.
+        """Count one more connection. Return an error if it exceeds a limit, otherwise None.
+
+        The caller must call `leave` in both cases.
         """
         self._num_open += 1
         self._by_address[host] += 1

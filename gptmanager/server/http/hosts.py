@@ -1,7 +1,7 @@
 """`HostGuard`: keeps foreign web pages away from a server on loopback that has no key.
 
-A page may resolve its own host name to this machine (DNS rebinding); `Host` is then that name. A
-page may also post text to a local address; `Origin` is then the page's. Both headers must therefore
+A page can resolve its own host name to this machine (DNS rebinding). `Host` is then that name. A
+page can also post text to a local address. `Origin` is then the page's own. So both headers must
 name this machine or a host of `--allowed-host`.
 """
 
@@ -33,9 +33,11 @@ def is_of_this_machine(host: str) -> bool:
 
 
 class HostGuard:
-    """ASGI middleware that answers 403 if `Host` or `Origin` names neither this machine nor one of
-    `allowed`; an `Origin` may also be one of `origins`, which "*" extends to all. A request without
-    `Host` passes: every browser sends that header."""
+    """ASGI middleware that answers 403 to requests with a foreign `Host` or `Origin`.
+
+    Both may name this machine or a host in `allowed`. `Origin` may also be in `origins`, where "*"
+    allows all. A request without `Host` passes, because every browser sends that header.
+    """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], origins: Sequence[str] = ()) -> None:
         self._app = app

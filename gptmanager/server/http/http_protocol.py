@@ -22,7 +22,7 @@ from gptmanager.server.http.responses import IS_WHOLE, error_response
 MAX_HEAD_BYTES = 1 << 16  # limit for request line and headers, and a separate one for trailers
 MAX_PIPELINED = 64  # requests of a connection that wait for an earlier answer
 _THIS_MACHINE = ("127.0.0.1", 0)
-_LINGER_S = 2.0  # time that a refused client has to stop writing
+_LINGER_S = 2.0  # a refused client may go on writing for this time
 # Java's client sends this header with each request to offer HTTP/2; the parser would then drop the
 # body.
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
@@ -31,11 +31,11 @@ _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 class HttpProtocol(HttpToolsProtocol):
     """One connection of a client.
 
-    Bytes that are not HTTP/1.1 are answered with a 400, a head or trailers above MAX_HEAD_BYTES
-    with a 431, and a request that needs longer than `read_timeout_s` to arrive with a 408, each as
-    an error object; then the connection is closed. It is also closed when it has been idle, or when
-    the client has not read written data, for the keep-alive timeout, and after an answer to a
-    request that has not arrived completely.
+    These get an error object, and the connection is closed: bytes that are not HTTP/1.1 (400), a
+    head or trailers above MAX_HEAD_BYTES (431), and a request that needs longer than
+    `read_timeout_s` to arrive (408). The connection is also closed if it is idle, or if the client
+    does not read, for the keep-alive timeout, and after an answer to a request that has not arrived
+    completely.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits = limits
         self._read_timeout_s = read_timeout_s
         self._host = ""
-        # requests without a complete answer: the first is being answered, the others wait
+        # Requests without a complete answer. The first is being answered, the others wait.
         self._unanswered: deque[Any] = deque()
         self._part_bytes = 0  # bytes of the head or the trailers that the parser has reported
         self._unreported_bytes = 0  # bytes received since the parser's last callback
@@ -82,7 +82,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Start the timeout of a client that does not read; `resume_writing` ends it."""
+        """Start the timeout for a client that does not read; `resume_writing` ends it."""
         super().pause_writing()
         self._write_timeout = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
 
@@ -181,8 +181,9 @@ class HttpProtocol(HttpToolsProtocol):
     # Time -------------------------------------------------------------------------------------
 
     def _set_read_deadline(self) -> None:
-        """Set the deadline for the rest of the arriving request. Must not be called while an answer
-        is being sent.
+        """Set the deadline for the rest of the arriving request.
+
+        Must not be called while an answer is being sent.
         """
         limit = self._read_timeout_s
         late = ApiError(408, f"the request did not arrive within {limit:g} s", code="too_slow")
@@ -223,7 +224,7 @@ class HttpProtocol(HttpToolsProtocol):
             refused.disconnected = True
             refused.message_event.set()
             if self._unanswered:
-                self.pipeline.popleft()  # it is the last one there
+                self.pipeline.popleft()  # it is the last one in the pipeline
         if self._unanswered:
             self._drops_input = True
             self._refusal = error
@@ -243,8 +244,10 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.write(b"".join([line, *headers, b"\r\n", bytes(response.body)]))
 
     def _end(self) -> None:
-        """Close the connection. If the client may still be writing, drop its input for a short time
-        first: an immediate close would reset the connection before the client reads the answer.
+        """Close the connection, after a time in which input of the client is dropped.
+
+        If the client is still writing, an immediate close would reset the connection before the
+        client has read the answer.
         """
         if self._is_whole or self.pipeline or not self.transport.can_write_eof():
             self.transport.close()
@@ -256,9 +259,10 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _ResponseTransport:
-    """The transport that a response writes to. `close` calls `end`. Writes after the connection has
-    closed are dropped: only the last of several pipelined requests is notified of a disconnect, so
-    the others may still write.
+    """The transport that a response writes to. Its `close` calls `end`.
+
+    Writes to a closed connection are dropped. Only the last of several pipelined requests is
+    notified of a disconnect, so the others may still write.
     """
 
     def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:

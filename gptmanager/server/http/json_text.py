@@ -1,4 +1,4 @@
-"""Parse a client's JSON, after an estimate of the memory that it will need."""
+"""Parses a client's JSON, after an estimate of the memory that its values will need."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class _Counts(NamedTuple):
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse `text`. Raises ApiError 400 if it is not JSON, or if its values would need far more
-    time or memory than its length suggests: empty lists need thirty times the bytes of their text.
+    """Parse `text`. Raises ApiError (400) if it is not JSON, or needs far too much time or memory.
+
+    Empty lists, for instance, need thirty times the bytes of their text.
     """
     problem = _problem(text)
     if problem is not None:
@@ -78,9 +79,10 @@ def _all_counts(text: bytes) -> _Counts:
 
 
 def _counts_outside_texts(text: bytes) -> _Counts:
-    """Count only characters outside strings. Escapes are removed first, so that each remaining
-    quote begins or ends a string. NumPy releases the interpreter lock while it counts; a regular
-    expression would hold it for 0.25 s.
+    """Count only the characters outside strings.
+
+    Escapes are removed first, so that each remaining quote begins or ends a string. NumPy releases
+    the interpreter lock while it counts; a regular expression would hold it for 0.25 s.
     """
     if b"\\" in text:
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")

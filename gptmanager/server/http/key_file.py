@@ -15,9 +15,10 @@ _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key that clients may send. `name`: for the log; "": the only key of the server.
+    """A key that clients may send.
 
-    `max_requests`: how many of its requests may run and wait at once; None: no limit.
+    `name`: its name in the log, empty for the only key of a server. `max_requests`: how many of its
+    requests may run and wait at once; None: no limit.
     """
 
     value: str = field(repr=False)
@@ -32,9 +33,9 @@ def read_key(value: str) -> ApiKey:
 
 
 def read_key_file(path: Path) -> tuple[ApiKey, ...]:
-    """Return the keys of a file: one word, or lines of NAME KEY [MAX_REQUESTS].
+    """Return the keys of a file with one word, or with lines of NAME KEY [MAX_REQUESTS].
 
-    Blank lines, and lines that begin with #, are ignored. Raises ConfigError.
+    Blank lines, and lines that begin with #, are ignored. Raises ConfigError for anything else.
     """
     where = f"api_key_file = {quoted_path(path)}"
     try:

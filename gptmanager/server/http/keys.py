@@ -1,6 +1,6 @@
-"""Check the keys of `--api-key` and `--api-key-file`, and their quotas.
+"""Checks the keys of `--api-key` and `--api-key-file`, and their quotas.
 
-HTTP clients send it as `Authorization: Bearer KEY`. A browser opens the live page once with
+HTTP clients send their key as `Authorization: Bearer KEY`. A browser opens the live page once with
 `?key=KEY` and then uses a cookie, which does not contain the key itself.
 """
 
@@ -36,18 +36,18 @@ _COOKIE = "gptmanager_key"
 
 
 class ServerKeys:
-    """The keys that clients may send, and how many requests of each run and wait.
+    """The keys that clients may send, and the number of requests of each that run and wait.
 
-    Keys are found by digests with a secret of this process, so the time that a look-up takes tells
-    nothing about them. `current` is the key of the request that the running task answers; None: the
-    server has no key.
+    Keys are found by digests with a secret of this process, so the time of a look-up reveals
+    nothing about a key. `current` is the key of the request that the running task answers, or None
+    if the server has no key.
     """
 
     def __init__(self, access: AccessSettings) -> None:
         self._access = access
         self._secret = os.urandom(32)
         self._current: ContextVar[ApiKey | None] = ContextVar("gptmanager_key", default=None)
-        self._num_open: Counter[str] = Counter()  # by name, so that they outlive a reload
+        self._num_open: Counter[str] = Counter()  # by name, so that the counts outlive a reload
         self._set(access.read_keys())
 
     def _set(self, keys: Sequence[ApiKey]) -> None:
@@ -65,15 +65,15 @@ class ServerKeys:
             _logger.info("the keys have been reloaded: %s", len(self._by_name))
 
     def find(self, given: str | bytes | None) -> ApiKey | None:
-        """Return the key that a client has sent, None if it is none of the server's."""
+        """Return the key that a client has sent, or None if the server does not have this key."""
         return None if given is None else self._by_digest.get(self._digest(given))
 
     def find_cookie(self, given: str) -> ApiKey | None:
-        """Return the key that this cookie was made from."""
+        """Return the key from which this cookie was made, or None."""
         return self._by_cookie.get(self._digest(given))
 
     def enter(self, key: ApiKey) -> None:
-        """Let `key` be the current one in this task and in those that it starts."""
+        """Make `key` the current key of this task and of the tasks that it starts."""
         self._current.set(key)
 
     @property
@@ -83,7 +83,7 @@ class ServerKeys:
     def reserve(self, number: int) -> str | None:
         """Count `number` more requests of the current key, and return its name for `release`.
 
-        Raises ApiError if they would exceed its quota: 400 if they always would, else 429.
+        Raises ApiError if they exceed the key's quota: 400 if `number` alone exceeds it, else 429.
         """
         key = self._current.get()
         if key is None:
@@ -101,7 +101,7 @@ class ServerKeys:
         return key.name
 
     def release(self, name: str | None, number: int) -> None:
-        """Take back what `reserve` has counted."""
+        """Subtract requests that `reserve` has counted."""
         if name is not None:
             self._num_open[name] -= number
             if not self._num_open[name]:
@@ -112,7 +112,7 @@ class ServerKeys:
 
 
 def cookie_of(key: ApiKey) -> str:
-    """Return the live page's cookie, which only a client with the key can have received."""
+    """Return the cookie of the live page. Only a client that has sent the key receives it."""
     return hmac.new(_bytes(key.value), b"live page", hashlib.sha256).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Bind the socket that a server listens at: a port, or a Unix socket."""
+"""Binds the socket at which a server listens: a port, or a Unix socket."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
 def bind_path(path: Path) -> socket.socket:
     """Return a socket that is bound to `path`. A socket that no server listens at is replaced.
 
-    Raises ConfigError, also if there is anything else at the path.
+    Raises ConfigError if the path cannot be used, for instance because another file is there.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -1,4 +1,4 @@
-"""One line of the log for each request, and the id by which a client finds it."""
+"""`RequestLog`: writes one line for each request, with an id that the client also gets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import Message
 
 logger = logging.getLogger("gptmanager.requests")
 RECORD = "gptmanager.record"  # in a request's scope: its `RequestRecord`
-CLIENT_GONE = 499  # no client sees it
+CLIENT_GONE = 499  # the status in the log if the client has disconnected
 MAX_ID_LETTERS = 128
 MAX_LOGGED_LETTERS = 4096  # of a prompt, and of an output
 MAX_PATH_LETTERS = 200
@@ -22,16 +22,16 @@ MAX_PATH_LETTERS = 200
 _HEADER = b"x-request-id"
 _ID = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,%d}" % MAX_ID_LETTERS)
 _PLAIN = re.compile(r'[^\s"=\\]+')
-# paths that probes and pages ask for again and again: only their errors are logged
+# Paths that probes and pages read again and again. Only their errors are logged.
 _QUIET = re.compile(r"/|/live/.*|/metrics|/(v2/)?health(/.*)?|/inference\..*/Server(Live|Ready)")
 
 
 class RequestRecord:
-    """Facts for the log about a request. Endpoints set `details`, and refusals set `code`. `key` is
-    the name of the client's key.
+    """The facts about a request that the log reports.
 
-    `id`: from the header `X-Request-Id` if that is 1 to 128 letters, digits or `._:/+=@~-`, else
-    random. `details`: called at the end of the request; returns further fields.
+    `id`: the header `X-Request-Id` if that is 1 to 128 letters, digits or `._:/+=@~-`, otherwise
+    random. `key`: the name of the client's key. `code`: set by refusals. `details`: set by
+    endpoints; called at the end of the request, and returns further fields.
     """
 
     __slots__ = ("began", "code", "details", "id", "key", "method", "path", "status")
@@ -41,7 +41,7 @@ class RequestRecord:
         self.id = given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.began = time.monotonic()
-        self.status = 0  # none was sent
+        self.status = 0  # 0: no status has been sent
         self.code = ""
         self.key = ""
         self.details: Callable[[], Mapping[str, Any]] = dict
@@ -62,13 +62,13 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Writes the lines, and counts refusals by status and code."""
+    """Writes the lines of requests, and counts refusals by status and code."""
 
     def __init__(self) -> None:
         self.refusals: Counter[tuple[str, str]] = Counter()
 
     def count(self, status: int, code: str) -> None:
-        """Count a refusal that has no line."""
+        """Count a refusal without writing a line."""
         self.refusals[str(status), code] += 1
 
     def end(self, record: RequestRecord) -> None:

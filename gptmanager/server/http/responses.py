@@ -1,4 +1,4 @@
-"""Build responses: JSON, error objects, and streams of server-sent events."""
+"""Builds responses: JSON, error objects, and streams of server-sent events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def json_response(
 
 
 def error_response(error: ApiError, path: str = "/") -> Response:
-    """Return the response for `error`; in the format of the protocol at `path`."""
+    """Return the response for `error`, in the format of the protocol at `path`."""
     if path == "/v2" or path.startswith("/v2/"):  # Triton's
         body: Any = {"error": error.message}
     elif path == "/v1/messages" or path.startswith("/v1/messages/"):
@@ -47,18 +47,18 @@ def event(content: Any) -> bytes:
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:
-    """Return `content` as a server-sent event with the name that is its `type`."""
+    """Return `content` as a server-sent event, which is named by its field `type`."""
     name = str(content["type"]).encode()
     return b"event: " + name + b"\ndata: " + orjson.dumps(content) + b"\n\n"
 
 
 def error_frame(error: ApiError) -> bytes:
-    """Return the last events of a stream that fails, for OpenAI's clients."""
+    """Return the last events of a stream that has failed, for OpenAI's clients."""
     return event(error.body()) + DONE
 
 
 class _Refusal(Response):
-    """The response for an error, which the log names by its code."""
+    """The response for an error, with the error's code for the log."""
 
     media_type = "application/json"
 
@@ -75,10 +75,10 @@ class _Refusal(Response):
 class EventStream(Response):
     """A response that writes each frame of `frames` as a server-sent event.
 
-    Pass frames that `start_stream` has started: an error before the first frame then still becomes
-    an error response. `last_frame` writes a later error. When the client
+    Pass frames that `start_stream` has started, so that an error before the first frame becomes an
+    error response. A later error becomes the frame that `last_frame` returns. When the client
     disconnects, `frames` is cancelled. While the client does not read, `frames` is not advanced, so
-    that nothing is buffered for it.
+    nothing is buffered.
     """
 
     media_type = "text/event-stream"

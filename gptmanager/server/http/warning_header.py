@@ -42,7 +42,7 @@ class Warnings:
             self.add(f"{why}: {shown}{f' and {more} more' if more > 0 else ''}")
 
     def headers(self) -> dict[str, str]:
-        """Return the response header as a mapping, empty without warnings."""
+        """Return the response header as a mapping, which is empty without warnings."""
         texts = list(self._texts)
         if self._num_left_out:
             texts.append(f"and {self._num_left_out} more warnings")

@@ -1,1 +1,1 @@
-"""The front for clients of OpenAI's API: completions and chats."""
+"""The endpoints of OpenAI's API: completions, chats, responses, models, tokens."""

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: answers the messages of a chat, in one piece or streamed."""
+"""/v1/chat/completions: answers the messages of a chat, in one piece or as a stream."""
 
 from __future__ import annotations
 
@@ -136,7 +136,10 @@ class _ChatFormat:
         return chunks
 
     def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Return the chunks' choices for a delta: first the role, at the end the finish reason."""
+        """Return the choices of the chunks for a delta.
+
+        The first chunk has the role, and the last one has the finish reason.
+        """
         message = self._messages[index]
         deltas = message.push(delta.text)
         is_done = delta.finish_reason is not None
@@ -146,7 +149,7 @@ class _ChatFormat:
             deltas.insert(0, {"role": "assistant", "content": ""})
         if is_done or not deltas:
             deltas.append({})  # carries the finish reason, or log probabilities of held-back text
-        # the tokens are sent with the first choice after the role
+        # The tokens are sent with the first choice after the role.
         at = min(len(deltas) - 1, 0 if self._has_begun[index] else 1)
         choices = []
         for position, one in enumerate(deltas):

@@ -48,13 +48,13 @@ from gptmanager.server.text.processors import STRUCTURED, Processors
 from gptmanager.server.text.sampling import GenerationOptions, check
 
 MAX_PROMPTS = 1024
-_MAX_TOKENS = 16  # if a request sets none
+_MAX_TOKENS = 16  # if a request does not set max_tokens
 
 
 class Prompts:
-    """A string, token ids, or a list of either; read as a list of prompts.
+    """The field `prompt`: a string, token ids, or a list of either. The value is a list of prompts.
 
-    Token ids are checked later, when the model's limits are known.
+    Token ids are checked later, against the model's limits.
     """
 
     def read(self, where: str, value: Any) -> list[Any]:

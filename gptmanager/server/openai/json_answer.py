@@ -1,6 +1,6 @@
 """`JsonAnswer`: the JSON of one request's answer, in one piece or as a stream of chunks.
 
-Completions and chats share it; an `AnswerFormat` writes the parts in which they differ.
+Completions and chats share it. An `AnswerFormat` writes the fields in which they differ.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class AnswerFormat(Protocol):
         """Return the fields of the chunks for the next delta of an output."""
 
     def usage(self) -> dict[str, Any]:
-        """Return the object `usage`: the tokens so far."""
+        """Return the object `usage`, with the tokens so far."""
 
 
 class JsonAnswer:
-    """Adds the common fields to what `form` writes. `head`: the first fields of the answer and of
-    each chunk.
+    """Adds the common fields to the fields that `form` writes.
+
+    `head`: the first fields of the answer and of each chunk.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class JsonAnswer:
         self._head = head
 
     def log_fields(self) -> dict[str, Any]:
-        """Return what the log tells about the answer so far."""
+        """Return the fields with which the log describes the answer so far."""
         return {
             "answer": self._head["id"],
             "model": self._head["model"],
@@ -94,8 +95,9 @@ class JsonAnswer:
 def answer_head(
     given: Mapping[str, Any], prefix: str, kind: str, model: str, request_id: str
 ) -> dict[str, Any]:
-    """Return the head of an answer. `kind`: the value of `object`. Unless the request has an id for
-    the answer, that is `prefix` and `request_id`.
+    """Return the first fields of an answer. `kind` becomes the field `object`.
+
+    Unless the request sets the id of its answer, the id consists of `prefix` and `request_id`.
     """
     return {
         "id": given.get("request_id") or f"{prefix}-{request_id}",
@@ -115,7 +117,7 @@ class HttpAnswer(Protocol):
     def frames(self) -> AsyncIterator[bytes]: ...
 
     def last_frame(self, error: ApiError) -> bytes:
-        """Return the last events of a stream that fails."""
+        """Return the last events of a stream that has failed."""
 
 
 async def respond(
@@ -125,7 +127,7 @@ async def respond(
     *,
     streams: bool,
 ) -> Response:
-    """Return the response with the prepared answer. A disconnect cancels its requests."""
+    """Return the HTTP response with a prepared answer. A disconnect cancels its generation."""
     answer = await until_disconnected(request, preparing)
     request.scope[RECORD].details = answer.log_fields
     headers = warnings.headers()

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from gptmanager.callbacks.live.page_server import is_loopback
+from gptmanager.callbacks.live_page.page_server import is_loopback
 from gptmanager.errors import quoted
 from gptmanager.server.engine.adapters import Adapter
 from gptmanager.server.engine.engine import Engine
@@ -29,8 +29,10 @@ UNLOAD = by_name([_NAME])
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    """/v1/models, /v1/models/{name}; /v1/load_lora_adapter and /v1/unload_lora_adapter only if the
-    settings name a folder of adapters.
+    """Return the routes /v1/models and /v1/models/{name}.
+
+    If the settings name a folder of adapters, also return /v1/load_lora_adapter and
+    /v1/unload_lora_adapter.
     """
 
     async def models(request: Request) -> Response:
@@ -77,7 +79,7 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 
 
 def check_model(engine: Engine, name: str | None) -> None:
-    """Raise ApiError 404 for a name that is neither the model's nor an adapter's."""
+    """Raise ApiError (404) for a name that neither the model nor an adapter has."""
     if name is not None and name not in engine.card.names and name not in engine.adapters:
         raise unknown_model(name)
 
@@ -110,7 +112,7 @@ def _entry(name: str, created: int, engine: Engine) -> dict[str, Any]:
 
 
 def _check_caller(request: Request, settings: ServerSettings) -> None:
-    """Raise ApiError 403 for a remote caller of a server without a key."""
+    """Raise ApiError (403) if the server has no key and the caller is on another machine."""
     host = request.client.host if request.client is not None else ""
     origin = request.headers.get("origin", "")
     if not settings.has_key and (not _is_loopback(host) or _is_foreign(origin)):
@@ -118,7 +120,7 @@ def _check_caller(request: Request, settings: ServerSettings) -> None:
 
 
 def _is_foreign(origin: str) -> bool:
-    """Whether a browser sends the request for a web page from another host."""
+    """Return whether the request comes from a web page of another host."""
     return bool(origin) and not is_loopback(origin.partition("://")[2])
 
 

@@ -1,4 +1,4 @@
-"""The items and fields of /v1/responses as the messages and fields of a chat."""
+"""Converts the items and fields of /v1/responses into the messages and fields of a chat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gptmanager.errors import quoted
 from gptmanager.server.fields import field_error
 from gptmanager.server.http.warning_header import Warnings
 
-# a field of chats -> what takes its place in errors
+# A field of chats -> the text that replaces it in errors.
 RENAMED = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -18,7 +18,7 @@ RENAMED = (
     ("].function", "]"),
     ("max_completion_tokens", "max_output_tokens"),
 )
-# fields that mean the same for chats, also those beyond OpenAI's
+# Fields that mean the same for chats, including fields that OpenAI's API does not have.
 SAME = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls"),
     *("top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty"),
@@ -37,10 +37,10 @@ def items_of(given: Any) -> list[Any]:
 def messages_of(
     items: Sequence[Any], earlier: Sequence[Any] = (), instructions: str | None = None
 ) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Return the messages of a chat, and index -> the place of each in `input`.
+    """Return the messages of a chat, and the index of a message -> its place in `input`.
 
-    `earlier`: the items of the response that this one continues. ApiError (400) for an item of
-    another kind. A thought, a text and calls that follow each other are one message.
+    `earlier`: the items of the response that this one continues. A thought, a text and calls that
+    follow each other become one message. Raises ApiError (400) for an item of an unknown kind.
     """
     messages: list[dict[str, Any]] = []
     places: dict[int, str] = {}
@@ -61,14 +61,14 @@ def messages_of(
 
 
 def _continues(last: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Return whether both are parts of one message: a thought, then a text, then calls."""
+    """Return whether `message` continues `last`. The order is: a thought, a text, calls."""
     if "tool_calls" in message:
         return True
     return "content" in message and "content" not in last and "tool_calls" not in last
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
-    """Return an item as a message."""
+    """Convert an item to a message."""
     if not isinstance(item, Mapping):
         raise field_error(where, f"{quoted(item)} must be an object")
     kind = item.get("type") or ("message" if "role" in item else None)
@@ -93,7 +93,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
 
 
 def _thought(item: Mapping[str, Any]) -> str:
-    """Return the text of a reasoning item, or else of its summary."""
+    """Return the text of a reasoning item, or of its summary if it has no text."""
     for key in ("content", "summary"):
         parts = item.get(key)
         parts = parts if isinstance(parts, list) else []
@@ -104,7 +104,7 @@ def _thought(item: Mapping[str, Any]) -> str:
 
 
 def chat_fields(given: Mapping[str, Any], warnings: Warnings) -> dict[str, Any]:
-    """Return the fields of a chat, except its messages. Adds to `warnings` what has no effect."""
+    """Return the fields of a chat, except its messages. Add fields without effect to `warnings`."""
     fields = {name: given[name] for name in SAME if name in given}
     if "max_output_tokens" in given:
         fields["max_completion_tokens"] = given["max_output_tokens"]
@@ -128,7 +128,7 @@ def chat_fields(given: Mapping[str, Any], warnings: Warnings) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> Any:
-    """Return a function in the form of chats; others as they are, to be refused by name."""
+    """Convert a function to the form of chats. Other tools are unchanged: chats reject them."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or "function" in tool:
         return tool
     function = {key: value for key, value in tool.items() if key != "type"}

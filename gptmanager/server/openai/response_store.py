@@ -1,4 +1,4 @@
-"""`ResponseStore`: the latest responses, for requests that continue or read them."""
+"""`ResponseStore`: keeps the latest responses for requests that read or continue them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_AGE_S = 3600.0
 
 
 class StoredResponse(NamedTuple):
-    """A response and its input items as JSON. `owner`: the name of the key that may use it."""
+    """A response and its input items, as JSON. `owner`: the name of the API key that reads it."""
 
     owner: str
     response: bytes
@@ -28,7 +28,7 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """Keeps responses until they are old, or until newer ones need their place."""
+    """Keeps responses in memory, up to limits of age, number and bytes. The oldest leave first."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ResponseStore:
         self._num_bytes = 0
 
     def add(self, owner: str, response: dict[str, Any], items: list[Any]) -> None:
-        """Keep a response with all its input items. One that is too large is not kept."""
+        """Keep a response with all its input items, unless it alone exceeds the limit of bytes."""
         texts = orjson.dumps(response), orjson.dumps(items)
         stored = StoredResponse(owner, *texts, self._clock() + MAX_AGE_S)
         if stored.num_bytes > self._most_bytes:
@@ -55,14 +55,14 @@ class ResponseStore:
             self._remove(next(iter(self._stored)))
 
     def find(self, owner: str, name: str) -> StoredResponse | None:
-        """Return the response of an id, if it is there and belongs to `owner`."""
+        """Return the response with the id `name`, or None if it is not kept for `owner`."""
         while self._stored and next(iter(self._stored.values())).expires <= self._clock():
             self._remove(next(iter(self._stored)))
         stored = self._stored.get(name)
         return stored if stored is not None and stored.owner == owner else None
 
     def delete(self, owner: str, name: str) -> bool:
-        """Forget a response; return whether it was there."""
+        """Remove a response; return whether it was kept for `owner`."""
         is_there = self.find(owner, name) is not None
         if is_there:
             self._remove(name)

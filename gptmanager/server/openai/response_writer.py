@@ -1,4 +1,4 @@
-"""The answer of /v1/responses: its items, and the events that a stream has for them."""
+"""`ResponseWriter`: writes the answer of /v1/responses as items, and as the events of a stream."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}
 class ResponseWriter:
     """Writes items in the order in which the model writes them.
 
-    `head`: the fields of the response that the request decides. `usage`: returns the usage so far,
-    in the shape of a chat.
+    `head`: the fields of the response that depend only on the request. `usage` returns the usage so
+    far, as a chat reports it.
     """
 
     def __init__(

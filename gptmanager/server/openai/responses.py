@@ -1,4 +1,4 @@
-"""/v1/responses: answers input items, in one piece or as events; continues and reads answers."""
+"""/v1/responses: answers input items, in one piece or as a stream of events, and keeps answers."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from gptmanager.server.openai.response_store import ResponseStore
 from gptmanager.server.openai.response_writer import ResponseWriter
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.text.generation_fields import SAMPLING, SERVING, STREAM_OPTIONS, NewTokens
-from gptmanager.server.tool_calls.tools import MAX_TOOLS
+from gptmanager.server.tool_formats.tools import MAX_TOOLS
 
 _TEXT = {"type": "string"}
 _ITEMS = {"type": "array", "items": {"type": "object"}, "minItems": 1}
-# fields of a response that are null here; clients expect them
+# Fields that clients expect in a response, although they are always null here.
 _NULL = ("completed_at", "conversation", "moderation", "prompt", "prompt_cache_diagnostics")
 _ECHOED = ("user", "safety_identifier", "max_tool_calls", "prompt_cache_key")
-# values of any depth that a response, or a list of its input, has again
+# Values of any depth that are returned in a response or in a list of its input.
 _RETURNED = ("input", "tools", "tool_choice", "text")
 _IGNORED: dict[str, Kind] = {
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), Text(0, 1024)),
@@ -62,11 +62,11 @@ _IGNORED: dict[str, Kind] = {
     "max_tool_calls": Integer(0, 2**31 - 1),
     "metadata": Object(),
 }
-_MAX_METADATA = (16, 512)  # keys, and letters of each value
+_MAX_METADATA = (16, 512)  # keys, and characters of each value
 
 
 class Input:
-    """A string, or a list of items, which are read later."""
+    """The field `input`: a string, or a list of items, which `messages_of` reads."""
 
     def read(self, where: str, value: Any) -> Any:
         if not isinstance(value, str | list) or not value:
@@ -121,7 +121,7 @@ def routes(calls: ChatCalls) -> list[BaseRoute]:
 
 
 class _Responses:
-    """The endpoints, with the stored responses."""
+    """The endpoints, and the stored responses."""
 
     def __init__(self, calls: ChatCalls) -> None:
         self._calls = calls
@@ -204,7 +204,7 @@ class _Responses:
         return json_response({"object": "list", "data": page, **ends, "has_more": has_more})
 
     async def cancel(self, request: Request) -> Response:
-        """Refuse: only responses in the background could be canceled, and there are none."""
+        """Raise ApiError: only responses in the background can be canceled, and none exist."""
         if self._store is None or self._store.find(*_place(request)) is None:
             raise _missing(request)
         raise ApiError(400, "the response has ended: only background responses can be canceled")
@@ -242,7 +242,7 @@ def _is_short(value: Any, longest: int) -> bool:
 
 
 def _echoed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request that its response has, too."""
+    """Return the fields of a response that repeat the request."""
     optional = ("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p")
     return {
         **dict.fromkeys(_NULL),

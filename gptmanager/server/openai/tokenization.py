@@ -32,7 +32,7 @@ from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.openai.models import check_model
 from gptmanager.server.request_fields import read_request
 from gptmanager.server.settings import ServerSettings
-from gptmanager.server.tool_calls.tools import read_tools
+from gptmanager.server.tool_formats.tools import read_tools
 
 _MODEL = Field("model", Text(), "the model's name, or an adapter's")
 TOKENIZE = by_name(
@@ -101,7 +101,7 @@ def _names(engine: Engine, ids: list[int]) -> list[str | None]:
 
 
 def _check_one(given: dict[str, Any]) -> None:
-    """Raise ApiError 400 unless the request has either a prompt, or messages with their fields."""
+    """Raise ApiError (400) unless the request has either a prompt, or messages and their fields."""
     if "messages" in given:
         if "prompt" in given:
             raise bad_request("prompt", "pass either prompt or messages, not both")

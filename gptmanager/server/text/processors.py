@@ -16,8 +16,8 @@ from gptmanager.server.text.structured import (
     prepared,
     read_output_rule,
 )
-from gptmanager.server.tool_calls.call_format import ToolFormat
-from gptmanager.server.tool_calls.tools import Tools
+from gptmanager.server.tool_formats.tool_format import ToolFormat
+from gptmanager.server.tool_formats.tools import Tools
 
 _OBJECT = AsItIs({"type": "object"})
 STRUCTURED = (

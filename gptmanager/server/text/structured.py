@@ -24,9 +24,9 @@ from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import field_error
 from gptmanager.server.http.warning_header import Warnings
-from gptmanager.server.tool_calls.call_format import ToolFormat
-from gptmanager.server.tool_calls.call_grammar import marks_of
-from gptmanager.server.tool_calls.tools import Tools
+from gptmanager.server.tool_formats.call_grammar import marks_of
+from gptmanager.server.tool_formats.tool_format import ToolFormat
+from gptmanager.server.tool_formats.tools import Tools
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = {"type": "object"}

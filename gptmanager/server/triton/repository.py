@@ -86,7 +86,9 @@ def _parameters(settings: ServerSettings) -> Mapping[str, str]:
         "gpt_model_path": settings.name,
         "batch_scheduler_policy": settings.manager.scheduler.capacity_scheduler_policy.name.lower(),
         "max_beam_width": str(settings.max_beam_width),
-        "enable_kv_cache_reuse": str(params.kv_cache_config.enable_block_reuse).lower(),
+        "enable_kv_cache_reuse": str(
+            params.kv_cache_config.enable_block_reuse is not False
+        ).lower(),
         "enable_chunked_context": str(bool(params.enable_chunked_context)).lower(),
         "exclude_input_in_output": str(settings.manager.params.exclude_input_in_output).lower(),
     }

@@ -18,7 +18,7 @@ from smollm2 import smollm2_file
 
 from gptmanager import FinishReason, GptManager, KvCacheConfig, ModelType, OptionalParams, cli
 from gptmanager.callbacks import ChatTemplate, RequestQueue
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
 
 CAPITAL = {"role": "user", "content": "What is the capital of France?"}

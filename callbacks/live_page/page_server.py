@@ -1,0 +1,220 @@
+"""`LivePage`: a page that shows a manager's schedule while it runs.
+
+The page is one static file. It receives the schedule as server-sent events, which any web server
+can send; `serve` starts a server that needs only Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from ipaddress import ip_address
+from queue import Full
+from socket import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+from gptmanager import GptManager
+from gptmanager.callbacks.live_page.feed import TICK_S, LiveFeed, Viewer
+
+_TIMEOUT_S = 10.0  # for a client that neither reads nor writes
+_MAX_OTHERS = 16  # connections in addition to those of viewers
+
+
+class LivePage:
+    """Shows one manager to any number of viewers.
+
+        with LivePage() as page, GptManager(...) as manager:
+            page.attach(manager)
+            print(page.serve(port=8080))
+
+    Without viewers the loop does no work for the page. The page shows ids and numbers, and no text
+    of requests. `num_outside` returns how many requests wait in the application, which the manager
+    does not know; a thread of the page calls it. `max_viewers` limits the number of open pages.
+    """
+
+    def __init__(
+        self, *, num_outside: Callable[[], int] | None = None, max_viewers: int = 16
+    ) -> None:
+        if max_viewers < 1:
+            raise ValueError(f"max_viewers = {max_viewers} must be at least 1")
+        self.html = files("gptmanager.callbacks.live_page").joinpath("page.html").read_bytes()
+        self.headers = page_headers(self.html)
+        self._max_viewers = max_viewers
+        self._feed = LiveFeed(num_outside, max_viewers)
+        self._server: _Server | None = None
+
+    def attach(self, manager: GptManager) -> None:
+        """Show `manager` from now on. Raise ValueError for a second manager."""
+        if self._feed.manager is not None:
+            raise ValueError("the page is attached to a manager already")
+        self._feed.manager = manager
+
+    @property
+    def is_closed(self) -> bool:
+        return self._feed.is_closed
+
+    def viewer(self) -> Viewer:
+        """Return a viewer, for a web server that sends the events itself.
+
+        Call its `take()` every `TICK_S` seconds; the events begin with a snapshot. Raise
+        `queue.Full` beyond `max_viewers`, and on a closed page.
+        """
+        return self._feed.enter()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are `max_viewers` viewers, or the page is closed."""
+        return self._feed.is_full
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the data to send to one viewer, for an asyncio web server."""
+        with self.viewer() as viewer:
+            while not self.is_closed:
+                if data := viewer.take():
+                    yield data
+                await asyncio.sleep(TICK_S)
+
+    def serve(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Serve the page on separate threads until `close`; return its address.
+
+        Port 0 selects any free port. The page has no password: other machines can open it unless
+        `host` is a loopback address. On a loopback address the server accepts only names of this
+        machine in the Host header, which prevents DNS rebinding. Raise OSError if the port is in
+        use, and ValueError if the page is served already, or closed.
+        """
+        if self._server is not None or self.is_closed:
+            raise ValueError("the page is served already, or closed")
+        self._server = _Server((host, port), self, self._max_viewers + _MAX_OTHERS)
+        return f"http://{host}:{self._server.server_port}/"
+
+    def close(self) -> None:
+        """End the server and all viewers. Idempotent."""
+        self._feed.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.end()
+
+    def __enter__(self) -> LivePage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def page_headers(html: bytes) -> dict[str, str]:
+    """Return headers that allow the scripts and styles of the page, by digest, and its server."""
+    script, style = (
+        " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(body).digest()).decode()}'"
+            for body in re.findall(b"<%b>(.*?)</%b>" % (name, name), html, re.DOTALL)
+        )
+        for name in (b"script", b"style")
+    )
+    policy = (
+        f"default-src 'none'; script-src {script}; style-src {style}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+
+
+def is_loopback(authority: str) -> bool:
+    """Return whether "host" or "host:port" is localhost or a loopback address."""
+    try:
+        host = urlsplit(f"//{authority}").hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Server(ThreadingHTTPServer):
+    """A server with a thread for each connection, at most `max_connections`; closes all others."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], page: LivePage, max_connections: int) -> None:
+        self.page = page
+        self.is_local = is_loopback(address[0])
+        self._free_connections = threading.BoundedSemaphore(max_connections)
+        super().__init__(address, _Handler)
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(0.05,), name="live-page-server", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free_connections.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free_connections.release()
+
+    def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
+        """Print nothing: viewers may disconnect at any time."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _TIMEOUT_S
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if self.server.is_local and not is_loopback(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.FORBIDDEN, "Host must be a name of this machine")
+        elif path == "/":
+            self._answer("text/html; charset=utf-8", self.server.page.html)
+        elif path == "/live/events":
+            self._stream()
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def _answer(self, kind: str, body: bytes | None = None) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        for name, value in self.server.page.headers.items():
+            self.send_header(name, value)
+        if body is not None:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body or b"")
+
+    def _stream(self) -> None:
+        page = self.server.page
+        try:
+            viewer = page.viewer()
+        except Full as error:
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+            return
+        with viewer:
+            self._answer("text/event-stream")
+            while not page.is_closed:
+                if data := viewer.take():
+                    self.wfile.write(data)
+                time.sleep(TICK_S)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: requests for the page are not of interest."""

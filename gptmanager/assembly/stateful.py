@@ -1,0 +1,74 @@
+"""Options of a model that keeps a state for each sequence: settled or refused at the start.
+
+A state cannot go back to an earlier token and is never found again by the tokens that led to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gptmanager.assembly.sizing import MemoryBudget, num_slots
+from gptmanager.config import ModelType, OptionalParams
+from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.log import logger
+from gptmanager.memory.slot_states import state_bytes
+from gptmanager.models.model import Dimensions, state_shapes
+
+_MIB = 1 << 20
+
+
+def settle_reuse(
+    params: OptionalParams, spec: Dimensions, model_type: ModelType, max_beam_width: int
+) -> OptionalParams:
+    """Return the params with block reuse True or False. ConfigError for what a state rules out."""
+    has_states = bool(state_shapes(spec))
+    if has_states:
+        _refuse(params, max_beam_width)
+    cache = params.kv_cache_config
+    if cache.enable_block_reuse is not None:
+        return params
+    is_reused = not has_states and model_type is not ModelType.V1
+    if has_states:
+        logger.info(
+            "block reuse is off: the model keeps a state for each sequence, which cached blocks do "
+            "not contain"
+        )
+    cache = replace(cache, enable_block_reuse=is_reused)
+    return replace(params, kv_cache_config=cache)
+
+
+def without_states(budget: MemoryBudget, spec: Dimensions, params: OptionalParams) -> MemoryBudget:
+    """Return the memory that the states of all slots leave for blocks. ConfigError for none."""
+    shapes = state_shapes(spec)
+    if not shapes:
+        return budget
+    count, each = num_slots(params), state_bytes(shapes)
+    logger.info(
+        "the model keeps a state of %d bytes for each sequence: %.2f MiB for %d sequences",
+        *(each, count * each / _MIB, count),
+    )
+    if count * each >= budget.free_bytes:
+        raise ConfigError(
+            f"OptionalParams.max_batch_size = {params.max_batch_size}: the states of {count} "
+            f"sequences need {count * each} bytes, and {budget.free_bytes:.0f} bytes are free for "
+            "them and for the KV cache"
+        )
+    return budget._replace(free_bytes=budget.free_bytes - count * each)
+
+
+def _refuse(params: OptionalParams, max_beam_width: int) -> None:
+    cache, shared = params.kv_cache_config, "it cannot be shared by sequences"
+    back = "it cannot go back to the token before a rejected draft"
+    missing = "cached blocks do not contain it"
+    for name, value, reason in (
+        ("max_beam_width", max_beam_width if max_beam_width > 1 else None, shared),
+        ("KvCacheConfig.enable_block_reuse", cache.enable_block_reuse or None, missing),
+        ("KvCacheConfig.host_cache_size", cache.host_cache_size or None, missing),
+        ("OptionalParams.speculative_decoding_config", params.speculative_decoding_config, back),
+        ("OptionalParams.parallel_config", params.parallel_config, "ranks do not split it"),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"{name} = {value!r} is refused: the model keeps a state for each sequence, and "
+                f"{reason}"
+            )

@@ -1,0 +1,237 @@
+"""Quantizes weights: rows to int8 with a scale each, or groups of a row to 4 bits.
+
+Groups are rounded by a compiled function in torch's threads.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from torch import Tensor
+
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, MOST, Groups
+from gptmanager.kernels.per_token_kernels import ZERO, share_of
+from gptmanager.kernels.simd.dtypes import DTYPES, load_as
+from gptmanager.kernels.simd.lanes import (
+    FLOAT,
+    INDICES,
+    INT,
+    LANES,
+    LONG,
+    ROUND,
+    VECTOR,
+    call,
+    claim,
+    intrinsic,
+    larger,
+    long,
+    loop,
+    max_lanes,
+    nothing,
+    put,
+    real,
+    splat,
+    sum_lanes,
+    task_at,
+    vector,
+)
+from gptmanager.kernels.simd.machine_code import compiled
+from gptmanager.kernels.simd.threads import NEXT_PART, Team, alike, task_fields
+
+# The largest magnitude of a group is one of these numbers of steps: see `round_to_groups`.
+STEPS = (8.0, 7.5, 7.0, 8.5, 9.5)
+_STEPS = tuple(map(np.float32, STEPS))
+_LARGEST = np.float32(torch.finfo(torch.float16).max)
+_INFINITY = np.float32(np.inf)
+_NAN = np.float32(np.nan)
+_ALONE = 1 << 15  # elements that are rounded before a second thread would be awake
+_PARTS_PER_THREAD = 8
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
+_MASK = ir.IntType(LANES)
+
+
+class RoundingTask(ctypes.Structure):
+    """Addresses of `x` `[num_tokens, width]`, and of the results: bytes `values`
+    `[num_tokens, groups, 32]` and float32 `scales` `[num_tokens, groups]`.
+    """
+
+    _fields_ = task_fields("x values scales num_tokens width x_dtype")
+
+
+ROUNDING_TASK = np.dtype(RoundingTask)
+
+
+def round_to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return integers from -127 to 127, as floats, and the scale of each row: 0 if all are zero."""
+    wide = rows.float()
+    scales = wide.abs().amax(dim=1) / 127
+    return (wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).round(), scales
+
+
+def round_to_groups(rows: Tensor) -> Groups:
+    """Round floats `[n, columns]` to groups without minima.
+
+    Of a few scales for each group, the one with the least squared error is kept. Each makes the
+    largest magnitude another number of steps, and is then replaced by the best scale for the
+    integers that it leads to (least squares), as `make_qx_quants` of llama.cpp's `ggml-quants.c`
+    does. The first one is that of Q4_0: the element with the largest magnitude is -8 steps.
+    A group with an element that is not finite has the scale NaN.
+    """
+    (rows,) = alike(rows)
+    count, columns = rows.shape
+    groups = -(-columns // GROUP)
+    values = torch.empty(count, groups * GROUP, dtype=torch.uint8)
+    scales = torch.empty(count, groups)
+    team = _team()
+    size = team.max_size if values.numel() >= _ALONE else 1
+    task = RoundingTask(
+        num_parts=_PARTS_PER_THREAD * size,
+        x=rows.data_ptr(),
+        values=values.data_ptr(),
+        scales=scales.data_ptr(),
+        num_tokens=count,
+        width=columns,
+        x_dtype=DTYPES[rows.dtype],
+    )
+    team.run(compiled(round_groups), task, size)
+    return Groups(values[:, :columns], scales.to(torch.float16))
+
+
+@functools.cache
+def _team() -> Team:
+    return Team()
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(INDICES, [value] * LANES)
+
+
+def _floats(value: float) -> Any:
+    return ir.Constant(VECTOR, [value] * LANES)
+
+
+def _mask_of(builder: Any, lanes: Any) -> Any:
+    return builder.zext(builder.bitcast(lanes, _MASK), LONG)
+
+
+@intrinsic(long, vector, vector)
+def _equal_lanes(builder: Any, one: Any, other: Any) -> Any:
+    """Return a bit for each lane with equal values."""
+    return _mask_of(builder, builder.fcmp_ordered("==", one, other))
+
+
+@intrinsic(long, vector)
+def _negative_lanes(builder: Any, value: Any) -> Any:
+    """Return a bit for each lane below zero."""
+    return _mask_of(builder, builder.fcmp_ordered("<", value, _floats(0.0)))
+
+
+@intrinsic(vector, vector)
+def _whole(builder: Any, value: Any) -> Any:
+    """Return the nearest integers from -8 to 7, ties to even; 0 for what is not finite."""
+    magnitude = call(builder, "llvm.fabs.v16f32", VECTOR, value)
+    is_finite = builder.fcmp_ordered("<", magnitude, _floats(float("inf")))
+    value = builder.select(is_finite, value, _floats(0.0))
+    least, most = _floats(-float(MIDDLE)), _floats(float(MOST - MIDDLE))
+    value = builder.select(builder.fcmp_ordered("<", value, least), least, value)
+    value = builder.select(builder.fcmp_ordered(">", value, most), most, value)
+    return builder.fsub(builder.fadd(value, _floats(ROUND)), _floats(ROUND))
+
+
+@intrinsic(nothing, long, vector)
+def _store_values(builder: Any, address: Any, value: Any) -> None:
+    """Store sixteen integers from -8 to 7 as bytes from 0 to 15."""
+    whole = builder.add(builder.fptosi(value, INDICES), _all(MIDDLE))
+    pointer = builder.inttoptr(address, _BYTES.as_pointer())
+    builder.store(builder.trunc(whole, _BYTES), pointer, align=1)
+
+
+@intrinsic(real, real)
+def _as_half(builder: Any, value: Any) -> Any:
+    """Round to the precision of float16, ties to even; magnitudes are at most its largest.
+
+    Any processor can do this, also one that cannot convert float16.
+    """
+    bits = builder.bitcast(value, INT)
+    odd = builder.and_(builder.lshr(bits, ir.Constant(INT, 13)), ir.Constant(INT, 1))
+    normal = builder.add(bits, builder.add(odd, ir.Constant(INT, 0xFFF)))
+    normal = builder.bitcast(builder.and_(normal, ir.Constant(INT, 0xFFFFE000)), FLOAT)
+    magnitude = call(builder, "llvm.fabs.f32", FLOAT, value)
+    step = ir.Constant(FLOAT, 0.5)  # numbers from here on are 2^-24 apart, as the least float16
+    small = builder.fsub(builder.fadd(magnitude, step), step)
+    small = call(builder, "llvm.copysign.f32", FLOAT, small, value)
+    is_small = builder.fcmp_ordered("<", magnitude, ir.Constant(FLOAT, 2.0**-14))
+    return builder.select(is_small, small, normal)
+
+
+@loop
+def _inverse(scale: Any) -> Any:
+    return splat(np.float32(1.0) / scale if scale != ZERO else ZERO)
+
+
+@loop
+def _with_scale(first: Any, second: Any, scale: Any) -> Any:
+    """Return the least-squares scale for the integers of `scale`, and the squared error with it."""
+    by = _inverse(scale)
+    low, high = _whole(first * by), _whole(second * by)
+    squares = sum_lanes(low * low + high * high)
+    products = sum_lanes(first * low + second * high)
+    fitted = products / squares if squares != ZERO else ZERO
+    fitted = _as_half(min(max(fitted, -_LARGEST), _LARGEST))
+    by, wide = _inverse(fitted), splat(fitted)
+    low, high = first - wide * _whole(first * by), second - wide * _whole(second * by)
+    return fitted, sum_lanes(low * low + high * high)
+
+
+@loop
+def _largest(first: Any, second: Any) -> Any:
+    """Return the element with the largest magnitude, of several the first."""
+    none = splat(ZERO)
+    low, high = larger(first, none - first), larger(second, none - second)
+    most = max_lanes(larger(low, high))
+    equal = _equal_lanes(low, splat(most)) | _equal_lanes(high, splat(most)) << LANES
+    negative = _negative_lanes(first) | _negative_lanes(second) << LANES
+    return -most if equal & -equal & negative else most
+
+
+@loop
+def _round_group(first: Any, second: Any, values: int) -> Any:
+    """Write the bytes of a group, and return its scale."""
+    none, scale, best = splat(ZERO), ZERO, _INFINITY
+    broken = sum_lanes((first - first) + (second - second))  # NaN unless all are finite
+    if broken == ZERO:
+        largest = _largest(first, second)
+        for steps in _STEPS:
+            own, error = _with_scale(first, second, largest / -steps)
+            if error < best:
+                scale, best = own, error
+        by = _inverse(scale)
+        _store_values(values, _whole(first * by))
+        _store_values(values + LANES, _whole(second * by))
+        return scale
+    _store_values(values, none)
+    _store_values(values + LANES, none)
+    return _NAN
+
+
+def round_groups(address: int) -> None:
+    """Round rows of `RoundingTask` to groups of 4 bits."""
+    t = task_at(address, ROUNDING_TASK)
+    groups = (t.width + GROUP - 1) // GROUP
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        for row in share_of(t, part):
+            for group in range(groups):
+                left = t.width - GROUP * group
+                start, place = t.width * row + GROUP * group, groups * row + group
+                first = load_as(t.x_dtype, t.x, start, left)
+                second = load_as(t.x_dtype, t.x, start + LANES, left - LANES)
+                put(t.scales, place, _round_group(first, second, t.values + GROUP * place))
+        part = claim(address, NEXT_PART)

@@ -1,0 +1,56 @@
+"""`SlotStates`: the states that recurrent layers keep for each sequence, by its line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class StateShape(NamedTuple):
+    """The shape and the dtype of one state tensor of a sequence."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SlotStates:
+    """The states of all lines. `tensors[i]` `[num_lines, *shape]` has the i-th of `shapes`.
+
+    A line's states are zeros when a sequence begins in it, and the model alone changes them later.
+    """
+
+    def __init__(
+        self, shapes: Sequence[StateShape], num_lines: int, device: torch.device | str = "cpu"
+    ) -> None:
+        kinds = [*dict.fromkeys(shapes)]
+        # one tensor for all states of a shape, so that a line is cleared by one operation
+        self._stacks = [
+            torch.zeros((shapes.count(it), num_lines, *it.shape), dtype=it.dtype, device=device)
+            for it in kinds
+        ]
+        self.tensors: list[Tensor] = [
+            self._stacks[kinds.index(it)][shapes[:number].count(it)]
+            for number, it in enumerate(shapes)
+        ]
+
+    def clear(self, line: int) -> None:
+        """Set all states of a line to zero."""
+        for stack in self._stacks:
+            stack[:, line].zero_()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stack.nbytes for stack in self._stacks)
+
+
+def state_bytes(shapes: Iterable[StateShape]) -> int:
+    """Return the bytes of the states of one line."""
+    return sum(shape.nbytes for shape in shapes)

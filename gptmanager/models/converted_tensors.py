@@ -1,0 +1,187 @@
+"""Reads checkpoints that `convert` has written, with matrices in 8 or 4 bits packed for matmuls.
+
+A matrix is stored as the `Panels` of a `PackedMatrix` or an `Int4Matrix`. Its values have its name:
+int8 `[panels, depth / 2, 16, 2]` or uint8 `[panels, groups, 4, 16, 4]`. Its scales are
+`<name>_scale`, its minima, if any, `<name>_minimum`, and its shape `<name>_shape`. Panels with
+another number of rows or another depth can be read, but not mapped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptmanager.errors import ConfigError, quoted
+from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
+from gptmanager.kernels.gemm.packed_matrix import Panels, Quantized
+from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
+
+FIELD = "quantization_config"
+LAYOUT_VERSION = 3
+SCALE, MINIMUM, SHAPE = "_scale", "_minimum", "_shape"  # the last parts of names
+_KINDS: Mapping[str, Quantized] = {"int8": "int8", "uint8": "int4"}  # by the dtype of values
+_SCALES = {"int8": "float32", "int4": "float16"}
+_TEMPORARIES = 2
+_ANY_SIZE = 1 << 62
+
+
+def quantization_config() -> dict[str, Any]:
+    """Return the value of `quantization_config` in a config.json."""
+    return {"quant_method": "gptmanager", "gptmanager_layout": LAYOUT_VERSION, "group_size": GROUP}
+
+
+def is_own_layout(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has this layout. Raises ConfigError for another version of it."""
+    own = config.get(FIELD)
+    if not isinstance(own, dict) or "gptmanager_layout" not in own:
+        return False
+    if own != quantization_config():
+        raise ConfigError(
+            f"config.json: {FIELD} = {quoted(own)}: not a layout of this version; convert the "
+            "checkpoint again"
+        )
+    return True
+
+
+class ConvertedTensors:
+    """A `PanelSource` over the quantized matrices, which it also returns as floats.
+
+    Raises ConfigError if a tensor of a matrix is missing or has another shape.
+    """
+
+    def __init__(self, source: SafetensorsFolder) -> None:
+        self._source = source
+        self._given = source.describe()
+        self._kinds: dict[str, Quantized] = {}
+        self._found: dict[str, TensorInfo] = {}
+        used: set[str] = set()
+        for name, info in self._given.items():
+            if info.dtype in _KINDS:
+                kind = self._kinds[name] = _KINDS[info.dtype]
+                shape = self._checked(name, info.shape, kind)
+                self._found[name] = TensorInfo(shape, "float32", kind == "int4")
+                used |= {name + end for end in (SCALE, MINIMUM, SHAPE)}
+        self._found |= {
+            n: it for n, it in self._given.items() if n not in self._found.keys() | used
+        }
+
+    def _checked(self, name: str, stored: tuple[int, ...], kind: Quantized) -> tuple[int, int]:
+        """Return the shape of a matrix from `stored`, the shape of its values."""
+        shape = self._given.get(name + SHAPE)
+        if shape is None or shape[:2] != ((2,), "int64"):
+            raise ConfigError(f"tensor {tensor_name(name)} needs {name}{SHAPE}, two int64")
+        rows, columns = self._whole(name + SHAPE).tolist()
+        ends = {name + SCALE, *({name + MINIMUM} & self._given.keys())}
+        scales = [self._given.get(end) for end in ends]
+        in_groups = kind == "int4"
+        is_right = len(stored) == (5 if in_groups else 4) and 0 < rows and 0 < columns
+        if is_right:
+            panels, depth, lanes = stored[0], stored[1], stored[3 if in_groups else 2]
+            rest = (4, lanes, 4) if in_groups else (lanes, 2)
+            fits = depth == -(-columns // GROUP) if in_groups else 2 * depth >= columns
+            is_right = stored[2:] == rest and fits and panels == -(-rows // max(1, lanes))
+            own = (panels, depth, lanes) if in_groups else (panels * lanes,)
+            is_right &= all(it is not None and it[:2] == (own, _SCALES[kind]) for it in scales)
+        if not is_right:
+            raise ConfigError(
+                f"tensor {tensor_name(name)}, {list(stored)}, and its scales do not have the "
+                f"layout of a matrix {[rows, columns]} in {kind}; convert the checkpoint again"
+            )
+        return rows, columns
+
+    def describe(self) -> Mapping[str, TensorInfo]:
+        return self._found
+
+    def pieces(
+        self, name: str, max_bytes: int, region: Sequence[range] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        kind = self._kinds.get(name)
+        if kind is None:
+            yield from self._source.pieces(name, max_bytes, region)
+            return
+        rows, columns = region or map(range, self._found[name].shape)
+        if kind == "int4":
+            for start, groups in self.groups(name, max_bytes // _TEMPORARIES, rows):
+                yield start, groups.floats()[:, columns.start : columns.stop]
+            return
+        scales = self._whole(name + SCALE).clone()  # copied, because later reads may unmap it
+        # each int8 byte becomes a float32, and conversion needs temporary arrays
+        for first, panels in self._read(name, name, max_bytes // (4 * _TEMPORARIES), rows):
+            whole = panels.transpose(1, 2).flatten(0, 1).flatten(1)
+            skipped, count = max(0, rows.start - first), min(rows.stop - first, len(whole))
+            own = whole[skipped:count, columns.start : columns.stop].float()
+            yield max(first - rows.start, 0), own.mul_(scales[first + skipped :][: len(own), None])
+
+    def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
+        columns = self._found[name].shape[1]
+        ends = [SCALE, *([MINIMUM] if name + MINIMUM in self._given else [])]
+        # eight floats of 4 bytes for each four bytes
+        pieces = self._read(name, name, max_bytes // 8, rows)
+        for first, panels in pieces:
+            halves = panels.permute(0, 3, 1, 2, 4).flatten(0, 1)
+            own = slice(max(0, rows.start - first), min(rows.stop - first, len(halves)))
+            values = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)[own, :columns]
+            read = range(first + own.start, first + own.stop)
+            parts = [
+                torch.cat(
+                    [
+                        it.transpose(1, 2).flatten(0, 1)
+                        for _, it in self._read(name, name + end, _ANY_SIZE, read)
+                    ]
+                )
+                for end in ends
+            ]
+            yield max(first - rows.start, 0), Groups(values, *(it[own] for it in parts))
+
+    def _read(
+        self, name: str, part: str, max_bytes: int, rows: range
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the panels of `part` that have these rows, in pieces with their first row."""
+        shape = self._given[name].shape
+        lanes = shape[-2]
+        panels = range(rows.start // lanes, -(-rows.stop // lanes))
+        region = [panels, *map(range, self._given[part].shape[1:])]
+        for start, piece in self._source.pieces(part, max_bytes, region):
+            yield (panels.start + start) * lanes, piece
+
+    def _whole(self, name: str) -> Tensor:
+        [(_, found)] = self._source.pieces(name, _ANY_SIZE)
+        return found
+
+    def panels(self, names: Sequence[str]) -> Panels | None:
+        kinds = {self._kinds.get(name) for name in names}
+        kind = kinds.pop()
+        shapes = [self._given[name].shape for name in names]
+        rows = [self._found[name].shape[0] for name in names]
+        lanes = shapes[0][-2] if kind is not None else 1
+        # Only the last matrix may have rows that pad its last panel.
+        if kind is None or kinds or any(count % lanes for count in rows[:-1]):
+            return None
+        if len({shape[1:] for shape in shapes}) > 1:
+            return None
+        count, first = sum(shape[0] for shape in shapes), self._given[names[0]]
+        of_scales = (count, *shapes[0][1:2], lanes) if kind == "int4" else (count * lanes,)
+        values = self._joined(names, "", first.dtype, (count, *shapes[0][1:]))
+        scales = self._joined(names, SCALE, _SCALES[kind], of_scales)
+        minima = None
+        if any(name + MINIMUM in self._given for name in names):
+            minima = self._joined(names, MINIMUM, _SCALES[kind], of_scales)
+            values = values if minima is not None else None
+        return None if values is None or scales is None else Panels(values, scales, minima)
+
+    def _joined(
+        self, names: Sequence[str], end: str, dtype: str, shape: tuple[int, ...]
+    ) -> Tensor | None:
+        parts = [name + end for name in names]
+        if not all(part in self._given for part in parts):
+            return None
+        found = self._source.joined(parts, getattr(torch, dtype))
+        return None if found is None or found.numel() != math.prod(shape) else found.view(shape)
+
+    def close(self) -> None:
+        self._source.close()

@@ -1,0 +1,41 @@
+"""`CosSinTables`: the cosines and sines of all positions, for each rotation of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gptmanager.errors import ConfigError, error_summary
+from gptmanager.models.rope_scaling import Rope, rope_table
+
+
+class CosSinTables:
+    """The tables of all rotations of a network. `by_rope`: rotation -> its table.
+
+    `all` has the same tables; it is None before `reserve`.
+    """
+
+    def __init__(self, ropes: Iterable[Rope | None], device: torch.device | str) -> None:
+        self._ropes = [*dict.fromkeys(rope for rope in ropes if rope is not None)]
+        self._device = device
+        self.by_rope: dict[Rope | None, Tensor] = {}
+        self.all: tuple[Tensor, ...] | None = None
+
+    def reserve(self, num_positions: int) -> None:
+        """Compute the tables for positions below `num_positions`.
+
+        Raises ConfigError if values overflow float32 or memory does not suffice.
+        """
+        if self.all is not None and all(len(it) == num_positions for it in self.all):
+            return
+        self.by_rope, self.all = {}, None  # freed first, so that only one table is in memory
+        try:
+            for rope in self._ropes:
+                self.by_rope[rope] = rope_table(rope, num_positions, self._device)
+        except (RuntimeError, MemoryError) as error:  # torch raises either of them
+            raise ConfigError(
+                f"no memory for max_seq_len = {num_positions} positions: {error_summary(error)}"
+            ) from error
+        self.all = tuple(self.by_rope.values())

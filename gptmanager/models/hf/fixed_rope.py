@@ -1,0 +1,46 @@
+"""Sets the rotary frequencies of a transformers network once, for the longest sequence.
+
+transformers itself chooses them in each forward pass, by the longest sequence in the batch. Then
+requests would change each other's tokens, and cached keys would not fit later queries.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import nn
+
+_CHANGING = ("longrope", "dynamic")
+
+
+def fix_rotations(network: nn.Module, max_seq_len: int) -> list[str]:
+    """Set the frequencies for sequences of `max_seq_len` tokens; return the rope types that would
+    have changed them.
+    """
+    utilities = importlib.import_module("transformers.modeling_rope_utils")
+    found = []
+    for module in network.modules():
+        own: Any = module
+        kinds = getattr(own, "rope_type", None)
+        if isinstance(kinds, str) and _changes(kinds):
+            init = utilities.ROPE_INIT_FUNCTIONS[kinds]
+            frequencies, own.attention_scaling = init(own.config, None, seq_len=max_seq_len)
+            own.register_buffer("inv_freq", frequencies, persistent=False)
+            own.rope_type = "default"  # its forward pass does not choose any more
+            found.append(kinds)
+        elif isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                if _changes(kind):
+                    init = utilities.ROPE_INIT_FUNCTIONS[kind]
+                    options = {"seq_len": max_seq_len, "layer_type": layer_type}
+                    frequencies, scaling = init(own.config, None, **options)
+                    own.register_buffer(f"{layer_type}_inv_freq", frequencies, persistent=False)
+                    setattr(own, f"{layer_type}_attention_scaling", scaling)
+                    found.append(kind)
+            own.rope_type = {name: "default" if _changes(it) else it for name, it in kinds.items()}
+    return found
+
+
+def _changes(kind: str) -> bool:
+    return any(name in kind for name in _CHANGING)

@@ -1,0 +1,38 @@
+"""`StepwiseParser`: the base of all parsers of an answer that arrives in pieces."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from gptmanager.server.answer_parsing.answer_parts import Found, ThoughtSpan
+
+
+class StepwiseParser(ABC):
+    """Receives the text of one answer in pieces. A subclass has the state table, in `_step`."""
+
+    def __init__(self) -> None:
+        self.thoughts: list[ThoughtSpan] = []
+        self._text = ""  # pushed, but not returned yet
+        self._num_taken = 0  # characters that `_take` has removed
+
+    def push(self, text: str) -> list[Found]:
+        """Add new text to the answer, and return the parts that are found by now."""
+        self._text += text
+        found: list[Found] = []
+        while self._step(found):
+            pass
+        return found
+
+    @abstractmethod
+    def flush(self) -> list[Found]:
+        """Return the text that was held back, as parts, because the answer ends here."""
+
+    @abstractmethod
+    def _step(self, found: list[Found]) -> bool:
+        """Take one step in the state table; return False if it needs more text."""
+
+    def _take(self, length: int) -> str:
+        """Remove the next `length` characters from the text, and return them."""
+        taken, self._text = self._text[:length], self._text[length:]
+        self._num_taken += length
+        return taken

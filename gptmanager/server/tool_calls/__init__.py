@@ -1,1 +1,0 @@
-"""Calls of tools: definitions, and for each format of calls a parser and a grammar."""

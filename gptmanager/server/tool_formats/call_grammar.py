@@ -1,0 +1,140 @@
+"""Builds the grammar, in Lark's form, of answers with calls from the texts that surround calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from gptmanager.server.tool_formats.tools import Tools
+
+MAX_CALLS = 16  # calls of one guided answer: a model not trained for tools would never stop
+_ANY = "(?s:.*)"
+# From the name of a rule and the JSON schema of arguments: the grammar lines of this rule, and the
+# JSON schemas of further rules.
+Body = Callable[[str, Any], tuple[list[str], dict[str, Any]]]
+
+
+def json_body(rule: str, schema: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the grammar of arguments that are a JSON object."""
+    return [], {rule: schema}
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """The texts of a format that surround calls.
+
+    A call is `before` name `between` arguments `behind`. Calls are `begin` call `joint` call ...
+    `end`. `body` returns the grammar of the arguments. `tag` begins calls within text; if it is
+    empty, an answer is either only calls or only text. `tags`: all texts that mark calls.
+    """
+
+    before: str
+    between: str
+    behind: str
+    begin: str = ""
+    joint: str = "\n"
+    end: str = ""
+    tag: str = ""
+    tags: tuple[str, ...] = ()
+    body: Body = json_body
+
+    def grammar(
+        self, tools: Tools, marks: Mapping[str, int], answer: Any = None, *, several: bool = True
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the grammar and its schemas, see `ToolFormat.grammar`.
+
+        `several`: whether the format allows more than one call in an answer.
+        """
+        several = several and tools.parallel
+        schemas: dict[str, Any] = {}
+        tag = ""  # the tag before calls, if the rule of calls does not include it
+        if self.tag and not tools.required and answer is None and self.tag not in marks:
+            tag = self.tag
+        begin, before = self.begin, self.before
+        if begin:
+            begin = begin.removeprefix(tag)
+        else:
+            before = before.removeprefix(tag)
+        if tools.required:
+            lines = ["start: calls"]
+        elif answer is not None:
+            lines = ["start: calls | answer"]
+            schemas["answer"] = answer
+        elif self.tag:
+            most = MAX_CALLS if several and not self.begin else 1
+            lines = self._text_with_calls(tag, marks, most)
+        else:
+            begun = re.escape(self.begin + self.before).replace("/", r"\/")
+            lines = [
+                f"start: calls | FIRST{self._more(marks)}",
+                f"FIRST: /{_ANY}/ & ~/{begun}{_ANY}/",
+                f"TEXT: /{_ANY}/",
+            ]
+        is_alone = not several or (self.tag and not self.begin and lines[0].startswith("start: ("))
+        joint = grammar_text(self.joint, marks)
+        more = "" if is_alone else f" ({joint} call){{0,{MAX_CALLS - 1}}}"
+        lines.append(
+            f"calls: {grammar_text(begin, marks)} call{more} {grammar_text(self.end, marks)}"
+        )
+        lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools.parameters))))
+        for index, (name, schema) in enumerate(tools.parameters.items()):
+            rule = f"arguments_{index}"
+            head = grammar_text(before + name + self.between, marks)
+            lines.append(f"call_{index}: {head} {rule} {grammar_text(self.behind, marks)}")
+            own, own_schemas = self.body(rule, schema)
+            lines += own
+            schemas |= own_schemas
+        return "\n".join(lines), schemas
+
+    def _text_with_calls(self, tag: str, marks: Mapping[str, int], most: int) -> list[str]:
+        """Return grammar lines for text with up to `most` groups of calls.
+
+        Each group begins with `tag`; if that is empty, the tag is a mark in the rule of calls.
+        """
+        text, others = f"TEXT: /{_ANY}/", self._others(marks)
+        if not tag:
+            return [f"start: (text calls){{0,{most}}} text", f"text: TEXT{self._more(marks)}", text]
+        return [
+            f"start: (begin calls){{0,{most}}} text",
+            f"begin: (TEXT {others})* tag" if others else "begin: tag",
+            f"tag[lazy]: TEXT {json.dumps(tag, ensure_ascii=False)}",
+            f"text: TEXT{self._more(marks)}",
+            text,
+        ]
+
+    def _more(self, marks: Mapping[str, int]) -> str:
+        """Return the grammar of further texts, each after a mark other than those of calls."""
+        others = self._others(marks)
+        return f" ({others} TEXT)*" if others else ""
+
+    def _others(self, marks: Mapping[str, int]) -> str:
+        ids = ",".join(str(index) for text, index in marks.items() if text not in self.tags)
+        return f"<[{ids}]>" if ids else ""
+
+
+def marks_of(tokenizer: Tokenizer, end_ids: Collection[int]) -> dict[str, int]:
+    """Return the marks of a vocabulary: text -> id of added tokens such as <tool_call> and <think>.
+
+    llguidance does not match these tokens by their characters, so grammars use their ids.
+    """
+    return {
+        token.content: index
+        for index, token in tokenizer.get_added_tokens_decoder().items()
+        if index not in end_ids and (token.special or re.fullmatch("<.+>", token.content))
+    }
+
+
+def grammar_text(text: str, marks: Mapping[str, int]) -> str:
+    """Return a text as a grammar has it: in quotes, except for marks, which become their ids."""
+    longest_first = sorted((re.escape(mark) for mark in marks if mark in text), key=len)[::-1]
+    parts = re.split(f"({'|'.join(longest_first)})", text) if longest_first else [text]
+    return " ".join(
+        f"<[{marks[part]}]>" if part in marks else json.dumps(part, ensure_ascii=False)
+        for part in parts
+        if part
+    )

@@ -1,0 +1,58 @@
+"""The formats of DeepSeek V3 and R1 (with "function" and a code block) and V3.1 (without them).
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
+```json
+{"city": "Rome"}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from gptmanager.server.answer_parsing.answer_parts import AnswerParser
+from gptmanager.server.answer_parsing.call_parser import NAME, OBJECT, SPACE, HeadedCallParser
+from gptmanager.server.tool_formats.call_grammar import CallShape
+from gptmanager.server.tool_formats.tool_format import ToolFormat
+from gptmanager.server.tool_formats.tools import Tools
+
+_MARK = "<｜tool▁{}｜>"  # noqa: RUF001 - the letters of the model's tokens
+TAGS = tuple(map(_MARK.format, ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")))
+_BEGIN_ALL, _END_ALL, BEGIN, END, SEPARATOR = TAGS
+_BLOCK = "```json"
+_shape = functools.partial(CallShape, begin=_BEGIN_ALL, end=_END_ALL, tag=_BEGIN_ALL, tags=TAGS)
+_WITH_BLOCK = _shape(f"{BEGIN}function{SEPARATOR}", f"\n{_BLOCK}\n", f"\n```{END}")
+_WITHOUT = _shape(BEGIN, SEPARATOR, END, joint="")
+_HEADERS = (
+    ("function", SEPARATOR, NAME, SPACE, _BLOCK, SPACE, OBJECT),
+    (NAME, SEPARATOR, SPACE, OBJECT),
+)
+
+
+class DeepSeekParser(HeadedCallParser):
+    openers = (_BEGIN_ALL, BEGIN)
+    closers = ("```", END, _END_ALL)
+    headers = {
+        _BEGIN_ALL: tuple((SPACE, BEGIN, *header) for header in _HEADERS),
+        BEGIN: _HEADERS,
+    }
+
+
+class DeepSeek(ToolFormat):
+    name = "deepseek"
+    tags = TAGS
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return BEGIN in template
+
+    def parser(self, tools: Tools) -> AnswerParser:
+        return DeepSeekParser(tools.parameters)
+
+    def grammar(
+        self, tools: Tools, marks: Mapping[str, int], answer: Any = None
+    ) -> tuple[str, dict[str, Any]]:
+        shape = _WITH_BLOCK if _BLOCK in self._template else _WITHOUT
+        return shape.grammar(tools, marks, answer)

@@ -1,0 +1,44 @@
+"""The format of Hermes and Qwen: JSON objects in tags, any number of them within text.
+
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Rome"}}
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gptmanager.server.answer_parsing.answer_parts import AnswerParser
+from gptmanager.server.answer_parsing.json_calls import JsonCallParser
+from gptmanager.server.tool_formats.call_grammar import CallShape
+from gptmanager.server.tool_formats.tool_format import ToolFormat
+from gptmanager.server.tool_formats.tools import Tools
+
+TAGS = ("<tool_call>", "</tool_call>")
+SHAPE = CallShape(
+    '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", tag=TAGS[0], tags=TAGS
+)
+
+
+class HermesParser(JsonCallParser):
+    openers = TAGS[:1]
+    closers = TAGS[1:]
+
+
+class Hermes(ToolFormat):
+    name = "hermes"
+    tags = TAGS
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return TAGS[0] in template and "arguments" in template
+
+    def parser(self, tools: Tools) -> AnswerParser:
+        return HermesParser(tools.parameters)
+
+    def grammar(
+        self, tools: Tools, marks: Mapping[str, int], answer: Any = None
+    ) -> tuple[str, dict[str, Any]]:
+        return SHAPE.grammar(tools, marks, answer)

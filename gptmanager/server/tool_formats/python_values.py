@@ -1,0 +1,68 @@
+"""Converts values in Python's syntax to JSON, for models that write calls as Python."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+
+from gptmanager.server.tool_formats.schema_types import as_json
+
+_LONGEST = 1 << 16  # of a value that Python's own parser reads
+_BREAKS = re.compile(r"""["'()\[\]{},]""")
+_QUOTES = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
+
+
+def json_of_literal(text: str) -> str | None:
+    """Convert a value in JSON or in Python's syntax to JSON; return None if it is neither."""
+    try:
+        json.loads(text, parse_constant=_no_number)
+        return text
+    except (ValueError, RecursionError):
+        pass
+    if len(text) > _LONGEST:
+        return None
+    try:
+        with warnings.catch_warnings():  # about unknown escapes in strings
+            warnings.simplefilter("ignore")
+            return as_json(ast.literal_eval(text))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not valid JSON")
+
+
+class LiteralScan:
+    """Finds the end of a value in Python's syntax, in a text that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quote = ""
+        self._at = 0
+
+    def take(self, text: str) -> int | None:
+        """Return the index of the comma or bracket after the value at the beginning of `text`.
+
+        The result is None if the value continues. Each call passes the whole text again, with new
+        text at its end.
+        """
+        while True:
+            found = (_QUOTES[self._quote] if self._quote else _BREAKS).search(text, self._at)
+            if found is None:
+                self._at = max(self._at, len(text))
+                return None
+            letter, at = found[0], found.start()
+            self._at = at + 1
+            if letter == "\\":
+                self._at += 1
+            elif letter in "\"'":
+                self._quote = "" if self._quote else letter
+            elif letter in "([{":
+                self._depth += 1
+            elif not self._depth:
+                return at
+            elif letter != ",":
+                self._depth -= 1

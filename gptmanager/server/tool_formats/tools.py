@@ -1,0 +1,154 @@
+"""Tools that a model may call, read from a request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptmanager.errors import quoted
+from gptmanager.server.fields import field_error
+
+MAX_TOOLS = 128
+
+_SHOWN = ("name", "description", "parameters", "return")  # the keys that models are trained on
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of a request.
+
+    `listed` has the tools as the client sent them. `parameters` maps the name of each tool that may
+    be called to the JSON schema of its arguments. If `required`, the answer must be a call of one
+    of these. With `lenient`, schema keywords that cannot be enforced are ignored.
+    """
+
+    listed: Sequence[Mapping[str, Any]]
+    parameters: Mapping[str, Mapping[str, Any] | bool]
+    required: bool
+    parallel: bool
+    lenient: bool = False
+
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """Name of a grammar rule -> schema of a tool's arguments."""
+        return {f"arguments_{i}": schema for i, schema in enumerate(self.parameters.values())}
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """Return the tools for a chat template: only the keys that models are trained on."""
+        functions = [tool["function"] for tool in self.listed]
+        return [
+            {
+                "type": "function",
+                "function": {
+                    key: value
+                    for key, value in function.items()
+                    if key in _SHOWN and value is not None
+                },
+            }
+            for function in functions
+        ]
+
+    def index_of(self, rule: str) -> int:
+        """Return the index in `listed` of the tool that a rule of a grammar belongs to.
+
+        The rule of tool N is `arguments_N`; a rule for its parameter M alone is `arguments_N_M`.
+        """
+        name = list(self.parameters)[int(rule.split("_")[1])]
+        return next(i for i, tool in enumerate(self.listed) if tool["function"]["name"] == name)
+
+    def is_lenient(self, rule: str) -> bool:
+        """Return whether the tool of a rule has `strict: false`, or the server is lenient."""
+        is_own = self.listed[self.index_of(rule)]["function"].get("strict") is False
+        return self.lenient or is_own
+
+
+def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -> Tools | None:
+    """Read the fields `tools` and `tool_choice`; return None if no tool may be called.
+
+    Raises ApiError (400) with the wrong field and the reason.
+    """
+    listed = [] if tools is None else tools
+    if not isinstance(listed, list) or len(listed) > MAX_TOOLS:
+        raise field_error("tools", f"must be a list of at most {MAX_TOOLS} tools")
+    parameters: dict[str, Any] = {}
+    for index, tool in enumerate(listed):
+        name, schema = _tool(tool, f"tools[{index}]")
+        if name in parameters:
+            raise field_error(
+                f"tools[{index}].function.name",
+                f"{name!r} is used twice; each tool needs a unique name",
+            )
+        parameters[name] = schema
+    choice, allowed = _allowed("auto" if tool_choice is None else tool_choice)
+    named = _named(choice)
+    if named is None and choice not in ("none", "auto", "required"):
+        raise field_error("tool_choice", "must be 'none', 'auto', 'required', or name a function")
+    if not parameters and (named is not None or choice == "required"):
+        raise field_error("tool_choice", "needs tools; the request has none")
+    if not parameters or choice == "none":
+        return None
+    if named is not None:
+        if named not in parameters:
+            raise field_error(
+                "tool_choice.function.name", f"{quoted(named)} must be one of the tools"
+            )
+        return Tools(listed, {named: parameters[named]}, required=True, parallel=False)
+    for name in allowed or ():
+        if name not in parameters:
+            raise field_error(
+                "tool_choice.allowed_tools.tools", f"{quoted(name)} must be one of the tools"
+            )
+    if allowed is not None:
+        parameters = {name: parameters[name] for name in allowed}
+    return Tools(listed, parameters, choice == "required", parallel_tool_calls)
+
+
+def _tool(tool: Any, where: str) -> tuple[str, Any]:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
+        raise field_error(
+            where, "must be a tool such as {'type': 'function', 'function': {'name': ...}}"
+        )
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise field_error(
+            f"{where}.function.name",
+            f"{quoted(name)} must be 1 to 128 letters, digits, '_', '-' or '.'",
+        )
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, Mapping):
+        raise field_error(f"{where}.function.parameters", "must be a JSON schema object")
+    if parameters.get("type", "object") != "object":
+        raise field_error(f"{where}.function.parameters.type", "must be 'object'")
+    return name, {**parameters, "type": "object"}
+
+
+def _allowed(choice: Any) -> tuple[Any, list[str] | None]:
+    """Return the choice, and the names of the tools that it allows, or None if it allows all.
+
+    `{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}`
+    """
+    own = choice.get("allowed_tools") if isinstance(choice, Mapping) else None
+    if not isinstance(own, Mapping):
+        return choice, None
+    listed = own.get("tools")
+    if not isinstance(listed, list) or not 0 < len(listed) <= MAX_TOOLS:
+        raise field_error(
+            "tool_choice.allowed_tools.tools", f"must be a list of 1 to {MAX_TOOLS} tools"
+        )
+    names = [_named(tool) for tool in listed]
+    if None in names:
+        index = names.index(None)
+        raise field_error(f"tool_choice.allowed_tools.tools[{index}]", "must name a function")
+    return own.get("mode", "auto"), [name for name in names if name is not None]
+
+
+def _named(choice: Any) -> str | None:
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
