@@ -47,6 +47,7 @@ def test_each_row_has_the_tokens_of_its_merged_model(
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.every(2)
 def test_adapters_are_added_to_quantized_matrices(kind: Any, tmp_path: Path) -> None:
     base = random_model(CONFIGS["llama"])
     exact = load_model(checkpoint(base), kernels=CpuKernels(deterministic=True))

@@ -224,6 +224,7 @@ def test_a_perplexity_counts_the_second_half_of_each_chunk(tmp_path: Path, first
         own_script.perplexity({**given, "context": 4000})
 
 
+@pytest.mark.slow
 def test_this_library_in_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

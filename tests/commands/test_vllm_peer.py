@@ -331,8 +331,8 @@ def test_a_setting_of_the_environment_is_reported_and_kept(fake_vllm, notes, tmp
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
 def test_whatever_ends_the_command_ends_the_peer(fake_vllm, notes, sent):
     # Given a peer that runs, with a process of its own
     fake_vllm("\n        ".join(LINGER.strip().splitlines()) + "; time.sleep(600)")

@@ -29,9 +29,9 @@ def test_prompts_chunks_and_single_tokens(either, dtype):
     check(either, PagedRows(ROWS, 4, 2, 64, 16, dtype))
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("rows", [(1, 640), (200, 385), (129, 129), (64, 256), (20, 1000)], ids=str)
+@pytest.mark.every(6)
 def test_any_number_of_tiles(either, rows, head_dim):
     check(either, PagedRows([rows], 1, 1, head_dim, dtype=torch.float16))
 
@@ -225,6 +225,7 @@ def test_there_is_no_race_in_others(checked_machine, rows, options):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_there_is_no_race_between_warpgroups(checked_machine, rows, options, monkeypatch):
     check(choosing(checked_machine, "warpgroups", monkeypatch), rows, **options)
 

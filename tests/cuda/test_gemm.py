@@ -75,6 +75,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.every(6)
 def test_gemv(machine, shape):
     number = [*SHAPES].index(shape)
     *sizes, silu = shape
@@ -91,6 +92,7 @@ def test_the_shapes_are_of_every_kind_and_every_way_to_share(toolchain):
     assert {plan.blocks_of_a_tile for plan in several} >= {2}
 
 
+@pytest.mark.slow
 def test_products_have_no_race(checked_machine):
     plan = check(checked_machine, 20, 24, 400, silu=True)
     assert plan.blocks_of_a_tile > 1

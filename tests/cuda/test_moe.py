@@ -166,6 +166,7 @@ def test_no_tokens(machine):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.slow
 def test_mixtures_have_no_race(checked_machine, dtype):
     experts = matrices(4, 136, 40, dtype, "silu", True, True)
     x, logits = randn(40, 136, dtype=dtype), randn(40, 4, seed=5)

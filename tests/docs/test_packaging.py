@@ -130,7 +130,7 @@ def test_wheel_tells_its_command_version_and_licence(wheel):
         ("editable", "elsewhere", "source"),
     ],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_mapped_packages_import(source, pip, wheel, tmp_path, installed, started_in, found_in):
     # Given
     target = tmp_path / "target"

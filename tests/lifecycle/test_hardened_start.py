@@ -35,6 +35,7 @@ def harden() -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(sys.platform != "linux", reason="sets Linux's resource limits")
+@pytest.mark.slow
 def test_a_hardened_server_starts_and_answers(tmp_path):
     serve = ["-m", "gptmanager", "serve", "--model", ROOT / "examples/tiny_llama", "--port", "0"]
     serve += ["--dtype", "float64"]  # nothing is kept, and of the kernels it needs only one

@@ -43,6 +43,7 @@ class RunOnRanks(Run):
 
 
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.every(3)
 def test_random_mixes_on_ranks(monkeypatch, tensor, stages):
     done, seed, marks = 0, 40 * tensor + stages, []
     mark = ForwardThread.mark

@@ -38,6 +38,7 @@ def run_arguments(folder, *more):
         ("--pipeline-parallel-size", "2"),
     ],
 )
+@pytest.mark.every(3)
 def test_a_file_of_requests_runs_on_ranks_as_on_one(options, tmp_path):
     written = [str(tmp_path / name) for name in ("alone", "ranks")]
     command = run_arguments(tmp_path, "--json", "--dtype", "float64", "--output")

@@ -189,7 +189,7 @@ def reasons(tensors):
         ("llama", 4, 1, "float32"),
     ],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_ranks_answer_as_one(monkeypatch, family, tensor, stages, dtype):
     count = 16 * FUZZ
     requests, stops = load(count, seed=tensor + 10 * stages)
@@ -215,6 +215,7 @@ def test_every_rank_answers_its_host_where_it_is_to(monkeypatch, tensor, stages)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.every(2)
 def test_each_rank_with_logits_calls_its_own_hosts_processors(monkeypatch, stages):
     called = set()
 
@@ -245,6 +246,7 @@ def test_each_rank_with_logits_calls_its_own_hosts_processors(monkeypatch, stage
     assert_same_answers(hosts, alone, 10, exactly=stages == 1)
 
 
+@pytest.mark.slow
 def test_ranks_on_the_emulator(monkeypatch):
     try:
         emulator.Toolchain().require_headers()
