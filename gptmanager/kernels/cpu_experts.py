@@ -104,9 +104,10 @@ class CpuExperts(CpuMatmuls):
     ) -> Tensor:
         plan = group.plan
         result = torch.empty(len(x), plan.columns, dtype=group.dtype)
-        few, many = plan.for_few, plan.for_many
-        is_few = found.counts <= plan.few_rows if few != many else np.ones(len(found.counts), bool)
-        for instructions, own in ((few, is_few), (many, ~is_few)):
+        fewer = 0
+        for instructions in plan.instructions:
+            own = (found.counts > fewer) & (found.counts <= instructions.most_rows)
+            fewer = instructions.most_rows
             if own.any():
                 some = _Chosen(*(it[own] for it in found))
                 self._run_group(x, group, some, bias, instructions, result)

@@ -79,7 +79,7 @@ class CpuMatmuls(Kernels):
         result = torch.empty(num_rows, plan.columns, dtype=matrix.dtype)
         if not result.numel():
             return result
-        own = plan.for_few if num_rows <= plan.few_rows else plan.for_many
+        own = plan.for_rows(num_rows)
         body, scratch_bytes = own.body, own.scratch_bytes
         is_ready = x.dtype is own.dtype and x.is_contiguous() and plan.depth == x.shape[1]
         if own.quantize is not None or not is_ready:

@@ -18,6 +18,7 @@ from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.matmul_task import MATMUL_TASK
 from gptmanager.kernels.gemm.matrix_tiles import has_matrix_unit
+from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
 from gptmanager.kernels.simd.lanes import task_at
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,6 +49,26 @@ def narrow_few(address: int) -> None:
 
 def narrow_many(address: int) -> None:
     _narrow_many(task_at(address, MATMUL_TASK), address)
+
+
+needs_both = pytest.mark.skipif(
+    not (int4_tiles.has_byte_dots() and has_matrix_unit()),
+    reason="this processor has no matrix unit or dots",
+)
+
+
+@needs_both
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_processor_with_both_takes_dots_for_fewer_rows_than_its_unit(kind: Quantized) -> None:
+    products = CpuKernels()
+    matrix = products.new_matrix(64, 64, torch.float32, kind)
+    assert isinstance(matrix, PackedMatrix)
+    plan, _ = products._plan(matrix)
+    few, several, many = plan.instructions
+    assert few.most_rows < several.most_rows < many.most_rows
+    assert several.quantize is not None and many.quantize is None
+    for rows in (1, few.most_rows, several.most_rows, several.most_rows + 1, 200):
+        assert plan.for_rows(rows).most_rows >= rows
 
 
 @pytest.fixture(params=["lanes", UNIT, WIDE, pytest.param("narrow", marks=needs_dots)])

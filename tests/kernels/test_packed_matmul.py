@@ -247,13 +247,14 @@ def test_a_matrix_without_rows_has_an_empty_product(products: CpuKernels) -> Non
 @pytest.mark.parametrize("kind", ["floats", "int8", "deterministic int8"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_row_is_the_same_bits_in_any_company(dtype: torch.dtype, kind: str) -> None:
-    """Only of int8 are products of few rows others than those of many, if not deterministic."""
+    """Only with int8, unless deterministic, do a few rows take other instructions than many."""
     products = CpuKernels(deterministic=kind.startswith("deterministic"))
     matrix = packed(randn(100, 330).to(dtype), kind.endswith("int8"))
     x = randn(230, 330, seed=1).to(dtype)
-    together = products.linear(x, matrix, None)
+    together, (plan, _) = products.linear(x, matrix, None), products._plan(matrix)
     for count, start in itertools.product((1, 2, 4, 5, 6, 7, 16, 17, 33, 192, 193), (0, 3, 33)):
-        if kind == "int8" and count <= int16_tiles.FEW_ROWS:
+        if plan.for_rows(count) != plan.for_rows(len(x)):
+            assert kind == "int8" and count <= matmul_plan.SEVERAL_ROWS
             continue
         alone = products.linear(x[start : start + count], matrix, None)
         assert torch.equal(alone, together[start : start + count]), (count, start)

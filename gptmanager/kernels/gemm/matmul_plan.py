@@ -37,17 +37,39 @@ _BY_LANES: dict[torch.dtype, Callable[[int], None]] = {
     torch.int8: bodies.multiply_int8,
     INT4: int4_matmul.multiply_int4,
 }
+ANY_ROWS = 1 << 62
+# With a matrix unit, int8 dot products are faster up to this number of rows: for the unit, the
+# matrix is widened to bfloat16 first.
+SEVERAL_ROWS = 8
 _kept: list[Any] = []  # keeps memory alive to which addresses refer
+
+
+class _Rows(NamedTuple):
+    """The rows of activations that a variant reads."""
+
+    dtype: torch.dtype
+    scratch_bytes: int  # per thread
+    row_bytes: int = 0  # bytes of a quantized row
+
+
+class _Variant(NamedTuple):
+    """Machine code for matmuls of up to `most_rows` rows."""
+
+    most_rows: int
+    body: Callable[[int], None]
+    read: Callable[[PackedMatrix], _Rows]
+    quantize: Callable[[int], None] | None = None
 
 
 class Instructions(NamedTuple):
     """Machine code that computes matmuls, and the rows that it reads."""
 
+    most_rows: int
     body: int  # address of the machine code
     dtype: torch.dtype  # dtype of the rows, if `quantize` is None
     scratch_bytes: int  # per thread
-    quantize: Callable[[int], None] | None = None  # quantizes the rows of a `ConversionTask`
-    row_bytes: int = 0  # bytes of a quantized row
+    row_bytes: int  # bytes of a quantized row
+    quantize: Callable[[int], None] | None  # quantizes the rows of a `ConversionTask`
 
 
 class MatmulPlan(NamedTuple):
@@ -58,9 +80,10 @@ class MatmulPlan(NamedTuple):
     depth: int  # elements of a row, including padding
     num_groups: int
     work: int  # multiplications per row
-    few_rows: int
-    for_few: Instructions  # for up to `few_rows` rows
-    for_many: Instructions
+    instructions: tuple[Instructions, ...]  # those for the fewest rows first
+
+    def for_rows(self, num_rows: int) -> Instructions:
+        return next(it for it in self.instructions if num_rows <= it.most_rows)
 
 
 def plan_matmul(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> MatmulPlan:
@@ -81,10 +104,15 @@ def plan_matmul(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> Mat
         positions=matrix.values.shape[3],
         dtype=DTYPES[matrix.dtype],
     )
-    few, many = _instructions(matrix, deterministic)
     work = num_panels * PANEL_ROWS * matrix.depth
-    few_rows = int4_matmul.FEW_ROWS if isinstance(matrix, Int4Matrix) else FEW_ROWS
-    return MatmulPlan(task, columns, matrix.depth, num_groups, work, few_rows, few, many)
+    instructions = tuple(
+        Instructions(it.most_rows, compiled(it.body), *it.read(matrix), it.quantize)
+        for it in _variants(matrix.values.dtype, deterministic)
+    )
+    for it in instructions:
+        if it.quantize is not None:
+            compiled(it.quantize)  # now, not during the first request
+    return MatmulPlan(task, columns, matrix.depth, num_groups, work, instructions)
 
 
 def _scale_fields(matrix: PackedMatrix) -> dict[str, int]:
@@ -97,74 +125,78 @@ def _scale_fields(matrix: PackedMatrix) -> dict[str, int]:
     return {"groups": scales, "minima": minima}
 
 
-def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructions, Instructions]:
-    """Return the instructions for few rows, and those for many rows."""
-    stored, num_bytes = matrix.values.dtype, SCRATCH_BYTES
+def _variants(stored: torch.dtype, deterministic: bool) -> list[_Variant]:
+    """Return the variants for matrices stored as `stored`, those for the fewest rows first."""
     if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
         body = bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs
-        pairs = Instructions(compiled(body), torch.bfloat16, num_bytes)
-        return pairs, pairs
-    wide_bytes = num_bytes + PANELS * bodies.WIDE_BYTES
-    lanes = Instructions(compiled(_BY_LANES[stored]), torch.float32, wide_bytes)
-    if deterministic or stored not in (torch.int8, INT4):
-        return lanes, lanes
-    if stored is INT4:
-        return _for_int4(matrix, lanes)
-    few = many = lanes
+        return [_Variant(ANY_ROWS, body, _read_pairs)]
+    found = []
+    if stored is torch.int8 and not deterministic:
+        found = _for_int8()
+    if stored is INT4 and not deterministic:
+        found = _for_int4()
+    if not found or found[-1].most_rows < ANY_ROWS:
+        found.append(_Variant(ANY_ROWS, _BY_LANES[stored], _read_floats))
+    return found
+
+
+def _for_int8() -> list[_Variant]:
+    found = []
     if has_int16_dots():
-        few_bytes = num_bytes + int16_scratch_bytes(matrix.depth)
-        few = Instructions(compiled(bodies.multiply_int8_by_int16), matrix.dtype, few_bytes)
+        found.append(_Variant(FEW_ROWS, bodies.multiply_int8_by_int16, _read_few))
+    if has_int8_dots():
+        most, body = SEVERAL_ROWS if has_matrix_unit() else ANY_ROWS, bodies.multiply_int8_by_int8
+        found.append(_Variant(most, body, _read_bytes, quantize_rows))
     if has_matrix_unit():
-        unit = compiled(bodies.multiply_int8_by_unit)
-        many = Instructions(unit, torch.bfloat16, _unit_scratch_bytes(matrix))
-    elif has_int8_dots():
-        compiled(quantize_rows)  # now, not during the first request
-        many = Instructions(
-            *(compiled(bodies.multiply_int8_by_int8), torch.int8, num_bytes + SPAN_BYTES),
-            *(quantize_rows, row_bytes(matrix.depth)),
-        )
-    return few, many
+        found.append(_Variant(ANY_ROWS, bodies.multiply_int8_by_unit, _read_for_unit))
+    return found
 
 
-def _for_int4(matrix: PackedMatrix, lanes: Instructions) -> tuple[Instructions, Instructions]:
-    few = many = lanes
+def _for_int4() -> list[_Variant]:
+    found = []
     if has_byte_dots():
-        few_bytes = SCRATCH_BYTES + int4_matmul.few_scratch_bytes(matrix.depth)
-        few = Instructions(compiled(int4_matmul.multiply_int4_by_int16), matrix.dtype, few_bytes)
+        few, several = int4_matmul.FEW_ROWS, int4_matmul.SEVERAL_ROWS
+        found.append(_Variant(few, int4_matmul.multiply_int4_by_int16, _read_few_in_groups))
+        most, body = several if has_matrix_unit() else ANY_ROWS, int4_matmul.multiply_int4_by_int8
+        found.append(_Variant(most, body, _read_bytes_in_groups, quantize_rows_in_groups))
     if has_matrix_unit():
-        body = compiled(int4_matmul.multiply_int4_by_unit)
-        many = Instructions(body, torch.bfloat16, _unit_scratch_bytes(matrix))
-    elif has_byte_dots():
-        compiled(quantize_rows_in_groups)
-        many = Instructions(
-            *(compiled(int4_matmul.multiply_int4_by_int8), torch.int8, SCRATCH_BYTES),
-            *(quantize_rows_in_groups, matrix.depth // GROUP * block_bytes(1)),
-        )
-    return few, many
+        found.append(_Variant(ANY_ROWS, int4_matmul.multiply_int4_by_unit, _read_for_unit))
+    return found
 
 
-def _unit_scratch_bytes(matrix: PackedMatrix) -> int:
-    return SCRATCH_BYTES + PANELS * PANEL_ROWS * matrix.depth * torch.bfloat16.itemsize
+def _read_floats(matrix: PackedMatrix) -> _Rows:
+    return _Rows(torch.float32, SCRATCH_BYTES + PANELS * bodies.WIDE_BYTES)
+
+
+def _read_pairs(matrix: PackedMatrix) -> _Rows:
+    return _Rows(torch.bfloat16, SCRATCH_BYTES)
+
+
+def _read_for_unit(matrix: PackedMatrix) -> _Rows:
+    widened_bytes = PANELS * PANEL_ROWS * matrix.depth * torch.bfloat16.itemsize
+    return _Rows(torch.bfloat16, SCRATCH_BYTES + widened_bytes)
+
+
+def _read_few(matrix: PackedMatrix) -> _Rows:
+    return _Rows(matrix.dtype, SCRATCH_BYTES + int16_scratch_bytes(matrix.depth))
+
+
+def _read_few_in_groups(matrix: PackedMatrix) -> _Rows:
+    return _Rows(matrix.dtype, SCRATCH_BYTES + int4_matmul.few_scratch_bytes(matrix.depth))
+
+
+def _read_bytes(matrix: PackedMatrix) -> _Rows:
+    return _Rows(torch.int8, SCRATCH_BYTES + SPAN_BYTES, row_bytes(matrix.depth))
+
+
+def _read_bytes_in_groups(matrix: PackedMatrix) -> _Rows:
+    return _Rows(torch.int8, SCRATCH_BYTES, matrix.depth // GROUP * block_bytes(1))
 
 
 def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[int], None]]:
-    """Return the functions that `_instructions` may select for matrices stored as `stored`."""
-    if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
-        return [bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs]
-    found = [_BY_LANES[stored]]
-    if stored is torch.int8 and not deterministic:
-        found += [bodies.multiply_int8_by_int16] if has_int16_dots() else []
-        if has_matrix_unit():
-            found.append(bodies.multiply_int8_by_unit)
-        elif has_int8_dots():
-            found += [bodies.multiply_int8_by_int8, quantize_rows]
-    if stored is INT4 and not deterministic:
-        found += [int4_matmul.multiply_int4_by_int16] if has_byte_dots() else []
-        if has_matrix_unit():
-            found.append(int4_matmul.multiply_int4_by_unit)
-        elif has_byte_dots():
-            found += [int4_matmul.multiply_int4_by_int8, quantize_rows_in_groups]
-    return found
+    """Return the functions that matmuls with matrices stored as `stored` may call."""
+    variants = _variants(stored, deterministic)
+    return [body for it in variants for body in (it.body, it.quantize) if body is not None]
 
 
 def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> bool:
