@@ -20,7 +20,8 @@ CODE := $(wildcard gptmanager callbacks cuda tests examples docs/_site)
 # The formatter reads no setup.cfg, so that its settings stand here.
 FORMAT := $(BIN)/ruff format --isolated --line-length 100
 
-.PHONY: help demo chat serve docs test marathon marathon-draws marathon-soak marathon-hostile bench compile-check mutants card lint style types format clean
+.PHONY: help demo chat serve docs test marathon marathon-draws marathon-kill marathon-faults marathon-overload \
+        marathon-soak marathon-hostile bench compile-check mutants card lint style types format clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -46,7 +47,7 @@ test: $(DEV)  ## run the tests; ARGS="-k name" for some of them
 	  $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 # One more piece is a target marathon-NAME here, and a script in tests/marathon.
-marathon: marathon-draws marathon-soak  ## run all that takes long: the three below
+marathon: marathon-draws marathon-kill marathon-faults marathon-overload marathon-soak  ## run all that takes long
 	for seed in 1 2 3; do $(MAKE) marathon-hostile SEED=$$seed; done
 
 marathon-draws: $(DEV)  ## run the tests that draw at random, FUZZ=20 times as long
@@ -54,9 +55,21 @@ marathon-draws: $(DEV)  ## run the tests that draw at random, FUZZ=20 times as l
 	  $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --timeout 0 \
 	  $$(grep -rlE "from fuzz import|mark.(every|slow)" tests --include='test_*.py') $(ARGS)
 
-marathon-soak: $(DEV)  ## soak a manager with a tight cache for MINUTES=15
+marathon-kill: $(DEV)  ## kill managers with a journal KILLS=200 times, from SEED=1
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
-	  $(BIN)/python tests/marathon/marathon_soak.py --minutes $(or $(MINUTES),15) $(ARGS)
+	  $(BIN)/python tests/marathon/marathon_kill.py --kills $(or $(KILLS),200) --seed $(or $(SEED),1) $(ARGS)
+
+marathon-faults: $(DEV)  ## fail calls of a manager, at most MOST=60 of each kind
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+	  $(BIN)/python tests/marathon/marathon_faults.py --most $(or $(MOST),60) $(ARGS)
+
+marathon-overload: $(DEV)  ## send a manager 1.2 times what it can do, for MINUTES=5
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+	  $(BIN)/python tests/marathon/marathon_overload.py --minutes $(or $(MINUTES),5) $(ARGS)
+
+marathon-soak: $(DEV)  ## soak a manager with a tight cache for MINUTES=30
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+	  $(BIN)/python tests/marathon/marathon_soak.py --minutes $(or $(MINUTES),30) $(ARGS)
 
 marathon-hostile: $(DEV)  ## attack a server at random for MINUTES=10, from SEED=1
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONPATH=tests/support \

@@ -168,7 +168,7 @@ class CallbackHost:
         self.journal.flush()
         waiting = [request.request_id for request in self.receiver.received]
         lost = self.receiver.owed.beyond(itertools.chain(known, waiting))
-        self.journal.note_ends(lost)
+        self.journal.note_ends(lost, response_text(error))
         for request_id in lost:
             self.respond(request_id, [], True, response_text(error))
 
@@ -195,7 +195,7 @@ class CallbackHost:
         self.receiver.owe_returned(only_plain=timeout is not None)
         owed = self.receiver.owed
         lost = owed.beyond(())
-        self.journal.note_ends(lost)
+        self.journal.note_ends(lost, response_text(error))
         for request_id in lost:
             if owed.settle(request_id) and self._send is not None:
                 # the loop's thread may use `timers.send`

@@ -12,8 +12,10 @@ class JournalSeam(Protocol):
     def flush(self) -> None:
         """Write what is held back, then send it."""
 
-    def note_ends(self, request_ids: Sequence[int]) -> None:
-        """Write that requests end with responses which do not come from the loop. Any thread."""
+    def note_ends(self, request_ids: Sequence[int], error: str) -> None:
+        """Write that requests end with the text `error`, which does not come from the loop. Any
+        thread may call this, before it sends these responses.
+        """
 
     def close(self) -> None:
         """Close the journal: no response follows."""
@@ -25,7 +27,7 @@ class NoJournal:
     def flush(self) -> None:
         pass
 
-    def note_ends(self, request_ids: Sequence[int]) -> None:
+    def note_ends(self, request_ids: Sequence[int], error: str) -> None:
         pass
 
     def close(self) -> None:

@@ -72,7 +72,8 @@ class AcceptedRequests:
         processor = request.logits_post_processor
         if type(processor) is Grammar and processor.bans is None:
             objects["tokenizer"] = self._tokenizer_of(processor.owner)
-            grammar = {"source": processor.compiled.source, "start": processor.start}
+            start = processor.start and [*processor.start]  # as lists, since JSON has no tuples
+            grammar = {"source": [*processor.compiled.source], "start": start}
         if objects:
             self._used[request.request_id] = [*objects.values()]
         head = orjson.dumps({"time": now, "objects": objects, "grammar": grammar})

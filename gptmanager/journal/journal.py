@@ -101,6 +101,11 @@ class Journal:
             self._syncing = SyncThread(self._sync / 1000)
 
     @property
+    def refuses(self) -> bool:
+        """Whether requests are refused while the disk is full."""
+        return self._on_full == "refuse"
+
+    @property
     def syncs(self) -> bool:
         """Whether data is ever forced to the disk."""
         return self._sync != "never"
@@ -111,16 +116,15 @@ class Journal:
         """Write accepted requests, as ids and bytes. Return False if the disk is full: then the
         requests must be refused.
         """
-        if self.is_full and not self._retry() and self._on_full == "refuse":
-            return False
         data = b"".join(record(Kind.ACCEPTED, named_payload(*request)) for request in requests)
+        found = {request_id: Entry(accepted) for request_id, accepted in requests}
         if self._on_full == "refuse":
-            if not self._append(data):
+            if (self.is_full and not self._retry()) or not self._append(data):
                 return False
+            self.entries.update(found)
         else:
+            self.entries.update(found)  # first: a new segment has them
             self._write(data)
-        for request_id, accepted in requests:
-            self.entries[request_id] = Entry(accepted)
         return True
 
     def commit(
@@ -137,12 +141,13 @@ class Journal:
         """
         parts = []
         if delivered:
-            parts.append(record(Kind.DELIVERED, ids_payload(delivered)))
+            parts.append(record(Kind.DELIVERED, ids_payload(dict.fromkeys(delivered))))
         if sent:
             parts.append(record(Kind.SENT, sent_payload(sent)))
         stored = [(i, last) for i, last in ends if last]
         parts += [record(Kind.LAST_RESPONSE, named_payload(*end)) for end in stored]
-        ids = [request_id for request_id, last in ends if not last]
+        # an id may end twice, as Get may return it twice: it is one request of the journal
+        ids = list(dict.fromkeys(request_id for request_id, last in ends if not last))
         if ids:
             parts.append(record(Kind.FINAL, ids_payload(ids)))
         self._apply(sent, stored, (*delivered, *ids))
@@ -173,11 +178,22 @@ class Journal:
             return
         if self._append(data):
             return
-        if self._on_full == "refuse" and not self._append(data):
+        if self._on_full == "refuse" and not (self._rewrite() or self._append(data)):
             raise JournalError(
                 "the disk of the journal is full, and so is its reserve: free space, then start "
                 "the manager again"
             )
+
+    def _rewrite(self) -> bool:
+        """After a sync that failed: what was written before may be lost, so write it once more."""
+        if self._syncing is None or self._syncing.error is None:
+            return False
+        try:
+            self._begin_segment()
+        except (OSError, JournalError):
+            return False
+        self._syncing.error = None
+        return True
 
     def _append(self, data: bytes) -> bool:
         """Append `data` to the segment. If the disk is full, free the reserve and return False."""
@@ -190,7 +206,7 @@ class Journal:
             if self._sync == "always":
                 os.fdatasync(file)
         except OSError as error:
-            self._fail(error)
+            self.fail(error)
             with suppress(OSError):  # no other record may follow a part of a record
                 os.ftruncate(file, self._size)
             return False
@@ -199,7 +215,8 @@ class Journal:
             self._syncing.note(file)
         return True
 
-    def _fail(self, error: OSError) -> None:
+    def fail(self, error: OSError) -> None:
+        """Note that the disk is full, and free the reserve."""
         if not self.is_full:
             then = (
                 "new requests are refused"

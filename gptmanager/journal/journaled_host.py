@@ -28,6 +28,7 @@ from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.step import Failure, Host, Intake
 
 _DUPLICATE = DuplicateRequestIdError.__name__
+_FULL = "the disk of the journal is full (journal_on_full = 'refuse')"
 _LOCK_S = 1.0  # limit on how long another thread waits for a loop that hangs in the journal
 
 Response = tuple[int, list[NamedTensor], bool, str]
@@ -84,13 +85,16 @@ class JournaledHost(HostTap):
                     continue
                 try:
                     packed[request_id] = self._accepted.pack(request, now)
+                except OSError as error:  # its adapter or tokenizer does not fit
+                    self._journal.fail(error)
+                    if self._journal.refuses:
+                        self._refuse(request_id, CapacityError(_FULL))
                 except Exception as error:
                     text = f"the request cannot be written to the journal: {response_text(error)}"
                     self._refuse(request_id, InvalidRequestError(text))
             if packed and not self._journal.accept([*packed.items()]):
                 for request_id in packed:
-                    text = "the disk of the journal is full (journal_on_full = 'refuse')"
-                    self._refuse(request_id, CapacityError(text))
+                    self._refuse(request_id, CapacityError(_FULL))
 
     def _refuse(self, request_id: int, error: Exception) -> None:
         self._refused.add(request_id)
@@ -130,18 +134,19 @@ class JournaledHost(HostTap):
     def _records(self, held: Sequence[Response]) -> tuple[list[Sent], list[tuple[int, bytes]]]:
         """Return the tokens and the ends that must be written before `held` is sent."""
         entries, sent, ends = self._journal.entries, list[Sent](), list[tuple[int, bytes]]()
+        starts: dict[int, int] = {}  # after what is in `sent`: a request may have two responses
         for request_id, tensors, is_final, error in held:
             if is_final and self._duplicates and error.startswith(_DUPLICATE):
                 self._duplicates -= Counter((request_id,))
             elif request_id not in entries:
                 continue
             elif is_final:
-                keeps = self._journal.keeps_responses
-                ends.append(
-                    (request_id, pack_response(*(request_id, tensors, error)) if keeps else b"")
-                )
-            elif found := self._sent(request_id, len(entries[request_id].tokens), tensors):
-                sent.append(found)
+                ends.append((request_id, self._last(request_id, tensors, error)))
+            else:
+                start = starts.get(request_id, len(entries[request_id].tokens))
+                if found := self._sent(request_id, start, tensors):
+                    sent.append(found)
+                    starts[request_id] = start + len(found.tokens)
         return sent, ends
 
     def _sent(self, request_id: int, start: int, tensors: list[NamedTensor]) -> Sent | None:
@@ -162,16 +167,28 @@ class JournaledHost(HostTap):
             log_probs = self.table.extras[request_id].log_probs(start, end)[0, 0].tolist()
         return Sent(request_id, start, tokens, log_probs) if tokens else None
 
-    def note_ends(self, request_ids: Sequence[int]) -> None:
+    def note_ends(self, request_ids: Sequence[int], error: str) -> None:
         if not self._lock.acquire(timeout=_LOCK_S):
             return
         try:
-            ends = [(i, b"") for i in request_ids if i in self._journal.entries]
-            self._journal.commit((), ends)
-        except JournalError as error:
-            logger.error("the ends of requests are not in the journal: %s", error)
+            ids = []
+            for request_id in request_ids:
+                if self._duplicates[request_id] > 0:  # a refused copy ends, not the request
+                    self._duplicates[request_id] -= 1
+                elif request_id in self._journal.entries:
+                    ids.append(request_id)
+            self._journal.commit((), [(i, self._last(i, [], error)) for i in ids])
+            if self._journal.keeps_responses:
+                self._delivered += ids
+        except JournalError as failed:
+            logger.error("the ends of requests are not in the journal: %s", failed)
         finally:
             self._lock.release()
+
+    def _last(self, request_id: int, tensors: list[NamedTensor], error: str) -> bytes:
+        """Return a final response as bytes if the journal keeps it, or b""."""
+        keeps = self._journal.keeps_responses
+        return pack_response(request_id, tensors, error) if keeps else b""
 
     def close(self) -> None:
         self.held.clear()

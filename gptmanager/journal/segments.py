@@ -116,7 +116,7 @@ class JournalFolder:
                 os.fsync(file.fileno())
             os.rename(temporary, path)
             if syncs:
-                self._sync_names()
+                _sync_names(self.path)
         except BaseException:
             file.close()
             with suppress(OSError):
@@ -127,17 +127,12 @@ class JournalFolder:
                 self._segment(number).unlink()
         return file
 
-    def _sync_names(self) -> None:
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
     # Objects: what several requests share ----------------------------------------------------
 
     def put(self, data: bytes, *, syncs: bool) -> str:
-        """Write an object, unless the folder has it, and return its digest."""
+        """Write an object, unless the folder has it, and return its digest. Raises OSError if the
+        disk is full.
+        """
         digest = hashlib.blake2b(data, digest_size=32).hexdigest()
         path = self._objects / digest
         if not path.exists():
@@ -149,9 +144,14 @@ class JournalFolder:
                 write_all(file, data)
                 if syncs:
                     os.fsync(file)
+            except OSError:
+                temporary.unlink()
+                raise
             finally:
                 os.close(file)
             os.rename(temporary, path)
+            if syncs:
+                _sync_names(self._objects)
         return digest
 
     def get(self, digest: str) -> bytes:
@@ -194,6 +194,14 @@ class JournalFolder:
     def free_reserve(self) -> None:
         with suppress(FileNotFoundError):
             self._reserve.unlink()
+
+
+def _sync_names(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def write_all(file: int, data: bytes) -> None:

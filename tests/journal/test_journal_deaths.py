@@ -7,43 +7,13 @@ import numpy as np
 import pytest
 from fuzz import FUZZ
 from hypothesis import given, settings
-from journaled_runs import JournaledRun, die_at
+from journaled_runs import JournaledRun, Output, die_at, outputs_of
 from loop_driver import expected_output
 from shorthand import request
 
 from gptmanager.config import Delivered
 
 PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 1, 2, 8, 3], [5, 6]]
-
-
-class Output:
-    """What a host has of a request after one or several lives of a manager."""
-
-    def __init__(self):
-        self.tokens = []
-        self.num_finals = 0
-        self.errors = []
-
-    def add(self, tensors, is_final, error):
-        by_name = dict(tensors)
-        if error.startswith("DuplicateRequestIdError"):
-            return
-        assert not self.num_finals, "a response follows the final one"
-        self.num_finals += is_final
-        if error:
-            self.errors.append(error)
-        if "output_offset" in by_name:
-            assert int(by_name["output_offset"][0]) == len(self.tokens), "a gap, or a repetition"
-        if "output_ids" in by_name:
-            self.tokens += by_name["output_ids"][0, 0].tolist()
-
-
-def outputs_of(*lives):
-    found = {}
-    for life in lives:
-        for _, request_id, tensors, is_final, error in life:
-            found.setdefault(request_id, Output()).add(tensors, is_final, error)
-    return found
 
 
 def draw_requests(draw):

@@ -109,8 +109,15 @@ def canaries(chance: random.Random, count: int) -> list[Canary]:
 class Run:
     """A manager with its queue. Counts what the contract promises: one final response each."""
 
-    def __init__(self, *, max_tokens: int, max_batch_size: int) -> None:
-        self.queue = RequestQueue(exclude_input_in_output=True)
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        max_batch_size: int,
+        max_active: int | None = OPEN,
+        max_waiting: int | None = None,
+    ) -> None:
+        self.queue = RequestQueue(exclude_input_in_output=True, max_pending=None)
         self.open: set[int] = set()
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
@@ -124,7 +131,8 @@ class Run:
                 num_device_module_layer=6 * _LAYERS * len(_MODULES),
             ),
             max_batch_size=max_batch_size,
-            max_active_requests=OPEN,
+            max_active_requests=max_active,
+            max_waiting_requests=max_waiting,
             max_num_tokens=128,
             max_seq_len=160,
             deterministic=True,
@@ -165,6 +173,18 @@ class Run:
         statistics = json.loads(record)
         self.counts["iterations"] += 1
         self.counts["pauses"] += statistics["Paused Requests"]
+
+    def faults(self) -> list[str]:
+        """What is wrong with an idle manager, and with the responses that it has sent."""
+        self.manager.wait_idle(30)
+        report, found = self.manager.audit(), list(self.violations)
+        found += [f"request {it} has no final response" for it in sorted(self.open)]
+        if self.counts["finals"] != self.counts["fetched"]:
+            found.append(f"{self.counts['finals']} finals, {self.counts['fetched']} requests")
+        if not report.ok or self.manager.exception is not None:
+            found.append(f"at the end: {report.problems[:3]} {self.manager.exception!r}")
+        self.counts["adapter_evictions"] = report.adapters.counts.device_evictions
+        return found
 
     def end(self) -> None:
         self.manager.shutdown(timeout=60)
@@ -225,7 +245,7 @@ def soak(
             if not handle.done():
                 pending.append((handle, canary, number))
                 continue
-            ends[_judge(handle, canary, number, failures)] += 1
+            ends[judge_handle(handle, canary, number, failures)] += 1
             seen[canary.kind] += 1
         if now - last > 1:
             last = now
@@ -233,16 +253,8 @@ def soak(
             report = run.manager.audit()
             if not report.ok:
                 failures.append(f"audit: {report.problems[:3]}")
-    run.manager.wait_idle(30)
-    report = run.manager.audit()
-    run.counts["adapter_evictions"] = report.adapters.counts.device_evictions
+    failures += run.faults()
     run.end()
-    failures += run.violations
-    failures += [f"request {it} has no final response" for it in sorted(run.open)]
-    if run.counts["finals"] != run.counts["fetched"]:
-        failures.append(f"{run.counts['finals']} finals, {run.counts['fetched']} fetched requests")
-    if not report.ok or run.manager.exception is not None:
-        failures.append(f"at the end: {report.problems[:3]} {run.manager.exception!r}")
     if most_requests == math.inf:
         failures += _missed_bars(minutes, run.counts, ends, samples)
     return {
@@ -253,13 +265,13 @@ def soak(
         "kinds": dict(sorted(seen.items())),
         **dict(sorted(run.counts.items())),
         "resident_mb": [round(size, 1) for _, size in samples[:: max(1, len(samples) // 10)]],
-        "mb_a_minute": _rise(minutes, samples),
+        "mb_a_minute": rise_of(minutes, samples),
         "failures": failures[:20],
         "num_failures": len(failures),
     }
 
 
-def _judge(handle: Any, canary: Canary, number: int, failures: list[str]) -> str:
+def judge_handle(handle: Any, canary: Canary, number: int, failures: list[str]) -> str:
     error = handle.exception()
     if error is not None:
         failures.append(f"request {number} ({canary.kind}): {error!r}")
@@ -278,7 +290,7 @@ def _judge(handle: Any, canary: Canary, number: int, failures: list[str]) -> str
     return kind
 
 
-def _rise(minutes: float, samples: list[tuple[float, float]]) -> float | None:
+def rise_of(minutes: float, samples: list[tuple[float, float]]) -> float | None:
     """MB a minute of the resident set after warming up; None: the run was too short."""
     warm = [it for it in samples if it[0] >= _WARM_SHARE * 60 * minutes]
     if 60 * minutes < _SLOPE_S or len(warm) < 2:
@@ -290,7 +302,7 @@ def _missed_bars(
     minutes: float, counts: Counter[str], ends: Counter[str], samples: list[tuple[float, float]]
 ) -> list[str]:
     missed = []
-    rise = _rise(minutes, samples)
+    rise = rise_of(minutes, samples)
     if rise is not None and rise >= MOST_MB_A_MINUTE:
         missed.append(f"the resident set grows by {rise} MB a minute")
     least = max(1, math.floor(PAUSES_A_MINUTE * minutes))

@@ -19,6 +19,40 @@ from gptmanager.request.inference_request import NamedTensor
 from gptmanager.step import Intake
 
 
+class Output:
+    """What a host has of a request after one or several lives of a manager."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.num_finals = 0
+        self.errors: list[str] = []
+        self.reason = 0
+
+    def add(self, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
+        by_name = dict(tensors)
+        if error.startswith("DuplicateRequestIdError"):
+            return
+        assert not self.num_finals, "a response follows the final one"
+        self.num_finals += is_final
+        if error:
+            self.errors.append(error)
+        if "output_offset" in by_name:
+            assert int(by_name["output_offset"][0]) == len(self.tokens), "a gap, or a repetition"
+        if "output_ids" in by_name:
+            self.tokens += by_name["output_ids"][0, 0].tolist()
+        if "finish_reasons" in by_name:
+            self.reason = int(by_name["finish_reasons"][0, 0])
+
+
+def outputs_of(*lives: Any) -> dict[int, Output]:
+    """What a host has of each request; a response is its time, id, tensors, and so on."""
+    found: dict[int, Output] = {}
+    for life in lives:
+        for _, request_id, tensors, is_final, error in life:
+            found.setdefault(request_id, Output()).add(tensors, is_final, error)
+    return found
+
+
 class Host(ListHost):
     """A host that remembers what it got, and how long the journal was then."""
 
@@ -60,6 +94,7 @@ class JournaledRun:
         seed: int = 0,
         segment_bytes: int = 64 << 20,
         on_full: Any = "continue",
+        sync: Any = "never",
         **options: Any,
     ) -> None:
         restores = None if record is None else record.get
@@ -67,12 +102,12 @@ class JournaledRun:
         self.journal = Journal(
             folder,
             "a checkpoint",
-            sync="never",
+            sync=sync,
             on_full=on_full,
             keeps_responses=restores is not None,
             segment_bytes=segment_bytes,
         )
-        accepted = AcceptedRequests(self.journal.folder, seed, syncs=False)
+        accepted = AcceptedRequests(self.journal.folder, seed, syncs=self.journal.syncs)
         params = OptionalParams(
             journal_path=folder, restore_cb=restores, restore_processor_cb=restore_processor
         )

@@ -1,0 +1,258 @@
+"""A disk that is full, slow or damaged: what a journal refuses, continues, forces out and finds."""
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+from journaled_runs import JournaledRun, die_at
+from loop_driver import expected_output
+from shorthand import request
+
+from gptmanager.errors import JournalError
+from gptmanager.journal import journal as journal_module
+from gptmanager.journal import segments
+from gptmanager.journal.journal import SyncThread
+from gptmanager.journal.segments import JournalFolder
+
+RESERVE = segments._RESERVE_BYTES
+
+
+class SmallDisk:
+    """Accounts for what is written: a write that does not fit writes a part, then raises."""
+
+    def __init__(self, monkeypatch):
+        self.free = 1 << 30
+        self.reserve = 0
+        self._whole = segments.write_all
+        monkeypatch.setattr(segments, "write_all", self.write)
+        monkeypatch.setattr(journal_module, "write_all", self.write)
+        monkeypatch.setattr(JournalFolder, "take_reserve", lambda folder: self.take())
+        monkeypatch.setattr(JournalFolder, "free_reserve", lambda folder: self.give())
+        monkeypatch.setattr(journal_module, "_RETRY_S", 0.0)
+
+    def write(self, file, data):
+        fits = min(len(data), self.free)
+        self._whole(file, data[:fits])
+        self.free -= fits
+        if fits < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def take(self):
+        if self.free + self.reserve < RESERVE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.free, self.reserve = self.free + self.reserve - RESERVE, RESERVE
+
+    def give(self):
+        self.free, self.reserve = self.free + self.reserve, 0
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return SmallDisk(monkeypatch)
+
+
+def stream(number, length=12, **more):
+    return request(number, [1, 2, number], length, is_streaming=True, **more)
+
+
+def iterate(run, count):
+    for _ in range(count):
+        run.driver.loop.iterate()
+        run.journaled.flush()
+
+
+def ends(run):
+    return {life[1]: life[4] for life in run.host.got if life[3]}
+
+
+def streamed(run, number):
+    found = [dict(life[2]) for life in run.host.got if life[1] == number and not life[4]]
+    return [token for it in found for token in it["output_ids"].flatten().tolist()]
+
+
+def test_while_the_disk_is_full_requests_are_refused_and_the_running_ones_end(tmp_path, disk):
+    run = JournaledRun(tmp_path / "journal", [stream(1)], on_full="refuse")
+    iterate(run, 3)
+    disk.free = 5  # a record is cut short, then the reserve is used
+    run.host.callbacks.submit(stream(2))
+    iterate(run, 20)
+    assert ends(run)[1] == "" and ends(run)[2].startswith("CapacityError: the disk of the journal")
+    assert streamed(run, 1) == expected_output([1, 2, 1], 12) and streamed(run, 2) == []
+    disk.free += 1 << 30
+    run.host.callbacks.submit(stream(3))
+    iterate(run, 4)
+    assert disk.reserve == RESERVE
+    sent = len(streamed(run, 3))
+    found = JournaledRun(die_at(tmp_path / "journal", run.size()), [], on_full="refuse")
+    assert [*found.journal.entries] == [3] and len(found.journal.entries[3].tokens) == sent > 1
+    found.journal.close()
+    run.journal.close()
+
+
+def test_if_the_reserve_is_full_too_the_manager_fails_and_says_so(tmp_path, disk):
+    run = JournaledRun(tmp_path / "journal", [stream(1)], on_full="refuse")
+    iterate(run, 3)
+    disk.free = disk.reserve = 0
+    with pytest.raises(JournalError, match="is full, and so is its reserve: free space"):
+        iterate(run, 1)
+    run.journaled.flush()  # what was held back is sent all the same
+    assert len(streamed(run, 1)) == 4
+    run.journal.close()
+
+
+def test_on_a_full_disk_requests_may_continue_without_a_journal(tmp_path, disk):
+    run = JournaledRun(tmp_path / "journal", [stream(1)], on_full="continue")
+    iterate(run, 3)
+    disk.free = 5
+    run.host.callbacks.submit(stream(2, 30))
+    iterate(run, 20)
+    assert ends(run) == {1: ""} and streamed(run, 1) == expected_output([1, 2, 1], 12)
+    disk.free = 1 << 30
+    iterate(run, 1)
+    sent = len(streamed(run, 2))
+    found = JournaledRun(die_at(tmp_path / "journal", run.size()), [])
+    assert [*found.journal.entries] == [2] and len(found.journal.entries[2].tokens) == sent > 9
+    found.journal.close()
+    run.journal.close()
+
+
+def test_a_disk_with_space_again_loses_no_request_that_comes_then(tmp_path, disk, monkeypatch):
+    run = JournaledRun(tmp_path / "journal", [stream(1)], on_full="continue")
+    iterate(run, 2)
+    disk.free = 0
+    iterate(run, 1)
+    begin, tries = run.journal._begin_segment, []
+
+    def second():  # the disk has space between two tries
+        tries.append(1)
+        disk.free = 0 if len(tries) == 1 else 1 << 30
+        begin()
+
+    monkeypatch.setattr(run.journal, "_begin_segment", second)
+    run.journal.accept([(2, b"a request")])
+    run.journal.accept([(3, b"another")])
+    assert len(tries) == 2
+    assert [*JournalFolder(tmp_path / "journal").read().entries] == [1, 2, 3]
+    run.journal.close()
+
+
+@pytest.mark.parametrize("on_full", ["refuse", "continue"])
+def test_an_adapter_that_does_not_fit_is_not_half_stored(tmp_path, disk, on_full):
+    run = JournaledRun(tmp_path / "journal", [], on_full=on_full)
+    disk.free = 20
+    weights = {"lora_task_id": 5, "lora_weights": np.ones((1, 64), dtype=np.float32)}
+    run.journaled._accept([stream(1, **weights, lora_config=np.array([[0, 0, 1]]))])
+    assert not [*(tmp_path / "journal" / "objects").iterdir()]
+    assert run.journal.is_full and not run.journal.entries
+    errors = [str(failure.error) for failure in run.host.failures]
+    assert errors == ["the disk of the journal is full (journal_on_full = 'refuse')"] * (
+        on_full == "refuse"
+    )
+    run.journal.close()
+
+
+def test_always_forces_the_records_out_before_their_responses_are_sent(tmp_path, monkeypatch):
+    run = JournaledRun(tmp_path / "journal", [stream(1), stream(2, 3)], sync="always")
+    synced, real = [0], os.fdatasync
+
+    def sync(file):
+        real(file)
+        synced.append(os.fstat(file).st_size)
+
+    monkeypatch.setattr(journal_module.os, "fdatasync", sync)
+    sizes = []
+    run.host.size = lambda: sizes.append((run.size(), synced[-1]))
+    run.run()
+    assert len(sizes) == 15 and all(size == forced for size, forced in sizes)
+
+
+def test_never_forces_nothing(tmp_path, monkeypatch):
+    def fail(file):
+        raise AssertionError
+
+    monkeypatch.setattr(journal_module.os, "fdatasync", fail)
+    monkeypatch.setattr(segments.os, "fsync", fail)
+    run = JournaledRun(tmp_path / "journal", [stream(1)], sync="never")
+    run.run()
+    assert ends(run) == {1: ""}
+
+
+def test_what_a_failed_sync_may_have_lost_is_written_again(tmp_path, monkeypatch):
+    began = threading.Event()
+    monkeypatch.setattr(SyncThread, "_run", lambda thread: began.set())  # it syncs nothing
+    run = JournaledRun(tmp_path / "journal", [stream(1)], sync=20, on_full="refuse")
+    iterate(run, 3)
+    before = run.segment()
+    run.journal._syncing.error = OSError(errno.ENOSPC, "No space left on device")
+    iterate(run, 1)
+    assert run.journal._syncing.error is None and run.segment() != before
+    iterate(run, 20)
+    assert ends(run) == {1: ""}
+    run.journal.close()
+    assert not JournalFolder(tmp_path / "journal").read().entries
+
+
+def test_a_sync_thread_forces_what_was_noted_and_tells_of_errors(tmp_path, monkeypatch):
+    called = threading.Event()
+
+    def fail(file):
+        called.set()
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(journal_module.os, "fdatasync", fail)
+    thread = SyncThread(0.001)
+    with (tmp_path / "file").open("wb") as file:
+        thread.note(file.fileno())
+        assert called.wait(10)
+        thread.stop()
+    assert thread.error is not None and thread.error.errno == errno.EIO
+
+
+def test_an_id_that_ends_twice_ends_once_in_the_journal(tmp_path):
+    run = JournaledRun(tmp_path / "journal", [stream(1)], record={})
+    iterate(run, 2)
+    run.journaled.note_ends([1, 1], "StepError: twice")
+    assert JournalFolder(tmp_path / "journal").read().entries[1].last
+    run.journaled._write_delivered()
+    assert not JournalFolder(tmp_path / "journal").read().entries
+    run.journal.close()
+
+
+def test_a_refused_copy_of_a_request_does_not_end_it(tmp_path):
+    run = JournaledRun(tmp_path / "journal", [stream(1)])
+    iterate(run, 2)
+    run.journaled._accept([stream(1)])  # an iteration that fails then: its error goes to the copy
+    run.journaled.note_ends([1], "StepError: no")
+    assert [*run.journal.entries] == [1]
+    run.journaled.note_ends([1], "StepError: no")
+    assert not run.journal.entries
+    run.journal.close()
+
+
+def test_a_changed_byte_is_found_wherever_it_is(tmp_path):
+    run = JournaledRun(tmp_path / "journal", [stream(1, 3), request(2, [7], 2)])
+    iterate(run, 3)
+    folder, path = JournalFolder(tmp_path / "journal"), run.segment()
+    whole = path.read_bytes()
+    last = len(whole) - 1
+    for offset in range(0, len(whole), 13):
+        damaged = bytearray(whole)
+        damaged[offset] ^= 0x41
+        path.write_bytes(damaged)
+        try:
+            found = folder.read()
+        except JournalError as error:
+            assert "record at offset" in str(error)
+        else:
+            assert found.torn and found.end + found.torn == last + 1
+    for length in range(0, len(whole), 3):
+        path.write_bytes(whole[:length])
+        try:
+            found = folder.read()
+        except JournalError as error:
+            assert "offset 0" in str(error)  # nothing of it was written
+        else:
+            assert found.end + found.torn == length
+    run.journal.close()
