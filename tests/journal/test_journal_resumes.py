@@ -65,7 +65,8 @@ class Host:
 
     def get(self, room):
         taken, self.waiting = self.waiting, []
-        return taken
+        ended = {request_id for _, request_id, _, is_final, _ in self.got if is_final}
+        return [it for it in taken if it.request_id not in ended]  # it was sent again
 
     def send(self, *response):
         self.got.append((0, *response))
