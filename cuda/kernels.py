@@ -36,7 +36,7 @@ from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.lifecycle.log import logger
 
-_Kind = tuple[int, int, int, int | None]  # heads, KV heads, head dimension, window
+_Kind = tuple[int, int, int, int | None, bool]  # heads, KV heads, head size, window, chunked
 
 
 class _Work(NamedTuple):
@@ -100,11 +100,12 @@ class CudaKernels(Kernels):
         stretch = None if self._launcher.features.split else WHOLE
         arrays: list[Ints] = []
         for shape in _by_kind(shapes).values():
-            window = shape.window
             context = plan_context(num_new[:middle], kv_lengths[:middle], shape)
             size = shape.num_kv_heads, find_places(self._launcher, shape)
-            sink, single = shape.sink, kv_lengths[middle:alive]
-            generation = plan_generation(single, *size, window=window, sink=sink, stretch=stretch)
+            window, sink, single = shape.window, shape.sink, kv_lengths[middle:alive]
+            generation = plan_generation(
+                single, *size, window=window, sink=sink, chunked=shape.chunked, stretch=stretch
+            )
             if fixed:  # a token's queries are one item
                 num_single = len(num_new) - middle
                 most = max_num_items(num_single, *size, window=window, sink=sink)
@@ -302,7 +303,7 @@ class CudaKernels(Kernels):
 
 def _kind(shape: AttentionShape) -> _Kind:
     """Return the kind of a layer: all that its plan depends on."""
-    return (*shape[:3], shape.window)
+    return (*shape[:3], shape.window, shape.chunked)
 
 
 def _by_kind(shapes: Sequence[AttentionShape]) -> dict[_Kind, AttentionShape]:

@@ -6,7 +6,7 @@
 #include "gemm/gemm_tiles.cuh"
 
 constexpr int MAX_EXPERTS = 1024;  // as in the .py file
-enum Score { SOFTMAX, SIGMOID, SOFTMAX_OF_BEST };
+enum Score { SOFTMAX, SIGMOID, SOFTMAX_OF_BEST, SIGMOID_OF_BEST };
 
 struct Best {
     float value = -INFINITY;
@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(32) choose_experts(
         weight = has ? expf(weight - most) : 0.0f;
         weight /= warp_sum(weight);
     }
+    if (score == SIGMOID_OF_BEST) weight = has ? 1 / (1 + expf(-weight)) : 0.0f;
     if (renormalize) weight /= warp_sum(weight) + 1e-20f;
     if (!has) return;
     chosen[blockIdx.x * per_token + lane] = mine;

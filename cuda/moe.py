@@ -19,7 +19,7 @@ from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 
 MAX_EXPERTS, MAX_PER_TOKEN = 1024, 32  # as in the .cu
-_SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_best": 2}
+_SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_best": 2, "sigmoid_of_best": 3}
 _THREADS, _WARPS, _COLUMNS, _DEPTH = 256, 4, 128, 64  # as in the .cu
 _STAGES = {1: 4, 4: 3}  # by M
 _NARROW = (torch.float16, torch.bfloat16)
@@ -209,6 +209,7 @@ def experts(
     """Compute `Kernels.experts`, without waiting for the device."""
     wide = None if correction is None else correction.float()
     chosen, weights = choose_experts(launcher, logits.float(), routing, wide)
+    x, chosen, weights = own.prepared(x, routing, chosen, weights)
     slots = sort_slots(launcher, chosen, own.first, own.count)
     x, up, down = _of(x, own.up), plain(own.up), plain(own.down)
     fuses = own.gated and own.activation in _FUSED

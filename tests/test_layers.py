@@ -239,14 +239,15 @@ models/                       decoder networks, and the table of families
     splits                    which part of each parameter a rank holds
     families/                 the table of model families
         names                 tensor names of each family
+        layer_types           which layers have a window, or rotary positions
         family                Family: the properties that set a model_type apart
         readers               readers of config fields that several families share
         base                  norms, spellings and families that others begin with
         llamas                families close to Llama
-        layer_types           which layers have a sliding window
         gemma4                the family of Gemma 4
         gemmas                families of Gemma
         layer_norms           families with LayerNorms
+        llama4                the family of Llama 4
         mixtures              families with mixtures of experts
         latents               families with latents: DeepSeek V2, V3
         table                 FAMILIES: all of them, by model_type
@@ -261,6 +262,7 @@ models/                       decoder networks, and the table of families
         cos_sin_tables        cosines and sines of all positions
         attention_inputs      queries with a temperature, pages of another layer
         latent_attention      attention to the latents of DeepSeek V2
+        expert_mixture        outputs of experts, with those of a shared MLP
         token_inputs          further inputs of layers for each token
         split_norms           norms over all heads, where ranks have some each
         network               CheckpointModel: the forward pass of a decoder

@@ -67,7 +67,7 @@ def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints
 
     The last key is excluded. `num_new` `[R]`: tokens of each row, the last of its `kv_lengths[r]`
     positions; packed query m belongs to token m / group. Rows without tokens have no items. Called
-    once a step for all layers with the same `window`.
+    once a step for all layers with the same window.
     """
     if not num_new.size:  # most steps have no context rows
         return np.zeros((0, 4), dtype=np.int32)
@@ -77,9 +77,7 @@ def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints
     number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     first_query = number * tile
     positions = (kv_lengths - num_new)[rows]
-    first = np.zeros_like(positions)
-    if shape.window is not None:
-        first = np.maximum(positions + first_query // group + 1 - shape.window, 0)
+    first = np.maximum(shape.first_seen(positions + first_query // group), 0)
     after = np.minimum(first_query + tile, num_new[rows] * group)
     last = positions + (after - 1) // group + 1
     items = np.stack([rows, first_query, first, last], axis=1).astype(np.int32)
@@ -113,7 +111,7 @@ def context_attention(
         return
     num_heads, num_kv_heads, head_dim = shape[:3]
     window, dtype = shape.window or 0, queries.dtype
-    sink = shape.sink if window else 0
+    window, sink = -window if shape.chunked else window, shape.sink if window else 0
     arguments: tuple[Argument, ...] = (
         *(out, queries, cache.keys, pages.values, items, *rows[:4], pages.cache_scales),
         *ints(num_heads, rows.block_tables.shape[1], pages.values.shape[2], window, sink),

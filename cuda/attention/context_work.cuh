@@ -7,13 +7,6 @@ struct Item {  // packed queries of a row, starting at `first_query`, which see 
     int row, first_query, first, last;
 };
 
-struct Window {  // a query sees the keys in (position - size, position]
-    int size;    // 0: all keys up to its own position
-    __device__ bool sees(int position, int key) const {
-        return key <= position && (size == 0 || key > position - size);
-    }
-};
-
 struct Tile {  // TOKENS positions
     int start;
     bool sinking;  // only the positions of the sink count

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
         Query<D, C> query(queries + index, cache.pages, cache.value_memory, to_score);
         if constexpr (sizeof...(HeadScores) > 0)
             query.softmax = begin_with(head_scores..., blockIdx.y * group + packed % group);
-        int first = window_size ? max(0, position - window_size + 1) : 0;
+        int first = max(0, Window{window_size}.first(position));
         for (int key = 0; key < min(sink, first); key++) query.attend(key);
         for (int key = first; key <= position; key++) query.attend(key);
         query.write(out + index, cache.value_scale);

@@ -101,17 +101,19 @@ def plan_generation(
     *,
     window: int | None = None,
     sink: int = 0,
+    chunked: bool = False,
     stretch: int | None = None,
 ) -> GenerationPlan:
     """Plan the items of rows with one token each, the last of `kv_lengths[r]` >= 1 positions.
 
-    With a `window`, only the last `window` positions are visible, and the first `sink`. An item has
-    at most `stretch` tokens, a multiple of PASS. By default each block has one item, unless one
+    With a `window`, only the last `window` positions are visible, and the first `sink`; if
+    `chunked`, those from the last multiple of `window` on instead of the last ones. An item has at
+    most `stretch` tokens, a multiple of PASS. By default each block has one item, unless one
     would be much longer than the others; then all blocks have equal shares of the work, across
     rows. A row's result depends on its cuts, because of rounding: a fixed stretch makes it
     independent of the other rows.
     """
-    spans = _spans(kv_lengths.astype(np.int64), window, sink)
+    spans = _spans(kv_lengths.astype(np.int64), window, sink, chunked)
     num_blocks = places.blocks(num_kv_heads)
     if stretch is None:
         stretch = _stretch_of_one_item_each(spans, num_kv_heads, num_blocks, places)
@@ -139,11 +141,11 @@ def max_num_items(
     return spans and spans + places.blocks(num_kv_heads) - 1
 
 
-def _spans(last: Numbers, window: int | None, sink: int) -> _Spans:
+def _spans(last: Numbers, window: int | None, sink: int, chunked: bool) -> _Spans:
     rows = np.arange(len(last))
     if window is None:
         return _Spans(rows, np.zeros_like(last), last)
-    first = last - window
+    first = (last - 1) // window * window if chunked else last - window
     first[first <= sink] = 0  # the sink and the window overlap
     if not sink or not first.any():
         return _Spans(rows, first, last)

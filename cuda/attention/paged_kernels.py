@@ -98,6 +98,8 @@ def refusal(shape: AttentionShape) -> str | None:
         )
     if shape.sinks and shape.softcap:
         return "heads with sinks and a softcap are not supported"
+    if shape.chunked and shape.window is not None and shape.window.bit_count() != 1:
+        return f"chunks of {shape.window} tokens must be a power of two"
     if shape.late_norm and shape.plus_one:
         return "norms after the rotation, of weights that are stored minus 1, are not supported"
     return None

@@ -20,6 +20,16 @@ template <class C, int D> struct Pages {
     __device__ size_t offset(int position) const { return size_t(row(position)) * D; }
 };
 
+struct Window {  // a query sees the keys in [first(position), position]
+    int size;    // below 0: windows begin at multiples of -size, a power of two; 0: there is one window
+    __device__ int first(int position) const {
+        return size > 0 ? position - size + 1 : position & size;
+    }
+    __device__ bool sees(int position, int key) const {
+        return key <= position && key >= first(position);
+    }
+};
+
 // The stride of rows of D elements in shared memory, in elements: an odd multiple of 16 bytes, so that
 // eight rows at the same column are in different banks.
 template <class T, int D> constexpr int ROW = D + (D / WIDE<T> % 2 ? 0 : WIDE<T>);

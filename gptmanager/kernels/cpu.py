@@ -333,6 +333,7 @@ class CpuKernels(CpuExperts):
         task.item_bytes = pages.values.itemsize
         task.num_rows, task.num_heads = rows.kv_lengths.shape[0], num_heads
         task.window, task.sink = shape.window or 0, shape.sink if shape.window else 0
+        task.chunked = shape.chunked
         task.scale, task.softcap = shape.scale, shape.softcap
         if sinks is not None:
             task.sinks, task.sink_dtype = address_of(sinks, sinks.dtype), DTYPES[sinks.dtype]

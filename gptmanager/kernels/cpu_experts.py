@@ -12,10 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.attention.paged_formulas import widened
 from gptmanager.kernels.cpu_matmuls import SMALL_MATMUL, CpuMatmuls
 from gptmanager.kernels.experts.mixture import ExpertMatrices
-from gptmanager.kernels.experts.routing import Routing, choose_experts
+from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.grouped_matmul import GroupTask, multiply_group
 from gptmanager.kernels.gemm.matmul import STREAMED_ROWS
 from gptmanager.kernels.gemm.matmul_plan import Instructions, MatmulPlan, plan_matmul, registers
@@ -62,9 +61,9 @@ class CpuExperts(CpuMatmuls):
         up, down = (self._grouped(it, experts.count) for it in (experts.up, experts.down))
         if up is None or down is None or not len(x):
             return super().experts(x, logits, bias, routing, experts)
-        chosen, weights = choose_experts(widened(logits), routing, bias)
-        found, tokens, places = _sorted(chosen, experts)
-        rows = x.index_select(0, tokens)
+        x, chosen, weights = experts.choose(x, logits, routing, bias)
+        found, slots, places = _sorted(chosen, experts)
+        rows = x.index_select(0, slots // (len(slots) // len(x)))
         hidden = self._multiply_group(rows, up[gated], found, experts.up_bias)
         if not gated:
             hidden = self.activate(hidden, experts.activation, experts.gated)
@@ -158,9 +157,9 @@ class CpuExperts(CpuMatmuls):
 
 
 def _sorted(chosen: Tensor, experts: ExpertMatrices) -> tuple[_Chosen, Tensor, Tensor]:
-    """Return the experts that are here, the token of each sorted row, and the row of each choice.
+    """Return the experts that are here, the choice of each sorted row, and the row of each choice.
 
-    Rows of experts that are not here are last.
+    Choices are numbered token by token. Rows of experts that are not here are last.
     """
     numbers = chosen.numpy().ravel() - experts.first
     is_here = (numbers >= 0) & (numbers < experts.count)
@@ -171,5 +170,4 @@ def _sorted(chosen: Tensor, experts: ExpertMatrices) -> tuple[_Chosen, Tensor, T
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
     found = _Chosen(touched, counts[touched], starts)
-    tokens = torch.from_numpy(order // chosen.shape[1])
-    return found, tokens, torch.from_numpy(places)
+    return found, torch.from_numpy(order), torch.from_numpy(places)

@@ -33,7 +33,7 @@ from gptmanager.kernels.attention.paged_formulas import (
 )
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.experts.mixture import ExpertMatrices, mix_experts
-from gptmanager.kernels.experts.routing import Routing, choose_experts
+from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 
@@ -145,9 +145,7 @@ class Kernels:
         experts: ExpertMatrices,
     ) -> Tensor:
         """Mix the outputs `[T, C]` of the experts that `logits [T, E]` choose for `x [T, C]`."""
-        bias = None if correction is None else widened(correction)
-        chosen, weights = choose_experts(widened(logits), routing, bias)
-        return mix_experts(self, x, chosen, weights, experts)
+        return mix_experts(self, *experts.choose(x, logits, routing, correction), experts)
 
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
         """Return a step's adapters for the ops of each layer, or None if no token has an adapter.
@@ -368,14 +366,13 @@ class Kernels:
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         for start, stop, length, slot in self._pieces(rows):
             tokens, first_position = slice(start, stop), length - (stop - start)
-            first = 0 if shape.window is None else max(0, first_position + 1 - shape.window)
+            first = max(0, shape.first_seen(first_position))
             at = torch.arange(length, device=q.device)
             at = at[(at < shape.sink) | (at >= first)]
             k, v = read_positions(pages, rows.block_tables[slot], at)
             position = torch.arange(first_position, length, device=q.device).unsqueeze(1)
             hidden = at > position
-            if shape.window is not None:
-                hidden |= (at <= position - shape.window) & (at >= shape.sink)
+            hidden |= (at < shape.first_seen(position)) & (at >= shape.sink)
             result[tokens] = attend(q[tokens].clone(), k, v, shape, hidden, sinks).to(q.dtype)
         return result
 

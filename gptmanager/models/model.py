@@ -237,6 +237,12 @@ def _either(*patterns: re.Pattern[str]) -> re.Pattern[str]:
 
 
 def _narrowed(spec: ModelSpec, window: int, sink: int) -> ModelSpec:
+    chunk = max((it.attention.window or 0 for it in spec.layers if it.attention.chunked), default=0)
+    if window < chunk:
+        raise ConfigError(
+            f"KvCacheConfig.max_attention_window = {window}: must be at least the "
+            f"attention_chunk_size {chunk} of this model"
+        )
     layers = tuple(
         replace(
             layer,

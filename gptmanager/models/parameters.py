@@ -64,7 +64,7 @@ def wide_parameters(spec: ModelSpec) -> list[str]:
     """Return the parameters of the routers: with lower precision they could choose
     other experts.
     """
-    names = ("router.weight", "router.bias", "correction")
+    names = ("router.weight", "router.bias", "correction", "expert_factors")
     return [name for name in parameter_shapes(spec) if name.endswith(names)]
 
 
@@ -163,7 +163,7 @@ def _attention(spec: ModelSpec, own: Attention) -> dict[str, Shape]:
     kind = spec.norms.query_key
     if kind in ("head", "rotated_head"):
         found |= {"q_norm.weight": (own.head_dim,), "k_norm.weight": (own.head_dim,)}
-    elif kind != "none":
+    elif kind in ("own_head", "all_heads"):
         found |= {"q_norm.weight": (heads,), "k_norm.weight": (kv_heads,)}
     if own.sinks:
         found["sinks"] = (own.num_heads,)
@@ -203,4 +203,8 @@ def _mlp(spec: ModelSpec, own: Mlp) -> dict[str, Shape]:
         found |= _affine("shared_down", (hidden, shared), spec.mlp_bias)
     if experts.shared_gate:
         found["shared_gate.weight"] = (1, hidden)
+    if experts.apart:
+        found |= {"router_norm": (hidden,), "expert_factors": (count,)}
+        names = "experts_norm", "experts_out_norm", "shared_out_norm"
+        found |= {f"{name}.weight": (hidden,) for name in names}
     return found

@@ -18,7 +18,7 @@ from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.memory.untrusted_files import check_depth
 from gptmanager.models.families import FAMILIES, Family
 from gptmanager.models.families.config_fields import refuse_unread
-from gptmanager.models.families.layer_types import read_windows
+from gptmanager.models.families.layer_types import CHUNKED, read_windows
 from gptmanager.models.families.wrappers import text_config
 from gptmanager.models.fields import Fields
 from gptmanager.models.other_folders import describe_other_type
@@ -121,6 +121,7 @@ def _read_layers(
             head_dim,
             scale=_read_scale(fields, head_dim, index),
             window=window,
+            chunked=own_type == CHUNKED and window is not None,
             rope=rope(own_type, further.get("rope_dim", further.get("head_dim", head_dim))),
         )
         changes = {name: further[name] for name in further if name != "rope_dim"}

@@ -26,8 +26,9 @@ class Norms:
     and `bias`: whether norms have these parameters. `before_*` and `after_*`: which norms a layer
     has on the inputs of attention and MLP, and on their outputs before the residual addition.
     `query_key`: the norm of queries and keys: "head" has one weight `[head_dim]` for all heads,
-    "rotated_head" is the same but applied after the rotation, "own_head" has separate weights per
-    head, and "all_heads" normalizes all heads together. `query_key_kind`: the `kind` of these.
+    "rotated_head" is the same but applied after the rotation, "rotated" is that without weights and
+    only in layers with a rotation, "own_head" has separate weights per head, and "all_heads"
+    normalizes all heads together. `query_key_kind`: the `kind` of these.
     `value`: heads of values have an RMS norm without weights.
     """
 
@@ -40,17 +41,18 @@ class Norms:
     after_attention: bool = False
     before_mlp: bool = True
     after_mlp: bool = False
-    query_key: Literal["none", "head", "rotated_head", "own_head", "all_heads"] = "none"
+    query_key: Literal["none", "head", "rotated_head", "rotated", "own_head", "all_heads"] = "none"
     query_key_kind: Literal["rms", "layer"] = "rms"
     value: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class QueryTemperature:
-    """Queries at position p are multiplied by `1 + beta * log(1 + p // length)`."""
+    """Queries at position p are multiplied by `1 + beta * log(1 + (p + offset) // length)`."""
 
     beta: float
     length: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ class Attention:
 
     `scale` multiplies the scores. `softcap` then limits them to softcap * tanh(score / softcap); 0
     for no limit. `window`: the number of positions that a token sees, including its own; None for
-    all. `sinks`: each head has a learned score that only takes part in the sum of the softmax.
+    all. `chunked`: a window begins at a multiple of its size instead. `sinks`: each head has a
+    learned score that only takes part in the sum of the softmax.
     `rope` None: queries and keys are not rotated. `kv_layer`: this layer reads the keys and values
     of that layer; None: it computes its own. `keys_as_values`: values are the keys before their
     norm and rotation. `latent`: a latent is stored instead of keys and values.
@@ -87,6 +90,7 @@ class Attention:
     head_dim: int
     scale: float
     window: int | None = None
+    chunked: bool = False
     softcap: float = 0.0
     sinks: bool = False
     rope: Rope | None = None
@@ -118,7 +122,10 @@ class Experts:
     `correction`: a bias is added to the scores for the selection, but not for the weights.
     `shared_width`: width of an additional MLP for all tokens; 0 for none. `shared_gate`: the output
     of that MLP is multiplied by a learned sigmoid gate. `router_bias`, `bias`: whether the router
-    and the experts have biases. `own`: the experts on a rank; None for all.
+    and the experts have biases. `apart` (Gemma 4): router and experts read the residual through
+    norms of their own, the outputs of the experts and of the shared MLP have norms before their
+    sum, and the weight of an expert is multiplied by a learned factor. `own`: the experts on a
+    rank; None for all.
     """
 
     count: int
@@ -128,6 +135,7 @@ class Experts:
     shared_gate: bool = False
     router_bias: bool = False
     bias: bool = False
+    apart: bool = False
     own: range | None = None
 
     @property
@@ -231,9 +239,10 @@ class ModelSpec:
             softcap=own.softcap,
             fp8=self.kv_cache_dtype is torch.float8_e4m3fn,
             sinks=own.sinks,
-            late_norm=self.norms.query_key == "rotated_head",
+            late_norm=self.norms.query_key in ("rotated_head", "rotated"),
             plus_one=self.norms.plus_one and self.norms.query_key in ("head", "rotated_head"),
             is_once=own.latent is not None,
+            chunked=own.chunked,
         )
 
     @property

@@ -49,7 +49,7 @@ SPLITS = {
 
 # where norms of queries and keys have weights for each head
 _NORMS = {"q_norm": Split(rows=("queries",)), "k_norm": Split(rows=("keys",))}
-_OF_ONE_HEAD = ("none", "head", "rotated_head")
+_OF_ONE_HEAD = ("none", "head", "rotated_head", "rotated")
 
 
 class Shares:

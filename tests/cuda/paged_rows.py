@@ -35,6 +35,8 @@ def crossings(rows, seed, count):
         if draw.random() < 0.5:
             options["window"] = int(draw.choice([1, 30, 90]))
             options["sink"] = int(draw.choice([0, 5, 70]))
+        elif draw.random() < 0.3:
+            options |= {"window": 2 ** int(draw.integers(8)), "chunked": True}
         if draw.random() < 0.3:
             options["softcap"] = 1.5
         yield own, options
@@ -121,14 +123,16 @@ class PagedRows:
         tables = (self.row_starts, self.kv_lengths, self.slots, self.block_tables)
         return RowSpans(*map(machine.tensor, tables))
 
-    def lose_unseen_blocks(self, window, sink):
+    def lose_unseen_blocks(self, window, sink, chunked=False):
         """Those in which no query of their row sees anything may be gone."""
         for row, (new, length) in enumerate(self.rows):
-            gone = max(0, length - new + 1 - window) // self.tokens_per_block
+            position = length - new
+            first = position - position % window if chunked else max(0, position + 1 - window)
+            gone = first // self.tokens_per_block
             kept = -(-sink // self.tokens_per_block)
             self.block_tables[self.slots[row], kept:gone] = -1
 
-    def textbook(self, scale, window=None, sink=0, softcap=0.0):
+    def textbook(self, scale, window=None, sink=0, softcap=0.0, chunked=False):
         """`[T, H, D]` float64."""
         results = []
         for row, (new, length) in enumerate(self.rows):
@@ -144,7 +148,8 @@ class PagedRows:
             seen = torch.arange(length)
             hidden = seen > at
             if window is not None:
-                hidden |= (seen <= at - window) & (seen >= sink)
+                first = at - at % window if chunked else at + 1 - window
+                hidden |= (seen < first) & (seen >= sink)
             scores = scores.masked_fill(hidden, -torch.inf)
             if self.sinks is not None:
                 own = self.sinks.double()[:, None, None].expand(-1, new, 1)

@@ -65,6 +65,20 @@ def test_windows_and_sinks(either, window, sink):
     check(either, rows, window=window, sink=sink)
 
 
+@pytest.mark.parametrize(("window", "sink"), [(1, 0), (32, 0), (64, 3), (128, 0)])
+def test_chunks(either, window, sink):
+    """A window begins at a multiple of its size, also within the tokens of a row."""
+    rows = PagedRows([(70, 70), (10, 250), (1, 200), (40, 164)], 2, 1, 64)
+    rows.lose_unseen_blocks(window, sink, chunked=True)
+    check(either, rows, window=window, sink=sink, chunked=True)
+
+
+def test_chunks_in_float32(machine):
+    rows = PagedRows([(70, 70), (10, 250)], 2, 1, 64, 16, torch.float32)
+    rows.lose_unseen_blocks(32, 0, chunked=True)
+    check(machine, rows, window=32, chunked=True)
+
+
 @pytest.mark.parametrize(("window", "sink"), [(1, 3), (16, 0), (16, 70), (70, 3)])
 def test_windows_and_sinks_in_float32(machine, window, sink):
     rows = PagedRows([(70, 70), (10, 250), (1, 200)], 2, 1, 64, 16, torch.float32)

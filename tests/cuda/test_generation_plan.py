@@ -18,7 +18,7 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape
 H200 = Places(132, 3)
 
 
-def check(plan, lengths, num_kv_heads, places, window=None, sink=0):
+def check(plan, lengths, num_kv_heads, places, window=None, sink=0, chunked=False):
     """Each row's positions once, in blocks that all have a place; items in the order of rows."""
     places = max(places.multiprocessors * places.resident, num_kv_heads)
     assert (len(plan.block_starts) - 1) * num_kv_heads <= places
@@ -27,6 +27,10 @@ def check(plan, lengths, num_kv_heads, places, window=None, sink=0):
     for row, length in enumerate(lengths):
         own = plan.items[plan.items[:, 0] == row]
         first = 0 if window is None else max(0, length - window)
+        if window is not None and chunked:
+            first = length - 1 - (length - 1) % window
+        if first <= sink:
+            first = 0
         seen = [at for _, begin, end, _ in own.tolist() for at in range(begin, end)]
         assert seen == [*range(min(sink, first)), *range(first, length)]
         assert (own[:, 1] < own[:, 2]).all()
@@ -44,11 +48,12 @@ def check(plan, lengths, num_kv_heads, places, window=None, sink=0):
     sink=st.integers(0, 700),
     num_kv_heads=st.sampled_from([1, 2, 3, 8, 32]),
     places=st.builds(Places, st.sampled_from([1, 4, 20, 114, 132]), st.integers(1, 5)),
+    chunked=st.booleans(),
 )
-def test_plans_of_any_rows(lengths, window, sink, num_kv_heads, places):
+def test_plans_of_any_rows(lengths, window, sink, num_kv_heads, places, chunked):
     size, options = (num_kv_heads, places), {"window": window, "sink": sink}
-    plan = plan_generation(np.array(lengths, np.int32), *size, **options)
-    check(plan, lengths, *size, **options)
+    plan = plan_generation(np.array(lengths, np.int32), *size, **options, chunked=chunked)
+    check(plan, lengths, *size, **options, chunked=chunked)
     most = max_num_items(len(lengths), *size, **options)
     assert len(plan.items) <= most
     padded = plan.padded(most, len(lengths) + 2)

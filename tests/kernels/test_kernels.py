@@ -56,6 +56,8 @@ SHAPES = [
     Sizes(8, 1, 16, 3, window=70, sink=69),
     Sizes(2, 2, 20, 64, window=90, sink=64),
     Sizes(2, 2, 20, 8, window=6, sink=100),
+    Sizes(4, 2, 32, 16, window=67, chunked=True),
+    Sizes(2, 1, 20, 64, window=32, sink=3, chunked=True),
 ]
 ROWS = [(1, 1), (63, 63), (64, 64), (65, 70), (0, 5), (5, 200), (1, 64), (1, 65), (1, 300)]
 
@@ -87,8 +89,8 @@ def test_attention_is_the_same_bits_alone_chunked_and_in_any_company(sizes: Size
 @settings(max_examples=40)
 @given(
     sizes=st.builds(
-        lambda group, kv_heads, dim, block, window, sink: Sizes(
-            group * kv_heads, kv_heads, dim, block, window, sink
+        lambda group, kv_heads, dim, block, window, sink, chunked: Sizes(
+            group * kv_heads, kv_heads, dim, block, window, sink, chunked
         ),
         st.integers(1, 8),
         st.integers(1, 3),
@@ -96,6 +98,7 @@ def test_attention_is_the_same_bits_alone_chunked_and_in_any_company(sizes: Size
         st.sampled_from([1, 2, 5, 16, 17, 64, 100]),
         st.none() | st.integers(1, 90),
         st.integers(0, 90),
+        st.booleans(),
     ),
     rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), max_size=4),
 )

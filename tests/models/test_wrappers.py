@@ -20,6 +20,7 @@ CASES = [
     ("mistral3", "mistral", {"model.": "language_model.model.", "lm_": "language_model.lm_"}),
     ("gemma3", "gemma3_text", {"model.": "model.language_model."}),
     ("gemma4", "gemma4_text", {"model.": "model.language_model."}),
+    ("llama4", "llama4_text", {"model.": "language_model.model.", "lm_": "language_model.lm_"}),
     ("qwen2_5_vl", "qwen2", {"model.": "model.language_model."}),
     ("qwen3_vl", "qwen3", {"model.": "model.language_model."}),
 ]
@@ -112,7 +113,11 @@ def test_other_folders_are_described(tmp_path: Path, files: dict[str, str], text
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be at most the 4"),
         ("glm4_moe", {"n_group": 3}, "n_group = 3: must divide the 8 experts"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
-        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block = True: must be false"),
+        ("gemma4_text", {"enable_moe_block": True}, "num_experts = None: must be a positive"),
+        ("llama4_text", {"moe_layers": 3}, "moe_layers = 3: must be a list of layers"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "layer_types = .*: must be 4"),
+        ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers = .*: must be a list of 4"),
+        ("llama4_text", {"attn_temperature_tuning": "on"}, "attn_temperature_tuning = 'on'"),
         ("gemma4_text", {"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3: no earlier layer"),
         (
             "gemma4_text",
@@ -143,6 +148,9 @@ def test_fields_that_would_change_the_computation_are_refused(
         ("gpt_oss", "self_attn.sinks"),
         ("glm4", "post_mlp_layernorm.weight"),
         ("gemma4_text", "layer_scalar"),
+        ("gemma4_text experts", "router.per_expert_scale"),
+        ("gemma4_text experts", "post_feedforward_layernorm_1.weight"),
+        ("llama4_text", "feed_forward.experts.down_proj"),
     ],
 )
 def test_a_missing_tensor_is_named(family: str, part: str) -> None:
@@ -160,6 +168,7 @@ def test_a_missing_tensor_is_named(family: str, part: str) -> None:
         ("minimax_m2", {"attn_type_list": [1, 1, 1, 1], "use_mtp": True, "num_mtp_modules": 3}),
         ("minimax_m2", {"use_routing_bias": True, "mtp_transformer_layers": 1}),
         ("mistral", {"is_composition": True}),
+        ("llama4_text", {"no_rope_layers": [], "attn_temperature_tuning": 4}),
     ],
 )
 def test_fields_of_published_configs_that_change_nothing_are_accepted(
@@ -173,3 +182,11 @@ def test_linear_attention_is_refused_by_the_name_of_its_field() -> None:
     config = {"model_type": "minimax_m2", **FAMILY_CONFIGS["minimax_m2"]}
     with pytest.raises(ConfigError, match="attn_type_list"):
         read_spec({**config, "attn_type_list": [1, 0, 1, 1]})
+
+
+def test_a_window_smaller_than_a_chunk_is_refused() -> None:
+    folder = family_folder("llama4_text")
+    model = load_model(folder, attention_window=8, sink=2)
+    assert model.spec.windows == (8, 8, 8, 8) and model.spec.layers[0].attention.chunked
+    with pytest.raises(ConfigError, match="max_attention_window = 7: must be at least the .* 8 of"):
+        load_model(folder, attention_window=7)

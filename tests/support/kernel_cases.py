@@ -29,9 +29,17 @@ class Sizes:
     block: int = 16
     window: int | None = None
     sink: int = 0
+    chunked: bool = False
+
+    def first(self, position: int) -> int:
+        """The first position after the sink that a token at `position` sees."""
+        if self.window is None:
+            return 0
+        begin = position - position % self.window
+        return begin if self.chunked else max(0, position + 1 - self.window)
 
     def sees(self, at: int, position: int) -> bool:
-        recent = self.window is None or at > position - self.window
+        recent = at >= self.first(position)
         return at <= position and (recent or at < self.sink)
 
 
@@ -70,6 +78,7 @@ class Cache:
             window=self.sizes.window,
             sink=self.sizes.sink,
             softcap=softcap,
+            chunked=self.sizes.chunked,
         )
         pages = Pages(self.keys, self.values, cache_scales)
         return kernels.attention(torch.cat([*queries, self.q[:0]]), pages, rows, shape)
@@ -89,7 +98,7 @@ def new_pages(sizes: Sizes, rows: Sequence[tuple[int, int]]) -> Cache:
     for row, (new, length) in enumerate(rows):
         history = randn(2, length, sizes.kv_heads, sizes.dim, seed=row)
         histories.append((history[0], history[1]))
-        first = 0 if sizes.window is None else max(0, length - new + 1 - sizes.window)
+        first = sizes.first(length - new)
         for at in (at for at in range(length) if at >= first or at < sizes.sink):
             block = order[sum(blocks[:row]) + at // sizes.block]
             tables[row, at // sizes.block] = block

@@ -5,9 +5,13 @@ Letters for sizes are explained in `reference`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
+
+Positions = TypeVar("Positions", int, npt.NDArray[np.int64], Tensor)
 
 
 class Pages(NamedTuple):
@@ -44,11 +48,11 @@ class AttentionShape(NamedTuple):
 
     Token i of a row with n new tokens and KV length m is at position m - n + i and sees the
     positions 0 to there. With `window` it sees only the last `window` of them, its own included,
-    and the first `sink`. A score is a dot product times `scale`; with `softcap` it becomes
+    and the first `sink`. If `chunked`, it sees those from the last multiple of `window` on instead.
+    A score is a dot product times `scale`; with `softcap` it becomes
     softcap * tanh(score / softcap). With `fp8`, pages have 8-bit floats. With `sinks`, each head
     has a score without a value. With `late_norm`, heads are normalized after their rotation. With
-    `plus_one`, the weights of these norms are stored minus 1.
-    `is_once`: see `Pages`.
+    `plus_one`, the weights of these norms are stored minus 1. `is_once`: see `Pages`.
     """
 
     num_heads: int
@@ -63,8 +67,15 @@ class AttentionShape(NamedTuple):
     late_norm: bool = False
     plus_one: bool = False
     is_once: bool = False
+    chunked: bool = False
 
     @property
     def group(self) -> int:
         """Query heads for each KV head."""
         return self.num_heads // self.num_kv_heads
+
+    def first_seen(self, position: Positions) -> Positions:
+        """Return the first position of the window of these positions; below 0 if all are in it."""
+        if self.window is None:
+            return position * 0
+        return position // self.window * self.window if self.chunked else position + 1 - self.window

@@ -27,16 +27,17 @@ class AttentionTask(ctypes.Structure):
     """Addresses, sizes in elements, and `scratch_bytes` for each thread.
 
     `dtype` is that of `q` and `result`; keys and values have `page_dtype`, of `item_bytes` each.
-    With `window` 0, all earlier positions are seen; the first `sink` positions always are. `sinks`
-    has, in `sink_dtype`, a score without a value for each head; 0 means none. With `softcap` 0,
-    scores are not limited. `page_of` explains `page_tokens`. With `token_major`, the keys of a page
-    are `[tokens, head_dim]`, and are transposed when they are read.
+    With `window` 0, all earlier positions are seen; the first `sink` positions always are. If
+    `chunked`, windows begin at multiples of `window`. `sinks` has, in `sink_dtype`, a score without
+    a value for each head; 0 means none. With `softcap` 0, scores are not limited. `page_of`
+    explains `page_tokens`. With `token_major`, the keys of a page are `[tokens, head_dim]`, and are
+    transposed when they are read.
     """
 
     _fields_ = task_fields(
         "q keys values result row_starts kv_lengths slots block_tables num_rows table_width"
         " num_heads num_kv_heads head_dim tokens_per_block block_stride token_major page_tokens"
-        " window sink sinks sink_dtype scratch scratch_bytes dtype page_dtype item_bytes",
+        " window chunked sink sinks sink_dtype scratch scratch_bytes dtype page_dtype item_bytes",
         "scale softcap",
     )
 

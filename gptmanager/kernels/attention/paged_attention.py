@@ -46,6 +46,14 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
 @loop
+def _first_seen(t: Any, position: int) -> int:
+    """Return the first position of a query's window; below 0 if all positions are in it."""
+    if t.chunked:
+        return int(position // t.window * t.window)
+    return int(position + 1 - t.window)
+
+
+@loop
 def _seen(t: Any, position: int, at: int, until: int) -> tuple[int, int]:
     """Return the columns of the span from position `at` that a query sees: low <= column < high.
 
@@ -54,7 +62,7 @@ def _seen(t: Any, position: int, at: int, until: int) -> tuple[int, int]:
     high = min(span_of(t.page_tokens), position + 1 - at)
     if until:
         return 0, min(high, until - at)
-    return (max(0, t.sink - at, position + 1 - t.window - at) if t.window else 0), high
+    return (max(0, t.sink - at, _first_seen(t, position) - at) if t.window else 0), high
 
 
 @loop
@@ -269,7 +277,7 @@ def _attend(
     """Compute a KV head's attention for the tokens at `position` to `end`, packed from `token`."""
     compact()
     rows = (end - position) * (t.num_heads // t.num_kv_heads)
-    seen_from = max(0, position + 1 - t.window) if t.window else 0
+    seen_from = max(0, _first_seen(t, position)) if t.window else 0
     _begin(t, areas, rows, token, kv_head)
     if t.sink and t.window:
         until = min(t.sink, end)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.activation_kinds import Activation
+from gptmanager.kernels.attention.paged_formulas import widened
+from gptmanager.kernels.experts.routing import Routing, choose_experts
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix
 
 
@@ -30,7 +32,8 @@ class ExpertMatrices(NamedTuple):
     """The experts of this rank: `count` from number `first` on, one after the other in a matrix.
 
     `up [E * U, C]` and `down [E * C, F]`; if `gated`, U is 2F: an expert's gate, then its up.
-    `up_bias [E * U]`, `down_bias [E * C]`: None if experts have no biases.
+    `up_bias [E * U]`, `down_bias [E * C]`: None if experts have no biases. `factors`: of the weight
+    of each expert, also of other ranks; None without factors.
     """
 
     up: Matrix
@@ -41,6 +44,28 @@ class ExpertMatrices(NamedTuple):
     gated: bool
     first: int
     count: int  # type: ignore[assignment]  # not the method of tuples
+    factors: Tensor | None = None
+
+    def choose(
+        self, x: Tensor, logits: Tensor, routing: Routing, correction: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of the experts that `logits [T, E]` choose, the choices, their weights.
+
+        `x` is `[T, C]`. There are as many inputs, or one for each choice; see `mix_experts`.
+        """
+        bias = None if correction is None else widened(correction)
+        return self.prepared(x, routing, *choose_experts(widened(logits), routing, bias))
+
+    def prepared(
+        self, x: Tensor, routing: Routing, chosen: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return inputs, choices and weights as `choose` does, for the choices of the router."""
+        if self.factors is not None:
+            weights = weights * self.factors[chosen]
+        if routing.scales_inputs:
+            x = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)
+            weights = torch.ones_like(weights)
+        return x, chosen, weights
 
 
 def mix_experts(
@@ -49,19 +74,22 @@ def mix_experts(
     """Return the weighted sums `[T, C]` of the outputs of each token's experts for `x [T, C]`.
 
     `chosen [T, k]` are numbers of experts, `weights [T, k]` their weights; experts of other ranks
-    add nothing. Sums are in the dtype of the weights.
+    add nothing. `x [T * k, C]` has an input for each of a token's experts. Sums are in the dtype of
+    the weights.
     """
-    per_token = chosen.shape[1]
+    if not len(x):
+        return x
+    per_row = chosen.numel() // len(x)
     numbers = (chosen - experts.first).flatten()
     # experts of other ranks are sorted last
     numbers = torch.where((numbers >= 0) & (numbers < experts.count), numbers, experts.count)
     order = numbers.argsort(stable=True)
     counts = torch.bincount(numbers, minlength=experts.count).tolist()[: experts.count]
-    rows = x.index_select(0, order // per_token)
+    rows = x.index_select(0, order // per_row)
     outputs = _outputs(ops, rows, counts, experts)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    by_token = outputs.index_select(0, place).view(len(x), per_token, x.shape[1])
+    by_token = outputs.index_select(0, place).view(*chosen.shape, -1)
     return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 

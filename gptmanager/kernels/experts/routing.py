@@ -8,23 +8,28 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+Score = Literal["softmax", "sigmoid", "softmax_of_best", "sigmoid_of_best"]
+
 
 class Routing(NamedTuple):
     """The choice of `per_token` experts for each token, by a score of the router's logits.
 
-    With the score "softmax_of_best", the softmax is over the logits of the chosen experts only.
+    With the score "softmax_of_best" or "sigmoid_of_best", experts are chosen by their logits, and
+    the softmax or sigmoid is that of the chosen ones.
     With `renormalize`, the weights of a token's experts add up to 1. `factor` multiplies the
-    weights. Of `groups` groups of experts only the best `top_groups` are considered; a group is
+    weights, which multiply the outputs of experts; with `scales_inputs`, they multiply their inputs
+    (Llama 4). Of `groups` groups of experts only the best `top_groups` are considered; a group is
     rated by the sum of its two best scores ("two_best"), or by its best one ("best").
     """
 
     per_token: int
-    score: Literal["softmax", "sigmoid", "softmax_of_best"] = "softmax"
+    score: Score = "softmax"
     renormalize: bool = False
     factor: float = 1.0
     groups: int = 1
     top_groups: int = 1
     group_score: Literal["two_best", "best"] = "two_best"
+    scales_inputs: bool = False
 
 
 def choose_experts(
@@ -48,6 +53,8 @@ def choose_experts(
     weights = scores.gather(1, chosen)
     if routing.score == "softmax_of_best":
         weights = weights.softmax(-1)
+    elif routing.score == "sigmoid_of_best":
+        weights = weights.sigmoid()
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return chosen, weights * routing.factor

@@ -18,6 +18,6 @@ def without_heads(pages: Pages) -> Pages:
 def warmed(queries: Tensor, positions: Tensor, temperature: QueryTemperature) -> Tensor:
     """Return the queries `[T, H, D]`, scaled by the temperature of their positions."""
     wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
-    steps = (positions // temperature.length).to(wide)
+    steps = ((positions + temperature.offset) // temperature.length).to(wide)
     factors = 1 + temperature.beta * torch.log1p(steps)
     return (queries.to(wide) * factors.view(-1, 1, 1)).to(queries.dtype)

@@ -67,8 +67,20 @@ class LayerPages(NamedTuple):
         return Pages(*kv_pool.layers[self.number], self.scales, self.is_once)
 
 
+class ExpertNorms(NamedTuple):
+    """The norms of `Experts.apart`: of the inputs of router and experts, and of both outputs."""
+
+    router: Tensor
+    experts: Tensor
+    experts_out: Tensor
+    shared_out: Tensor
+
+
 class ExpertLayer(NamedTuple):
-    """The router of a layer, its experts, and the shared MLP that all tokens use."""
+    """The router of a layer, its experts, and the shared MLP that all tokens use.
+
+    `norms` is None if experts read and add what the MLP of other layers does.
+    """
 
     router: Affine
     correction: Tensor | None
@@ -76,6 +88,7 @@ class ExpertLayer(NamedTuple):
     experts: ExpertMatrices
     shared: DenseLayer | None
     shared_gate: Matrix | None
+    norms: ExpertNorms | None
 
 
 class DenseLayer(NamedTuple):
@@ -131,6 +144,8 @@ def layer_tensors(
         q_norm = weights.tensor(f"{prefix}.q_norm.weight")
         if own.kv_layer is None:
             k_norm = weights.tensor(f"{prefix}.k_norm.weight")
+    elif spec.norms.query_key == "rotated" and own.rope is not None:
+        q_norm = k_norm = torch.ones(own.head_dim, dtype=spec.dtype, device=device)
 
     def norm(module: str) -> Norm | None:
         return find_norm(spec, weights, module, device)
@@ -249,7 +264,13 @@ def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLa
         *(*up, *down, mlp.activation, mlp.gated),
         first=experts.first,
         count=experts.own_count,
+        factors=weights.tensor(f"{prefix}.expert_factors") if experts.apart else None,
     )
+    norms = None
+    if experts.apart:
+        own = ("experts_norm", "experts_out_norm", "shared_out_norm")
+        found = (weights.tensor(f"{prefix}.{name}.weight") for name in own)
+        norms = ExpertNorms(weights.tensor(f"{prefix}.router_norm"), *found)
     return ExpertLayer(
         affine(weights, f"{prefix}.router"),
         weights.tensor(f"{prefix}.correction") if experts.correction else None,
@@ -257,4 +278,5 @@ def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLa
         matrices,
         shared,
         gate,
+        norms,
     )

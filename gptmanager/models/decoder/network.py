@@ -22,6 +22,7 @@ from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
 from gptmanager.models.decoder.attention_inputs import warmed, without_heads
 from gptmanager.models.decoder.cos_sin_tables import CosSinTables
+from gptmanager.models.decoder.expert_mixture import mix_apart, mix_experts
 from gptmanager.models.decoder.latent_attention import attend_to_latents, latent_tensors
 from gptmanager.models.decoder.layer_tensors import (
     Affine,
@@ -321,7 +322,13 @@ class CheckpointModel:
             out += self._mlp(layer, layer.mlp, hidden, adapters)
             return self._join(self._sum(out), residual, None, layer.next_norm)
         hidden = self._join(self._sum(out), residual, layer.attention_out_norm, layer.mlp_norm)
-        out = self._sum(self._mlp(layer, layer.mlp, hidden, adapters))
+        own = layer.mlp
+        if isinstance(own, ExpertLayer) and own.norms is not None and own.shared is not None:
+            shared = self._sum(self._mlp(layer, own.shared, hidden, adapters))
+            given = residual, shared, self.spec.norms.eps, self._sum
+            out = mix_apart(self._kernels, own, own.norms, *given)
+        else:
+            out = self._sum(self._mlp(layer, own, hidden, adapters))
         if layer.end is None:
             return self._join(out, residual, layer.mlp_out_norm, layer.next_norm)
         self._join(out, residual, layer.mlp_out_norm, None)
@@ -339,7 +346,8 @@ class CheckpointModel:
         adapters: StepAdapters | None,
     ) -> Tensor:
         if isinstance(own, ExpertLayer):
-            return self._experts(layer, own, hidden, adapters)
+            shared = own.shared and self._mlp(layer, own.shared, hidden, adapters)
+            return mix_experts(self._kernels, own, hidden, shared)
         mlp = own.mlp
         if mlp.activation != "silu" or not mlp.gated:
             up = self._project(hidden, own.up, layer, own.up_name, adapters)
@@ -351,18 +359,6 @@ class CheckpointModel:
                 hidden, *own.up, adapters, layer.number, own.up_name
             )
         return self._project(activated, own.down, layer, own.down_name, adapters)
-
-    def _experts(
-        self, layer: LayerTensors, own: ExpertLayer, hidden: Tensor, adapters: StepAdapters | None
-    ) -> Tensor:
-        logits = self._kernels.linear(hidden, *own.router)
-        mixed = self._kernels.experts(hidden, logits, own.correction, own.routing, own.experts)
-        if own.shared is None:
-            return mixed
-        shared = self._mlp(layer, own.shared, hidden, adapters)
-        if own.shared_gate is not None:
-            shared = shared * self._kernels.linear(hidden, own.shared_gate).sigmoid()
-        return mixed + shared
 
     def _norm(self, hidden: Tensor, norm: Norm | None) -> Tensor:
         norms = self.spec.norms

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from gptmanager.kernels.activation_kinds import Activation
+from gptmanager.models.families.layer_types import Concerned
 from gptmanager.models.families.names import LLAMA, Tensors
 from gptmanager.models.fields import Fields
 from gptmanager.models.spec import Experts, Norms
@@ -32,9 +33,10 @@ class Family:
 
     `windows`: which layers have a sliding window: none, all, "some" (from `max_window_layers` on),
     or those that `layer_types` names. With a number n, if that field is absent, the last of every n
-    layers has no window; with -n the first; with 0 every layer has one. `one_norm`: attention and
-    MLP read the output of the same norm. `neutral`: fields that must have a certain value.
-    `transposed`: layers store their matrices as [in, out].
+    layers has no window; with -n the first; with 0 every layer has one. With "chunks" windows begin
+    at multiples of their size. `one_norm`: attention and MLP read the output of the same norm.
+    `neutral`: fields that must have a certain value. `transposed`: layers store their matrices as
+    [in, out].
 
     `network` returns further fields of the `ModelSpec`, `attention` further fields of a layer's
     `Attention` (and `rope_dim`, if less than a head rotates), `mlp` of its `Mlp`, and `experts` a
@@ -60,7 +62,7 @@ class Family:
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     head_bias: bool | str = False
-    windows: Literal["none", "all", "some"] | int = "none"
+    windows: Concerned = "none"
     transposed: bool = False
     scaled: bool = False
     neutral: Mapping[str, Any] = field(default_factory=dict)

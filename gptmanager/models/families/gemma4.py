@@ -1,4 +1,4 @@
-"""Gemma 4: heads by layer, keys that are values, layers that share keys, further inputs."""
+"""Gemma 4: heads by layer, keys that are values, layers that share keys, experts apart."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from gptmanager.models.families.base import (
 )
 from gptmanager.models.families.layer_types import FULL
 from gptmanager.models.families.names import SANDWICH, llama_names
+from gptmanager.models.families.readers import experts_of
 from gptmanager.models.fields import Fields
-from gptmanager.models.spec import TokenInputs
+from gptmanager.models.spec import Experts, TokenInputs
 
 _HEAD_FIELDS = {"head_dim", "num_key_value_heads"}
 
@@ -24,8 +25,6 @@ _HEAD_FIELDS = {"head_dim", "num_key_value_heads"}
 def _network(fields: Fields) -> Mapping[str, Any]:
     if fields.get("use_bidirectional_attention") not in (None, "vision"):
         raise fields.error("use_bidirectional_attention", "must be null or 'vision'")
-    if fields.flag("enable_moe_block"):
-        raise fields.error("enable_moe_block", "must be false: only dense models are supported")
     found: dict[str, Any] = {
         "embedding_scale": fields.size("hidden_size") ** 0.5,
         "logit_softcap": fields.optional_number("final_logit_softcapping"),
@@ -94,6 +93,22 @@ def _mlp(fields: Fields, layer: int) -> Mapping[str, Any]:
     return {"width": 2 * fields.size("intermediate_size")} if is_wide else {}
 
 
+def _experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
+    """Return the experts in parallel with the MLP of a layer, if the config asks for them."""
+    fields.note_read("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not fields.flag("enable_moe_block"):
+        return None
+    for field in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        fields.size(field)
+    found = _ROUTED(fields, layer)
+    assert found is not None
+    shared = _mlp(fields, layer).get("width", fields.size("intermediate_size"))
+    return replace(found[0], shared_width=shared, apart=True), found[1]
+
+
+_ROUTED = experts_of("num_experts", per_token="top_k_experts", renormalize=True)
+
+
 def _first_shared(fields: Fields) -> int:
     """Return the first layer that reads the keys and values of another one."""
     num_layers = fields.size("num_hidden_layers")
@@ -105,7 +120,7 @@ def _first_shared(fields: Fields) -> int:
 
 GEMMA4 = replace(
     BIASED_ATTENTION,
-    title="Gemma 4 (dense)",
+    title="Gemma 4",
     tensors={
         **llama_names(
             **SANDWICH,
@@ -113,6 +128,20 @@ GEMMA4 = replace(
             token_gate="per_layer_input_gate",
             token_out="per_layer_projection",
             token_out_norm="post_per_layer_input_norm",
+            gate=None,
+            up=None,
+            down=None,
+            dense_gate="mlp.gate_proj",
+            dense_up="mlp.up_proj",
+            dense_down="mlp.down_proj",
+            router="router.proj",
+            router_norm="router.scale",
+            expert_factors="router.per_expert_scale",
+            stacked_up="experts.gate_up_proj",
+            stacked_down="experts.down_proj",
+            experts_norm="pre_feedforward_layernorm_2",
+            experts_out_norm="post_feedforward_layernorm_2",
+            shared_out_norm="post_feedforward_layernorm_1",
         ),
         "model.embed_tokens_per_layer": ("token_embedding", None),
         "model.per_layer_model_projection": ("token_projection", None),
@@ -147,4 +176,5 @@ GEMMA4 = replace(
     network=_network,
     attention=_attention,
     mlp=_mlp,
+    experts=_experts,
 )

@@ -1,4 +1,4 @@
-"""Reads which layers have a sliding window, from the fields of a config."""
+"""Reads which layers have a window or rotary positions, from the fields of a config."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Literal
 
 from gptmanager.models.fields import Fields
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-Concerned = Literal["none", "all", "some"] | int
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+Concerned = Literal["none", "all", "some", "chunks"] | int
 
 
 def read_windows(
@@ -18,6 +18,8 @@ def read_windows(
 
     `concerned`: see `Family.windows`.
     """
+    if concerned == "chunks":
+        return _in_chunks(fields, num_layers, max_seq_len)
     if isinstance(concerned, int):
         return _by_type(fields, concerned, num_layers, max_seq_len)
     window = None
@@ -66,17 +68,49 @@ def _by_type(
         window = fields.size("sliding_window")
     given_types = fields.get("layer_types")
     if given_types is not None:
-        possible = [FULL, SLIDING][: 1 if window is None else 2]
-        if (
-            not isinstance(given_types, list)
-            or len(given_types) != num_layers
-            or not all(kind in possible for kind in given_types)
-        ):
-            raise fields.error("layer_types", f"must be {num_layers} of {possible}")
-        types = given_types
+        types = _checked(fields, num_layers, [FULL, SLIDING][: 1 if window is None else 2])
     if window is not None and window >= max_seq_len:
         window = None
     return tuple(window if kind == SLIDING else None for kind in types), types
+
+
+def _in_chunks(
+    fields: Fields, num_layers: int, max_seq_len: int
+) -> tuple[tuple[int | None, ...], list[str]]:
+    """Return windows that begin at multiples of their size: those of layers that rotate."""
+    types = [CHUNKED if is_rotated(fields, layer) else FULL for layer in range(num_layers)]
+    if fields.get("layer_types") is not None:
+        types = _checked(fields, num_layers, [FULL, CHUNKED])
+    size = None
+    if fields.get("attention_chunk_size") is not None:
+        size = fields.size("attention_chunk_size")
+    if size is not None and size >= max_seq_len:
+        size = None
+    return tuple(size if kind == CHUNKED else None for kind in types), types
+
+
+def _checked(fields: Fields, num_layers: int, possible: list[str]) -> list[str]:
+    """Return `layer_types`, which must be one of these for each layer."""
+    given = fields.get("layer_types")
+    is_list = isinstance(given, list) and len(given) == num_layers
+    if not is_list or not all(kind in possible for kind in given):
+        raise fields.error("layer_types", f"must be {num_layers} of {possible}")
+    return list(given)
+
+
+def is_rotated(fields: Fields, layer: int) -> bool:
+    """Return whether a layer has a 1 in `no_rope_layers`.
+
+    Without that list each `no_rope_layer_interval`-th layer has a 0.
+    """
+    given, interval = fields.get("no_rope_layers"), fields.size("no_rope_layer_interval")
+    if given is None or given == []:
+        return (layer + 1) % interval != 0
+    num_layers = fields.size("num_hidden_layers")
+    is_list = isinstance(given, list) and len(given) == num_layers
+    if not is_list or not all(type(it) is int and it in (0, 1) for it in given):
+        raise fields.error("no_rope_layers", f"must be a list of {num_layers} zeros and ones")
+    return bool(given[layer])
 
 
 def _is_full(layer: int, each: int) -> bool:

@@ -14,6 +14,7 @@ from gptmanager.models.families.base import (
     llama_fields,
 )
 from gptmanager.models.families.family import Family
+from gptmanager.models.families.llama4 import LLAMA4
 from gptmanager.models.families.llamas import LLAMAS
 from gptmanager.models.families.names import NORMS_AFTER, llama_names
 from gptmanager.models.families.readers import experts_of
@@ -251,6 +252,7 @@ MIXTURES: Mapping[str, Family] = {
             bias=True,
         ),
     ),
+    "llama4_text": LLAMA4,
     "granitemoe": _GRANITE_MOE,
     "granitemoeshared": replace(
         _GRANITE_MOE,

@@ -1,7 +1,8 @@
 """The names of tensors in each family of checkpoints.
 
 A table maps the name of a module in a checkpoint, with {} for the layer's and the expert's number,
-to our name of a parameter and the part of it that the module fills.
+to our name of a parameter and the part of it that the module fills. Of names like "up|shared_up" a
+layer has one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ _MODULES: Mapping[str, tuple[str, str | None]] = {
     "gate": ("up", "gate"),
     "up": ("up", "up"),
     "gate_up": ("up", "gate_up"),
+    "dense_gate": ("up|shared_up", "gate"),
+    "dense_up": ("up|shared_up", "up"),
+    "dense_down": ("down|shared_down", None),
     "fc": ("up", None),
     "down": ("down", None),
     "mlp_out_norm": ("mlp_out_norm", None),
@@ -43,6 +47,11 @@ _MODULES: Mapping[str, tuple[str, str | None]] = {
     "token_out": ("token_out", None),
     "token_out_norm": ("token_out_norm", None),
     "router": ("router", None),
+    "router_norm": ("router_norm", None),
+    "expert_factors": ("expert_factors", None),
+    "experts_norm": ("experts_norm", None),
+    "experts_out_norm": ("experts_out_norm", None),
+    "shared_out_norm": ("shared_out_norm", None),
     "correction": ("correction", None),
     "correction_row": ("correction", "row"),
     "expert_gate": ("experts_up", "gate"),

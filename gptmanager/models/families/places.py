@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 from gptmanager.memory.places import Place, Run
 from gptmanager.models.families.family import Family
@@ -30,12 +31,11 @@ def place_tensors(spec: ModelSpec) -> dict[str, Place]:
                     places[theirs + kind] = Place(ours + kind)
             continue
         for index, layer in enumerate(spec.layers):
-            for kind in (".weight", ".bias", ""):
-                parameter = f"layers.{index}.{ours}{kind}"
+            for own, kind in product(ours.split("|"), (".weight", ".bias", "")):
+                parameter = f"layers.{index}.{own}{kind}"
                 if parameter in shapes:
                     given = parameter, shapes[parameter]
-                    own = _in_layer(spec, layer, theirs, part, *given)
-                    for name, place in own:
+                    for name, place in _in_layer(spec, layer, theirs, part, *given):
                         places[_tensor_name(name, index, kind, part)] = place
     if spec.tied_embeddings:
         places["lm_head.weight"] = Place("embedding.weight", twin=True)
@@ -94,7 +94,7 @@ def _in_layer(
     num_rows, experts, family = shape[0], layer.mlp.experts, FAMILIES[spec.family]
     is_matrix = len(shape) == 2 and "norm" not in parameter
     transposed = family.transposed and is_matrix
-    if experts is not None and ".experts_" in parameter:
+    if experts is not None and parameter.split(".")[2] in ("experts_up", "experts_down"):
         yield from _experts(layer, theirs, part, parameter, shape)
     elif part in ("query", "direct_query", "kv_latent"):
         if (latent := layer.attention.latent) is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from gptmanager.kernels.experts.routing import Routing
+from gptmanager.kernels.experts.routing import Routing, Score
+from gptmanager.models.families.layer_types import is_rotated
 from gptmanager.models.fields import Fields
 from gptmanager.models.spec import Experts, QueryTemperature
 
@@ -95,17 +96,8 @@ def unrotated_full_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
 
 
 def unrotated_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Turn off RoPE in layers with a 0 in `no_rope_layers` (SmolLM 3).
-
-    Without the list it is off in each `no_rope_layer_interval`-th layer.
-    """
-    given, interval = fields.get("no_rope_layers"), fields.size("no_rope_layer_interval")
-    if given is None:
-        return {"rope": None} if (layer + 1) % interval == 0 else {}
-    num_layers = fields.size("num_hidden_layers")
-    if not isinstance(given, list) or len(given) != num_layers or not set(given) <= {0, 1}:
-        raise fields.error("no_rope_layers", f"must be a list of {num_layers} zeros and ones")
-    return {} if given[layer] else {"rope": None}
+    """Turn off RoPE in the layers that `no_rope_layers` names (SmolLM 3)."""
+    return {} if is_rotated(fields, layer) else {"rope": None}
 
 
 def query_temperature(fields: Fields, _: int) -> Mapping[str, Any]:
@@ -124,7 +116,7 @@ def experts_of(
     *,
     width: str = "moe_intermediate_size",
     per_token: str = "num_experts_per_tok",
-    score: Literal["softmax", "sigmoid", "softmax_of_best"] = "softmax",
+    score: Score = "softmax",
     renormalize: bool | str = "norm_topk_prob",
     correction: bool = False,
     group_score: Literal["two_best", "best"] = "two_best",
@@ -143,8 +135,7 @@ def experts_of(
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
         own = (width, per_token, shared, num_shared, renormalize, "n_group", "topk_group")
-        names = [name for name in own if isinstance(name, str)]
-        fields.note_read(*names, "routed_scaling_factor")
+        fields.note_read(*(it for it in own if isinstance(it, str)), "routed_scaling_factor")
         number = 0 if fields.get(count) is None else fields.count(count)
         if number == 0 or is_dense(fields, layer):
             return None
@@ -166,6 +157,7 @@ def experts_of(
             groups=groups,
             top_groups=top_groups,
             group_score=group_score,
+            scales_inputs=score == "sigmoid_of_best",  # Llama 4
         )
         experts = Experts(
             number,

@@ -18,6 +18,7 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "internvl": "qwen2",
+    "llama4": "llama4_text",
     "llava": "llama",
     "mistral3": "mistral",
     "qwen2_vl": "qwen2",

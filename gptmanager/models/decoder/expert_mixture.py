@@ -1,0 +1,44 @@
+"""The outputs of a layer's experts, with or next to those of its shared MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gptmanager.kernels.reference import Kernels
+from gptmanager.models.decoder.layer_tensors import ExpertLayer, ExpertNorms
+
+
+def mix_experts(
+    kernels: Kernels, own: ExpertLayer, hidden: Tensor, shared: Tensor | None
+) -> Tensor:
+    """Return the outputs `[T, C]` of the experts for `hidden [T, C]`, plus the `shared` MLP's."""
+    logits = kernels.linear(hidden, *own.router)
+    mixed = kernels.experts(hidden, logits, own.correction, own.routing, own.experts)
+    if shared is None:
+        return mixed
+    if own.shared_gate is not None:
+        shared = shared * kernels.linear(hidden, own.shared_gate).sigmoid()
+    return mixed + shared
+
+
+def mix_apart(
+    kernels: Kernels,
+    own: ExpertLayer,
+    norms: ExpertNorms,
+    residual: Tensor,
+    shared: Tensor,
+    eps: float,
+    sum_of_ranks: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return the normed outputs of experts that read the residual, plus the `shared` MLP's, normed.
+
+    See `Experts.apart`.
+    """
+    logits = kernels.linear(kernels.rms_norm(residual, norms.router, eps), *own.router)
+    logits = kernels.scaled(logits, residual.shape[1] ** -0.5)
+    rows = kernels.rms_norm(residual, norms.experts, eps)
+    mixed = kernels.experts(rows, logits, own.correction, own.routing, own.experts)
+    mixed = kernels.rms_norm(sum_of_ranks(mixed), norms.experts_out, eps)
+    return mixed + kernels.rms_norm(shared, norms.shared_out, eps)
