@@ -215,6 +215,8 @@ models/                       decoder networks, and the table of families
         split_files           headers of a model in several files
         metadata              checked reading of a file's keys
         architecture          a row of the table of GGUF architectures, and shared names (no torch)
+        further_fields        config fields that several keys determine (no torch)
+        mixtures              rows of the table for mixtures of experts (no torch)
         architectures         the table of architectures: keys and tensor names
         config                makes a config.json from a file's metadata
         tensors               a file's tensors under the names of a checkpoint

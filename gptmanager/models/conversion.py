@@ -94,9 +94,10 @@ def _quantized(
 ) -> dict[str, Quantized]:
     """Return the checkpoint's names of the matrices that are written in 8 or 4 bits."""
     kinds = quantized_parameters(spec, weights_dtype, head_dtype)
-    places = place_tensors(spec)
+    given = tensors.describe()
+    places = place_tensors(spec, given)
     found: dict[str, Quantized] = {}
-    for name, info in tensors.describe().items():
+    for name, info in given.items():
         place = places.get(name)
         if place is None or place.parameter not in kinds or place.stacked:
             continue
@@ -144,7 +145,8 @@ def _layout(
     Matrices of which a model makes one are next to each other, and so are their scales, so that
     the file can be the memory of that one. All values begin at a line of the processor's cache.
     """
-    given, places = source.describe(), place_tensors(spec)
+    given = source.describe()
+    places = place_tensors(spec, given)
     order = sorted(quantized, key=lambda name: (places[name].parameter, places[name].first_row))
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for kind, number in itertools.product(("int8", "int4"), range(len(_ENDS))):

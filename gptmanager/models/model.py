@@ -184,7 +184,7 @@ def load_model(
     if prepare is not None:
         prepare(spec.dtype, {*quantized.values(), *(("int4",) if keeps_groups else ())})
     weights = Weights(
-        **_parts(spec, layout),
+        **_parts(spec, layout, tensors.describe()),
         **_naming(spec, config),
         device=device,
         new_matrix=kernels.new_matrix,
@@ -216,11 +216,14 @@ def _naming(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"prefix": family.prefix, "prefixes": PREFIXES if wraps else {}, "ignored": ignored}
 
 
-def _parts(spec: ModelSpec, layout: RankLayout) -> dict[str, Any]:
-    """Return the arguments of `Weights` for the kinds of parameters, and a rank's share of them."""
+def _parts(spec: ModelSpec, layout: RankLayout, given: Collection[str]) -> dict[str, Any]:
+    """Return the arguments of `Weights` for the kinds of parameters, and a rank's share of them.
+
+    `given`: the names of the checkpoint's tensors.
+    """
     return {
         "shapes": parameter_shapes(spec),
-        "places": place_tensors(spec),
+        "places": place_tensors(spec, given),
         "dtype": spec.dtype,
         "matrices": matmul_matrices(spec),
         "wide": wide_parameters(spec),

@@ -39,6 +39,17 @@ def test_every_family_of_the_table_has_a_line_here() -> None:
     assert {*FAMILY_CONFIGS, "qwen3_vl_moe_text"} == set(FAMILIES)
 
 
+def test_a_rope_scaling_replaces_all_that_a_family_has_by_default() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
+    config = {**BASE, "model_type": "olmo3", "sliding_window": 8}
+    plain = {"rope_type": "default", "rope_theta": 500000.0}
+    kinds = {"full_attention": {**plain, **yarn}, "sliding_attention": plain}
+    scaled = read_spec({**config, "rope_scaling": yarn})
+    assert scaled == read_spec({**config, "rope_parameters": kinds})
+    config = {**BASE, "model_type": "ministral3", "rope_scaling": yarn}
+    assert read_spec(config).layers[0].attention.temperature is None
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_float64_logits_are_those_of_transformers(name: str) -> None:
     for sequence, logits in all_logits(name, dtype="float64"):

@@ -63,14 +63,17 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.add_bos_token": False},
     "deepseek-v3": {"tokenizer.ggml.pre": "deepseek-v3", "tokenizer.ggml.add_bos_token": True},
     "gpt-4o": {"tokenizer.ggml.pre": "gpt-4o"},
+    "deepseek-llm": {"tokenizer.ggml.pre": "deepseek-llm"},
+    "jais-2": {"tokenizer.ggml.pre": "jais-2"},
     "default": {"tokenizer.ggml.pre": "default"},
     "sentencepiece": {"tokenizer.ggml.model": "llama"},
+    "gemma4": {"tokenizer.ggml.model": "gemma4"},
 }
 _BYTE_LEVEL, _SENTENCE_PIECE = "byte_level_vocabulary", "sentencepiece_vocabulary"
 
 
 def vocabulary_of(name: str) -> str:
-    return _SENTENCE_PIECE if name == "sentencepiece" else _BYTE_LEVEL
+    return _SENTENCE_PIECE if name in ("sentencepiece", "gemma4") else _BYTE_LEVEL
 
 
 def metadata_of(name: str) -> dict[str, Any]:
@@ -79,6 +82,11 @@ def metadata_of(name: str) -> dict[str, Any]:
     kept["tokenizer.ggml.token_type"] = np.array(kept["tokenizer.ggml.token_type"], np.int32)
     if "tokenizer.ggml.scores" in kept:
         kept["tokenizer.ggml.scores"] = np.array(kept["tokenizer.ggml.scores"], np.float32)
+    if name == "gemma4":
+        texts = {text: None for text in kept["tokenizer.ggml.tokens"]}
+        pairs = [(text[:cut], text[cut:]) for text in texts for cut in range(1, len(text))]
+        merges = [" ".join(pair) for pair in pairs if all(part in texts for part in pair)]
+        kept["tokenizer.ggml.merges"] = merges
     return {**kept, **KINDS[name]}
 
 

@@ -25,6 +25,8 @@ class Family:
     """A row of the table: the names of a family's config fields and tensors, and their meaning.
 
     `title`: the name for users. `tensors`: see `names`; in a checkpoint, `prefix` may be missing.
+    `other_tensors`: names for the same parameters in GGUF files; a checkpoint has the one or the
+    other.
     `ignored`: tensors that are not used. `spellings`: our name of a config field -> the family's.
     `defaults`: values of absent fields, by our names. A property that may be a string can name the
     config field that has its value. `norms`: their epsilon is read from the config; `qk_norm`:
@@ -45,6 +47,7 @@ class Family:
 
     title: str
     tensors: Tensors = field(default_factory=lambda: LLAMA)
+    other_tensors: Tensors = field(default_factory=dict)
     prefix: str = "model."
     ignored: re.Pattern[str] = ROTARY_BUFFERS
     spellings: Mapping[str, str] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from gptmanager.models.families.base import (
     llama_fields,
 )
 from gptmanager.models.families.family import Family
-from gptmanager.models.families.names import GPT2, GPT_NEOX, OPT, llama_names
+from gptmanager.models.families.names import GPT2, GPT_NEOX, OPT, layer_names, llama_names
 from gptmanager.models.spec import Norms
 
 _GPT2 = Family(
@@ -139,6 +139,7 @@ _NEMOTRON = replace(
 _GPT_NEOX = Family(
     "GPT-NeoX, Pythia",
     tensors=GPT_NEOX,
+    other_tensors=layer_names("gpt_neox.layers.{}.", qkv_in_order="attention.qkv"),
     prefix="gpt_neox.",
     ignored=re.compile(r"(^|\.)attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"),
     spellings={

@@ -15,7 +15,7 @@ from gptmanager.models.families.base import (
     llama_fields,
 )
 from gptmanager.models.families.family import Family
-from gptmanager.models.families.names import NORMS_AFTER, llama_names
+from gptmanager.models.families.names import NORMS_AFTER, layer_names, llama_names
 from gptmanager.models.spec import Norms
 
 _MISTRAL = replace(
@@ -68,6 +68,7 @@ _GLM = replace(
     PLAIN,
     title="GLM-4 (9B)",
     tensors=llama_names(gate=None, up=None, gate_up="mlp.gate_up_proj"),
+    other_tensors=layer_names(qkv_in_order="self_attn.query_key_value"),
     defaults=llama_fields(
         norm_eps=1.5625e-7,
         max_position_embeddings=131072,
@@ -150,7 +151,12 @@ LLAMAS: Mapping[str, Family] = {
     "olmo3": replace(
         _OLMO2,
         title="OLMo 3",
-        defaults=llama_fields(norm_eps=1e-5, rope_theta=500000.0, sliding_window=4096),
+        defaults=llama_fields(
+            norm_eps=1e-5,
+            rope_theta=500000.0,
+            rope_local_base_freq=500000.0,  # a scaling is that of layers without a window
+            sliding_window=4096,
+        ),
         windows=4,
     ),
     "granite": _GRANITE,
@@ -175,6 +181,7 @@ LLAMAS: Mapping[str, Family] = {
     "glm4": replace(
         _GLM,
         title="GLM-4 (0414)",
+        other_tensors={},
         tensors=llama_names(
             attention_out_norm="post_self_attn_layernorm",
             mlp_out_norm="post_mlp_layernorm",

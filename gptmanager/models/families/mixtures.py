@@ -16,23 +16,22 @@ from gptmanager.models.families.base import (
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.llama4 import LLAMA4
 from gptmanager.models.families.llamas import LLAMAS
-from gptmanager.models.families.names import NORMS_AFTER, llama_names
+from gptmanager.models.families.names import NORMS_AFTER, layer_names, llama_names
 from gptmanager.models.families.readers import experts_of
 from gptmanager.models.spec import Norms
 
 _DENSE = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-EXPERTS = {
-    **_DENSE,
-    "router": "mlp.gate",
+_BY_EXPERT = {
     "expert_gate": "mlp.experts.{}.gate_proj",
     "expert_up": "mlp.experts.{}.up_proj",
     "expert_down": "mlp.experts.{}.down_proj",
 }
-SHARED = {
+EXPERTS = {**_DENSE, "router": "mlp.gate", **_BY_EXPERT}
+_SHARED_HALVES = {
     "shared_gate_proj": "mlp.shared_experts.gate_proj",
     "shared_up": "mlp.shared_experts.up_proj",
-    "shared_down": "mlp.shared_experts.down_proj",
 }
+SHARED = {**_SHARED_HALVES, "shared_down": "mlp.shared_experts.down_proj"}
 _BLOCK = {
     "gate": None,
     "up": None,
@@ -113,6 +112,7 @@ _GRANITE_MOE = replace(
     LLAMAS["granite"],
     title="Granite 3 MoE",
     tensors=llama_names(**_GRANITE_BLOCK),
+    other_tensors=layer_names(**_BY_EXPERT),
     defaults={
         **LLAMAS["granite"].defaults,
         "num_local_experts": 8,
@@ -218,6 +218,7 @@ MIXTURES: Mapping[str, Family] = {
             mixed_up="mlp.experts.gate_up_proj",
             mixed_down="mlp.experts.down_proj",
         ),
+        other_tensors=layer_names(**_BY_EXPERT),
         defaults=llama_fields(
             norm_eps=1e-5,
             max_position_embeddings=131072,
@@ -262,6 +263,7 @@ MIXTURES: Mapping[str, Family] = {
             shared_gate_up="shared_mlp.input_linear",
             shared_down="shared_mlp.output_linear",
         ),
+        other_tensors=layer_names(**_BY_EXPERT, **_SHARED_HALVES),
         experts=experts_of(
             "num_local_experts",
             width="intermediate_size",

@@ -18,6 +18,7 @@ _MODULES: Mapping[str, tuple[str, str | None]] = {
     "k": ("qkv", "k"),
     "v": ("qkv", "v"),
     "qkv": ("qkv", None),
+    "qkv_in_order": ("qkv", "in_order"),
     "qkv_by_head": ("qkv", "by_head"),
     "qkv_by_group": ("qkv", "by_group"),
     "q_norm": ("q_norm", None),
@@ -29,6 +30,8 @@ _MODULES: Mapping[str, tuple[str, str | None]] = {
     "kv_latent": ("kv_latent", "kv_latent"),
     "kv_latent_norm": ("kv_latent_norm", None),
     "latent_up": ("latent_up", None),
+    "latent_keys": ("latent_up", "keys_by_head"),
+    "latent_values": ("latent_up", "values_by_head"),
     "sinks": ("sinks", None),
     "out": ("out", None),
     "attention_out_norm": ("attention_out_norm", None),
@@ -98,10 +101,13 @@ def tensor_names(
     found[final_norm] = ("final_norm", None)
     if positions is not None:
         found[positions] = ("positions", None)
-    for word, theirs in modules.items():
-        if theirs is not None:
-            found[layer + theirs] = _MODULES[word]
-    return {**found, head: ("lm_head", None)}
+    return {**found, **layer_names(layer, **modules), head: ("lm_head", None)}
+
+
+def layer_names(layer: str = "model.layers.{}.", **modules: str | None) -> Tensors:
+    """Return the part of a table for the modules of a layer; None: the module does not exist."""
+    given = {layer + theirs: word for word, theirs in modules.items() if theirs is not None}
+    return {theirs: _MODULES[word] for theirs, word in given.items()}
 
 
 def llama_names(**changes: str | None) -> Tensors:

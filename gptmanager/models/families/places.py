@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 from gptmanager.memory.places import Place, Run
 from gptmanager.models.families.family import Family
+from gptmanager.models.families.names import Tensors
 from gptmanager.models.families.table import FAMILIES
 from gptmanager.models.parameters import Shape, parameter_shapes
 from gptmanager.models.rope_scaling import Rope
@@ -17,14 +19,18 @@ Order = tuple[tuple[int, int, int], ...]
 
 _ROTATED = ("q", "k")
 _STACKED = ("stacked", "stacked_transposed")  # [expert, out, in] and [expert, in, out]
+_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
-def place_tensors(spec: ModelSpec) -> dict[str, Place]:
-    """Return each tensor of a checkpoint of this network -> its place in `parameter_shapes`."""
+def place_tensors(spec: ModelSpec, given: Collection[str] = ()) -> dict[str, Place]:
+    """Return each tensor of a checkpoint of this network -> its place in `parameter_shapes`.
+
+    `given`: the names in the checkpoint, which select between `Family.tensors` and `other_tensors`.
+    """
     family = FAMILIES[spec.family]
     shapes = parameter_shapes(spec)
     places: dict[str, Place] = {}
-    for theirs, (ours, part) in family.tensors.items():
+    for theirs, (ours, part) in _tensors(family, given).items():
         if "{}" not in theirs:
             for kind in (".weight", ".bias"):
                 if ours + kind in shapes:
@@ -40,6 +46,14 @@ def place_tensors(spec: ModelSpec) -> dict[str, Place]:
     if spec.tied_embeddings:
         places["lm_head.weight"] = Place("embedding.weight", twin=True)
     return places | _place_scales(spec, family)
+
+
+def _tensors(family: Family, given: Collection[str]) -> Tensors:
+    others = family.other_tensors
+    modules = {_NUMBER.sub(".{}", name).rpartition(".")[0] for name in given} if others else set()
+    replaced = {ours for theirs, (ours, _) in others.items() if theirs in modules}
+    kept = {n: it for n, it in family.tensors.items() if it[0] not in replaced}
+    return {**kept, **{n: it for n, it in others.items() if it[0] in replaced}}
 
 
 def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
@@ -102,6 +116,10 @@ def _in_layer(
             if part == "kv_latent" or is_direct == (part == "direct_query"):
                 runs = _latent_runs(spec, layer.attention, latent, part == "kv_latent")
                 yield theirs, Place(parameter, runs=runs)
+    elif part == "in_order":
+        yield theirs, Place(parameter, runs=_fused_in_order(spec, layer.attention))
+    elif part in ("keys_by_head", "values_by_head"):
+        yield from _latent_heads(layer.attention, theirs, part == "keys_by_head", parameter)
     elif part in ("by_head", "by_group"):
         runs = _fused_by_group(layer.attention, part == "by_head")
         yield theirs, Place(parameter, runs=runs, transposed=transposed)
@@ -182,6 +200,37 @@ def _latent_runs(spec: ModelSpec, own: Attention, latent: Latent, of_keys: bool)
     return tuple(runs)
 
 
+def _fused_in_order(spec: ModelSpec, own: Attention) -> tuple[Run, ...]:
+    """Return the rows of all queries, then all keys, then all values."""
+    rope, (heads, kv_heads) = _pairs(spec), (own.num_heads, own.num_kv_heads)
+    values = (heads + kv_heads) * own.head_dim
+    end = values + kv_heads * own.head_dim
+    if rope is None:
+        return (Run(range(end), 0),)
+    queries, keys = (_head_runs(own, rope, 0, count) for count in (heads, kv_heads))
+    first = heads * own.head_dim
+    moved = [
+        Run(range(it.start + first, it.stop + first, it.step), row + first) for it, row in keys
+    ]
+    return (*queries, *moved, Run(range(values, end), values))
+
+
+def _latent_heads(
+    own: Attention, theirs: str, of_keys: bool, parameter: str
+) -> Iterator[tuple[str, Place]]:
+    """Yield the matrix of each head that expands the latent: [in, out] to a key, or [out, in] to a
+    value.
+    """
+    assert own.latent is not None
+    rows, after = own.latent.key_dim, own.latent.value_dim
+    for head in range(own.num_heads):
+        first = head * (rows + after)
+        place = Place(parameter, first, rows, transposed=True)
+        if not of_keys:
+            place = Place(parameter, first + rows, after)
+        yield _numbered(theirs, head), place
+
+
 def _fused_by_group(own: Attention, by_head: bool) -> tuple[Run, ...]:
     """Return the rows of queries, keys and values that are interleaved by KV head (GPT-NeoX,
     Falcon).
@@ -225,8 +274,12 @@ def _experts(
         size = each // 2 if part in ("gate", "up") else each
         offset = size if part == "up" else 0
         for number in range(count):
-            name = theirs.replace("{}", "\0", 1).replace("{}", str(number), 1).replace("\0", "{}")
-            yield name, Place(parameter, number * each + offset, size)
+            yield _numbered(theirs, number), Place(parameter, number * each + offset, size)
+
+
+def _numbered(theirs: str, number: int) -> str:
+    """Fill in the second {} of a name."""
+    return theirs.replace("{}", "\0", 1).replace("{}", str(number), 1).replace("\0", "{}")
 
 
 def _place_scales(spec: ModelSpec, family: Family) -> dict[str, Place]:

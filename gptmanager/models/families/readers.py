@@ -102,7 +102,7 @@ def unrotated_layers(fields: Fields, layer: int) -> Mapping[str, Any]:
 
 def query_temperature(fields: Fields, _: int) -> Mapping[str, Any]:
     """Return the query temperature, which Ministral 3 stores with the rotary parameters."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     beta = rope.get("llama_4_scaling_beta") if isinstance(rope, dict) else None
     if not beta:
         return {}

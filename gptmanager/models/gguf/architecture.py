@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gptmanager.models.gguf.metadata import Metadata
+
+Config = Mapping[str, Any]
+Further = Callable[[Metadata, str, Collection[str], Config], Config]
 # Field of a config.json -> key in a file, without the architecture name that precedes it.
 SIZES: Mapping[str, str] = {
     "hidden_size": "embedding_length",
@@ -37,6 +41,41 @@ MIXTURE: Mapping[str, str] = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+}
+WINDOWS: Mapping[str, str] = {
+    "sliding_window": "attention.sliding_window",
+    "layer_types": "attention.sliding_window_pattern",
+}
+GRANITE: Mapping[str, str] = {
+    **ROTARY,
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+SSM = [
+    f"ssm.{key}" for key in "conv_kernel state_size group_count inner_size time_step_rank".split()
+]
+UNSCALED = {"rope_type": "default"}  # for families whose default is a scaled rope
+ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+# what the absence of a key means, where a family has another default
+ROUTED_DEFAULTS: Mapping[str, Any] = {
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 0,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False,
+    "first_k_dense_replace": 0,
+}
+ROUTED: Mapping[str, str] = {
+    **{key: MIXTURE[key] for key in MIXTURE if key != "num_experts"},
+    "n_routed_experts": "expert_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "first_k_dense_replace": "leading_dense_block_count",
 }
 # Module in a file -> module in a checkpoint, without the prefixes blk.{} and model.layers.{}.
 LLAMA: Mapping[str, str] = {
@@ -72,6 +111,16 @@ FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
 EXPERTS: Mapping[str, str] = {
     f"{module}_exps": LLAMA[module].replace("mlp.", "mlp.experts.{}.") for module in FEED_FORWARD
 }
+SHARED: Mapping[str, str] = {
+    f"{module}_shexp": LLAMA[module].replace("mlp.", "mlp.shared_experts.")
+    for module in FEED_FORWARD
+}
+CORRECTED: Mapping[str, str] = {
+    **LLAMA,
+    **SHARED,
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
 GPT2: Mapping[str, str] = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
@@ -86,19 +135,25 @@ GPT2: Mapping[str, str] = {
 class Architecture:
     """Maps one `general.architecture` to the `model_type` and the names of a checkpoint.
 
-    `fields`: config field -> key. `constants`: config fields that files do not contain. `layer`:
-    the prefix of a layer's modules. `modules`: names of modules in a layer. `outside`: names of
-    modules outside the layers. `experts`: modules that hold all experts of a layer; {} in the names
-    in a checkpoint is the number of the expert. `permuted`: rows of queries and keys are stored as
-    neighboring pairs. `plus_one`: norm weights are stored with 1 added. `transposed`: a checkpoint
-    stores a layer's matrices as [in, out]. `ignored`: keys that change nothing. `biases`: config
-    field -> tensor; the field is true if the file has the tensor. `scaled_by_size`: models with
-    this number of layers scale attention scores by hidden size / heads instead of the head size.
+    `fields`: config field -> key. `constants`: config fields that files do not contain, or that
+    absent keys mean. `further`: returns more fields, from the metadata, the architecture's prefix,
+    the names of tensors and the config so far. `layer`: the prefix of a layer's modules. `modules`:
+    names of modules in a layer, or of a tensor, whose name in a checkpoint is then complete.
+    `outside`: names of modules outside the layers. `experts`: modules that hold all experts of a
+    layer, or all heads; {} in the names in a checkpoint is the number of the expert. `single_rows`:
+    matrices of one row, which may be stored as vectors. `permuted`: rows of queries and keys are
+    stored as neighboring pairs. `plus_one`: norm weights are stored with 1 added. `transposed`: a
+    checkpoint stores a layer's matrices as [in, out]. `ignored`: keys that change nothing, or that
+    `further` reads. `required`: keys that must have a certain value if a file has them. `biases`:
+    config field -> tensor; the field is true if the file has the tensor. `scaled_by_size`: models
+    with this number of layers scale attention scores by hidden size / heads instead of the head
+    size.
     """
 
     model_type: str
     fields: Mapping[str, str] = field(default_factory=lambda: ROTARY)
     constants: Mapping[str, Any] = field(default_factory=dict)
+    further: Further = lambda *_: {}
     layer: str = "model.layers.{}."
     modules: Mapping[str, str] = field(default_factory=lambda: LLAMA)
     outside: Mapping[str, str] = field(
@@ -112,6 +167,8 @@ class Architecture:
     plus_one: bool = False
     transposed: bool = False
     experts: Mapping[str, str] = field(default_factory=dict)
+    single_rows: frozenset[str] = frozenset()
     ignored: frozenset[str] = frozenset()
+    required: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
     scaled_by_size: int | None = None

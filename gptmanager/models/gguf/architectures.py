@@ -6,24 +6,29 @@ metadata of a file is converted to a `config.json`, which defines the network.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from gptmanager.models.gguf.architecture import (
+    ATTENTION_BIAS,
     CAPPED,
-    EXPERTS,
-    FEED_FORWARD,
     FUSED,
     GPT2,
+    GRANITE,
     LAYER_NORM,
     LLAMA,
-    MIXTURE,
     NORMS_AFTER,
     ROTARY,
     SANDWICH,
     SIZES,
+    SSM,
+    UNSCALED,
+    WINDOWS,
     Architecture,
 )
+from gptmanager.models.gguf.further_fields import gemma4_fields, ministral_rope
+from gptmanager.models.gguf.mixtures import DEEPSEEK_V3, GRANITE_SHARED, MIXTRAL, MIXTURES
 
 _GEMMA = Architecture(
     "gemma",
@@ -38,19 +43,58 @@ _GEMMA2 = replace(
     modules=SANDWICH,
     scaled_by_size=46,
 )
-_ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+_BY_KIND = ("num_key_value_heads", "intermediate_size", "head_dim", "attn_logit_softcapping")
 _MLP_BIAS = {"mlp_bias": "blk.0.ffn_up.bias"}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         "llama",
         permuted=True,
-        biases={**_ATTENTION_BIAS, **_MLP_BIAS},
+        biases={**ATTENTION_BIAS, **_MLP_BIAS},
     ),
     "qwen2": Architecture("qwen2", constants={"use_sliding_window": False}),
-    "qwen3": Architecture("qwen3", constants={"use_sliding_window": False}, biases=_ATTENTION_BIAS),
+    "qwen3": Architecture("qwen3", constants={"use_sliding_window": False}, biases=ATTENTION_BIAS),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
-    "gemma3": replace(_GEMMA2, model_type="gemma3_text", scaled_by_size=62),
+    "gemma3": replace(
+        _GEMMA2,
+        model_type="gemma3_text",
+        fields={**CAPPED, "rope_local_base_freq": "rope.freq_base_swa"},
+        scaled_by_size=62,
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        fields={
+            **{key: CAPPED[key] for key in CAPPED if key not in _BY_KIND},
+            "layer_types": WINDOWS["layer_types"],
+            "head_dim": "attention.key_length_swa",
+            "global_head_dim": "attention.key_length",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+        },
+        constants={"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        further=gemma4_fields,
+        modules={
+            **SANDWICH,
+            "layer_output_scale.weight": "layer_scalar",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+        },
+        outside={
+            "token_embd": "model.embed_tokens",
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            "output_norm": "model.norm",
+            "output": "lm_head",
+        },
+        ignored=frozenset(
+            """
+            attention.head_count_kv feed_forward_length attention.value_length_swa
+            rope.dimension_count rope.dimension_count_swa rope.freq_base_swa
+            """.split()
+        ),
+    ),
     "phi3": Architecture(
         "phi3",
         fields={**ROTARY, "sliding_window": "attention.sliding_window"},
@@ -97,20 +141,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         fields={key: ROTARY[key] for key in ROTARY if key != "rms_norm_eps"},
         permuted=True,
         ignored=frozenset({"attention.layer_norm_epsilon"}),  # that of all such models
-        biases=_ATTENTION_BIAS,
+        biases=ATTENTION_BIAS,
     ),
     "olmo2": Architecture("olmo2", modules=NORMS_AFTER),
     "granite": Architecture(
         "granite",
-        fields={
-            **ROTARY,
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
+        fields=GRANITE,
         permuted=True,
-        biases=_ATTENTION_BIAS,
+        # dense models of Granite 4 have the keys of those with Mamba layers
+        ignored=frozenset({"expert_shared_feed_forward_length", *SSM}),
+        required={"rope.scaling.finetuned": True},
+        biases=ATTENTION_BIAS,
     ),
     "command-r": Architecture(
         "cohere",
@@ -133,13 +174,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "post_ffw_norm": "post_mlp_layernorm",
             "ffn_up": "mlp.gate_up_proj",
         },
-        biases=_ATTENTION_BIAS,
+        biases=ATTENTION_BIAS,
     ),
-    "smollm3": Architecture("smollm3", permuted=True, biases=_ATTENTION_BIAS),
+    "smollm3": Architecture("smollm3", permuted=True, biases=ATTENTION_BIAS),
     "seed_oss": Architecture(
         "seed_oss",
         modules={**LLAMA, "post_attention_norm": "post_attention_layernorm"},
-        biases={**_ATTENTION_BIAS, "attention_out_bias": "blk.0.attn_output.bias"},
+        biases={**ATTENTION_BIAS, "attention_out_bias": "blk.0.attn_output.bias"},
     ),
     "stablelm": Architecture(
         "stablelm",
@@ -165,10 +206,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         plus_one=True,
         ignored=frozenset({"attention.layer_norm_rms_epsilon"}),
-        biases={**_ATTENTION_BIAS, **_MLP_BIAS},
+        biases={**ATTENTION_BIAS, **_MLP_BIAS},
     ),
     "ernie4_5": Architecture("ernie4_5", biases={"use_bias": "blk.0.attn_q.bias"}),
-    "arcee": Architecture("arcee", permuted=True, biases={**_ATTENTION_BIAS, **_MLP_BIAS}),
+    "arcee": Architecture("arcee", permuted=True, biases={**ATTENTION_BIAS, **_MLP_BIAS}),
     "hunyuan-dense": Architecture(
         "hunyuan_v1_dense",
         modules={
@@ -176,61 +217,70 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "attn_q_norm": "self_attn.query_layernorm",
             "attn_k_norm": "self_attn.key_layernorm",
         },
-        biases=_ATTENTION_BIAS,
+        biases=ATTENTION_BIAS,
     ),
-    "jais2": Architecture("jais2", fields=LAYER_NORM, biases={**_ATTENTION_BIAS, **_MLP_BIAS}),
-    "qwen2moe": Architecture(
-        "qwen2_moe",
-        fields={
-            **MIXTURE,
-            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-        },
-        constants={"use_sliding_window": False, "norm_topk_prob": False},
+    "jais2": Architecture("jais2", fields=LAYER_NORM, biases={**ATTENTION_BIAS, **_MLP_BIAS}),
+    "exaone4": Architecture(
+        "exaone4",
+        fields={**ROTARY, **WINDOWS},
+        constants={"sliding_window": None},
+        modules=NORMS_AFTER,
+    ),
+    "chatglm": Architecture(
+        "glm",
+        constants={"head_dim": None},  # hidden size / heads, whatever that is
+        modules={**LLAMA, "ffn_up": "mlp.gate_up_proj", "attn_qkv": "self_attn.query_key_value"},
+        biases={"attention_bias": "blk.0.attn_v.bias"},
+    ),
+    "gptneox": Architecture(
+        "gpt_neox",
+        fields={**LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
+        layer="gpt_neox.layers.{}.",
         modules={
-            **LLAMA,
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            **{
-                f"{module}_shexp": LLAMA[module].replace("mlp.", "mlp.shared_expert.")
-                for module in FEED_FORWARD
-            },
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "attention.qkv",
+            "attn_output": "attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
         },
-        experts=EXPERTS,
-    ),
-    "qwen3moe": Architecture(
-        "qwen3_moe",
-        fields=MIXTURE,
-        constants={"use_sliding_window": False, "norm_topk_prob": True},
-        modules={**LLAMA, "ffn_gate_inp": "mlp.gate"},
-        experts=EXPERTS,
-        biases=_ATTENTION_BIAS,
-    ),
-    "olmoe": Architecture(
-        "olmoe",
-        fields={key: MIXTURE[key] for key in MIXTURE if key != "moe_intermediate_size"},
-        constants={"norm_topk_prob": False},
-        modules={**LLAMA, "ffn_gate_inp": "mlp.gate"},
-        experts=EXPERTS,
-    ),
-}
-# files with experts that have the architecture of those without
-WITH_EXPERTS: Mapping[str, Architecture] = {
-    "llama": Architecture(
-        "mixtral",
-        fields={
-            **ROTARY,
-            "num_local_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
+        outside={
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "embed_out",
         },
+    ),
+    "mistral3": Architecture(
+        "ministral3",
+        constants={"rope_parameters": UNSCALED},
+        further=ministral_rope,
         permuted=True,
-        modules={
-            **{key: LLAMA[key] for key in LLAMA if key not in FEED_FORWARD},
-            "ffn_gate_inp": "block_sparse_moe.gate",
-        },
-        experts={
-            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-        },
+        ignored=frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"}),
     ),
+    **MIXTURES,
+}
+
+
+class Variant(NamedTuple):
+    """The row for files that have this value of a key; None: any value except 0 and false."""
+
+    key: str
+    architecture: Architecture
+    value: Any = None
+
+
+VARIANTS: Mapping[str, Sequence[Variant]] = {
+    "llama": (Variant("expert_count", MIXTRAL),),
+    "olmo2": (
+        Variant(
+            "attention.sliding_window",
+            Architecture(
+                "olmo3",
+                fields={**ROTARY, **WINDOWS, "rope_local_base_freq": "rope.freq_base_swa"},
+                modules=NORMS_AFTER,
+            ),
+        ),
+    ),
+    "granitemoe": (Variant("expert_shared_feed_forward_length", GRANITE_SHARED),),
+    "deepseek2": (Variant("expert_gating_func", DEEPSEEK_V3, 2),),
 }

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import Groups
 
+_DOUBLED_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).float()
+
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
@@ -146,6 +148,12 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (scales.unsqueeze(-1) * values).flatten(1)
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    """Return the values of E2M1 numbers, twice as large, times half of a power of two."""
+    halves = torch.exp2(blocks[:, :1].float() - 128)  # also of 0: the smallest is not normal
+    return _DOUBLED_E2M1[_nibbles(blocks[:, 1:]).int()] * halves
+
+
 def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda blocks: blocks.contiguous().view(dtype)
 
@@ -164,6 +172,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     13: BlockType("Q5_K", 256, 176, _q5_k),
     14: BlockType("Q6_K", 256, 210, _q6_k),
     30: BlockType("BF16", 1, 2, _as(torch.bfloat16), "bfloat16"),
+    39: BlockType("MXFP4", 32, 17, _mxfp4),
 }
 # names of unsupported types, for the error message
 TYPE_NAMES: Mapping[int, str] = {
@@ -185,6 +194,5 @@ TYPE_NAMES: Mapping[int, str] = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
     40: "NVFP4",
 }

@@ -15,7 +15,7 @@ import torch
 
 from gptmanager.errors import ConfigError, quoted, quoted_path
 from gptmanager.models.gguf.architecture import Architecture
-from gptmanager.models.gguf.architectures import ARCHITECTURES, WITH_EXPERTS
+from gptmanager.models.gguf.architectures import ARCHITECTURES, VARIANTS
 from gptmanager.models.gguf.header import Header
 from gptmanager.models.gguf.metadata import Metadata
 
@@ -47,8 +47,10 @@ def architecture_of(header: Header) -> Architecture:
             f"{quoted_path(header.path)}: general.architecture = {quoted(name)} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
-    if name in WITH_EXPERTS and metadata.get(f"{name}.expert_count"):
-        return WITH_EXPERTS[name]
+    for variant in VARIANTS.get(name, ()):
+        value = metadata.get(f"{name}.{variant.key}")
+        if value == variant.value if variant.value is not None else value:
+            return variant.architecture
     return ARCHITECTURES[name]
 
 
@@ -60,8 +62,11 @@ def config_of(header: Header) -> dict[str, Any]:
     config: dict[str, Any] = {"model_type": own.model_type, **own.constants}
     for field, key in own.fields.items():
         if (value := metadata.get(prefix + key)) is not None:
+            if field == "layer_types":
+                config |= _layer_types(value)
+                continue
             if isinstance(value, np.ndarray):
-                raise metadata.error(prefix + key, "must be one number for all layers")
+                value = _of_all_layers(metadata, prefix + key, value)
             if value or field not in _ZERO_IS_NONE:
                 config[field] = value
     embedding = header.tensors.get("token_embd.weight")
@@ -75,19 +80,43 @@ def config_of(header: Header) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = _score_scalar(config, own.scaled_by_size)
     if "rope_theta" in own.fields:
         config |= _rope(header, metadata, prefix, config)
-    return config
+        if "rope.dimension_count" not in own.ignored | {*own.fields.values()}:
+            config |= _partial(metadata, prefix, config)
+    if "rope_scaling" in config:
+        config.pop("rope_parameters", None)
+    return {**config, **own.further(metadata, prefix, header.tensors.keys(), config)}
+
+
+def _layer_types(pattern: Any) -> dict[str, Any]:
+    """Return the field for the layers with a sliding window: a flag for each layer, or a number n,
+    with which every n-th layer has none.
+    """
+    if not isinstance(pattern, np.ndarray):
+        return {"sliding_window_pattern": pattern}
+    kinds = [f"{'sliding' if is_sliding else 'full'}_attention" for is_sliding in pattern.tolist()]
+    return {"layer_types": kinds}
+
+
+def _of_all_layers(metadata: Metadata, key: str, values: np.ndarray) -> Any:
+    if len({*values.tolist()}) != 1:
+        raise metadata.error(key, "must be one number for all layers")
+    return values[0].item()
 
 
 def _refuse_unknown(metadata: Metadata, own: Architecture, prefix: str) -> None:
-    known = _IGNORED | _ROPE | own.ignored | {*own.fields.values()}
+    required = {**_ONE_VALUE, **own.required}
+    known = (_IGNORED | _ROPE | own.ignored | {*own.fields.values()}) - own.required.keys()
     for key in metadata:
         name = key.removeprefix(prefix)
         if name == key or name in known:
             continue
-        if name not in _ONE_VALUE or metadata.get(key) != _ONE_VALUE[name]:
+        if name not in required or metadata.get(key) != required[name]:
             raise metadata.error(key, "not supported: it may change what the network computes")
     value_length = metadata.get(f"{prefix}attention.value_length")
-    if value_length not in (None, metadata.get(f"{prefix}attention.key_length")):
+    if "attention.value_length" not in own.ignored and value_length not in (
+        None,
+        metadata.get(f"{prefix}attention.key_length"),
+    ):
         raise metadata.error(f"{prefix}attention.value_length", "must equal attention.key_length")
 
 
@@ -110,10 +139,7 @@ def _score_scalar(config: Mapping[str, Any], num_layers: int) -> Any:
 def _rope(
     header: Header, metadata: Metadata, prefix: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of rotary embeddings: `rope_scaling` if needed, and the rotated
-    fraction.
-    """
-    found = _partial(metadata, prefix, config)
+    """Return the fields of scaled rotary embeddings; without a scaling, none."""
 
     def get(key: str) -> Any:
         return metadata.get(f"{prefix}rope.scaling.{key}")
@@ -134,7 +160,7 @@ def _rope(
             "attention_factor": get("attn_factor") or 1.0,
         }
         given = original or config.get("max_position_embeddings")
-        return {**found, "rope_scaling": scaling, "original_max_position_embeddings": given}
+        return {"rope_scaling": scaling, "original_max_position_embeddings": given}
     if kind == "yarn":
         names = {
             "attention_factor": "yarn_attn_factor",
@@ -145,10 +171,10 @@ def _rope(
         scaling |= {ours: get(key) for ours, key in names.items() if get(key) is not None}
         if original is not None:
             scaling["original_max_position_embeddings"] = original
-        return {**found, "rope_scaling": scaling}
+        return {"rope_scaling": scaling}
     if factor not in (None, 0, 1):
-        return {**found, "rope_scaling": {"rope_type": "linear", "factor": factor}}
-    return found
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    return {}
 
 
 def _partial(metadata: Metadata, prefix: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,7 +184,7 @@ def _partial(metadata: Metadata, prefix: str, config: Mapping[str, Any]) -> dict
     if head is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         head = hidden // heads
     if rotated is None or rotated == head or not isinstance(head, int) or head < 1:
-        return {}
+        return {"partial_rotary_factor": 1.0}
     if not 0 < rotated < head:
         raise metadata.error(key, f"must be at most {head}, the size of a head")
     return {"partial_rotary_factor": rotated / head}

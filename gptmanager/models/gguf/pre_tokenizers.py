@@ -37,6 +37,11 @@ def _alternatives(*patterns: str) -> tuple[str, ...]:
     return ("|".join(patterns),)
 
 
+_FALLING_SPACES = (  # the longest of these lengths
+    *(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1)),
+    r"\s{1,2}(?!\S)",
+    r"\s{1}",
+)
 _LLAMA3 = _alternatives(_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _SIGNS, _SPACES)
 _QWEN2 = _alternatives(_CONTRACTIONS, _LETTERS, r"\p{N}", _SIGNS, _SPACES)
 _GPT4O = _alternatives(
@@ -51,6 +56,12 @@ _DEEPSEEK3 = (
     _ASCII_SIGNS + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
 )
+# Latin, Greek, Cyrillic, Georgian, Cherokee and other scripts with two cases
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-"
+    "ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭ"
+    "ℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
 _BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 
 _DEFAULT = PreTokenizer(
@@ -62,6 +73,14 @@ _NAMED: Sequence[tuple[PreTokenizer, str]] = (
     (
         PreTokenizer(_LLAMA3, ignore_merges=True, add_bos=True),
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+    ),
+    (
+        PreTokenizer(
+            _alternatives(
+                _CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _SIGNS, r"\s*[\r\n]+", *_FALLING_SPACES
+            )
+        ),
+        "jais-2",
     ),
     (PreTokenizer(_LLAMA3), "dbrx smaug-bpe chatglm-bpe"),
     (PreTokenizer(_LLAMA3, ignore_merges=True), "glm4 glm5"),
@@ -101,6 +120,19 @@ _NAMED: Sequence[tuple[PreTokenizer, str]] = (
     (
         PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
         "deepseek-coder",
+    ),
+    (
+        PreTokenizer(
+            (
+                "[\r\n]",
+                rf"\s?[{_CASED}]+",
+                r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+                r"\s+$",
+                _EAST_ASIAN,
+                r"\p{N}+",
+            )
+        ),
+        "deepseek-llm",
     ),
     (PreTokenizer(_DEEPSEEK3), "deepseek-v3 hunyuan-dense joyai-llm"),
     (

@@ -21,6 +21,7 @@ from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.gguf.architecture import Architecture
 from gptmanager.models.gguf.header import Header, StoredTensor
 
+_LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 # computed from the config instead
@@ -53,18 +54,26 @@ class _Named(NamedTuple):
 class GgufTensors:
     """The `TensorSource` of a GGUF file. `num_heads`, `num_kv_heads`: heads of queries and of keys.
 
-    Raises ConfigError, which names the tensor, if the architecture does not have it.
+    `num_layers`: tensors of further layers are left out; None: there are none. Raises ConfigError,
+    which names the tensor, if the architecture does not have it.
     """
 
     def __init__(
-        self, header: Header, own: Architecture, num_heads: int, num_kv_heads: int
+        self,
+        header: Header,
+        own: Architecture,
+        num_heads: int,
+        num_kv_heads: int,
+        num_layers: int | None = None,
     ) -> None:
         self._header, self._own = header, own
         self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
         self._tensors: dict[str, _Named] = {}
         self._mappings: dict[Path, mmap.mmap] = {}
         for name, stored in header.tensors.items():
-            if name not in _FROM_CONFIG:
+            layer = _LAYER.match(name)
+            is_further = layer and num_layers is not None and int(layer[1]) >= num_layers
+            if name not in _FROM_CONFIG and not is_further:
                 self._tensors.update(self._place(name, stored))
 
     def describe(self) -> Mapping[str, TensorInfo]:
@@ -123,14 +132,17 @@ class GgufTensors:
         own = self._own
         if match := _IN_LAYER.fullmatch(name):
             layer, module, kind = match.groups()
-            if module in own.experts and len(stored.shape) == 3:
+            if module in own.experts and len(stored.shape) == (3 if kind == "weight" else 2):
                 yield from self._place_experts(own.layer.format(layer), module, kind, stored)
                 return
-            known = own.modules.get(module)
+            known = own.modules.get(f"{module}.{kind}")
+            if known is None and module in own.modules:
+                known = f"{own.modules[module]}.{kind}"
             theirs = None if known is None else own.layer.format(layer) + known
         elif match := _OUTSIDE.fullmatch(name):
             module, kind = match.groups()
-            theirs, layer = own.outside.get(module), ""
+            known, layer = own.outside.get(module), ""
+            theirs = None if known is None else f"{known}.{kind}"
         else:
             theirs = None
         if theirs is None or len(stored.shape) > 2:
@@ -138,21 +150,25 @@ class GgufTensors:
                 f"{quoted_path(self._header.path)}: tensor {tensor_name(name)} of shape "
                 f"{list(stored.shape)} is unknown in the architecture {own.model_type}"
             )
-        is_matrix = len(stored.shape) == 2
+        shape = stored.shape
+        if module in own.single_rows and len(shape) == 1:
+            shape = (1, *shape)
+        is_matrix = len(shape) == 2
         transposed = own.transposed and is_matrix and bool(layer)
         named = _Named(
             stored,
-            stored.shape[::-1] if transposed else stored.shape,
+            shape[::-1] if transposed else shape,
             transposed=transposed,
             head_dim=self._head_dim(name, module, stored) if own.permuted else None,
             plus_one=own.plus_one and module.endswith("_norm") and kind == "weight",
         )
-        yield f"{theirs}.{kind}", named
+        yield theirs, named
 
     def _place_experts(
         self, layer: str, module: str, kind: str, stored: StoredTensor
     ) -> Iterator[tuple[str, _Named]]:
-        count, rows, columns = stored.shape
+        count, *shape = stored.shape
+        rows = shape[0] if len(shape) == 2 else 1
         if count > _MAX_EXPERTS:
             raise ConfigError(
                 f"{quoted_path(self._header.path)}: {module} has {count} experts, at most "
@@ -160,7 +176,7 @@ class GgufTensors:
             )
         theirs = layer + self._own.experts[module]
         for expert in range(count):
-            named = _Named(stored, (rows, columns), first_row=expert * rows)
+            named = _Named(stored, tuple(shape), first_row=expert * rows)
             yield f"{theirs.format(expert)}.{kind}", named
 
     def _head_dim(self, name: str, module: str, stored: StoredTensor) -> int | None:
@@ -175,7 +191,10 @@ class GgufTensors:
         return rows // heads
 
     def _vector(self, named: _Named, elements: range) -> Tensor:
-        values = self._unpacked(named, self._bytes(named.stored))
+        stored = self._bytes(named.stored)
+        if len(named.stored.shape) == 2:  # one of several vectors
+            stored = stored[named.first_row]
+        values = self._unpacked(named, stored)
         if named.head_dim is not None:
             values = values[_pairs_to_halves(range(len(values)), named.head_dim)]
         if named.plus_one:

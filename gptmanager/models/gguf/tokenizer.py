@@ -35,9 +35,9 @@ def load_gguf_tokenizer(header: Header) -> Tokenizer:
     if vocabulary is None:
         raise ConfigError(f"{quoted_path(header.path)} holds no tokenizer: pass token ids")
     kind = metadata.text(f"{_GGML}model")
-    makers = {"gpt2": _byte_level, "llama": _sentence_piece}
+    makers = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _gemma4}
     if kind not in makers:
-        raise metadata.error(f"{_GGML}model", "not supported; supported: gpt2, llama")
+        raise metadata.error(f"{_GGML}model", f"not supported; supported: {', '.join(makers)}")
     try:
         tokenizer, add_bos = makers[kind](metadata, vocabulary)
         tokenizer.add_tokens(_added_tokens(metadata, vocabulary))
@@ -64,12 +64,7 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, 
         )
     own = PRE_TOKENIZERS[name]
     by_text = _by_text(vocabulary)
-    merges = []
-    for merge in metadata.texts(f"{_GGML}merges"):
-        cut = merge.find(" ", 1)
-        left, right = merge[: max(cut, 0)], merge[cut + 1 :]
-        if left in by_text and right in by_text and left + right in by_text:
-            merges.append((left, right))
+    merges = _given_merges(metadata, by_text)
     tokenizer = Tokenizer(BPE(by_text, merges, ignore_merges=own.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in own.patterns]
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -78,6 +73,30 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, 
     if metadata.flag(f"{_GGML}add_space_prefix", False):
         tokenizer.normalizer = normalizers.Prepend(" ")
     return tokenizer, own.add_bos
+
+
+def _given_merges(metadata: Metadata, by_text: Mapping[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for merge in metadata.texts(f"{_GGML}merges"):
+        cut = merge.find(" ", 1)
+        left, right = merge[: max(cut, 0)], merge[cut + 1 :]
+        if left in by_text and right in by_text and left + right in by_text:
+            merges.append((left, right))
+    return merges
+
+
+def _gemma4(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+    """Return a BPE tokenizer over lines, with byte fallback. Its merges are in the file."""
+    by_text = _by_text(vocabulary)
+    merges = _given_merges(metadata, by_text)
+    own = {"unk_token": vocabulary.text("unknown"), "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer(BPE(by_text, merges, **own))
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer, True
 
 
 def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:

@@ -6,21 +6,26 @@ tokenizer, and the logits of transformers 5.17.0 in float32 with the same weight
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import PagedDriver
+from gguf_files import write_gguf
 
 from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
-from gptmanager.models.gguf.architectures import ARCHITECTURES, WITH_EXPERTS
+from gptmanager.models.conversion import convert_checkpoint
+from gptmanager.models.families import place_tensors
+from gptmanager.models.gguf.architectures import ARCHITECTURES, VARIANTS
+from gptmanager.models.gguf.header import read_header
 
 FOLDER = Path(__file__).with_name("architectures")
 FILES = sorted(FOLDER.glob("*.gguf"))
-OTHERWISE = {"gemma3", "gpt2"}  # tests that write their own files have these
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +35,68 @@ def expected() -> dict[str, np.ndarray]:
 
 
 def test_every_architecture_has_a_file() -> None:
-    names = {*ARCHITECTURES, *(f"{name}_with_experts" for name in WITH_EXPERTS)}
-    assert {file.stem for file in FILES} == names - OTHERWISE
+    variants = [variant.architecture for name in VARIANTS for variant in VARIANTS[name]]
+    wanted = {own.model_type for own in [*ARCHITECTURES.values(), *variants]}
+    assert {read_config(file)["model_type"] for file in FILES} == wanted
+    assert {file.stem for file in FILES} >= ARCHITECTURES.keys()
 
 
+def logits_of(source: Path, expected: dict[str, np.ndarray], **options: Any) -> np.ndarray:
+    model = load_model(source, dtype="float32", **options)
+    driver = PagedDriver(model, 1, 64, torch.float32)
+    found: np.ndarray = driver.forward([(0, expected["tokens"].tolist())]).float().numpy()
+    return found
+
+
+@pytest.mark.every(2)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_logits_equal_transformers(file: Path, expected: dict[str, np.ndarray]) -> None:
-    tokens = expected["tokens"].tolist()
-    model = load_model(file, dtype="float32")
-    logits = PagedDriver(model, 1, 64, torch.float32).forward([(0, tokens)]).float()
-    assert np.abs(logits.numpy() - expected[file.stem]).max() < 1e-4
+    assert np.abs(logits_of(file, expected) - expected[file.stem]).max() < 1e-4
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek2_v3", "granitemoe_shared"])
+def test_tensors_with_other_names_are_converted(
+    name: str, expected: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """Experts and heads that a file has one by one, and a checkpoint of transformers has not."""
+    folder = convert_checkpoint(FOLDER / f"{name}.gguf", tmp_path / "folder", dtype="float32")
+    assert np.abs(logits_of(folder, expected) - expected[name]).max() < 1e-4
+    in_bytes = convert_checkpoint(folder, tmp_path / "bytes", weights_dtype="int8")
+    assert np.array_equal(
+        logits_of(in_bytes, expected, weights_dtype="file"),
+        logits_of(folder, expected, weights_dtype="int8"),
+    )
+
+
+def test_a_matrix_of_one_row_may_be_stored_as_a_vector(
+    expected: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """As llama.cpp's own programs write it, which drop last dimensions of size 1."""
+    header, tensors = read_header(FOLDER / "ernie4_5-moe.gguf"), {}
+    data = header.path.read_bytes()
+    for name, (_, shape, block, offset) in header.tensors.items():
+        kind = {"F32": 0, "F16": 1}[block.name]
+        dtype = np.float32 if kind == 0 else np.uint8
+        count = math.prod(shape) * block.num_bytes // np.dtype(dtype).itemsize
+        values = np.frombuffer(data, dtype, count, offset)
+        tensors[name] = kind, values.reshape(*shape[:-1], -1)
+    name = "blk.1.exp_probs_b.bias"
+    assert tensors[name][1].shape == (1, 4)
+    tensors[name] = 0, tensors[name][1][0]
+    file = write_gguf(tmp_path / "a.gguf", header.metadata, tensors, sizes={1: (1, 2)})
+
+    found = logits_of(file, expected)
+
+    assert np.abs(found - expected["ernie4_5-moe"]).max() < 1e-4
+
+
+def test_names_of_parts_are_only_taken_where_a_checkpoint_has_them() -> None:
+    spec = load_model(FOLDER / "gpt-oss.gguf").spec
+    whole, parts = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.3.up_proj"
+    assert {whole, f"{whole}_bias"} <= place_tensors(spec).keys()
+    places = place_tensors(spec, [f"{parts}.weight", f"{parts}.bias"])
+    assert {f"{parts}.weight", f"{parts}.bias"} <= places.keys() and whole not in places
 
 
 def test_experts_are_read_in_any_slices() -> None:

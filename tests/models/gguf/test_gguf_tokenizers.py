@@ -100,7 +100,7 @@ def test_the_chat_template_is_that_of_the_file(tmp_path: Path) -> None:
     ("changes", "told"),
     [
         ({"pre": "strange"}, "pre = 'strange': this pre-tokenizer is not supported; supported: "),
-        ({"model": "t5"}, "tokenizer.ggml.model = 't5': not supported; supported: gpt2, llama"),
+        ({"model": "t5"}, "ggml.model = 't5': not supported; supported: gpt2, llama, gemma4"),
         ({"tokens": None}, "holds no tokenizer: pass token ids"),
         ({"tokens": 3}, "tokenizer.ggml.tokens = 3: must be an array of strings"),
         ({"merges": None}, "tokenizer.ggml.merges is not there: must be an array of strings"),

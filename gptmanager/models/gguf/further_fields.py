@@ -1,0 +1,122 @@
+"""Config fields that several keys of a GGUF file determine together: `Architecture.further`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from gptmanager.models.gguf.architecture import Config
+from gptmanager.models.gguf.metadata import Metadata
+
+Names = Collection[str]
+
+
+def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
+    """Return the number of layers without those that predict further tokens (GLM 4.5)."""
+    num_further = metadata.integer(f"{prefix}nextn_predict_layers") or 0
+    layers = config.get("num_hidden_layers")
+    if not num_further or not isinstance(layers, int):
+        return {}
+    if not 0 < num_further < layers:
+        raise metadata.error(f"{prefix}nextn_predict_layers", f"must be 1 to {layers - 1}")
+    return {
+        "num_hidden_layers": layers - num_further,
+        "num_nextn_predict_layers": num_further,
+    }
+
+
+def gpt_oss_rope(_: Metadata, __: str, ___: Names, config: Config) -> Config:
+    """Return a yarn scaling with the bounds that the models are trained with: not rounded."""
+    scaling = config.get("rope_scaling")
+    return {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
+
+
+def ministral_rope(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
+    """Return a yarn scaling with the query temperature."""
+    scaling = config.get("rope_scaling")
+    if scaling is None:
+        return {}
+    multiplier = metadata.get(f"{prefix}rope.scaling.yarn_log_multiplier")
+    own = {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}
+    beta = metadata.get(f"{prefix}attention.temperature_scale")
+    return {"rope_scaling": {**scaling, **own, "llama_4_scaling_beta": beta}}
+
+
+def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:
+    """Return the sizes of a head, and a yarn scaling with its factor of attention scores.
+
+    Files of before April 2025 have the sizes of the expanded heads as `attention.key_length` and
+    `attention.value_length`, others those of the latent.
+    """
+
+    def size(key: str) -> Any:
+        expanded = metadata.integer(f"{prefix}attention.{key}_mla")
+        return metadata.integer(f"{prefix}attention.{key}") if expanded is None else expanded
+
+    found: dict[str, Any] = {"v_head_dim": size("value_length")}
+    key, rotated = size("key_length"), config.get("qk_rope_head_dim")
+    if key is not None and isinstance(rotated, int):
+        found["qk_nope_head_dim"] = key - rotated
+    found["q_lora_rank"] = config.get("q_lora_rank")
+    if config["model_type"] == "deepseek_v2":
+        is_limited = config.get("n_group") not in (None, 0, 1)
+        found["topk_method"] = "group_limited_greedy" if is_limited else "greedy"
+    scaling = config.get("rope_scaling")
+    multiplier = metadata.get(f"{prefix}rope.scaling.yarn_log_multiplier")
+    if scaling is not None and isinstance(multiplier, float) and multiplier:
+        # llama.cpp's converter writes a tenth of it, and its reader takes both for the same
+        both = dict.fromkeys(("mscale", "mscale_all_dim"), round(multiplier * 10, 6))
+        found["rope_scaling"] = {**scaling, **both}
+    return {**found, **without_further_layers(metadata, prefix, names, config)}
+
+
+def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:
+    """Return the heads, widths and rotations of the two kinds of layers."""
+    types, shared = config.get("layer_types"), config.get("num_kv_shared_layers")
+    if not isinstance(types, list) or "full_attention" not in types or not isinstance(shared, int):
+        raise metadata.error(f"{prefix}attention.sliding_window_pattern", "must have both kinds")
+    is_full = [kind == "full_attention" for kind in types]
+    is_shared = [layer >= len(types) - shared for layer in range(len(types))]
+    windowed, full = _two(metadata, f"{prefix}attention.head_count_kv", is_full)
+    width, wide = _two(metadata, f"{prefix}feed_forward_length", is_shared)
+    if wide not in (width, 2 * width):
+        raise metadata.error(f"{prefix}feed_forward_length", "must be equal or twice as large")
+    factors = (config.get("rope_scaling") or {}).get("long_factor", [1.0])
+    rotated = sum(factor == 1 for factor in factors) / len(factors)  # the others are 1e30
+    theta = config.get("rope_theta")
+    return {
+        "num_key_value_heads": windowed,
+        "num_global_key_value_heads": None if full == windowed else full,
+        "attention_k_eq_v": f"blk.{is_full.index(True)}.attn_v.weight" not in names,
+        "intermediate_size": width,
+        "use_double_wide_mlp": wide != width,
+        "vocab_size_per_layer_input": config.get("vocab_size"),
+        "rope_scaling": None,
+        "original_max_position_embeddings": None,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": rotated,
+                "rope_theta": theta,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": metadata.get(f"{prefix}rope.freq_base_swa") or theta,
+            },
+        },
+    }
+
+
+def _two(metadata: Metadata, key: str, is_second: Sequence[bool]) -> tuple[Any, Any]:
+    """Return the numbers of two kinds of layers."""
+    given = metadata.get(key)
+    values = given.tolist() if isinstance(given, np.ndarray) else [given] * len(is_second)
+    if len(values) == len(is_second) and all(isinstance(value, int) for value in values):
+        pairs = {*zip(is_second, values, strict=True)}
+        found = [[value for second, value in pairs if second == kind] for kind in (False, True)]
+        if all(len(kind) <= 1 for kind in found):
+            first, second = (next(iter(kind), values[0]) for kind in found)
+            return first, second
+    raise metadata.error(key, "must be one number for all layers of a kind")

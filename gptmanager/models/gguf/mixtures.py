@@ -1,0 +1,207 @@
+"""Rows of the table of architectures for mixtures of experts; see `architectures`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gptmanager.models.gguf.architecture import (
+    ATTENTION_BIAS,
+    CORRECTED,
+    EXPERTS,
+    FEED_FORWARD,
+    GRANITE,
+    LLAMA,
+    MIXTURE,
+    ROTARY,
+    ROUTED,
+    ROUTED_DEFAULTS,
+    SHARED,
+    UNSCALED,
+    Architecture,
+)
+from gptmanager.models.gguf.further_fields import (
+    deepseek_fields,
+    gpt_oss_rope,
+    without_further_layers,
+)
+
+_SIGMOID = {"expert_gating_func": 2}
+_ATTENTION = {key: LLAMA[key] for key in LLAMA if key not in FEED_FORWARD}
+_LOCAL = {
+    **ROTARY,
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+}
+# the width of all layers is that of the experts
+_ALL_SPARSE = {**_LOCAL, "intermediate_size": "expert_feed_forward_length"}
+_BLOCK_EXPERTS = {
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+}
+MIXTRAL = Architecture(
+    "mixtral",
+    fields=_LOCAL,
+    permuted=True,
+    modules={**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"},
+    experts=_BLOCK_EXPERTS,
+)
+_GRANITE_MOE = Architecture(
+    "granitemoe",
+    fields={**GRANITE, **_LOCAL},
+    permuted=True,
+    modules={
+        **_ATTENTION,
+        **SHARED,
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        "ffn_down_shexp": "shared_mlp.output_linear",
+    },
+    experts=EXPERTS,
+    required={"rope.scaling.finetuned": True},
+    biases=ATTENTION_BIAS,
+)
+GRANITE_SHARED = replace(
+    _GRANITE_MOE,
+    model_type="granitemoeshared",
+    fields={
+        **_GRANITE_MOE.fields,
+        "shared_intermediate_size": "expert_shared_feed_forward_length",
+    },
+)
+_GLM4_MOE = Architecture(
+    "glm4_moe",
+    fields=ROUTED,
+    constants=ROUTED_DEFAULTS,
+    further=without_further_layers,
+    modules={
+        **{key: CORRECTED[key] for key in CORRECTED if key != "ffn_norm"},
+        "post_attention_norm": "post_attention_layernorm",
+    },
+    experts=EXPERTS,
+    ignored=frozenset({"nextn_predict_layers"}),
+    required=_SIGMOID,
+    biases={**ATTENTION_BIAS, "use_qk_norm": "blk.0.attn_q_norm.weight"},
+)
+_DEEPSEEK_V2 = Architecture(
+    "deepseek_v2",
+    fields={
+        **{key: ROUTED[key] for key in ROUTED if key not in ("num_key_value_heads", "head_dim")},
+        "q_lora_rank": "attention.q_lora_rank",
+        "kv_lora_rank": "attention.kv_lora_rank",
+        "qk_rope_head_dim": "rope.dimension_count",
+    },
+    constants=ROUTED_DEFAULTS,
+    further=deepseek_fields,
+    modules={
+        **CORRECTED,
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+    },
+    experts={
+        **EXPERTS,
+        "attn_k_b": "self_attn.k_b_proj.{}",
+        "attn_v_b": "self_attn.v_b_proj.{}",
+    },
+    ignored=frozenset(
+        """
+        attention.head_count_kv attention.value_length attention.key_length_mla
+        attention.value_length_mla rope.scaling.yarn_log_multiplier nextn_predict_layers
+        """.split()
+    ),
+    required={"expert_gating_func": 1},
+    biases={"attention_bias": "blk.0.attn_kv_a_mqa.bias"},
+)
+DEEPSEEK_V3 = replace(_DEEPSEEK_V2, model_type="deepseek_v3", required=_SIGMOID)
+MIXTURES: Mapping[str, Architecture] = {
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        fields={
+            **MIXTURE,
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+        constants={"use_sliding_window": False, "norm_topk_prob": False},
+        modules={
+            **LLAMA,
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **{
+                f"{module}_shexp": LLAMA[module].replace("mlp.", "mlp.shared_expert.")
+                for module in FEED_FORWARD
+            },
+        },
+        experts=EXPERTS,
+        single_rows=frozenset({"ffn_gate_inp_shexp"}),
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        fields=MIXTURE,
+        constants={"use_sliding_window": False, "norm_topk_prob": True},
+        modules={**LLAMA, "ffn_gate_inp": "mlp.gate"},
+        experts=EXPERTS,
+        biases=ATTENTION_BIAS,
+    ),
+    "olmoe": Architecture(
+        "olmoe",
+        fields={key: MIXTURE[key] for key in MIXTURE if key != "moe_intermediate_size"},
+        constants={"norm_topk_prob": False},
+        modules={**LLAMA, "ffn_gate_inp": "mlp.gate"},
+        experts=EXPERTS,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        fields={**_ALL_SPARSE, "sliding_window": "attention.sliding_window"},
+        constants={"rope_parameters": UNSCALED},
+        further=gpt_oss_rope,
+        modules={
+            **{key: _ATTENTION[key] for key in _ATTENTION if key != "ffn_norm"},
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+            "attn_sinks.weight": "self_attn.sinks",
+        },
+        experts=EXPERTS,
+        ignored=frozenset({"feed_forward_length"}),
+        biases=ATTENTION_BIAS,
+    ),
+    "granitemoe": _GRANITE_MOE,
+    "glm4moe": _GLM4_MOE,
+    "dots1": replace(_GLM4_MOE, model_type="dots1", modules=CORRECTED, biases=ATTENTION_BIAS),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        fields={
+            **ROTARY,
+            "moe_num_experts": "expert_count",
+            "moe_k": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "moe_num_shared_experts": "expert_shared_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+            "moe_layer_start_index": "leading_dense_block_count",
+        },
+        constants={"moe_num_shared_experts": 0, "moe_layer_start_index": 0},
+        modules={
+            **CORRECTED,
+            "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
+        },
+        experts=EXPERTS,
+        single_rows=frozenset({"exp_probs_b"}),
+        ignored=frozenset({"expert_shared_feed_forward_length"}),
+        biases={"use_bias": "blk.0.attn_q.bias"},
+    ),
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        fields=_ALL_SPARSE,
+        modules={
+            **_ATTENTION,
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+        },
+        experts=_BLOCK_EXPERTS,
+        ignored=frozenset({"feed_forward_length"}),
+        required=_SIGMOID,
+    ),
+    "deepseek2": _DEEPSEEK_V2,
+}
