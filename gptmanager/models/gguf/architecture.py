@@ -56,7 +56,7 @@ GRANITE: Mapping[str, str] = {
 SSM = [
     f"ssm.{key}" for key in "conv_kernel state_size group_count inner_size time_step_rank".split()
 ]
-UNSCALED = {"rope_type": "default"}  # for families whose default is a scaled rope
+UNSCALED = {"rope_type": "default"}  # for families with a scaled rope by default
 ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
 # what the absence of a key means, where a family has another default
 ROUTED_DEFAULTS: Mapping[str, Any] = {
@@ -138,7 +138,7 @@ class Architecture:
     `fields`: config field -> key. `constants`: config fields that files do not contain, or that
     absent keys mean. `further`: returns more fields, from the metadata, the architecture's prefix,
     the names of tensors and the config so far. `layer`: the prefix of a layer's modules. `modules`:
-    names of modules in a layer, or of a tensor, whose name in a checkpoint is then complete.
+    names of modules in a layer; of a tensor, its complete name.
     `outside`: names of modules outside the layers. `experts`: modules that hold all experts of a
     layer, or all heads; {} in the names in a checkpoint is the number of the expert. `single_rows`:
     matrices of one row, which may be stored as vectors. `permuted`: rows of queries and keys are
