@@ -7,7 +7,6 @@ callback that fails too often ends the loop.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,11 +18,11 @@ from gptmanager.errors import CallbackError, InvalidRequestError, response_text
 from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.host.cached_blocks import CachedBlocks
+from gptmanager.host.callback_checks import HostTimers, add_stops, items_of, optional, required
 from gptmanager.host.journal_seam import JournalSeam, NoJournal
 from gptmanager.host.preparation import Preparation
-from gptmanager.host.received_requests import Receiver, not_iterable
+from gptmanager.host.received_requests import Receiver
 from gptmanager.host.retries import GetFailures
-from gptmanager.host.timers import HostTimers, optional, required
 from gptmanager.host.turns import Turn
 from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer
 from gptmanager.lifecycle.clock import monotonic
@@ -45,7 +44,6 @@ from gptmanager.step import Failure, Intake
 
 _T = TypeVar("_T")
 
-_READY = frozenset({list, tuple, set, frozenset})  # types that most callbacks return
 _POLL_S = 0.002  # interval of checking whether SendResponse has returned
 _STALL_S = 0.01  # pause after an iteration that scheduled no active request
 
@@ -304,11 +302,7 @@ class CallbackHost:
         if self._poll is None:
             return
         with self._guarded(self.timers.poll):
-            stops = self._poll()
-            if type(stops) not in _READY:
-                check_answer("PollStopSignal", stops, may_yield=True)
-            if stops is not None:
-                _collect_ids(stops, self._stops)
+            add_stops(self._poll(), self._stops)
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self._check()
@@ -334,14 +328,8 @@ class CallbackHost:
         receiver, failures = self.receiver, self.get_failures
         before = len(receiver.received)
         with self._guarded(self.timers.get) as raised:
-            answer = self._get(-1 if room is None else room)
-            if type(answer) not in _READY:
-                check_answer("GetInferenceRequests", answer, may_yield=True)
-            try:  # no code that may fail between the answer and the queue
-                items = iter(answer)
-            except TypeError:
-                raise not_iterable(answer) from None
-            for item in items:
+            # no code that may fail between an item and the queue
+            for item in items_of(self._get(-1 if room is None else room)):
                 receiver.returned.append(item)
         foreign = self._receive() if receiver.returned else None
         error = raised[0] if raised else foreign
@@ -383,18 +371,3 @@ class CallbackHost:
 def _taken(queue: deque[_T]) -> tuple[_T, ...]:
     """Remove and return all items of a queue that other threads fill."""
     return tuple(queue.popleft() for _ in range(len(queue)))
-
-
-def _collect_ids(stops: Any, into: set[int]) -> None:
-    """Add the ids that PollStopSignal returned. Raises CallbackError for other values."""
-    foreign = []
-    try:
-        for stop in stops:
-            try:
-                into.add(operator.index(stop))
-            except TypeError:
-                foreign.append(stop)
-    except TypeError:
-        foreign.append(stops)
-    if foreign:
-        raise CallbackError(f"PollStopSignal returned {foreign[0]!r}, expected request ids")
