@@ -1,4 +1,4 @@
-"""Checks of callbacks and of the values that they return, and `HostTimers`, which time the calls."""
+"""Checks of callbacks and of their return values, and `HostTimers`, which times the calls."""
 
 from __future__ import annotations
 
