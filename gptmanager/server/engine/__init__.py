@@ -1,1 +1,1 @@
-"""The engine that runs the requests of every protocol, with its adapters and metrics."""
+"""The engine, which runs the requests of every protocol, with its adapters and metrics."""

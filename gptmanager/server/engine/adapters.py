@@ -1,4 +1,4 @@
-"""`Adapters`: the LoRA adapters that clients may name, and where they were loaded from."""
+"""`Adapters`: the LoRA adapters that clients may use by name, and their folders."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Adapters:
         return name in self._by_name
 
     def find(self, name: str) -> Adapter:
-        """Return the adapter called `name`. ApiError 404 if none is loaded."""
+        """Return the adapter called `name`. Raises ApiError (404) if it is not loaded."""
         if name not in self._by_name:
             raise ApiError(
                 404, f"no adapter is called {quoted(name)}", param="lora_name", code="not_found"
@@ -67,8 +67,8 @@ class Adapters:
     def room(self, name: str) -> Iterator[None]:
         """Reserve a place for one more adapter while the block reads and adds it.
 
-        ApiError 400 if the name is taken, or if no place is free; adapters that are being read
-        count.
+        Raises ApiError (400) if the name is taken, or if no place is free. Adapters that are being
+        read also have a place.
         """
         self._check_free(name)
         if len(self._by_name) + self._num_loading >= self._most:
@@ -83,8 +83,9 @@ class Adapters:
     def read(self, name: str, path: str, *, is_trusted: bool = False) -> Adapter:
         """Return an adapter read from its files, without adding it. Blocks while it reads.
 
-        `is_trusted`: the operator names the folder, which may be outside the root. ApiError 403 for
-        another folder outside the root, 400 for a folder without a valid adapter.
+        `is_trusted`: the operator has named the folder, which may be outside the root. Raises
+        ApiError: 403 for any other folder outside the root, 400 for a folder without a valid
+        adapter.
         """
         folder = Path(path).resolve() if is_trusted else self._folder(path)
         try:
@@ -97,7 +98,7 @@ class Adapters:
         return Adapter(name, folder, next(self._task_ids), tensors, int(time.time()))
 
     def add(self, adapter: Adapter) -> None:
-        """Add an adapter. ApiError 400 if its name is taken."""
+        """Add an adapter. Raises ApiError (400) if its name is taken."""
         self._check_free(adapter.name)
         self._by_name[adapter.name] = adapter
 

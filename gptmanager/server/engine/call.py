@@ -1,7 +1,7 @@
 """`Call`: the engine requests of one client's call, which end together with the call.
 
-Ends requests at their timeouts, and resends the weights of an adapter that the cache has evicted.
-Independent of protocols.
+A call ends its requests at their timeouts, and resends the weights of an adapter that the cache has
+evicted. This module does not know protocols.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _REASONS = {
 
 
 class EngineRequest:
-    """One prompt and how to generate from it.
+    """One prompt, and the options of its generation.
 
-    `by_name` has names and keywords of `InferenceRequest.from_tokens`, without the request id.
+    `by_name` has the keyword arguments of `InferenceRequest.from_tokens`, without the request id.
     `adapter` is the name of a loaded adapter. With `is_scoring`, only the prompt's log
     probabilities are needed, and generated tokens do not count. With `is_ended_by_caller`, the
-    caller looks for ends that the engine does not know, and calls `Call.stop` at each end.
+    caller also looks for ends that the engine does not know, and calls `Call.stop` at each.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Call:
                 await self._waiter.wait()
 
     async def results(self) -> list[GenerationResult]:
-        """Return all results, in the order of the requests. ApiError 504 if one timed out."""
+        """Return all results, in the order of the requests. Raises ApiError (504) at a timeout."""
         found: dict[int, GenerationResult] = {}
         async for index, part in self.parts():
             if part.result is not None:
@@ -169,7 +169,7 @@ class Call:
             self._results.append(part.result)
 
     def log_fields(self) -> dict[str, Any]:
-        """Return what the log tells about the requests so far: tokens, times, how they ended."""
+        """Return the fields of the requests for the log: tokens, times, and how they ended."""
         metrics = [result.metrics for result in self._results]
         reasons = [_REASONS[reason] for it in self._results for reason in it.finish_reasons]
         is_cut = len(self._results) < len(self._running)
@@ -199,7 +199,7 @@ class Call:
                 self._cancel(it.generation, "cancelled")
 
     def time_out(self) -> None:
-        """End all requests that still run, as at a timeout."""
+        """End all requests that still run with the finish reason of a timeout."""
         for it in self._running:
             self._time_out(it)
 
@@ -230,13 +230,13 @@ class Call:
 
 
 def check_in_time(result: GenerationResult) -> None:
-    """Raise ApiError 504 for a result that timed out."""
+    """Raise ApiError (504) for a result that timed out."""
     if FinishReason.TIMED_OUT in result.finish_reasons:
         raise ApiError(504, "the request timed out", code="timeout")
 
 
 def _timed_out(result: GenerationResult) -> GenerationResult:
-    """Return the result with TIMED_OUT for CANCELLED: the timeout has cancelled it."""
+    """Return the result with TIMED_OUT in place of CANCELLED, because the timeout cancelled it."""
     reasons = tuple(
         FinishReason.TIMED_OUT if reason is FinishReason.CANCELLED else reason
         for reason in result.finish_reasons

@@ -1,6 +1,6 @@
-"""`Engine`: a manager, its queue and the server's limits; every protocol runs its requests here.
+"""`Engine`: runs the requests of every protocol on a manager, within the server's limits.
 
-Accepts all requests of a call, or none. Its methods are called on the event loop.
+It accepts all requests of a call, or none. Its methods are called on the event loop.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ LONG_TEXT = 2048  # characters that take some milliseconds to encode
 
 
 class Counts(NamedTuple):
-    """Numbers of requests: in the manager, and waiting for the manager."""
+    """The number of requests in the manager, and the number that wait for the manager."""
 
     running: int
     waiting: int
 
 
 class Engine:
-    """Runs requests on the model of `card`, by `manager` and `queue`, within the server's limits.
+    """Runs requests on the model of `card`, through `queue` and `manager`.
 
-    `adapters` has the loaded adapters; `has_adapters` tells whether the manager accepts any.
+    `adapters`: the loaded adapters. `has_adapters`: whether the manager accepts adapters.
     """
 
     def __init__(
@@ -166,8 +166,9 @@ class Engine:
             self.keys.release(key, 1)
 
     def check_number(self, number: int) -> None:
-        """Raise ApiError if `number` requests at once exceed the limits: 400, because clients would
-        retry after a 429 forever.
+        """Raise ApiError (400) if `number` requests at once exceed the limits.
+
+        After a 429, clients would retry forever.
         """
         settings = self._settings
         most = settings.concurrency + settings.max_queued_requests
@@ -202,7 +203,7 @@ class Engine:
             )
 
     def _check_number_waiting(self, number: int) -> int:
-        """Return how many requests would wait with `number` more; ApiError 429 for too many."""
+        """Return how many requests would wait with `number` more. Raises ApiError (429)."""
         settings = self._settings
         running = self.queue.num_open + self._num_preparing
         waiting = running + number - settings.concurrency
@@ -247,13 +248,14 @@ class Engine:
     # Text -------------------------------------------------------------------------------------
 
     async def encode(self, name: str, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of a text, those of a long text from a worker thread."""
+        """Return the token ids of a text. A long text is encoded on a worker thread."""
         encode = functools.partial(self.encode_now, name, text, special=special)
         return await run_in_thread(encode) if len(text) >= LONG_TEXT else encode()
 
     def encode_now(self, name: str, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of a text. `special`: with the special tokens that the tokenizer
-        adds. ApiError 400 names the field `name`.
+        """Return the token ids of a text, which is the value of the field `name`.
+
+        `special`: with the special tokens that the tokenizer adds. Raises ApiError (400).
         """
         try:
             return self._encoder.encode(name, text, special=special)
@@ -280,12 +282,12 @@ class Engine:
     async def _load_adapter(self, name: str, path: str, is_trusted: bool) -> Adapter:
         read = functools.partial(self.adapters.read, name, path, is_trusted=is_trusted)
         adapter = await run_in_thread(read)
-        # generating one token checks that it fits this model, and caches it
+        # Generating one token checks that the adapter fits the model, and caches it.
         request = EngineRequest([0], 1, lora_task_id=adapter.task_id, **adapter.tensors)
         try:
             with self._start(request, None, False) as generation:
                 await generation
-            self.adapters.add(adapter)  # the name may have been taken meanwhile
+            self.adapters.add(adapter)  # raises if the name has been taken since
         except GptManagerError as error:
             raise ApiError(
                 api_error(error).status, f"lora_path = {quoted(path)}: {error}", param="lora_path"
@@ -304,7 +306,7 @@ class Engine:
                 raise ConfigError(f"--adapter {name}={folder}: {error.message}") from error
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter; running requests keep it. ApiError 404 if it is not loaded."""
+        """Remove an adapter; running requests keep it. Raises ApiError (404) if it is unknown."""
         if not self.has_adapters:
             raise ApiError(501, "this server does not support adapters")
         self.manager.forget_adapter(self.adapters.remove(name).task_id)
@@ -312,8 +314,9 @@ class Engine:
     # The end ----------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, and wait until the running ones have ended. After `timeout_s` the
-        remaining requests are ended as at a timeout.
+        """Refuse new requests, and wait until the running ones have ended.
+
+        After `timeout_s` seconds, the remaining requests end with the finish reason of a timeout.
         """
         self.is_draining = True
         loop = asyncio.get_running_loop()
@@ -325,7 +328,7 @@ class Engine:
 
 
 def _check_task(task_id: int) -> None:
-    """Raise ApiError 400 for a task id that is reserved for the server."""
+    """Raise ApiError (400) for a task id that is reserved for the server."""
     if task_id >= FIRST_OWN_TASK:
         raise ApiError(
             400,

@@ -1,4 +1,4 @@
-"""/metrics: the metrics of manager and server in Prometheus's text format."""
+"""/metrics: the metrics of the manager and of the server, in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gptmanager.server.settings import ServerSettings
 
 
 class ServerMetrics(PrometheusSink):
-    """The metrics of one server, in its own registry, which also has those of the process."""
+    """The metrics of one server, in a registry of its own with the metrics of the process."""
 
     def __init__(self, settings: ServerSettings, queue: AsyncRequestQueue) -> None:
         registry = CollectorRegistry()
@@ -50,7 +50,7 @@ class ServerMetrics(PrometheusSink):
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        """Count a response, then pass it to the queue: an answered request is always counted."""
+        """Count a response, and then pass it to the queue: all answered requests are counted."""
         if is_final and self._ends_try(request_id, error):
             self.withdraw(request_id)
         else:
@@ -78,7 +78,7 @@ class ServerMetrics(PrometheusSink):
         try:
             return submit()
         except DuplicateRequestIdError:
-            raise  # the other request of this id waits or runs
+            raise  # another request with this id waits or runs
         except BaseException:
             self._tries.discard(request_id)
             self.withdraw(request_id)
@@ -87,12 +87,14 @@ class ServerMetrics(PrometheusSink):
     def cancel(
         self, generation: Generation, finish_reason: str | None, num_tokens: int | None = None
     ) -> None:
-        """End a request if it still runs. It counts with `finish_reason` (None: the manager's) and
-        `num_tokens` generated tokens (None: all).
+        """End a request if it still runs.
+
+        It counts with `finish_reason`, by default the manager's, and with `num_tokens` generated
+        tokens, by default all.
         """
         self.ends_as(generation.request_id, finish_reason, num_tokens)
         if generation.done():
-            return  # another request may have its id by now
+            return  # another request may already have this id
         generation.cancel()
         if generation.done():  # the manager will never see it, or has ended it
             self._tries.discard(generation.request_id)
@@ -107,7 +109,7 @@ class ServerMetrics(PrometheusSink):
 
 
 class _Refusals(Collector):
-    """Refused requests, by status and code. The name is the same with every prefix."""
+    """Counts refused requests by status and code. The prefix does not change the metric's name."""
 
     def __init__(self, log: RequestLog, labels: Mapping[str, str]) -> None:
         self._log = log
@@ -126,7 +128,7 @@ class _Refusals(Collector):
 
 
 def counts_of(queue: AsyncRequestQueue) -> tuple[int, int]:
-    """Return the numbers of requests in the manager, and waiting for the manager."""
+    """Return the number of requests in the manager, and the number that wait for the manager."""
     waiting = queue.num_pending
     return max(queue.num_open - waiting, 0), waiting
 

@@ -21,13 +21,13 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """The properties of a model; clients may use any of its `names`. Lengths are in tokens,
-    `created` in seconds since the epoch.
+    """The properties of a model. Clients may use any of its `names`.
 
-    `max_model_len` is the limit of prompt and output together. An adapter may change `adapter_rows`
-    modules; the largest has `adapter_width` values for each rank. `sampling_defaults` are those of
+    Lengths are in tokens, and `created` is in seconds since the epoch. `max_model_len` is the limit
+    of prompt and output together. An adapter may change `adapter_rows` modules; the largest has
+    `adapter_width` values for each unit of the adapter's rank. `sampling_defaults` are from
     generation_config.json. `special_tokens` maps names in tokenizer_config.json (`bos_token`,
-    `eos_token`, ...) to texts. `tokenizer` is None if the folder has none; prompts are then token
+    `eos_token`, ...) to texts. `tokenizer` is None if the folder has none. Prompts are then token
     ids.
     """
 
@@ -47,7 +47,7 @@ class ModelCard:
 
     @property
     def name(self) -> str:
-        """The first name."""
+        """The first of `names`."""
         return self.names[0]
 
     @classmethod
@@ -59,7 +59,7 @@ class ModelCard:
         max_seq_len: int | None = None,
         max_beam_width: int = 1,
     ) -> ModelCard:
-        """Read a card from the files of a checkpoint. ConfigError for an unreadable file."""
+        """Read a card from the files of a checkpoint. Raises ConfigError for unreadable files."""
         spec = read_spec(read_config(folder), max_seq_len=max_seq_len)
         modules = lora_modules(spec).values()
         tokenizer_config = read_part(folder, "tokenizer_config.json") or {}

@@ -1,4 +1,4 @@
-"""A line of the log every ten seconds while the server is busy: its throughput and its load."""
+"""Logs the throughput and the load of a busy server, one line every ten seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _logger = logging.getLogger("gptmanager.throughput")
 
 
 class Throughput:
-    """Compares the counters of an engine with those of the last line."""
+    """Computes the fields of a line from the counters of an engine now and at the last line."""
 
     def __init__(self, engine: Engine, now: float) -> None:
         self._engine = engine
@@ -23,7 +23,7 @@ class Throughput:
         self._then = now
 
     def fields(self, now: float) -> dict[str, Any] | None:
-        """Return the fields of a line, or None if nothing has happened and nothing waits."""
+        """Return the fields of a line, or None if no token was computed and no request waits."""
         metrics, counts = self._engine.metrics, self._counts()
         prompt, generated, queries, hits = (
             after - before for before, after in zip(self._last, counts, strict=True)

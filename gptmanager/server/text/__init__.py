@@ -1,1 +1,1 @@
-"""From the fields of a request to its answer as text; shared by all protocols."""
+"""Fields of a request and its answer as text, shared by all protocols."""

@@ -1,7 +1,7 @@
-"""Format log probabilities of tokens for completions and for chats.
+"""Formats log probabilities of tokens for completions and for chats.
 
-Log probabilities of output tokens are taken after the penalties, bans and temperature of the
-request and before top-k, top-p and min-p, those of prompt tokens from the model's own distribution.
+Log probabilities of output tokens include the penalties, bans and temperature of the request, but
+not top-k, top-p and min-p. Those of prompt tokens are from the model's own distribution.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _LOWEST = -9999.0
 
 
 class TokenLogProb(NamedTuple):
-    """A token and its log probability, None for the first token of a prompt.
+    """A token and its log probability, which is None for the first token of a prompt.
 
-    `top` has pairs of a token and its log probability, best first. `start` is where the token's
-    text begins, in characters of the answer.
+    `top` has pairs of a token and its log probability, best first. `start` is the index of the
+    character of the answer at which the token's text begins.
     """
 
     token: int
@@ -49,7 +49,7 @@ def output_log_probs(
 def prompt_log_probs(
     prompt: Sequence[int], tensors: Mapping[str, torch.Tensor]
 ) -> list[TokenLogProb]:
-    """Return the log probabilities of a prompt's tokens, None for the first."""
+    """Return the log probabilities of a prompt's tokens; the first one is None."""
     chosen = _numbers(tensors["prompt_log_probs"][0])
     tops = _tops(tensors, "prompt_top_log_prob_ids", "prompt_top_log_probs", None, len(prompt) - 1)
     return [
@@ -71,7 +71,7 @@ def _tops(
 
 
 def _numbers(tensor: torch.Tensor) -> Any:
-    """Return the values as lists, with -9999 for -inf as vLLM writes it: JSON has no infinity."""
+    """Return the values as lists, with -9999 for -inf, like vLLM, because JSON has no infinity."""
     return tensor.clamp(min=_LOWEST).tolist()
 
 
@@ -95,7 +95,7 @@ class TokenTexts:
             return []
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token (for a special token its name)."""
+        """Return the bytes of a token, or the name of a special token."""
         if self._tokenizer is None:
             return f"token_id:{token}".encode()
         known = self._bytes[token] if token < len(self._bytes) else b""

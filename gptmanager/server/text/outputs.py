@@ -1,6 +1,6 @@
 """`Output`: decodes the tokens of one generated text, and detects its end.
 
-It decides which text may be sent and why the output ended, independently of requests and protocols.
+It decides which text may be sent and why the output ended. It knows neither requests nor protocols.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Ends:
     """The tokens and texts that end an output, after its first `min_tokens` tokens.
 
     `end_ids` are the model's end tokens; their text is never part of an answer. `stop_ids` and
-    `stops` are those of the request. With `keeps_stop`, the text of a stop is part of the answer.
+    `stops` are tokens and texts from the request. With `keeps_stop`, the text of a stop is part of
+    the answer.
     """
 
     end_ids: frozenset[int] = frozenset()
@@ -98,7 +99,7 @@ class Output:
         self._special_texts = special_texts if skip_special_tokens and special_texts else {}
         self._log_probs: list[TokenLogProb] = []
         self._is_cut = False
-        # how many were returned by `take`
+        # The numbers of items that `take` has returned.
         self._num_characters = self._num_log_probs = self._num_tokens = 0
 
     def push(self, tokens: Sequence[int], log_probs: Sequence[TokenLogProb] = ()) -> None:
@@ -124,7 +125,7 @@ class Output:
                     self._end("stop", token)
 
     def finish(self, reason: FinishReason) -> None:
-        """Record that the engine has ended the output. No effect if it has ended already."""
+        """Record that the engine has ended the output, unless the output has already ended."""
         if self.finish_reason is None:
             self._end(_REASONS[reason])
 

@@ -31,7 +31,7 @@ STRUCTURED = (
 
 
 class Processors:
-    """Makes the logits post-processors of one model; slow preparations are done once.
+    """Makes the logits post-processors of one model. Slow preparations are done once.
 
     With `lenient`, schema keywords that cannot be enforced are ignored and reported.
     """
@@ -49,11 +49,11 @@ class Processors:
         form: ToolFormat | None = None,
         start: Callable[[], GrammarStart | None] | None = None,
     ) -> Any:
-        """Return the post-processor of a request; None if its output is unconstrained.
+        """Return the post-processor of a request, or None if its output is unconstrained.
 
         `tools` are the tools that the model may call, in the format `form`. `start` returns where a
-        rule begins; its ValueError gives the reason if the rule must apply from the first token.
-        `warnings` receives what is not enforced. Raises ApiError 400 for a rule that cannot be
+        rule begins, or raises ValueError with a reason why it begins at the first token. Rules that
+        are not enforced are added to `warnings`. Raises ApiError (400) for a rule that cannot be
         compiled.
         """
         rule, words = read_output_rule(given), given.get("bad_words")

@@ -1,7 +1,7 @@
-"""Convert the fields of a request into requests for the engine.
+"""Converts the fields of a request into requests for the engine.
 
-This module decides defaults, limits that depend on the model, seeds of choices, and what ends an
-output. It is independent of prompt texts and of answers.
+This module decides defaults, limits that depend on the model, seeds of choices, and the ends of
+outputs. It knows neither prompt texts nor answers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _BY_NAME = {
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """The generation that a call asks for, the same for each prompt.
+    """The options of a call, which are the same for each of its prompts.
 
     `given` has the fields of the request. `num_top` and `num_prompt_top` are the numbers of top log
-    probabilities for each token; None means no log probabilities. `processor` is a logits
-    post-processor. `prompt_table` has the embeddings of tokens beyond the vocabulary.
+    probabilities for each token of the output and of the prompt; None means no log probabilities.
+    `processor` is a logits post-processor. `prompt_table` has the embeddings of tokens beyond the
+    vocabulary.
     """
 
     given: Mapping[str, Any]
@@ -75,7 +76,7 @@ class GenerationOptions:
 
 
 def check(options: GenerationOptions, card: ModelCard) -> None:
-    """Check fields against the model and against each other. Raises ApiError 400."""
+    """Check fields against the model and against each other. Raises ApiError (400)."""
     given = options.given
     if given.get("stream_options") is not None and not options.streams:
         raise bad_request("stream_options", "stream_options needs stream = true")
@@ -180,7 +181,7 @@ def _adapter(options: GenerationOptions, card: ModelCard) -> str | None:
 
 
 def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
-    """Return the seed of one choice, a hash, so that adjacent seeds have no choices in common."""
+    """Return the seed of one choice. It is a hash, so that adjacent seeds share no choices."""
     key = struct.pack("<QQQ", seed % 2**64, prompt_index, choice)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 

@@ -1,7 +1,7 @@
-"""Constrain answers to a JSON schema, a regular expression, a choice, or a grammar.
+"""Constrains answers to a JSON schema, a regular expression, a choice, or a grammar.
 
-This module reads the fields of a request that set such a rule; at most one may. Grammars are
-compiled before a request runs, so that a wrong one is answered with an explanation.
+This module reads the fields of a request that set such a rule; a request may set only one. Grammars
+are compiled before a request runs, so that a wrong grammar gets an error with an explanation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OutputRule:
 def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
     """Return the rule in `response_format`, `structured_outputs`, or its aliases guided_json, ...
 
-    None if an answer may be any text. Raises ApiError 400 for a wrong rule, and for two rules.
+    None if an answer may be any text. Raises ApiError (400) for a wrong rule, and for two rules.
     """
     rules = [
         *_of_response_format(body.get("response_format")),
@@ -147,7 +147,7 @@ class StructuredOutputs:
         self._lock = threading.Lock()
 
     async def processor(self, rule: OutputRule, warnings: Warnings) -> Any:
-        """Return the logits post-processor for a rule; ApiError (400) if it does not compile.
+        """Return the logits post-processor for a rule. Raises ApiError (400) if it does not compile.
 
         Adds to `warnings` the keywords of a lenient schema that are not enforced.
         """

@@ -23,7 +23,7 @@ _MAX_DIMS = 8
 
 
 def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return the decompressed body. Raises ApiError 413 if it exceeds `limit`, or if it is many
+    """Return the decompressed body. Raises ApiError (413) if it exceeds `limit`, or if it is many
     times larger than the compressed body, since small bodies could expand a thousandfold.
     """
     if encoding in ("", "identity"):

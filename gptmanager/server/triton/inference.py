@@ -112,7 +112,7 @@ class Inference:
         return self._engine.is_ready
 
     def find(self, name: str, version: str = "") -> Model:
-        """Return the model of this name. Raises ApiError 404 if there is none."""
+        """Return the model of this name. Raises ApiError (404) if there is none."""
         if name not in self.models or version not in ("", VERSION):
             unknown = f" version {quoted(version)}" if name in self.models else ""
             raise ApiError(

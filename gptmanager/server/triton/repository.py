@@ -103,6 +103,6 @@ def index(inference: Inference) -> list[dict[str, Any]]:
 
 
 def statistics(inference: Inference, name: str = "", version: str = "") -> dict[str, Any]:
-    """Return the statistics of one model, or of all. Raises ApiError 404 for an unknown model."""
+    """Return the statistics of one model, or of all. Raises ApiError (404) for an unknown model."""
     models = [inference.find(name, version)] if name else inference.models.values()
     return {"model_stats": [inference.statistics[model.name].as_json() for model in models]}

@@ -266,7 +266,7 @@ class TokenReply:
 
     def take(self, part: GenerationPart) -> list[Tensors]:
         """Return the tensors of the responses for this part, at least one for the last part. Raises
-        ApiError 504 if the request has exceeded its deadline.
+        Raises ApiError (504) if the request has exceeded its deadline.
         """
         if part.result is not None:
             check_in_time(part.result)
