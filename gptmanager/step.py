@@ -243,8 +243,8 @@ class Extras:
 class StepResult:
     """The result of a step, with a row for each of `Schedule.sampling_rows`.
 
-    `tokens` int32 `[rows, n]`. `num_tokens` int32 `[rows]`: the number of valid tokens of each row;
-    None if all are valid. The last valid one may be NO_TOKEN or NOT_FINITE. `now`: the time of the
+    `tokens` int32 `[rows, n]`. `num_tokens` int32 `[rows]`: the number of valid tokens of each row,
+    or None if all are valid. The last one may be NO_TOKEN or NOT_FINITE. `now`: the time of the
     result, by the clock of `Intake.now`. `beams`: one entry for each row with several beams; the
     token of such a row is ignored. `failures`: requests with a logits post-processor that failed,
     or with rows that could not run; the tokens of their rows are ignored. `stale`: some blocks that

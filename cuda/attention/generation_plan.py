@@ -162,8 +162,8 @@ def _stretch_of_one_item_each(
     """Return the shortest stretch that results in at most one item per block.
 
     It is long enough that a row takes no longer to merge than to read: n items of p / n passes do
-    if n > sqrt(p / _MERGE). None if an item would be longer than a multiprocessor's share of all
-    work: too few blocks would remain at the end to keep the memory busy.
+    if n > sqrt(p / _MERGE). The result is None if an item would be longer than a multiprocessor's
+    share of all work, because too few blocks would remain at the end to keep the memory busy.
     """
     if len(spans.rows) > num_blocks or not len(spans.rows):
         return None

@@ -66,8 +66,8 @@ def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
 class StepOptions:
     """Options of the executor. `fused`: see `TorchExecutor`.
 
-    `processing`: None without logits post-processors. `adapters`: None without adapters. `rank`:
-    None for a single rank.
+    `processing` is None without logits post-processors, `adapters` without adapters, and `rank`
+    for a single rank.
     """
 
     lines: Lines

@@ -124,7 +124,7 @@ def connect(
     model_type: ModelType,
     max_beam_width: int,
 ) -> Ranks | None:
-    """Connect to the other ranks and compare the options of all. None for a single rank.
+    """Connect to the other ranks and compare the options of all. Returns None for a single rank.
 
     RankError, with the same text on each rank, says which rank differs from rank 0, and how.
     """

@@ -173,7 +173,8 @@ class KvCacheReport:
 
     `owners`: the ids of the requests that hold each block. `cached` counts the blocks, held or
     free, with content that lookups can find. `problem` is the first contradiction in the accounts,
-    None if they are consistent. A host block is either free or used; a used one has cached content.
+    or None if they are consistent. A host block is either free or used. Used ones have cached
+    content.
     """
 
     total: int

@@ -348,8 +348,8 @@ class KvCacheManager:
     def find_new_context_block(self, request: LlmRequest) -> Hashable | None:
         """Return a key of the prompt up to and including its first full block that is not cached.
 
-        Keys of several requests may be compared as long as nothing changes. None if all full blocks
-        are cached, and for a request that does not reuse blocks.
+        Keys of several requests may be compared as long as nothing changes. The key is None if all
+        full blocks are cached, and for a request that does not reuse blocks.
         """
         lookups = self._lookups
         if lookups is None or not lookups.applies_to(request):

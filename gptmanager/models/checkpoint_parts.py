@@ -41,7 +41,7 @@ def is_checkpoint(path: Path) -> bool:
 def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
     """Return the JSON object in the file `name` of a checkpoint, such as generation_config.json.
 
-    None if the checkpoint has no such file. Raises ConfigError if it cannot be read.
+    Returns None if the checkpoint has no such file. Raises ConfigError if it cannot be read.
     """
     if (gguf := gguf_checkpoint(path)) is not None:
         return gguf.part(name)

@@ -261,15 +261,14 @@ class ModelSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The number of positions that a token sees, for each layer of the network;
-        None for all.
-        """
+        """The number of positions that a token sees in each layer; None in layers with all."""
         return tuple(layer.attention.window for layer in self.layers)
 
     @property
     def sliding_window(self) -> int | None:
-        """The largest window of all layers: older positions are never read again. None without a
-        limit.
+        """The largest window of all layers, or None if a layer has no window.
+
+        Positions before this window are never read again.
         """
         widths = [width for width in self.windows if width is not None]
         return max(widths) if len(widths) == len(self.windows) else None

@@ -53,7 +53,8 @@ class Load(Protocol):
     def output(self, number: int) -> Sequence[int] | None:
         """Return the tokens that the request generates.
 
-        None if they are not known; then it gets arbitrary tokens that do not end it.
+        If these are not known, the result is None, and the request gets arbitrary tokens that do
+        not end it.
         """
 
     def beams(self, number: int) -> Mapping[int, BeamCandidates]:

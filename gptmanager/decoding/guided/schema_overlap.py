@@ -26,7 +26,7 @@ Resolve = Callable[[Any], Any]  # follows the references of a schema
 def excluding_property(one: Any, other: Any, resolve: Resolve) -> str | None:
     """Return a property that can never fit both schemas, such as the tag of a tagged union.
 
-    None if no such property is found, or if a schema permits values other than objects.
+    Returns None if no such property is found, or if a schema permits values other than objects.
     """
     one, other = resolve(one), resolve(other)
     if not all(types_of(it) == {"object"} for it in (one, other)):

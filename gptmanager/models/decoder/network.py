@@ -157,7 +157,7 @@ class CheckpointModel:
     def new_step_capture(self) -> StepCapture | None:
         """Return a capture for `forward_captured` over one KV cache.
 
-        None if steps are not captured: with several ranks, or if `forward` was overridden.
+        Returns None if steps are not captured: with several ranks, or if `forward` was overridden.
         """
         is_own = type(self).forward is CheckpointModel.forward and "forward" not in vars(self)
         return self._kernels.new_step_capture() if is_own and self._collectives is None else None

@@ -49,7 +49,7 @@ class OutputRule:
 def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
     """Return the rule in `response_format`, `structured_outputs`, or its aliases guided_json, ...
 
-    None if an answer may be any text. Raises ApiError (400) for a wrong rule, and for two rules.
+    Returns None without a rule. Raises ApiError (400) for a wrong rule, and for two rules.
     """
     rules = [
         *_of_response_format(body.get("response_format")),
@@ -147,7 +147,7 @@ class StructuredOutputs:
         self._lock = threading.Lock()
 
     async def processor(self, rule: OutputRule, warnings: Warnings) -> Any:
-        """Return the logits post-processor for a rule. Raises ApiError (400) if it does not compile.
+        """Return the logits post-processor for a rule. Raises ApiError (400) if that fails.
 
         Adds to `warnings` the keywords of a lenient schema that are not enforced.
         """
@@ -172,9 +172,9 @@ class StructuredOutputs:
     ) -> Any:
         """Return the post-processor for an answer of tool calls, or else of text that fits `rule`.
 
-        For optional calls, schema keywords that cannot be enforced are ignored. None if optional
-        calls cannot be guided at all: without llguidance, or with a schema that it cannot read.
-        The calls are then unconstrained, and `warnings` says so.
+        For optional calls, schema keywords that cannot be enforced are ignored. If optional calls
+        cannot be guided at all, without llguidance or with a schema that it cannot read, they are
+        unconstrained: the result is None, and `warnings` says so.
         """
         answer = None
         if rule is not None and not tools.required:
