@@ -18,7 +18,7 @@ from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 WAITING, CONTEXT, GENERATION, PAUSED, HELD = "w", "c", "g", "p", "h"
 
 _NO_IDS: frozenset[int] = frozenset()
-_MAX_SPANS = 256  # of a row; the oldest are dropped
+_MAX_SPANS = 256  # spans of a row; the oldest are dropped
 _MAX_ENDED = 256  # ended rows in a snapshot, in addition to the active ones
 _MAX_NEW = 64  # ended rows in one change
 _request_id = itemgetter(0)  # of a row

@@ -35,7 +35,7 @@ _CPU = torch.device("cpu")
 _MAX_SIZE = 1 << 28  # bytes of all lists in use
 _MAX_CACHED = 1 << 23  # token ids that the states of all lists may cache: 64 MiB
 _STATE_SIZE = 200  # bytes of a state, of which a word has at most one for each of its bytes
-MAX_WORDS, MAX_WORD_LETTERS, MAX_LETTERS = 1024, 256, 8192  # of one list
+MAX_WORDS, MAX_WORD_LETTERS, MAX_LETTERS = 1024, 256, 8192  # limits of one list
 
 
 class BannedTexts:

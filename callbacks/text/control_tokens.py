@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-_FIRST_MARK = 0xF0000  # of a Unicode plane for private use
+_FIRST_MARK = 0xF0000  # the first code point of a Unicode plane for private use
 
 
 class ControlTokens:

@@ -27,7 +27,7 @@ from gptmanager.lifecycle.child_process import (
 from gptmanager.models.checkpoint_parts import gguf_checkpoint
 
 MAX_SECONDS = 5.0  # to render a template
-MAX_BYTES = 1 << 29  # of memory
+MAX_BYTES = 1 << 29  # limit of memory
 
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"

@@ -25,7 +25,7 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pag
 
 _WARPS, _TILE = 4, 16  # as in the .cu
 _BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # by the launch bounds in the .cu: blocks -> largest width
-_STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # of shared memory: the kernel's own, and CUDA's
+_STATIC_BYTES, _RESERVED_BYTES = 1024, 1024  # shared memory of the kernel, and of CUDA
 
 
 def _name(dtype: torch.dtype, head_dim: int, tiles: int, cache: str, sinks: bool) -> str:

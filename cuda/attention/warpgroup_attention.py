@@ -9,8 +9,8 @@ from gptmanager.cuda.device.launch import NAMES, Launcher, Program
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 _HEAD_DIMS = (64, 128)
-_TOKENS = 128  # of a tile of keys and values, as in the .cu
-_ALIGNMENT = 1024  # of tiles, in shared memory
+_TOKENS = 128  # tokens in a tile of keys and values, as in the .cu
+_ALIGNMENT = 1024  # alignment of tiles in shared memory
 
 
 def warpgroup_kernel(kind: str, dtype: torch.dtype, sinks: bool) -> str:

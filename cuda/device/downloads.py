@@ -10,7 +10,7 @@ from torch import Tensor
 from gptmanager.cuda.device.streams import Event, Stream
 
 _NUM_BUFFERS = 4  # more than the steps in flight
-MOST_BYTES = 1 << 28  # of a tensor copied through pinned memory, which torch never frees
+MOST_BYTES = 1 << 28  # largest tensor that is copied through pinned memory, which torch never frees
 
 
 class Download(NamedTuple):

@@ -20,7 +20,7 @@ from gptmanager.cuda.device.device import find_cupy
 from gptmanager.cuda.device.launch import DeviceLauncher, EmulatorLauncher, Launcher
 from gptmanager.errors import ConfigError
 
-_REPEATS = 5  # of a timed run
+_REPEATS = 5  # repetitions of a timed run
 
 
 class Event(Protocol):
@@ -32,7 +32,7 @@ class Event(Protocol):
 class Stream(Protocol):
     """A queue of work on one device. `with stream:` makes it the current stream of this thread."""
 
-    name: str  # of the device, as in `OptionalParams`
+    name: str  # the device's name, as in `OptionalParams`
     device: torch.device
     launcher: Launcher
 

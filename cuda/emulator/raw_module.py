@@ -23,7 +23,7 @@ _MAX_THREADS = 1024
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 _MAX_BLOCK = (1024, 1024, 64)
 _MAX_SHARED = 48 << 10
-_MAX_SHARED_OPTIN = 227 << 10  # of sm_90
+_MAX_SHARED_OPTIN = 227 << 10  # the limit of sm_90
 
 
 class Kernel:

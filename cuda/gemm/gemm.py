@@ -18,7 +18,7 @@ from gptmanager.cuda.gemm import gemv
 MOST_ROWS = 256
 _DTYPES = (torch.float16, torch.bfloat16)
 _THREADS, _DEPTH = 256, 64  # as in the .cu
-_RESERVED_BYTES = 1024  # of shared memory, by CUDA for each block
+_RESERVED_BYTES = 1024  # shared memory that CUDA reserves for each block
 # Rates of the cost model, per byte that a multiprocessor reads while all others read, too.
 _FROM_L2 = 1.3  # bytes from L2
 _ALONE = 3.3  # the same, while the others do not read

@@ -16,8 +16,8 @@ from torch import Tensor
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 
-MAX_MODULES = 4  # of one matrix: queries, keys, values, or all at once
-_MAX_COLUMNS = 1 << 24  # of a matrix; tables have far fewer modules than this
+MAX_MODULES = 4  # modules of one matrix: queries, keys, values, or all at once
+_MAX_COLUMNS = 1 << 24  # columns of a matrix fit into 24 bits, see `_pack`
 _SHRINK_THREADS, _COLUMNS, _RANKS = 256, 128, 16  # per block
 _FEW_TOKENS = 1024  # up to this number blocks process small groups, since runs may be short
 _FEW, _TILE = 4, {4: 8, 2: 16}  # by itemsize

@@ -19,7 +19,7 @@ from gptmanager.request.sampling_params import SamplingParams
 _THREADS = 256
 PARAMS = np.dtype(  # `Adjustments` of adjustments.cu
     [
-        ("prompt_len", np.int64),  # of the prompt as submitted: later tokens were generated
+        ("prompt_len", np.int64),  # length of the prompt as submitted; later tokens were generated
         ("first_end", np.int64),  # the first position at which end ids are allowed
         ("lists", np.int64),  # where the lists of this request begin
         ("num_ends", np.int32),

@@ -39,7 +39,7 @@ class Lookup:
         self.blocks, self.node = tree.full_blocks(own_root_key, request.tokens, end)
         self.num_stored = 0 if self.node is None else self.node.num_stored
         start, size = len(self.blocks) * tree.tokens_per_block, tree.tokens_per_block
-        self.key: Hashable = None  # of the missing block
+        self.key: Hashable = None  # the key of the missing block
         self.missing: int | None = None
         if start + size <= end:
             parent = self.blocks[-1] if self.blocks else NO_BLOCK

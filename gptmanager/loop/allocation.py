@@ -44,7 +44,7 @@ class Allocator:
         self.num_slots = num_slots
         self.window = window
         self._free_slots = self._all_slots()
-        self._num_starts = 0  # of sequences so far
+        self._num_starts = 0  # sequences that have started so far
         self.num_schedules = 0
         self._paused: list[int] = []  # ids of requests paused since the last schedule
 

@@ -35,8 +35,8 @@ REQUEST_METRICS = (
     "cached_tokens",  # prompt tokens taken from the KV cache instead of computed
     "prompt_tokens",
     "generated_tokens",  # including end_id and stop words
-    "first_weights_version",  # of the weights at its first computation
-    "weights_version",  # of the weights at its end
+    "first_weights_version",  # version of the weights at its first computation
+    "weights_version",  # version of the weights at its end
 )
 
 _NEVER = float("-inf")  # the log probability of a missing beam

@@ -69,7 +69,7 @@ class AdapterPool:
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._num_placed = 0
         self._last_key: tuple[bytes, int] | None = None
-        self._last: StepAdapters | None = None  # of the last step, including kernels' plans
+        self._last: StepAdapters | None = None  # the last step's adapters, including kernels' plans
         self._blocks: dict[int, Tensor] = {}
         self._written: set[int] = set()  # host pages that hold adapters
         self._lock = Lock()  # guards the two above

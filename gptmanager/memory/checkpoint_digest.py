@@ -16,9 +16,9 @@ import torch
 
 from gptmanager.errors import ConfigError, quoted_path
 
-_NUM_SAMPLES = 256  # of a file
+_NUM_SAMPLES = 256  # samples of a file
 _SAMPLE_BYTES = 4096
-_NUM_VALUES = 64  # of a tensor
+_NUM_VALUES = 64  # values of a tensor
 _WEIGHTS = (".safetensors", ".gguf")
 
 

@@ -31,7 +31,7 @@ from gptmanager.memory.tensor_sources import GroupedSource, StateDict, TensorInf
 _MIN_PIECE_BYTES = 1 << 20
 
 NewMatrix = Callable[[int, int, torch.dtype, Quantized | None], PackedMatrix | None]
-_BYTES = {"int8": 1.0, "int4": 0.5 + 2 / GROUP}  # of an element
+_BYTES = {"int8": 1.0, "int4": 0.5 + 2 / GROUP}  # bytes per element
 
 
 class _Part(NamedTuple):

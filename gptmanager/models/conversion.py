@@ -36,7 +36,7 @@ from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
 
 _PIECE_BYTES = 16 << 20
-_ENDS = ("", SCALE)  # of the names of a matrix's values and scales
+_ENDS = ("", SCALE)  # ends of the names of a matrix's values and scales
 _TEXT_FILES = ("*.jinja", "additional_chat_templates/*.jinja", "tokenizer*", "*_config.json")
 _PARTS = ("generation_config.json", "tokenizer_config.json")
 

@@ -31,7 +31,7 @@ _ITEMS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEFAULT = InferenceRequest(0)  # has the default of each keyword
 _LONGEST = (1 << 31) - 1  # the longest dimension of a shape
-_MAX_DEPTH = 32  # of nested lists, and dimensions of a shape
+_MAX_DEPTH = 32  # limit of nested lists, and of dimensions in a shape
 _CHEAP = 16  # this many numbers that are never converted to a list count as one value
 
 

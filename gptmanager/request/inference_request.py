@@ -194,7 +194,7 @@ class InferenceRequest:
         return f"InferenceRequest({self.request_id}, tensors={sorted(self.tensors)})"
 
 
-KEYWORDS = tuple(InferenceRequest.__annotations__)  # of the constructor, except tensors
+KEYWORDS = tuple(InferenceRequest.__annotations__)  # keywords of the constructor, except tensors
 
 
 def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:

@@ -59,7 +59,7 @@ class Progress:
     """Counts of the whole run so far."""
 
     total: int
-    started: float  # of time.monotonic()
+    started: float  # time.monotonic() at the start
     done: int = 0
     output_tokens: int = 0
     batch_size: int = 0

@@ -189,7 +189,7 @@ class _PausingWalk:
             blocks = self.blocks + needed + headroom
             if not headroom or self.policy.kv_cache_manager.scheduling_has_free_blocks(blocks):
                 return False
-        started = [  # of lower rank; most requests of a long list have not started
+        started = [  # started requests of lower rank; most requests of a long list have not started
             other
             for other in self.walk[self._index + 1 :]
             if (other.context_current_position or other.state is not _CONTEXT_INIT)

@@ -90,7 +90,7 @@ class ContractChecker:
         self._prompts_sent: set[int] = set()  # requests that have their prompt log probabilities
         self._duplicates: Counter[int] = Counter()
         self._ended: set[int] = set()
-        self._complaints = Counter[str]()  # of the host, and how often
+        self._complaints = Counter[str]()  # a complaint about the host -> number of times
         self.violations: list[str] = []
         self.notes: list[str] = []
 

@@ -47,7 +47,7 @@ class Scale:
     """
 
     requests: int
-    lengths: tuple[int, int]  # of prompts and outputs, both ends included
+    lengths: tuple[int, int]  # lengths of prompts and outputs, both ends included
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     steps: int

@@ -70,7 +70,7 @@ class Sizes:
     ffn: int = 14336
     vocab_size: int = 128256
     rows: int = 256  # sequences of a large generation step
-    tokens: int = 8192  # of a large context step
+    tokens: int = 8192  # tokens of a large context step
     batch: int = 32
     context: int = 4096
     chunk: int = 512
@@ -82,7 +82,7 @@ class Sizes:
         Decoder("0.5B", 896, 1152, 4864, 151936),
         Decoder("8B", 4096, 6144, 14336, 128256),
     )
-    matmul_rows: tuple[int, ...] = (1, 4, 16, 64, 256)  # of a generation step
+    matmul_rows: tuple[int, ...] = (1, 4, 16, 64, 256)  # rows of generation steps
     adapters: Adapters = Adapters()
 
 

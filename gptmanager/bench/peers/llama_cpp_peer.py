@@ -21,13 +21,13 @@ from gptmanager.errors import ConfigError, GptManagerError, error_summary, quote
 from gptmanager.models.checkpoint_parts import gguf_checkpoint
 
 PROMPT, ALONE, BATCH = 512, 128, (16, 128, 48)  # tokens; requests, their prompt and output
-TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # of files that `llama-quantize` writes
+TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")  # types of files that `llama-quantize` writes
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "bfloat16": {},
     "int8": {"weights_dtype": "int8"},
     "int4": {"weights_dtype": "int4"},
 }
-CONTEXT, CHUNKS = 512, 12  # of a text: tokens of a chunk, and how many are counted
+CONTEXT, CHUNKS = 512, 12  # tokens of a chunk of the text, and number of chunks
 _PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize")
 _PERPLEXITY = re.compile(rb"Final estimate: PPL = ([0-9.]+)")
 _LIMIT_S = 1800.0

@@ -24,7 +24,7 @@ from gptmanager.errors import InvalidRequestError, LogitsError, RequestError
 from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.request.post_processor import BoundProcessor
 
-_NUM_BUFFERS = 4  # of masks: more than the steps in flight
+_NUM_BUFFERS = 4  # buffers of masks; more than the steps in flight
 Words = npt.NDArray[np.int32]
 
 
@@ -220,7 +220,7 @@ class GuidedSession(RowSession):
     def process(self, rows: Rows) -> Errors:
         errors: dict[int, BaseException] = {}
         masks = self._masks_for(rows)
-        progresses: dict[int, _Progress] = {}  # of rows that have not failed
+        progresses: dict[int, _Progress] = {}  # progress of the rows that have not failed
         lines, lengths = rows.lines.tolist(), rows.lengths.tolist()
         for index, sequence in enumerate(rows.sequences):
             try:

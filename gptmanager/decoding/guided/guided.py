@@ -43,7 +43,7 @@ from gptmanager.lifecycle.child_process import (
 
 MAX_TEXTS = 10_000  # in a choice
 MAX_GRAMMAR_BYTES = 1 << 20
-MAX_KEPT_BYTES = 4 << 20  # of texts; a compiled grammar takes up to ten times as many
+MAX_KEPT_BYTES = 4 << 20  # bytes of texts; a compiled grammar takes up to ten times as many
 _MAX_TRIALS = 4  # at once
 logger = logging.getLogger("gptmanager")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-_MAX_DEPTH = 8  # of references and properties to follow
+_MAX_DEPTH = 8  # limit of nested references and properties that are followed
 _RANGES = {
     "string": ("minLength", "maxLength"),
     "array": ("minItems", "maxItems"),

@@ -15,7 +15,7 @@ LOW_32 = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 _FACTOR_0, _FACTOR_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _STEP_0, _STEP_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-_DROPPED = np.uint64(11)  # of 64 bits, because a float64 holds 53
+_DROPPED = np.uint64(11)  # bits dropped from 64, because a float64 holds 53
 
 
 @register_jitable

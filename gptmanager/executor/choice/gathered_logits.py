@@ -27,7 +27,7 @@ class ContextPart(NamedTuple):
     of this many tokens score the tokens that follow them.
     """
 
-    number: int  # of the row in the batch
+    number: int  # the row's number in the batch
     row: Row
     num_logits: int
     num_scored: int

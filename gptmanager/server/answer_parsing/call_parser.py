@@ -49,7 +49,7 @@ class CallParser(StepwiseParser):
         self._state = State.CONTENT if self.openers else State.START
         self._before = ""  # text skipped before a possible call, returned if it is not a call
         self._arguments = ObjectScan()
-        self._depth = 0  # of the scan at which the arguments end
+        self._depth = 0  # depth of the scan at which the arguments end
 
     @property
     def is_in_arguments(self) -> bool:

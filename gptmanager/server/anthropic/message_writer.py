@@ -26,7 +26,7 @@ class MessageWriter:
         self._usage = usage
         self._content: list[dict[str, Any]] = []
         self._is_open = False  # the last block has not ended
-        self._arguments = ""  # of the last call
+        self._arguments = ""  # arguments of the last call
         self._message: dict[str, Any] = {
             "id": answer_id,
             "type": "message",

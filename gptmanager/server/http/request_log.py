@@ -16,7 +16,7 @@ logger = logging.getLogger("gptmanager.requests")
 RECORD = "gptmanager.record"  # in a request's scope: its `RequestRecord`
 CLIENT_GONE = 499  # the status in the log if the client has disconnected
 MAX_ID_LETTERS = 128
-MAX_LOGGED_LETTERS = 4096  # of a prompt, and of an output
+MAX_LOGGED_LETTERS = 4096  # letters of a prompt or an output
 MAX_PATH_LETTERS = 200
 
 _HEADER = b"x-request-id"

@@ -34,7 +34,7 @@ from gptmanager.server.tool_formats.tools import Tools
 _OPENER, _CLOSER = TAGS = ("<tool_call>", "</tool_call>")
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
-_ENDS = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)  # of a value; a model may forget the first
+_ENDS = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)  # ends of a value; a model may forget the first
 _NEXT = (_PARAMETER, _END_FUNCTION, _CLOSER)
 _KEY = re.compile(re.escape(_PARAMETER) + r"([^<>]{0,256})>")
 

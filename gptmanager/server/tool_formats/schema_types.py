@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_MAX_DEPTH = 8  # of references and alternatives
+_MAX_DEPTH = 8  # limit of nested references and alternatives
 _KINDS = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object",
     type(None): "null",
