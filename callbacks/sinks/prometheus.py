@@ -114,7 +114,7 @@ class PrometheusSink:
     def withdraw(self, request_id: int, finish_reason: str | None = None) -> None:
         """Report that Get will never return a request that has arrived.
 
-        It counts as ended with `finish_reason`; None: it does not count.
+        It counts as ended with `finish_reason`, or does not count if that is None.
         """
         self.requests.withdraw(request_id, finish_reason)
 
@@ -123,9 +123,9 @@ class PrometheusSink:
     ) -> None:
         """Report that the application ends a request that has arrived.
 
-        `finish_reason`: "stop" for a stop string, "timeout"; None: the manager's reason. Call it
-        before the final response, or at any time if the request is `is_ended_by_caller`.
-        `num_tokens` is the number of generated tokens that count; None means all.
+        `finish_reason`: "stop" for a stop string, "timeout", or None for the manager's reason. Call
+        this before the final response, or at any time if the request is `is_ended_by_caller`.
+        `num_tokens` is the number of generated tokens that count, by default all.
         """
         self.requests.end_as(request_id, finish_reason, num_tokens)
 

@@ -64,7 +64,7 @@ class ChosenTokens(NamedTuple):
     """The tokens chosen for the rows of a step.
 
     `tokens` int32 and `log_probs` float32 `[rows, n]`. `counts` int32 `[rows]`: number of valid
-    tokens per row; None: all n. `failed`: the error of the logits post-processor, by row.
+    tokens per row, or None if all n are. `failed`: the error of the logits post-processor, by row.
     `generation_logits`: (row, float32 `[n, vocab]`) for the rows that ask for them.
     """
 

@@ -29,9 +29,9 @@ class AdapterPool:
 
     `pages [num_device_pages * page_size]`: the device's pages in one tensor that never moves,
     because captured steps contain its address. A CPU allocates their memory when they are written.
-    A table for kernels has a slot for each page, and tells where an adapter's matrices are in
+    A table for kernels has a slot for each page, with the places of an adapter's matrices in
     `pages`. `modules`: the modules of a layer of the model, by id. `share`: the part of an adapter
-    that is kept; None: all.
+    that is kept, or None for all of it.
 
     Host pages are in blocks of `pages_per_block`. A block is allocated when its first page is
     written, and freed when its last page is released. It is pinned unless the device is the CPU.

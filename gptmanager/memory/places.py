@@ -18,7 +18,7 @@ class Run(NamedTuple):
 class Place:
     """The destination of one tensor of a checkpoint.
 
-    The tensor fills `num_rows` rows of `parameter` from `first_row` on; None: all that follow.
+    The tensor fills `num_rows` rows of `parameter` from `first_row` on, by default all of them.
     `transposed`: the checkpoint has the transpose. `twin`: another tensor fills this storage (tied
     embeddings); this tensor may be missing, otherwise it must be equal to the other one. `scale`:
     the tensor has one number for all rows, or one per row, kept as float32; a missing scale is 1.

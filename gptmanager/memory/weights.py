@@ -48,8 +48,8 @@ class Weights:
     or have a key of `prefixes` in place of its value. Tensors with names that match `ignored` are
     skipped; any other tensor without a place is an error. `wide`: parameters that are kept in
     float32 at least. `quantized`: the matrices that are stored as int8 or int4. `keeps_groups`:
-    store those as int4 that the first source has as int4. `cuts`: the kept part of each parameter;
-    others are dropped; None: keep all. Names and shapes are always those of whole tensors. The
+    store matrices as int4 that the first source has as int4. `cuts`: the part of each parameter
+    that is kept, by default all of it. Names and shapes are always those of whole tensors. The
     first `load` allocates the storage. For `matrices` it is the result of `new_matrix(rows,
     columns, dtype, quantized)` unless that is None, otherwise a tensor. `version` counts the loads,
     so that results of older weights can be recognized.

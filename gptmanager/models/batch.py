@@ -21,9 +21,10 @@ class Batch:
     need logits: one per sampling row, then the prompt tokens for which a host asked for logits.
     `sample_rows` int64 `[S]`: their rows. `all_sampled`: `sample_index` is 0 to T - 1, so no tokens
     have to be selected. `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the
-    packed tokens `prompt_index` int64 `[n]`, and the `token_ids` of these are ignored; None if
-    there are none. `adapters`: the adapters of the packed tokens, with `rows` `[T]`; None if there
-    are none. `plan`: what the model planned for these rows, int32 tensors (see `PlanningModel`).
+    packed tokens `prompt_index` int64 `[n]`, and the `token_ids` of these are ignored. Both are
+    None without prompt embeddings. `adapters`: the adapters of the packed tokens, with `rows`
+    `[T]`, or None. `plan`: int32 tensors that the model has planned for these rows (see
+    `PlanningModel`).
     """
 
     token_ids: Tensor

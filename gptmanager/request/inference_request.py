@@ -83,10 +83,10 @@ class InferenceRequest:
     `is_streaming`: one response per new token instead of one at the end. `priority`: requests with
     a higher one run first; equal ones keep their order. `deadline_s` limits the whole life of the
     request, and `queue_timeout_s` the time until its first computation, both from the moment Get
-    returns it; None or infinity: no limit. `client_id` is passed to the logits post-processor.
-    Requests share cached blocks only with requests of an equal `cache_salt`. `retention_priority`,
-    from 0 to 100: cached blocks of a lower priority are evicted first; None: the blocks keep the
-    priority that they have.
+    returns it. None and infinity mean no limit. `client_id` is passed to the logits post-processor.
+    Requests share cached blocks only with requests of an equal `cache_salt`. `retention_priority`
+    is from 0 to 100: cached blocks of a lower priority are evicted first. With None, the blocks
+    keep their priority.
 
     Raises ValueError for an id outside 0..2**64-1, TypeError for an id of another type.
     """

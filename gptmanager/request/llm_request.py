@@ -120,7 +120,7 @@ class LlmRequest:
         self.estimated_reusable_tokens = estimated_reusable_tokens
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt  # requests with equal salts share cached blocks
-        # of the blocks that it stores in the KV cache; None: they keep the priority that they have
+        # The priority of the blocks that it stores in the KV cache. With None, blocks keep theirs.
         self.retention_priority = retention_priority
         self.prompt_len = self.orig_prompt_len = self.num_tokens = len(self.tokens)
         self.pause_count = 0
@@ -164,7 +164,7 @@ class LlmRequest:
 
     @property
     def context_chunk_size(self) -> int | None:
-        """Number of context tokens to run next; None: the whole remaining context."""
+        """Number of context tokens to run next, or None for the whole remaining context."""
         return self._context_chunk_size
 
     @context_chunk_size.setter

@@ -12,8 +12,10 @@ _FIRST_TASK = 1 << 32  # task ids in lines are usually smaller
 
 
 class AdapterFolders:
-    """Reads adapters from folders. `place`: the folder that relative paths start from. `model`: the
-    checkpoint that the adapters are for; None: any.
+    """Reads adapters from folders.
+
+    `place`: the folder from which relative paths start. `model`: the checkpoint that the adapters
+    must fit, or None for any.
     """
 
     def __init__(self, place: Path, model: Path | None) -> None:

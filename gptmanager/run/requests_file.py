@@ -58,7 +58,7 @@ def read_requests(
     `max_new_tokens`: the default for lines without it. `folder`: where relative adapter paths
     start. `max_tokens`: the limit of any request; a text that cannot fit is not encoded. A long
     line is returned with `build` set: call it to encode the text, in any thread. `chats` renders
-    messages; None: they are refused. `model`: the checkpoint that adapters are for; None: any.
+    messages; without it they are refused. `model`: the checkpoint that adapters must fit, or None.
     """
     first_use: dict[int | None, int] = {}
     encoder, adapters = TextEncoder(tokenizer, max_tokens), AdapterFolders(Path(folder), model)

@@ -124,7 +124,7 @@ def traced(waits: Mapping[int, Wait]) -> dict[int, Wait]:
 def reported_waits(policy: Any, *decision: Any) -> Mapping[int, Wait] | None:
     """Return what `policy.why_waiting` reports about a decision.
 
-    Returns None if it has no such method: a host's policy may be of any class.
+    Returns None if the policy has no such method, because a host's policy may be of any class.
     """
     report = getattr(policy, "why_waiting", None)
     return None if report is None else report(*decision)

@@ -127,10 +127,10 @@ class HostQueue:
 
 
 def host_queue(recording: Recording) -> HostQueue:
-    max_active = recording.header.blueprint.max_active  # None: no limit, so no Get is full
+    max_active = recording.header.blueprint.max_active  # None means no limit, so no Get is full
     first = recording.iterations[0].intake.now
     arrivals: list[float] = []
-    # the time of the first of the current consecutive full Gets; None: the last Get was not full
+    # The time of the first of the latest consecutive full Gets, or None if the last was not full.
     full_since: float | None = None
     num_held, longest_s, num_unknown = 0, 0.0, 0
     for iteration in recording.iterations:

@@ -20,7 +20,7 @@ class Work(NamedTuple):
 class Stages:
     """Pipeline stages with equal parts of the layers; each runs one step at a time, in order.
 
-    `transfer`: seconds from one stage to the next. `work`: the steps that ran; None: not kept.
+    `transfer`: seconds from one stage to the next. `work`: a list that gets the steps that ran.
     """
 
     def __init__(self, count: int, transfer: float, work: list[Work] | None = None) -> None:

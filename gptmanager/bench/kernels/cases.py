@@ -97,7 +97,7 @@ class Rig:
     launcher: Launcher
     sizes: Sizes = field(default_factory=Sizes)
     cache_bytes: int = 60 << 20
-    free_bytes: Callable[[], int] | None = None  # free memory of the device; None: unknown
+    free_bytes: Callable[[], int] | None = None  # returns the free memory of the device
 
     def num_sets(self, set_bytes: int) -> int:
         """Return the number of input sets that successive calls alternate between."""

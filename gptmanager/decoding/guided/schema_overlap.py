@@ -147,6 +147,6 @@ def listed_values(schema: Any) -> list[Any] | None:
 
 
 def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the listed values as texts that are equal if the values are; None: no list."""
+    """Return the listed values as texts, which are equal if the values are; None without a list."""
     values = listed_values(schema)
     return None if values is None else frozenset(json.dumps(it, sort_keys=True) for it in values)

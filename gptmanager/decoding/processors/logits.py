@@ -47,9 +47,9 @@ class PostProcessing:
 
     `batched` serves sequences without a processor of their own. Calls that take longer than
     `budget_s` seconds are counted for each processor, and the 1st, 2nd, 4th, 8th ... is logged.
-    `stream`: the stream that computes the logits; None if they are on the CPU. `watches_streams`: a
-    processor that works on another stream than the model's ends its requests; this check waits for
-    the device. `sequences`, by slot, is empty if no sequence has a processor.
+    `stream`: the stream that computes the logits, or None on the CPU. `watches_streams`: fail the
+    requests of a processor that works on another stream than the model's. This check waits for the
+    device. `sequences`, by slot, is empty if no sequence has a processor.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class PostProcessing:
 
         `logits` float32 `[S, vocab]` are changed in place. `lengths` `[S]`: number of tokens in
         each history. `tokens` int32 `[num_lines, max_seq_len]`: the histories, in `lines` `[S]`.
-        `firsts` `[rows + 1]`: index of each row's first beam among the S; None: one beam per row.
-        `token_tensor`: `tokens` on the device of the logits; None: on the CPU.
+        `firsts` `[rows + 1]`: index of each row's first beam among the S, or None if each row has
+        one beam. `token_tensor`: `tokens` on the logits' device, unless that is the CPU.
         """
         groups: dict[int, list[int]] = {}
         bounds = range(logits.shape[0] + 1) if firsts is None else firsts.tolist()

@@ -30,12 +30,13 @@ _MOST = math.log(1e30)
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """How a request's beams are searched.
+    """The options of a request's beam search.
 
     `early_stopping` decides when the search is over, once W beams have ended. 1: at once. 0: when
-    no live beam can score better than the worst of these at its present length. Any other value:
-    when no live beam can at any length that it may reach. `num_results`: how many of the W are
-    returned; None: all. `sampled`: each beam is sampled independently, without a search.
+    no live beam can score better than the worst ended one at its present length. Any other value:
+    when no live beam can do so at any length that it may reach. `num_results`: how many of the W
+    beams are returned, by default all. `sampled`: each beam is sampled independently, without a
+    search.
     """
 
     width: int

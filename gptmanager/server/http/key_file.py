@@ -18,7 +18,7 @@ class ApiKey:
     """A key that clients may send.
 
     `name`: its name in the log, empty for the only key of a server. `max_requests`: how many of its
-    requests may run and wait at once; None: no limit.
+    requests may run and wait at once, or None.
     """
 
     value: str = field(repr=False)
