@@ -129,7 +129,7 @@ def _flat(part: Mapping[str, Any] | None, inner: str) -> Iterable[Mapping[str, A
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Return the largest factor by which the normalizer can shorten a text; None without a limit."""
+    """Return the largest factor by which the normalizer can shorten a text, or None (no limit)."""
     factor = 1
     for part in _flat(normalizer, "normalizers"):
         replaced = part.get("pattern", {}).get("String") if part["type"] == "Replace" else None
