@@ -26,7 +26,7 @@ from gptmanager.kernels.simd.threads import alike
 
 Longs = npt.NDArray[np.int64]
 
-_PARTS_PER_THREAD = 8  # parts of all matmuls that read their matrices once
+_PARTS_PER_THREAD = 8  # of all matmuls that read their matrices once
 
 
 class _Chosen(NamedTuple):
@@ -42,8 +42,8 @@ class _GroupPlan(NamedTuple):
 
     plan: MatmulPlan
     tasks: npt.NDArray[Any]
-    rows: int  # rows of each expert's matrix
-    dtype: torch.dtype  # dtype of the result
+    rows: int  # of each expert's matrix
+    dtype: torch.dtype  # of the result
 
 
 class CpuExperts(CpuMatmuls):
@@ -69,7 +69,7 @@ class CpuExperts(CpuMatmuls):
             hidden = self.activate(hidden, experts.activation, experts.gated)
         outputs = self._multiply_group(hidden, down[False], found, experts.down_bias)
         num_here = int(found.counts.sum())
-        outputs[num_here:] = 0  # outputs of experts on other ranks
+        outputs[num_here:] = 0  # of experts of other ranks
         by_token = outputs.index_select(0, places).view(*chosen.shape, -1)
         return (by_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 

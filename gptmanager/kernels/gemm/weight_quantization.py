@@ -78,11 +78,11 @@ def round_to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 def round_to_groups(rows: Tensor) -> Groups:
     """Round floats `[n, columns]` to groups without minima.
 
-    Several scales are tried for each group, and the one with the least squared error is kept. They
-    differ in the number of steps that the largest magnitude becomes. Each is then replaced by the
-    best scale (least squares) for the integers that it produces, like `make_qx_quants` in
-    llama.cpp's `ggml-quants.c`. The first one is Q4_0's: the element with the largest magnitude
-    becomes -8 steps. A group with an element that is not finite has the scale NaN.
+    Of a few scales for each group, the one with the least squared error is kept. Each makes the
+    largest magnitude another number of steps, and is then replaced by the best scale for the
+    integers that it leads to (least squares), as `make_qx_quants` of llama.cpp's `ggml-quants.c`
+    does. The first one is that of Q4_0: the element with the largest magnitude is -8 steps.
+    A group with an element that is not finite has the scale NaN.
     """
     (rows,) = alike(rows)
     count, columns = rows.shape

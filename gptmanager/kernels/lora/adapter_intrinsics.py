@@ -166,7 +166,7 @@ _WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {"float32": _floats, "bfloa
 def _transposed(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
     """Return vectors of element k of sixteen rows of B. Four bytes of a row are a lane."""
     size = itemsize(dtype)
-    units = DEPTH * size // 4  # units of four bytes in a row
+    units = DEPTH * size // 4  # of four bytes, in a row
     part = ir.VectorType(INT, units)
 
     def load_row(row: int) -> Any:
