@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Iterator
 from typing import Any
 
 from gptmanager.errors import CallbackError, ConfigError
 from gptmanager.lifecycle.callables import check_answer, ordinary
 from gptmanager.lifecycle.watchdog import CallbackTimer
 
-_READY = frozenset({list, tuple, set, frozenset})  # types that most callbacks return
+# The types that most callbacks return, which need no check.
+PLAIN = frozenset({list, tuple, set, frozenset})
 
 
 class HostTimers:
@@ -42,23 +42,18 @@ def optional(callback: Any, name: str, *, may_yield: bool = False) -> Any:
     return None if callback is None else ordinary(name, callback, may_yield=may_yield)
 
 
-def items_of(answer: Any) -> Iterator[Any]:
-    """Return an iterator over the result of Get. Raises CallbackError if it is not iterable."""
-    if type(answer) not in _READY:
-        check_answer("GetInferenceRequests", answer, may_yield=True)
-    try:
-        return iter(answer)
-    except TypeError:
-        hint = ", as a function without `return` does" if answer is None else ""
-        raise CallbackError(
-            f"GetInferenceRequests returned {reprlib.repr(answer)}{hint}; expected an iterable of "
-            "InferenceRequest"
-        ) from None
+def not_iterable(answer: Any) -> CallbackError:
+    """Return the error for a result of Get that is not iterable."""
+    hint = ", as a function without `return` does" if answer is None else ""
+    return CallbackError(
+        f"GetInferenceRequests returned {reprlib.repr(answer)}{hint}; expected an iterable of "
+        "InferenceRequest"
+    )
 
 
 def add_stops(answer: Any, stops: set[int]) -> None:
     """Add the ids that PollStopSignal returned. Raises CallbackError for other values."""
-    if type(answer) not in _READY:
+    if type(answer) not in PLAIN:
         check_answer("PollStopSignal", answer, may_yield=True)
     if answer is None:
         return

@@ -18,7 +18,14 @@ from gptmanager.errors import CallbackError, InvalidRequestError, response_text
 from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.host.cached_blocks import CachedBlocks
-from gptmanager.host.callback_checks import HostTimers, add_stops, items_of, optional, required
+from gptmanager.host.callback_checks import (
+    PLAIN,
+    HostTimers,
+    add_stops,
+    not_iterable,
+    optional,
+    required,
+)
 from gptmanager.host.journal_seam import JournalSeam, NoJournal
 from gptmanager.host.preparation import Preparation
 from gptmanager.host.received_requests import Receiver
@@ -328,8 +335,14 @@ class CallbackHost:
         receiver, failures = self.receiver, self.get_failures
         before = len(receiver.received)
         with self._guarded(self.timers.get) as raised:
-            # no code that may fail between an item and the queue
-            for item in items_of(self._get(-1 if room is None else room)):
+            answer = self._get(-1 if room is None else room)
+            if type(answer) not in PLAIN:
+                check_answer("GetInferenceRequests", answer, may_yield=True)
+            try:  # no code that may fail between the answer and the queue
+                items = iter(answer)
+            except TypeError:
+                raise not_iterable(answer) from None
+            for item in items:
                 receiver.returned.append(item)
         foreign = self._receive() if receiver.returned else None
         error = raised[0] if raised else foreign
