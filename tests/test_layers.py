@@ -371,7 +371,7 @@ recorder/                     recordings of a loop's inputs and decisions; the b
     recorder                  Recorder: writes down a run
 host/                         calls the host's four callbacks safely
     turns                     the interfaces between loop, worker and host
-    callback_checks           checks of callbacks and their results, times of calls
+    timers                    times of callbacks
     received_requests         checks and admits what GetInferenceRequests returned
     retries                   delays GetInferenceRequests after an error
     preparation               prepares logits post-processors

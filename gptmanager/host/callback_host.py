@@ -7,6 +7,7 @@ callback that fails too often ends the loop.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,18 +19,11 @@ from gptmanager.errors import CallbackError, InvalidRequestError, response_text
 from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.host.cached_blocks import CachedBlocks
-from gptmanager.host.callback_checks import (
-    PLAIN,
-    HostTimers,
-    add_stops,
-    not_iterable,
-    optional,
-    required,
-)
 from gptmanager.host.journal_seam import JournalSeam, NoJournal
 from gptmanager.host.preparation import Preparation
-from gptmanager.host.received_requests import Receiver
+from gptmanager.host.received_requests import Receiver, not_iterable
 from gptmanager.host.retries import GetFailures
+from gptmanager.host.timers import HostTimers, optional, required
 from gptmanager.host.turns import Turn
 from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer
 from gptmanager.lifecycle.clock import monotonic
@@ -51,6 +45,7 @@ from gptmanager.step import Failure, Intake
 
 _T = TypeVar("_T")
 
+_READY = frozenset({list, tuple, set, frozenset})  # types that most callbacks return
 _POLL_S = 0.002  # interval of checking whether SendResponse has returned
 _STALL_S = 0.01  # pause after an iteration that scheduled no active request
 
@@ -309,7 +304,11 @@ class CallbackHost:
         if self._poll is None:
             return
         with self._guarded(self.timers.poll):
-            add_stops(self._poll(), self._stops)
+            stops = self._poll()
+            if type(stops) not in _READY:
+                check_answer("PollStopSignal", stops, may_yield=True)
+            if stops is not None:
+                _collect_ids(stops, self._stops)
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self._check()
@@ -336,7 +335,7 @@ class CallbackHost:
         before = len(receiver.received)
         with self._guarded(self.timers.get) as raised:
             answer = self._get(-1 if room is None else room)
-            if type(answer) not in PLAIN:
+            if type(answer) not in _READY:
                 check_answer("GetInferenceRequests", answer, may_yield=True)
             try:  # no code that may fail between the answer and the queue
                 items = iter(answer)
@@ -384,3 +383,18 @@ class CallbackHost:
 def _taken(queue: deque[_T]) -> tuple[_T, ...]:
     """Remove and return all items of a queue that other threads fill."""
     return tuple(queue.popleft() for _ in range(len(queue)))
+
+
+def _collect_ids(stops: Any, into: set[int]) -> None:
+    """Add the ids that PollStopSignal returned. Raises CallbackError for other values."""
+    foreign = []
+    try:
+        for stop in stops:
+            try:
+                into.add(operator.index(stop))
+            except TypeError:
+                foreign.append(stop)
+    except TypeError:
+        foreign.append(stops)
+    if foreign:
+        raise CallbackError(f"PollStopSignal returned {foreign[0]!r}, expected request ids")

@@ -7,6 +7,7 @@ id is known.
 
 from __future__ import annotations
 
+import reprlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -156,3 +157,12 @@ def _read_request(item: InferenceRequest, request_id: int) -> InferenceRequest:
             f"the request cannot be read: {response_text(error)} (it is a {type(item).__name__}; "
             "a subclass of InferenceRequest must call super().__init__())"
         ) from error
+
+
+def not_iterable(answer: Any) -> CallbackError:
+    """Return the error for an answer of Get that is not iterable."""
+    hint = ", as a function without `return` does" if answer is None else ""
+    return CallbackError(
+        f"GetInferenceRequests returned {reprlib.repr(answer)}{hint}; expected an iterable of "
+        "InferenceRequest"
+    )

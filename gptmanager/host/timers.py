@@ -1,0 +1,37 @@
+"""Checks of callbacks, and `HostTimers`: how long each call into the host's code takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gptmanager.errors import ConfigError
+from gptmanager.lifecycle.callables import ordinary
+from gptmanager.lifecycle.watchdog import CallbackTimer
+
+
+class HostTimers:
+    """The timers of all calls into the host's code.
+
+    `all`: in the order of the statistics, with the loop's scheduler last.
+    """
+
+    def __init__(self) -> None:
+        self.get = CallbackTimer("GetInferenceRequests")
+        self.send = CallbackTimer("SendResponse")
+        self.poll = CallbackTimer("PollStopSignal")
+        self.stats = CallbackTimer("ReturnBatchManagerStats")
+        self.processor = CallbackTimer("LogitsPostProcessor")
+        self.prepare = CallbackTimer("LogitsPostProcessor.prepare")
+        self.all = [self.get, self.send, self.poll, self.stats, self.processor, self.prepare]
+
+
+def required(callback: Any, name: str, *, may_yield: bool = False) -> Any:
+    """Return a mandatory callback after checking it."""
+    if callback is None:
+        raise ConfigError(f"{name} is mandatory")
+    return ordinary(name, callback, may_yield=may_yield)
+
+
+def optional(callback: Any, name: str, *, may_yield: bool = False) -> Any:
+    """Return an optional callback after checking it, or None."""
+    return None if callback is None else ordinary(name, callback, may_yield=may_yield)
