@@ -1,6 +1,6 @@
-"""Options of a model that keeps a state for each sequence: settled or refused at the start.
+"""Sets or rejects options of a manager if the model keeps a recurrent state for each sequence.
 
-A state cannot go back to an earlier token and is never found again by the tokens that led to it.
+Such a state cannot go back to an earlier token, and cannot be found by the tokens that led to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _MIB = 1 << 20
 def settle_reuse(
     params: OptionalParams, spec: Dimensions, model_type: ModelType, max_beam_width: int
 ) -> OptionalParams:
-    """Return the params with block reuse True or False. ConfigError for what a state rules out."""
+    """Return the params with block reuse True or False. Raises ConfigError for options that a state
+    rules out.
+    """
     has_states = bool(state_shapes(spec))
     if has_states:
         _refuse(params, max_beam_width)
@@ -38,7 +40,10 @@ def settle_reuse(
 
 
 def without_states(budget: MemoryBudget, spec: Dimensions, params: OptionalParams) -> MemoryBudget:
-    """Return the memory that the states of all slots leave for blocks. ConfigError for none."""
+    """Return the memory that the states of all slots leave for blocks.
+
+    Raises ConfigError if nothing is left.
+    """
     shapes = state_shapes(spec)
     if not shapes:
         return budget

@@ -14,11 +14,11 @@ _T = TypeVar("_T")
 
 
 class GenerationControl(LoopQuestions):
-    """Calls of a host that trains the model which it serves.
+    """The calls with which a host trains the model that it serves.
 
-    With several ranks make each call on all of them, except that rank 0 alone decides about
-    `pause_generation` and `resume_generation`. If another rank does not make the call within
-    `ParallelConfig.timeout_s`, or fails, RankError says so on all ranks.
+    With several ranks, each call must be made on all of them, except `pause_generation` and
+    `resume_generation`, about which rank 0 decides. If another rank fails, or does not make the
+    call within `ParallelConfig.timeout_s`, all ranks raise RankError.
     """
 
     def update_weights(
@@ -26,15 +26,15 @@ class GenerationControl(LoopQuestions):
     ) -> int:
         """Replace weights between two iterations, in place; return the new `weights_version`.
 
-        `tensors`: a mapping or an iterator of (name, tensor), by the checkpoint's names; tensors
-        that it lacks stay as they are. Running requests keep their keys and values, or compute
-        them again with `recompute`. Blocks cached before are not reused by later requests. A
-        manager that is asleep takes the memory of its weights, and sleeps on.
+        `tensors`: a mapping or an iterator of (name, tensor), by the checkpoint's names. Missing
+        tensors are unchanged. Running requests keep their keys and values, or compute them again
+        with `recompute`. Later requests do not reuse blocks that were cached before. A manager that
+        is asleep allocates the memory of its weights, and stays asleep.
 
-        Raises ConfigError for unknown names and wrong shapes: of a mapping before anything is
-        copied. If an iterator fails half-way, no step runs until an update with all tensors is
-        complete. Raises CallbackError in a callback, and TimeoutError and ManagerDeadError like
-        `explain`.
+        Raises ConfigError for unknown names and wrong shapes; for a mapping this happens before
+        anything is copied. If an iterator fails half-way, no step runs until an update with all
+        tensors is complete. Raises CallbackError in a callback, and TimeoutError and
+        ManagerDeadError like `explain`.
         """
         update = self._worker.updates.update
         return self._call(
@@ -49,11 +49,11 @@ class GenerationControl(LoopQuestions):
     def sleep(self, *, keep_weights: bool = True, timeout: float | None = None) -> None:
         """Release the memory of the weights and of the KV cache, between two iterations.
 
-        Until `wake` no step runs and Get is not called. Active requests stay, and compute their
-        contexts again afterwards. `keep_weights`: write the weights to a temporary file (on a
-        device: to CPU memory), from which `wake` reads them. Without it they are dropped, and no
-        step runs until `update_weights` has passed all tensors, before or after `wake`. The
-        weights of an object that implements `Model` are the host's, and stay.
+        Until `wake`, no step runs and Get is not called. Active requests stay, and compute their
+        contexts again afterwards. With `keep_weights`, the weights are written to a temporary file,
+        or from a device to CPU memory, and `wake` reads them from there. Without it they are
+        dropped, and no step runs until `update_weights` has passed all tensors, before or after
+        `wake`. If the host has passed a `Model` object, its weights stay in memory.
 
         Raises SleepError if the manager is asleep, ConfigError if the file cannot be written, and
         the other errors of `update_weights`.
@@ -62,16 +62,16 @@ class GenerationControl(LoopQuestions):
         self._call("sleep", lambda loop: sleep(loop, keep_weights=keep_weights), timeout)
 
     def wake(self, timeout: float | None = None) -> None:
-        """Take the memory that `sleep` has released, and iterate again.
+        """Allocate the memory that `sleep` has released, and iterate again.
 
-        Raises SleepError if the manager is not asleep, and errors of memory that is too short: then
-        it stays asleep. Other errors are those of `update_weights`.
+        Raises SleepError if the manager is not asleep, an out-of-memory error if it must stay
+        asleep, and the other errors of `update_weights`.
         """
         self._call("wake", self._worker.updates.wake, timeout)
 
     @property
     def is_asleep(self) -> bool:
-        """Whether `sleep` was called, and not `wake`."""
+        """Whether `sleep` has been called without a later `wake`."""
         return self._worker.updates.is_asleep
 
     def pause_generation(self, timeout: float | None = ANSWER_S) -> None:
@@ -90,8 +90,8 @@ class GenerationControl(LoopQuestions):
     def abort_all(self, timeout: float | None = ANSWER_S) -> int:
         """End all active requests before the next step, like stop signals; return their number.
 
-        Each gets a final response with its tokens so far and the finish reason CANCELLED: during a
-        pause or sleep, after its end. Raises the errors of `update_weights`.
+        Each gets a final response with its tokens so far and the finish reason CANCELLED; during a
+        pause or sleep, it gets this once that ends. Raises the errors of `update_weights`.
         """
         return self._call("abort_all", self._worker.stop_all, timeout)
 

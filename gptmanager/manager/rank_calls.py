@@ -1,4 +1,4 @@
-"""`RankCalls`: calls that all ranks make, each on its own manager, and that run together."""
+"""`RankCalls`: runs a call that the hosts of all ranks make, at the same time on all ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RankCalls:
     """Runs a call between the same two iterations of all ranks. Its methods run on the loop's
     thread. `timer`: times iterations; it is stopped during a call.
 
-    Rank 0 announces its call, and the others then wait for their own host's one. A step of the call
-    (`agree`) succeeds on all ranks or raises on all of them.
+    Rank 0 announces its call. The other ranks then wait until their hosts make the same call. A
+    step of the call (`agree`) succeeds on all ranks or raises on all of them.
     """
 
     def __init__(self, inbox: Inbox, timer: CallbackTimer) -> None:
@@ -62,7 +62,7 @@ class RankCalls:
                 self._timer.start()
 
     def agree(self, name: str, step: Callable[[], _T]) -> _T:
-        """Return `step()`. Raise its error, or a RankError if it fails on another rank only."""
+        """Return `step()`. Raises its error, or RankError if it fails only on another rank."""
         if self._ranks is None:
             return step()
         error: Exception | None = None
@@ -79,8 +79,9 @@ class RankCalls:
         return answer
 
     def note_pause(self) -> None:
-        """Let the other ranks go on waiting, while no iteration may begin. RankError if a rank has
-        failed.
+        """Tell the other ranks to wait longer, because no iteration may begin yet.
+
+        Raises RankError if a rank has failed.
         """
         if self._ranks is not None and not self._inbox.defers_calls:
             self._ranks.links.send(Message.PAUSED)

@@ -1,4 +1,4 @@
-"""`ReleasedMemory`: memory of tensors that is returned to the system, and taken again later."""
+"""`ReleasedMemory`: returns the memory of tensors to the system, and allocates it again later."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gptmanager.errors import ConfigError, error_summary
 class ReleasedMemory:
     """Releases the memory of `tensors` at once; the tensors must not be used until `restore`.
 
-    On the CPU the addresses stay the same, so what holds them stays valid: only the pages are
-    returned. On a device the tensors get a new address.
+    On the CPU only the pages are returned. The tensors keep their addresses, so pointers to them
+    stay valid. On a device the tensors get new addresses.
 
-    `kept`: those of the tensors that `restore` fills as before. Until then their contents are in a
-    temporary file, or, for tensors on a device, in CPU memory. The others then are zero, or as they
-    were, or, if they are memory of a file, as the file is. Raises ConfigError if the temporary file
-    cannot be written; nothing is released then.
+    `kept`: the tensors to which `restore` returns their contents, which are in a temporary file
+    until then, or, for tensors on a device, in CPU memory. After `restore`, other tensors contain
+    zeros or their old contents; a mapped file contains what the file has. Raises ConfigError if the
+    temporary file cannot be written. Then nothing is released.
     """
 
     def __init__(self, tensors: Iterable[Tensor], kept: Iterable[Tensor] = ()) -> None:
@@ -41,7 +41,7 @@ class ReleasedMemory:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Take the memory again. Raises torch's out-of-memory errors, and OSError."""
+        """Allocate the memory again. Raises torch's out-of-memory errors, and OSError."""
         for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)
         with torch.inference_mode():
@@ -64,7 +64,7 @@ class ReleasedMemory:
 
 
 def _by_device(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors with memory, those on the CPU and those on a device."""
+    """Return the tensors on the CPU, and the tensors on a device, without empty ones."""
     found: tuple[list[Tensor], list[Tensor]] = [], []
     for tensor in tensors:
         if tensor.nbytes:
@@ -73,7 +73,7 @@ def _by_device(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _written(tensors: Iterable[Tensor]) -> Any:
-    """Return a nameless file with the bytes of the tensors."""
+    """Return a file without a name that has the bytes of the tensors."""
     file: Any = None
     try:
         file = tempfile.TemporaryFile(prefix="gptmanager-weights-", buffering=0)

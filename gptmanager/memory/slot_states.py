@@ -1,4 +1,4 @@
-"""`SlotStates`: the states that recurrent layers keep for each sequence, by its line."""
+"""`SlotStates`: the states of recurrent layers, one for each line (place of a running sequence)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class StateShape(NamedTuple):
 class SlotStates:
     """The states of all lines. `tensors[i]` `[num_lines, *shape]` has the i-th of `shapes`.
 
-    A line's states are zeros when a sequence begins in it, and the model alone changes them later.
+    A line's states are zero when a sequence begins in it. Afterwards only the model changes them.
     """
 
     def __init__(
         self, shapes: Sequence[StateShape], num_lines: int, device: torch.device | str = "cpu"
     ) -> None:
         kinds = [*dict.fromkeys(shapes)]
-        # one tensor for all states of a shape, so that a line is cleared by one operation
+        # All states of a shape are in one tensor, so that one operation clears a line.
         self._stacks = [
             torch.zeros((shapes.count(it), num_lines, *it.shape), dtype=it.dtype, device=device)
             for it in kinds

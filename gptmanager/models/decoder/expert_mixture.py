@@ -1,4 +1,4 @@
-"""The outputs of a layer's experts, with or next to those of its shared MLP."""
+"""Computes a layer's experts, and adds the output of its shared MLP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gptmanager.models.decoder.layer_tensors import ExpertLayer, ExpertNorms
 def mix_experts(
     kernels: Kernels, own: ExpertLayer, hidden: Tensor, shared: Tensor | None
 ) -> Tensor:
-    """Return the outputs `[T, C]` of the experts for `hidden [T, C]`, plus the `shared` MLP's."""
+    """Return the outputs `[T, C]` of the experts for `hidden [T, C]`, plus those in `shared`."""
     logits = kernels.linear(hidden, *own.router)
     mixed = kernels.experts(hidden, logits, own.correction, own.routing, own.experts)
     if shared is None:
@@ -32,9 +32,9 @@ def mix_apart(
     eps: float,
     sum_of_ranks: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the normed outputs of experts that read the residual, plus the `shared` MLP's, normed.
+    """Return the outputs of experts that read the residual, plus the outputs `shared`.
 
-    See `Experts.apart`.
+    Each of the two is normalized before the addition. See `Experts.apart`.
     """
     logits = kernels.linear(kernels.rms_norm(residual, norms.router, eps), *own.router)
     logits = kernels.scaled(logits, residual.shape[1] ** -0.5)

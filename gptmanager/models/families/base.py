@@ -1,4 +1,4 @@
-"""Parts that rows of the table share: norms, spellings, and families that others begin with."""
+"""Parts that rows of the table share: norms, spellings, and families that others derive from."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Config fields that are ignored, and the check that no other field is left unread.
 
-A field that no reader has read and that is not listed here is refused, unless its value means that
-a feature is absent. Otherwise a config with features that its family does not have would lead to
-wrong tokens.
+A field that no reader has read and that is not listed here is rejected, unless its value means that
+a feature is absent. Otherwise a config with a feature that its family lacks would lead to wrong
+tokens.
 """
 
 from __future__ import annotations

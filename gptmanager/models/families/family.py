@@ -1,4 +1,4 @@
-"""`Family`: the properties that set one `model_type` apart."""
+"""`Family`: the properties by which one `model_type` differs from others."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class Family:
     """A row of the table: the names of a family's config fields and tensors, and their meaning.
 
     `title`: the name for users. `tensors`: see `names`; in a checkpoint, `prefix` may be missing.
-    `other_tensors`: names for the same parameters in GGUF files; a checkpoint has the one or the
-    other.
+    `other_tensors`: other names for the same parameters, in GGUF files.
     `ignored`: tensors that are not used. `spellings`: our name of a config field -> the family's.
     `defaults`: values of absent fields, by our names. A property that may be a string can name the
     config field that has its value. `norms`: their epsilon is read from the config; `qk_norm`:

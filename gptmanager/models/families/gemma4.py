@@ -1,4 +1,4 @@
-"""Gemma 4: heads by layer, keys that are values, layers that share keys, experts apart."""
+"""Gemma 4: heads that differ by layer, keys used as values, shared keys, experts in parallel."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def _heads(fields: Fields, layer: int) -> Mapping[str, int]:
 
 
 def _mlp(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Return the doubled width of layers that share keys, if the config asks for it."""
+    """Return the doubled MLP width of layers that share keys, if the config sets it."""
     is_wide = fields.flag("use_double_wide_mlp") and layer >= _first_shared(fields)
     return {"width": 2 * fields.size("intermediate_size")} if is_wide else {}
 
 
 def _experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
-    """Return the experts in parallel with the MLP of a layer, if the config asks for them."""
+    """Return the experts in parallel with the MLP of a layer, if the config has experts."""
     fields.note_read("num_experts", "top_k_experts", "moe_intermediate_size")
     if not fields.flag("enable_moe_block"):
         return None

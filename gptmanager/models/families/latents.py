@@ -61,7 +61,7 @@ def _attention(fields: Fields, _: int) -> Mapping[str, Any]:
 
 
 def _yarn_scale(fields: Fields) -> float:
-    """Return the factor of attention scores that yarn's `mscale_all_dim` asks for."""
+    """Return the factor of attention scores that follows from yarn's `mscale_all_dim`."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or not rope.get("mscale_all_dim"):
         return 1.0

@@ -77,7 +77,7 @@ def _by_type(
 def _in_chunks(
     fields: Fields, num_layers: int, max_seq_len: int
 ) -> tuple[tuple[int | None, ...], list[str]]:
-    """Return windows that begin at multiples of their size: those of layers that rotate."""
+    """Return windows that begin at multiples of their size, for the layers with rotation."""
     types = [CHUNKED if is_rotated(fields, layer) else FULL for layer in range(num_layers)]
     if fields.get("layer_types") is not None:
         types = _checked(fields, num_layers, [FULL, CHUNKED])

@@ -14,7 +14,7 @@ from gptmanager.models.spec import Norms, QueryTemperature
 
 
 def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
-    """Return that a layer has no positions, and how the scale of its queries then grows."""
+    """Return the fields of a layer without positions, with the growing scale of its queries."""
     found = readers.unrotated_layers(fields, layer)
     tuning = fields.get("attn_temperature_tuning")
     fields.note_read("attn_scale", "floor_scale")

@@ -105,13 +105,13 @@ def tensor_names(
 
 
 def layer_names(layer: str = "model.layers.{}.", **modules: str | None) -> Tensors:
-    """Return the part of a table for the modules of a layer; None: the module does not exist."""
+    """Return the part of a table for the modules of a layer. A module may be None (missing)."""
     given = {layer + theirs: word for word, theirs in modules.items() if theirs is not None}
     return {theirs: _MODULES[word] for theirs, word in given.items()}
 
 
 def llama_names(**changes: str | None) -> Tensors:
-    """Return the names of Llama's tensors with these changes; None: the module does not exist."""
+    """Return the names of Llama's tensors with these changes; None removes a module."""
     other = {key: changes.pop(key) for key in ("final_norm", "head") if key in changes}
     names = {"final_norm": "model.norm", "head": "lm_head", **other}
     modules = {**_LLAMA, **changes}

@@ -57,9 +57,9 @@ def _tensors(family: Family, given: Collection[str]) -> Tensors:
 
 
 def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
-    """Return how loading reorders the rows of queries and keys of layer `index`.
+    """Return the order in which loading stores the rows of queries and keys of layer `index`.
 
-    Keys are names of LoRA modules; modules with unchanged rows are left out.
+    The keys are names of LoRA modules. Modules with unchanged rows are left out.
     """
     own, family = spec.layers[index].attention, FAMILIES[spec.family]
     parts = {part for ours, part in family.tensors.values() if ours == "qkv"}

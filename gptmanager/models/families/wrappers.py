@@ -1,4 +1,4 @@
-"""Multimodal checkpoints: finds the text model in them, and the tensors that do not belong to it.
+"""Finds the text model in a multimodal checkpoint, and the tensors of its other parts.
 
 Only text is computed. Embeddings of images or sounds can replace tokens: a request passes them as
 `prompt_embedding_table`.

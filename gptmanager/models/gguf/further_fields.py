@@ -1,4 +1,4 @@
-"""Config fields that several keys of a GGUF file determine together: `Architecture.further`."""
+"""Computes config fields that depend on several keys of a GGUF file: `Architecture.further`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Names = Collection[str]
 
 
 def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
-    """Return the number of layers without those that predict further tokens (GLM 4.5)."""
+    """Return the number of layers, except layers that predict further tokens (GLM 4.5)."""
     num_further = metadata.integer(f"{prefix}nextn_predict_layers") or 0
     layers = config.get("num_hidden_layers")
     if not num_further or not isinstance(layers, int):
@@ -28,7 +28,7 @@ def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Co
 
 
 def gpt_oss_rope(_: Metadata, __: str, ___: Names, config: Config) -> Config:
-    """Return a yarn scaling with the bounds that the models are trained with: not rounded."""
+    """Return a yarn scaling with bounds that are not rounded, as the models were trained."""
     scaling = config.get("rope_scaling")
     return {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
 
@@ -47,8 +47,8 @@ def ministral_rope(metadata: Metadata, prefix: str, _: Names, config: Config) ->
 def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:
     """Return the sizes of a head, and a yarn scaling with its factor of attention scores.
 
-    Files of before April 2025 have the sizes of the expanded heads as `attention.key_length` and
-    `attention.value_length`, others those of the latent.
+    In files from before April 2025, `attention.key_length` and `attention.value_length` are the
+    sizes of the expanded heads. In others they are the sizes of the latent.
     """
 
     def size(key: str) -> Any:
@@ -66,7 +66,7 @@ def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Confi
     scaling = config.get("rope_scaling")
     multiplier = metadata.get(f"{prefix}rope.scaling.yarn_log_multiplier")
     if scaling is not None and isinstance(multiplier, float) and multiplier:
-        # llama.cpp's converter writes a tenth of it, and its reader takes both for the same
+        # llama.cpp's converter writes a tenth of mscale_all_dim; its reader uses it for both fields.
         both = dict.fromkeys(("mscale", "mscale_all_dim"), round(multiplier * 10, 6))
         found["rope_scaling"] = {**scaling, **both}
     return {**found, **without_further_layers(metadata, prefix, names, config)}
