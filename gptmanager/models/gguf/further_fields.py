@@ -66,7 +66,7 @@ def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Confi
     scaling = config.get("rope_scaling")
     multiplier = metadata.get(f"{prefix}rope.scaling.yarn_log_multiplier")
     if scaling is not None and isinstance(multiplier, float) and multiplier:
-        # llama.cpp's converter writes a tenth of mscale_all_dim; its reader uses it for both fields.
+        # llama.cpp's converter writes a tenth of mscale_all_dim, and uses it for both fields.
         both = dict.fromkeys(("mscale", "mscale_all_dim"), round(multiplier * 10, 6))
         found["rope_scaling"] = {**scaling, **both}
     return {**found, **without_further_layers(metadata, prefix, names, config)}
