@@ -14,7 +14,7 @@ from gptmanager.decoding.processors.raw_kernel import BoundKernel
 
 _SOURCE = """
 struct Params { int count; int ids[MAX_TOKENS]; };
-static_assert(sizeof(Params) == PARAMS_SIZE, "the dtype says otherwise");
+static_assert(sizeof(Params) == PARAMS_SIZE, "sizeof(Params) differs from the dtype's item size");
 
 extern "C" __global__ void forced_prefix(
     float* logits, const int* rows, const int* slots, const Params* params, const int* lengths,
@@ -45,7 +45,9 @@ class ForcedPrefix(RawKernelLogitsPostProcessor):
         Raise ValueError for more than `max_tokens` ids or a negative id, TypeError for other types.
         """
         if len(token_ids) > self.max_tokens:
-            raise ValueError(f"{len(token_ids)} tokens are more than {self.max_tokens}")
+            raise ValueError(
+                f"token_ids has {len(token_ids)} tokens, more than max_tokens = {self.max_tokens}"
+            )
         ids = np.zeros(self.max_tokens, dtype=np.int32)
         ids[: len(token_ids)] = [as_token(token) for token in token_ids]
         return super().bind(count=len(token_ids), ids=ids)
@@ -58,7 +60,7 @@ def _force(
     params: npt.NDArray[np.void],
     lengths: npt.NDArray[np.int32],
     prompt_lengths: npt.NDArray[np.int32],
-    *tokens: Any,
+    *_: Any,
 ) -> None:
     mine, generated = params[slots], lengths - prompt_lengths
     for row, one, index in zip(rows, mine, generated, strict=True):

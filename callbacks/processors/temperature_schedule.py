@@ -1,4 +1,7 @@
-"""`TemperatureSchedule`: changes the temperature during a request, by a CUDA kernel and a twin."""
+"""`TemperatureSchedule`: changes the temperature during a request.
+
+A CUDA kernel does it on a GPU, and a NumPy function, its twin, on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from gptmanager.decoding.processors.raw_kernel import BoundKernel
 
 _SOURCE = """
 struct Params { float start, end; int steps; };
-static_assert(sizeof(Params) == PARAMS_SIZE, "the dtype says otherwise");
+static_assert(sizeof(Params) == PARAMS_SIZE, "sizeof(Params) differs from the dtype's item size");
 
 extern "C" __global__ void temperature_schedule(
     float* logits, const int* rows, const int* slots, const Params* params, const int* lengths,
@@ -31,7 +34,8 @@ extern "C" __global__ void temperature_schedule(
 class TemperatureSchedule(RawKernelLogitsPostProcessor):
     """Changes the temperature over the first tokens in equal steps, and then keeps it constant.
 
-    A greedy request stays greedy, so also set `temperature=1.0` on the request.
+    A request without sampling parameters is greedy, and dividing its logits changes nothing: set
+    `temperature=1.0` on it, so that it samples.
     """
 
     def __init__(self) -> None:
@@ -58,7 +62,7 @@ def _divide(
     params: npt.NDArray[np.void],
     lengths: npt.NDArray[np.int32],
     prompt_lengths: npt.NDArray[np.int32],
-    *tokens: Any,
+    *_: Any,
 ) -> None:
     mine = params[slots]
     generated = (lengths - prompt_lengths).astype(np.float32)

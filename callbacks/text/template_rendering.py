@@ -1,8 +1,9 @@
-"""Rendering of chat templates, and the program that renders them in a child process.
+"""Rendering of chat templates, in this process or in a `ChildProcess` that imports this module.
 
 Templates run in Jinja2's sandbox, with the additions of Hugging Face's transformers: loop
-controls, `raise_exception`, `strftime_now`, a `tojson` without escapes, and `generation` blocks.
-The program imports only jinja2, so that the `ChildProcess` starts quickly.
+controls, `raise_exception`, `strftime_now`, a `tojson` that escapes neither HTML nor
+non-ASCII characters, and `generation` blocks.
+This module imports only jinja2 and the standard library, so that the child process starts quickly.
 """
 
 from __future__ import annotations
@@ -52,10 +53,15 @@ def fill_in(
 
 
 def _cut(text: str) -> str:
-    """Return the text up to the end of the last message, which the template may have stripped."""
+    """Return the text up to the end of the last message.
+
+    If the template strips the message, the text ends without white space.
+    """
     at = text.rfind(CONTINUED.strip())
     if at < 0:
-        raise TemplateError("it does not write the last message, so it cannot be continued")
+        raise TemplateError(
+            "it does not write the last message, which therefore cannot be continued"
+        )
     return text[:at] if text.startswith(CONTINUED, at) else text[:at].rstrip()
 
 
@@ -106,6 +112,6 @@ def _to_json(
 
 
 def answerer() -> Callable[[dict[str, Any]], str]:
-    """Return the function that a child process calls for each question."""
+    """Return the function that the child process calls with the arguments of each `fill_in`."""
     _environment()
-    return lambda question: fill_in(**question)
+    return lambda arguments: fill_in(**arguments)

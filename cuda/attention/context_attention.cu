@@ -1,5 +1,5 @@
-// softmax(q @ keys^T * scale, causal) @ values over paged keys and values, for rows of several query
-// tokens.
+// softmax(q @ keys^T * scale, causal) @ values over paged keys and values, for the sequences of a batch
+// ("rows") that have several query tokens each.
 //
 // FlashAttention-2: a block holds a tile of queries and iterates over keys and values in tiles of 64 or
 // 32 tokens; the next tile is copied while the current one is used. The query heads of one KV head are
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     const int* block_tables,  // [slots, table_width]
     const float* scales,      // [2, kv_heads] of an 8-bit cache
     int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
-    float softcap, HeadScores... head_scores) {  // nothing, or [heads]
+    float softcap, HeadScores... head_scores) {  // nothing, or [heads]: sinks, learned scores
     using K = Kind<T, D, SOFTCAP, SINK, C, SMALL>;
     __shared__ Work<K> work;
     ptx::wait_for_previous();

@@ -1,5 +1,6 @@
 // Online softmax in registers, from the scores of a tile to weights and results; shared by the kernels of
-// context attention. A warp has MATRICES matrices of 16 queries each, in fragments of mma.m16n8k16.
+// context attention. A warp has MATRICES matrices of 16 queries each, in fragments of mma.m16n8k16: a lane
+// has rows g = lane / 4 and g + 8, and columns from 2t = lane % 4 * 2 on.
 #pragma once
 
 #include "attention/context_work.cuh"
@@ -21,8 +22,9 @@ template <class K> __device__ inline void reset(WarpState<K>& state) {
         state.largest[m][0] = state.largest[m][1] = -INFINITY;
 }
 
-// Begins the softmax of each query with the score of its head; of the lanes of a query, the first counts
-// it. `warp`: of the block. `scale`: as in `to_weights`.
+// Begins the softmax of each query with the sink of its head, a learned score without a value. Only the
+// first of a query's four lanes adds it to its sum. `warp`: index of the warp in the block. `scale`:
+// converts scores to exponents of 2.
 template <class K, class T = typename K::T>
 __device__ inline void begin(WarpState<K>& state, const T* head_scores, const Work<K>& work, int warp,
                              float scale) {

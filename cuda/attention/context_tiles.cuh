@@ -28,7 +28,8 @@ template <class K, class C = typename K::C>
 __device__ inline void copy_tokens(C* to, const Work<K>& work, int stage) {
     constexpr int D = K::D, VECTORS = D / WIDE<C>, COUNT = K::TOKENS * VECTORS;
     constexpr int PASSES = (COUNT + THREADS - 1) / THREADS;
-    // STEP rows are read before their copies start: the compiler does not move reads across copies.
+    // STEP row numbers are read before the copies of these rows start: the compiler does not move reads
+    // across copies.
     constexpr int STEP = PASSES % 4 == 0 ? 4 : PASSES % 2 == 0 ? 2 : PASSES;
     const C *key_memory = work.pages.memory, *value_memory = work.value_memory;
 #pragma unroll 1

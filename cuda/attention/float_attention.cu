@@ -54,7 +54,8 @@ template <int D, class C> struct Cache {
     }
 };
 
-// Grid: (items, kv heads). Arguments as in generation_attention.cu.
+// Grid: (items, kv heads). Arguments as in generation_attention.cu, without `block_starts`: each item has
+// its own block.
 template <int D, class C = float, class... HeadScores>
 __global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attention_float(
     float* out, float* partial, float* partial_log, unsigned* arrived, const int* partial_starts,
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attentio
             out + first_head * D, {partial, partial_log, arrived, partial_starts}, item.row, group);
 }
 
-// `Item` of context_work.cuh.
+// A copy of `Item` in context_work.cuh: partials.cuh has another `Item`.
 struct ContextItem {
     int row, first_query, first, last;
 };

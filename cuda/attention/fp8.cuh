@@ -1,4 +1,5 @@
-// Conversions for a cache of 8-bit floats (e4m3): value = element * scale, with a scale for each KV head.
+// Conversions for a KV cache of 8-bit floats (e4m3). A stored element stands for element * scale; each KV
+// head has one scale for keys and one for values.
 //
 // `scales` [2, kv_heads]: the scales of keys, then those of values.
 #pragma once
@@ -35,12 +36,14 @@ template <> __device__ inline unsigned rebase<__nv_bfloat16>(unsigned both) {
     return *reinterpret_cast<unsigned*>(&result);
 }
 
-// Whether the device has instructions that convert elements. The emulator can run both versions.
+// Whether the device has instructions that convert elements. A test may define it, to run either
+// version on the CPU emulator of these kernels.
 #ifndef DEVICE_CONVERTS_FP8
 #define DEVICE_CONVERTS_FP8 (__CUDA_ARCH__ >= 890)
 #endif
 
-// Converts the two elements in the lower 16 bits to a register of a matrix; exact, since T has more bits.
+// Converts the two elements in the lower 16 bits to two elements of T, as a register of an mma
+// fragment holds them; exact, since T has more bits.
 template <class T> __device__ inline unsigned expand(unsigned both) {
 #if DEVICE_CONVERTS_FP8
     __half2 halves(__nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(both), __NV_E4M3));
@@ -48,9 +51,9 @@ template <class T> __device__ inline unsigned expand(unsigned both) {
     float2 floats = __half22float2(halves);
     return pack<T>(floats.x, floats.y);
 #else  // faster than the conversion of cuda_fp8.h
-    unsigned lanes = __byte_perm(both, 0, 0x4140), size = lanes & 0x007F007F;
-    unsigned nan = (size + 0x00010001) & 0x00800080;
-    unsigned result = rebase<T>((lanes & 0x00800080) << 8 | size << SHIFT<T>);
+    unsigned halves = __byte_perm(both, 0, 0x4140), magnitudes = halves & 0x007F007F;
+    unsigned nan = (magnitudes + 0x00010001) & 0x00800080;
+    unsigned result = rebase<T>((halves & 0x00800080) << 8 | magnitudes << SHIFT<T>);
     return result | ((nan << 8) - (nan >> 7));
 #endif
 }

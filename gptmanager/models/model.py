@@ -100,28 +100,32 @@ class Model(Protocol):
 class PlanningModel(Model, Protocol):
     """A model with steps that can be captured on a device and run again for another batch.
 
-    Its `forward` never waits for the device, and reads from the batch only its tensors.
+    Its `forward` never waits for the device. Of the batch it reads only tensors and `all_sampled`.
     """
 
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
     ) -> tuple[Ints, ...]:
-        """Return the `plan` of a batch with these rows. The arguments are those of
-        `Kernels.plan`.
+        """Return `Batch.plan` for these rows: how the attention kernels divide their work.
+
+        The arguments are those of `Kernels.plan`.
         """
         ...
 
 
 @runtime_checkable
 class CapturableModel(Model, Protocol):
-    """A model with generation steps that can be captured on the CPU and run for other rows."""
+    """A model with generation steps that can be replayed on the CPU for as many other rows.
+
+    See `StepCapture`.
+    """
 
     def new_step_capture(self) -> StepCapture | None:
         """Return a new capture; None if steps are not captured."""
         ...
 
     def forward_captured(self, batch: Batch, kv_pool: KvPool, capture: StepCapture) -> Tensor:
-        """Run `forward` on rows of one token each, all sampled, without any optional inputs."""
+        """Run `forward` on rows of one token, all sampled; the batch has no optional tensors."""
         ...
 
 
@@ -154,18 +158,18 @@ def load_model(
 
     `kernels` None: the CPU's; `device` "cuda" needs a `CudaKernels`. `dtype` None: the config's
     dtype, or float32; float64 only on the CPU. `max_seq_len` None: `max_position_embeddings`.
-    `attention_window`: the number of positions that a token sees in each layer, including its own;
-    the first `sink` positions are always visible. `kv_cache_dtype`: dtype of the KV cache pages,
-    float8_e4m3fn, or None for any other. `weights_dtype` "int8", only on the CPU: matrices of
-    matmuls are kept as int8 with one scale per row; "int4": in groups of 32 with a float16 scale
-    each, and the output matrix as `head_dtype` (None: "int8"); "file": in 4 bits where the
-    checkpoint has them so, else as int8. Groups of 4 bits in a checkpoint keep their numbers.
-    Activations keep their dtype. `on_progress`: as in `OptionalParams`. `collectives`: for one of
-    several ranks, which reads only its share. `prepare`: called before weights are read, with the
-    model's dtype and the kinds of quantized matrices.
+    `attention_window`: the largest number of positions that a token sees in any layer, including
+    its own; the first `sink` positions are always visible. `kv_cache_dtype`: float8_e4m3fn for
+    pages of that dtype, None for any other. `weights_dtype`, only on the CPU, is for matrices of
+    matmuls except routers: "int8" with one scale per row; "int4" in groups of 32 with a float16
+    scale each, and the output matrix as `head_dtype` (None: "int8"); "file": those with 4 bits in
+    the checkpoint keep 4 bits, others become int8. With "int4" and "file", 4-bit groups of the
+    checkpoint are not quantized again. `on_progress`: as in `OptionalParams`. `collectives`: for
+    one of several ranks, which reads only its share. `prepare`: called before weights are read,
+    with the model's dtype and the kinds of quantized matrices.
 
-    Raises ConfigError, which names the config field or tensor that cannot be used. The peak memory
-    is that of the final weights plus a sixteenth.
+    Raises ConfigError, which names the argument, config field or tensor that cannot be used. Peak
+    memory: the final weights plus a sixteenth, or plus a matrix that must be read whole.
     """
     kernels = kernels or _cpu_kernels(device)
     _check_weights_dtype(weights_dtype, head_dtype, kernels, device)
@@ -217,7 +221,7 @@ def _naming(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(spec: ModelSpec, layout: RankLayout, given: Collection[str]) -> dict[str, Any]:
-    """Return the arguments of `Weights` for the kinds of parameters, and a rank's share of them.
+    """Return the arguments of `Weights` about parameters: shapes, places, dtypes, a rank's shares.
 
     `given`: the names of the checkpoint's tensors.
     """

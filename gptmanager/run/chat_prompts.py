@@ -1,4 +1,4 @@
-"""`ChatPrompts`: the field `messages` of a line as the token ids of a prompt."""
+"""`ChatPrompts`: converts the `messages` of a request file's line to the token ids of a prompt."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ _WITHOUT_CONTENT = ("tool_calls",)  # keys of a message that may replace its con
 
 
 class ChatPrompts:
-    """Renders messages with the chat template of a checkpoint, which the first ones load."""
+    """Renders messages with a checkpoint's chat template. The first call of `render` loads it."""
 
     def __init__(self, model: str | os.PathLike[str]) -> None:
         self._model = model
 
     def render(self, messages: Any) -> list[int]:
-        """Return token ids. InvalidRequestError names the field that is wrong."""
+        """Return token ids.
+
+        InvalidRequestError names the wrong field, or says that the template cannot be run.
+        """
         _check(messages)
         try:
             return self._template.render(messages)
@@ -29,7 +32,7 @@ class ChatPrompts:
             raise InvalidRequestError(str(error)) from error
 
     def close(self) -> None:
-        """End the process of the template."""
+        """End the child process that runs the template, if it has been started."""
         if "_template" in vars(self):
             self._template.close()
 
@@ -40,7 +43,9 @@ class ChatPrompts:
 
 def _check(messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
-        raise InvalidRequestError(f"messages = {quoted(messages)} must be a list of messages")
+        raise InvalidRequestError(
+            f"messages = {quoted(messages)} must be a list of at least one message"
+        )
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, dict):

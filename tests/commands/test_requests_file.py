@@ -152,8 +152,8 @@ def test_messages_are_rendered_by_the_template_of_the_model(chats):
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
-        ("hello", "messages = 'hello' must be a list of messages"),
-        ([], "messages = [] must be a list of messages"),
+        ("hello", "messages = 'hello' must be a list of at least one message"),
+        ([], "messages = [] must be a list of at least one message"),
         ([USER, 7], "messages[1] = 7 must be an object"),
         ([{"content": "a"}], "messages[0].role = None must be a text"),
         ([USER, {**USER, "role": 1}], "messages[1].role = 1 must be a text"),

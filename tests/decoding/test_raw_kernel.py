@@ -409,7 +409,7 @@ def test_wrong_bindings_of_the_ready_made_ones():
         Watermark(-1)
     with pytest.raises(ValueError, match="gamma = 1.0"):
         Watermark(1, gamma=1.0)
-    with pytest.raises(ValueError, match="more than 2"):
+    with pytest.raises(ValueError, match="3 tokens, more than max_tokens = 2"):
         ForcedPrefix(2).bind([1, 2, 3])
     with pytest.raises(TypeError, match="float"):
         ForcedPrefix().bind([1.5])
