@@ -153,6 +153,6 @@ def _cut(text: str, limit: int) -> str:
 
 
 def quoted_path(path: Path) -> str:
-    """Return the path as it is if it is printable and short, else quoted."""
+    """Return the path unchanged if it is printable and short, otherwise quoted."""
     text = os.fspath(path)
     return text if text.isprintable() and len(text) < 4096 else quoted(text)

@@ -121,7 +121,7 @@ def _check(words: Sequence[str]) -> None:
 
 
 class _Used:
-    """The bytes of all lists in use, those that are cached for other requests included."""
+    """The bytes of all lists in memory, including lists that are cached for other requests."""
 
     def __init__(self) -> None:
         self.size = 0

@@ -1,1 +1,1 @@
-"""Queues between a host and its manager, and the handles on what they hold."""
+"""Queues of requests between a host and its manager, and the handles of these requests."""

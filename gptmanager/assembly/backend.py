@@ -211,7 +211,7 @@ class DeviceBackend(Backend):
     ) -> MemoryBudget:
         """Return the memory that is left after the largest step and the largest CUDA graph.
 
-        Both are run with a KV cache of one block, to measure what they take.
+        Both are run with a KV cache of one block, to measure their memory.
         """
         self._reserve(model, wanted_seq_len(params, model.spec))
         rows = params.max_batch_size * max_beam_width

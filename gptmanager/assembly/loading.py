@@ -109,7 +109,7 @@ def _uses_transformers(source: Any, params: OptionalParams) -> bool:
 def _weights_dtype(
     params: OptionalParams, kernels: Kernels, quantized: bool
 ) -> WeightsDtype | None:
-    """The option, or "file" where the CPU reads a quantized file and nothing else is asked for.
+    """The option, or "file" if it is not set and the CPU reads a quantized file.
 
     Floats would be larger and slower, and no more exact than the file is.
     """

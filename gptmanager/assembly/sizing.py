@@ -247,7 +247,7 @@ def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
     chunked = params.enable_chunked_context
     if chunked is None:
         policy = scheduler.capacity_scheduler_policy
-        # what a journal resumes may be a longer context than any prompt
+        # A request that a journal resumes may have a longer context than any prompt.
         is_resumed = params.journal_path is not None and (
             policy is not CapacitySchedulerPolicy.STATIC_BATCH
         )

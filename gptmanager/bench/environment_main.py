@@ -99,7 +99,7 @@ def _gpu() -> Any:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that matter; of those of `serve` only that they are set."""
+    """Return the variables that matter. For those of `serve`, only return that they are set."""
     found = {name: os.environ[name] for name in (*_VARIABLES, *_SWITCHES) if name in os.environ}
     found |= {name: "set" for name in sorted(os.environ) if name.startswith("GPTMANAGER_SERVE_")}
     return found

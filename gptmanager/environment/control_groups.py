@@ -46,7 +46,7 @@ def _quota(quota: float = math.inf, period: float = 0, *_: float) -> float:
 
 
 def _left(group: Path, limit: str, used: str, prefix: str) -> float:
-    """Return the bytes left in one group. `prefix`: of the counters that include child groups."""
+    """Return the bytes left in one group. `prefix`: begins the counters that include children."""
     try:
         (most, *_), (taken, *_) = _numbers(group / limit), _numbers(group / used)
         if most >= _UNLIMITED:

@@ -1,4 +1,4 @@
-"""`CachedBlocks`: which keys and values of a loop are stale, because the weights have changed."""
+"""`CachedBlocks`: requests to clear cached blocks or to compute contexts again, for new weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 class CachedBlocks:
     """Collects the reasons to clear cached blocks, or to compute contexts again.
 
-    `clears` and `recomputes`: what was asked for. `version()`: the version of the weights, which
-    was `last_version` when `settle` was called. A host reads these without a call: it is a part of
-    each step.
+    `clears` and `recomputes`: the reasons that the next intake must contain. `version()`: the
+    version of the weights, which was `last_version` when `settle` was called. A host reads these
+    attributes in each step, so they are not methods.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class CachedBlocks:
         self.clears.append(None)
 
     def recompute(self) -> None:
-        """Let the running requests compute their contexts again. Called on the loop's thread."""
+        """Make running requests compute their contexts again. Called on the loop's thread."""
         self.recomputes = True
 
     def follow_weights(self, version: Callable[[], int]) -> None:
@@ -33,7 +33,7 @@ class CachedBlocks:
         self.version, self.last_version = version, int(version())
 
     def settle(self) -> None:
-        """Note that the next intake has what was asked for."""
+        """Record that the next intake contains all reasons."""
         self.last_version, self.recomputes = int(self.version()), False
         for _ in range(len(self.clears)):
             self.clears.popleft()

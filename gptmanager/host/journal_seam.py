@@ -10,7 +10,7 @@ class JournalSeam(Protocol):
     """A journal between a loop and its host, which holds responses back until they are written."""
 
     def flush(self) -> None:
-        """Write what is held back, then send it."""
+        """Write the responses that are held back, and then send them."""
 
     def note_ends(self, request_ids: Sequence[int], error: str) -> None:
         """Write that requests end with the text `error`, which does not come from the loop. Any

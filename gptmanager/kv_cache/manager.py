@@ -40,7 +40,7 @@ class KvCacheManager:
     calls `scheduling_add_sequence` when it takes such a request, so that a later victim does not
     free these blocks.
 
-    *Priorities.* Of the cached free blocks those of the lowest priority are evicted first. The
+    *Priorities.* Cached free blocks with the lowest priority are evicted first. The
     blocks that a request stores have its `retention_priority`, from 0 to 100, by default 35.
 
     *Host tier.* `num_host_blocks` host blocks have ids from `num_blocks` on. When a cached block is

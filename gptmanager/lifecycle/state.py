@@ -76,7 +76,7 @@ class Lifecycle:
     # On the watchdog's thread -----------------------------------------------------------------
 
     def abandon(self, error: BaseException) -> bool:
-        """Take over from the loop's thread; False: it has already left."""
+        """Take over from the loop's thread. Return False if that has already left."""
         with self._lock:
             if self._is_left or self.is_abandoned:
                 return False
@@ -96,9 +96,9 @@ class Lifecycle:
 @dataclass(frozen=True, slots=True)
 class Health:
     """`alive`: the loop thread runs. `progressing`: nothing is active, or the last step is less
-        than ten seconds old. `last_step_age_s`: seconds since the last step ended, None: none yet.
+        than ten seconds old. `last_step_age_s`: seconds since the last step ended, or None.
     `accepting`: Get is called. `callbacks`: latency by callback name. `total_blocks` and
-        `free_blocks`: of the KV cache, now.
+        `free_blocks`: free blocks of the KV cache.
     """
 
     alive: bool

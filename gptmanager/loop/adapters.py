@@ -90,7 +90,7 @@ class Adapters:
         self.has_changed = True
 
     def take_in(self) -> list[Failure]:
-        """Apply what was noted, before requests are added. Return requests that must end."""
+        """Apply recorded changes, before requests are added. Return requests that must end."""
         while self._forgotten:
             task_id = self._forgotten.popleft()
             self.cache.forget(task_id)

@@ -125,7 +125,7 @@ class LoopQuestions:
         *,
         is_call: bool = False,
     ) -> _T:
-        """Return the loop's answer. `is_call`: that of a call which all ranks make together."""
+        """Return the loop's answer. `is_call`: to a call that all ranks make together."""
         self._raise_if_forked()
         if self._is_elsewhere and self._worker.loop is not None:
             return function(self._asked(name))

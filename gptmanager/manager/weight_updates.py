@@ -34,7 +34,7 @@ class WeightUpdates:
         self.is_incomplete = self.is_asleep = False
         self._runner: Any = None
         self._weights: Weights | None = None
-        self._released: ReleasedMemory | None = None  # that of the weights
+        self._released: ReleasedMemory | None = None  # the memory of the weights
         self._cached, self._calls = cached, calls
 
     def attach(self, runner: Any) -> None:

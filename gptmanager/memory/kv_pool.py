@@ -16,9 +16,9 @@ NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class PageShape(NamedTuple):
-    """The elements that a layer stores of a token.
+    """The elements that a layer stores for a token.
 
-    `has_values` False: its values are its keys, stored once.
+    Without `has_values`, the values are the keys, and are stored once.
     """
 
     num_kv_heads: int
@@ -55,14 +55,13 @@ class PageStack(NamedTuple):
 class KvPool:
     """The keys and values of all blocks, by block id. Does not know which sequence holds a block.
 
-    `shapes`: of each layer's pages. A block has the bytes that its layers need, whatever their
-    shapes: layers of one shape are a `PageStack`. `layers`: the keys and values of each layer.
-    Keys are transposed inside a block, so that the scores of one query against a block are computed
-    along contiguous memory. With `dtype` float8_e4m3fn, an element is multiplied by a scale of the
-    model. `token_major`: keys have the memory layout of values, and the keys of a stack are a
-    transposed view, because CUDA kernels read whole tokens; so have keys that are their values.
-    `contiguous`: in addition, the values of a block follow its keys, so that both are views of one
-    tensor.
+    `shapes`: the shape of each layer's pages. Layers of one shape are a `PageStack`. `layers`: the
+    keys and values of each layer. Keys are transposed inside a block, so that the scores of one
+    query against a block are computed along contiguous memory. With `dtype` float8_e4m3fn, an
+    element is multiplied by a scale of the model. `token_major`: keys have the memory layout of
+    values, and the keys of a stack are a transposed view, because CUDA kernels read whole tokens.
+    Keys that are also values always have this layout. `contiguous`: in addition, the values of a
+    block follow its keys, so that both are views of one tensor.
 
     `num_host_blocks` more blocks are in CPU memory, with ids from `num_blocks` on. They are copied
     to and from the device, and steps never use them. `states`: see `SlotStates`; each of

@@ -23,7 +23,7 @@ def mapped_matrices(
     places: Mapping[str, Place],
     parameters: Collection[str],
 ) -> dict[str, MappedMatrix]:
-    """Return those of `parameters` that are complete in the memory of a source.
+    """Return the `parameters` that are complete in the memory of a source.
 
     `names`: the name in the source for each name of a place. Later writes to the memory change
     private copies of its pages, not the file.

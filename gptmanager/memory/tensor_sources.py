@@ -62,7 +62,7 @@ class PanelSource(GroupedSource, Protocol):
     """A source with matrices in the order in which matmuls read them."""
 
     def panels(self, names: Sequence[str]) -> Panels | None:
-        """Return the memory of these matrices below each other; None if it must be copied."""
+        """Return the memory of these matrices as one matrix, or None if it must be copied."""
         ...
 
 

@@ -1,6 +1,6 @@
 """`Model`: the interface between executor and network. `load_model` loads a checkpoint.
 
-Decides how a checkpoint is opened. It does not know scheduling, sampling or requests.
+This module decides how a checkpoint is opened. It does not know scheduling, sampling or requests.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class CapturableModel(Model, Protocol):
     """
 
     def new_step_capture(self) -> StepCapture | None:
-        """Return a new capture; None if steps are not captured."""
+        """Return a new capture, or None if steps are not captured."""
         ...
 
     def forward_captured(self, batch: Batch, kv_pool: KvPool, capture: StepCapture) -> Tensor:

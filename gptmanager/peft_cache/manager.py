@@ -137,7 +137,7 @@ class PeftCacheManager:
         return Put.NEW
 
     def use(self, request_id: int, task_id: int) -> None:
-        """Give a request the cached adapter of an id. AdapterError if none is cached."""
+        """Assign a cached adapter to a request. Raises AdapterError if it is not cached."""
         self._check_has_none(request_id)
         self._give(request_id, self._cached(task_id))
 

@@ -31,8 +31,10 @@ from gptmanager.step import Failure, Intake, Schedule, StepResult
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference. `index`: of the recorded iteration; `field`: where in its schedule,
-    `ends`, `result`, or `error`.
+    """The first difference between a recording and its replay.
+
+    `index`: the number of the recorded iteration. `field`: a field of its schedule, `ends`,
+    `result`, or `error`.
     """
 
     index: int

@@ -79,7 +79,7 @@ def _gguf_name(name: str, own: Architecture) -> str:
 
 
 def _stored(name: str, tensor: Tensor, own: Architecture, config: Mapping[str, Any]) -> Tensor:
-    """Return a tensor as it is stored: a Llama's queries and keys by neighboring pairs."""
+    """Return a tensor in the order of a file: a Llama's queries and keys by neighboring pairs."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     field = heads.get(name.split(".")[-2])
     if own.permuted and field is not None:

@@ -41,8 +41,8 @@ class TextBans(Protocol):
 class CompiledGrammar(Future[Any]):
     """A future of a grammar's matcher in its initial state.
 
-    `source`: what is compiled. Every request that waits gets the same error. Its
-    traceback is dropped each time, because it would keep the objects of all these requests alive.
+    `source`: the text of the grammar. All requests that wait get the same error. Its traceback is
+    dropped each time, because it would keep the objects of all these requests alive.
     """
 
     unenforced: tuple[str, ...] = ()
@@ -112,10 +112,10 @@ class Grammar(BoundProcessor):
 class _Progress:
     """The position of a sequence in its grammar.
 
-    All numbers count generated tokens. `num_tokens`: up to the last one that the matcher has
-    consumed. `ended_at`: up to the one that ended the text; None if it has not ended. `start`:
-    where the grammar's text begins; None if it begins with the output. `num_before`: before the
-    grammar's text; None if it has not begun.
+    All numbers count generated tokens from the start of the output. `num_tokens`: up to the last
+    token that the matcher has consumed. `ended_at`: up to the token that ended the grammar's text,
+    or None. `start`: where that text begins, or None if it begins with the output. `num_before`:
+    the tokens before that text, or None if it has not begun.
     """
 
     matcher: Any

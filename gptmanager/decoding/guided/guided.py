@@ -179,7 +179,7 @@ class GuidedDecoding(RowProcessor):
     def _compile_waiting(
         self, source: GrammarSource, waiting: weakref.ref[CompiledGrammar]
     ) -> None:
-        """Compile a grammar, unless no request waits for it any more."""
+        """Compile a grammar, unless all requests for it have ended."""
 
         def is_wanted() -> bool:
             return waiting() is not None

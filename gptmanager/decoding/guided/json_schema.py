@@ -82,7 +82,7 @@ class SchemaReader:
         self.unenforced: list[str] = []
 
     def read(self, text: str) -> str:
-        """Return the rewritten schema `text`. Text that is not JSON is returned as it is.
+        """Return the rewritten schema `text`. Text that is not JSON is returned unchanged.
 
         ValueError for an invalid schema, or one that cannot be enforced.
         """

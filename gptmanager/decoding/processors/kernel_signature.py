@@ -77,7 +77,7 @@ def with_signature(source: str, kernel_name: str) -> str:
 def difference(log: str, source: str, kernel_name: str) -> str:
     """Return how the kernel's parameters differ from `PARAMETERS`; '' if `log` reports nothing.
 
-    `log`: what the compiler printed for the source with the check.
+    `log`: the compiler's output for the source with the check.
     """
     failed = [int(number) for number in _FAILED.findall(log)]
     if not failed:

@@ -116,7 +116,7 @@ class DeviceChooser(TokenChooser):
             beams: tuple[BeamCandidates, ...] = ()
             if not is_single.all():
                 beams = candidates(rows, counts, tokens, log_probs, *best)
-            # another sequence may have started in a line meanwhile
+            # Another sequence may have started in a line since.
             self._write(rows, tokens, is_single & (starts == self._num_starts[rows.lines]))
             pieces = tuple((row, pinned.clone()) for row, pinned in raw)
             found = self._by_row(rows, tokens, log_probs)
