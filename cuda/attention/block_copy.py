@@ -18,7 +18,7 @@ Copy = tuple[int, int, int]  # source, destination, number of tokens: a BlockCop
 def rounds(copies: Iterable[Copy]) -> list[list[Copy]]:
     """Split `copies` into rounds: within a round, no copy writes a block that another one uses.
 
-    The result is the same as if the copies ran in order. The copies of a round run at the same time.
+    The result is the same as if the copies ran in order. A round runs its copies at the same time.
     """
     result: list[list[Copy]] = [[]]
     read: set[int] = set()
