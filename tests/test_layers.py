@@ -122,6 +122,7 @@ kernels/                      all operations of a model in torch, and compiled o
         paged_attention       paged attention, compiled
     lora/                     LoRA on the tokens of a step
         adapter_arguments     which adapter each token uses, and the output columns
+        adapter_formulas      LoRA in torch
         adapter_intrinsics    products with A and B, in registers
         adapters              LoRA products for all tokens of a step
         adapter_plan          groups the tokens of a step by adapter

@@ -12,6 +12,7 @@ result's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -36,6 +37,7 @@ from gptmanager.kernels.experts.mixture import ExpertMatrices, mix_experts
 from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
+from gptmanager.kernels.lora.adapter_formulas import add_outputs
 
 LINEAR_TILE = 32
 ALIGNMENT = 16
@@ -177,21 +179,7 @@ class Kernels:
         et al., 2021) with its scale multiplied into B. Both matmuls and the sums are float32, or
         float64 if the pool is; each element is rounded once for any number of modules.
         """
-        modules, slots = adapters.layout.get(matrix, ()), adapters.rows.tolist()
-        for slot in sorted({*slots} - {-1}):
-            tokens = (adapters.rows == slot).nonzero().squeeze(1)
-            entries = adapters.table[slot, layer].tolist()
-            own, total = widened(x[tokens]), widened(result[tokens])
-            for index, first, columns, width in modules:
-                offset, rank = entries[index]
-                if rank:
-                    middle, end = offset + rank * width, offset + rank * (width + columns)
-                    a, b = widened(adapters.pool[offset:middle]), widened(adapters.pool[middle:end])
-                    inner = Kernels.linear(self, own, a.view(rank, width))
-                    total[:, first : first + columns] += Kernels.linear(
-                        self, inner, b.view(-1, rank)
-                    )
-            result[tokens] = total.to(result.dtype)
+        add_outputs(partial(Kernels.linear, self), result, x, adapters, layer, matrix)
 
     def embedding(self, ids: Tensor, table: Matrix) -> Tensor:
         """Rows `ids [T]` (int64) of `table [V, C]` -> `[T, C]`."""
@@ -322,7 +310,7 @@ class Kernels:
         missing if pages store values and keys once.
         `cos_sin [max_pos, N]` float32, N <= D and even: cosines of the N / 2 frequencies, then
         their sines. Dimension i < N / 2 of a head rotates with i + N / 2 (the "NeoX" form of HF's
-        Llama); dimensions from N on stay. None: no rotation. `positions [T]` int64 index it.
+        Llama); dimensions from N on stay. None: nothing rotates. `positions [T]` int64 index it.
         `q_norm [D]`, `k_norm [D]`: weights of an `rms_norm` of each head before rotation (Qwen3),
         or after it if `norm_last` (HunYuan).
         Returns `[T, H, D]` in the pages' dtype, for float8 pages in qkv's (on the CPU: float32).

@@ -70,6 +70,7 @@ _EMULATED = {"intrinsics_cpu.h": _MATRICES, "warp.h": _MATRICES, "warpgroup.cpp"
 _MATMULS = "test_kernel_memory test_packed_matmul test_kernels"
 _CPU = {
     "adapter_arguments.py": "test_adapter_kernels",
+    "adapter_formulas.py": "test_adapter_kernels",
     "adapter_intrinsics.py": "test_kernel_memory test_adapter_kernels",
     "adapter_plan.py": "test_kernel_memory test_adapter_kernels",
     "adapters.py": "test_kernel_memory test_adapter_kernels",
