@@ -1,6 +1,6 @@
 """`AsyncRequestQueue`: a `RequestQueue` for asyncio, where a full queue is awaited.
 
-Decides which task gets the next free place, and cancels the request of a task that is cancelled.
+It decides which task gets the next free place, and cancels the request of a task that is cancelled.
 `RequestQueue` does everything else.
 """
 

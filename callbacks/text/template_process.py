@@ -1,6 +1,6 @@
 """Chat templates: reads them from a checkpoint, and renders them within limits.
 
-Decides which template a request uses, and how long rendering may take.
+It decides which template a request uses, and how long rendering may take.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draft tokens: proposed in advance, so that one step computes several positions of a sequence.
 
-Decides from a request's own tokens which tokens to propose. The results of earlier drafts, which
+It decides from a request's own tokens which tokens to propose. The results of earlier drafts, which
 the caller reports, decide how many. A wrong draft costs computation, but never changes the output.
 """
 

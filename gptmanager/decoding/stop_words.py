@@ -1,7 +1,7 @@
 """`StopWords`: finds the first of several token sequences in a growing text, token by token.
 
 An Aho-Corasick automaton, compiled once per request. It decides where a word has ended and how many
-tokens may still become part of one. Knows nothing of requests and responses.
+tokens may still become part of one. It knows nothing of requests and responses.
 """
 
 from __future__ import annotations

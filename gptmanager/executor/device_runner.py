@@ -1,6 +1,6 @@
 """`DeviceRunner`: launches packed rows on a device, by a captured step if one is large enough.
 
-Decides which arrays of a batch are copied to the device, and which the device has already.
+It decides which arrays of a batch are copied to the device, and which the device has already.
 """
 
 from __future__ import annotations

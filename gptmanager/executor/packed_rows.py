@@ -1,6 +1,6 @@
 """`PackedRows`: a batch as CPU arrays, and how it is padded or split.
 
-Pure arithmetic of rows and positions. Knows nothing of tensors and schedules.
+Pure arithmetic of rows and positions. This module knows nothing of tensors and schedules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The executor of a rank. Every rank runs each schedule, and rank 0 chooses the tokens for all.
 
-Decides when a result is sent, and which of its tokens are written to the tables. A `ResultLink`
+It decides when a result is sent, and which of its tokens are written to the tables. A `ResultLink`
 sends it. The model itself exchanges tensors within a step.
 
 | stages | device | rank 0 chooses | other ranks get the tokens |

@@ -1,6 +1,7 @@
 """`SequenceTables`: the tokens and the blocks of each started sequence, one line per beam.
 
-The tables are arrays on the CPU, with copies on a device. Knows nothing of schedules and models.
+The tables are arrays on the CPU, with copies on a device. This module knows nothing of schedules
+and models.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`AdapterLoader`: reads, writes and copies adapters for a loop, on its own threads.
 
-Makes no decisions. Its work must not delay the steps of the loop: see `BackgroundJobs`.
+It makes no decisions. Its work must not delay the steps of the loop: see `BackgroundJobs`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`BackgroundJobs`: long work in pieces, done in parallel with the steps of a loop or between them.
 
-Decides which thread does the next piece, and when. With a spare core, a separate thread does the
+It decides which thread does the next piece, and when. With a spare core, a separate thread does the
 work without delaying steps. If steps use all cores, a thread that wakes up takes a core from a
 step, and each operation of the step waits for that core. In this case the loop's thread does the
 work, a little after each step.

@@ -1,6 +1,6 @@
 """`Preparation`: prepares logits post-processors before their requests start.
 
-Decides when a request need not wait for its processor any more. A processor's `prepare` and the
+It decides when a request need not wait for its processor any more. A processor's `prepare` and the
 future that it returns are code of the host, so an error in them ends only that request.
 """
 

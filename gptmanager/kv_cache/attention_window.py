@@ -1,6 +1,7 @@
 """`AttentionWindow`: which positions of a sequence are kept, and in which of its blocks.
 
-Pure arithmetic of positions. Knows nothing of block owners, nor of how attention is computed.
+Pure arithmetic of positions. This module knows nothing of block owners, nor of how attention is
+computed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Blocks of the KV cache: which are free, which tables hold the others, and an audit of both.
 
-Decides which block is handed out next. Knows nothing of requests and their needs, nor of the
+It decides which block is handed out next. It knows nothing of requests and their needs, nor of the
 contents of blocks.
 """
 

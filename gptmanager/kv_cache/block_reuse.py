@@ -1,8 +1,8 @@
 """`BlockReuse`: which blocks of a prompt are found in the cache, and which are stored in it.
 
-Decides which blocks a new sequence shares, takes over or copies, and which blocks of an ended one
-stay cached. Of a request with beams only the prompt is cached. Sequences that may pass their
-attention window do not reuse blocks. Knows nothing of how schedulers use the results.
+It decides which blocks a new sequence shares, takes over or copies, and which blocks of an ended
+one stay cached. Of a request with beams only the prompt is cached. Sequences that may pass their
+attention window do not reuse blocks. It knows nothing of how schedulers use the results.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`EvictionQueue`: the order in which blocks without a holder are evicted.
 
-Decides by priority, then by age. Knows nothing of tiers, nor of why a block may not be evicted.
+It decides by priority, then by age. It knows nothing of tiers, nor of why a block may not be
+evicted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`KvCacheManager`: holds the blocks of sequences, and counts blocks for schedulers.
 
-Makes no decisions. Its counts follow from the block tables of sequences and the needs of requests.
+It makes no decisions. Its counts follow from the block tables of sequences and the needs of
+requests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The number of blocks that a request takes at its start, in its next step, and in its whole life.
 
-They follow from the request's lengths alone. Knows nothing of which blocks are free or held.
+They follow from the request's lengths alone. This module knows nothing of which blocks are free or
+held.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`CachingBlockPool`: free blocks keep their content, which is moved to the host tier on eviction.
 
-Decides which cached content is lost when blocks are short. Knows nothing of requests, nor of the
-cost of copies: callers pass the number of tokens that is worth a copy.
+It decides which cached content is lost when blocks are short. It knows nothing of requests, nor of
+the cost of copies: callers pass the number of tokens that is worth a copy.
 """
 
 from __future__ import annotations

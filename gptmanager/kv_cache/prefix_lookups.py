@@ -1,6 +1,7 @@
 """`Lookups`: which part of each waiting prompt is in the prefix tree, kept until it may change.
 
-Schedulers look up all waiting requests in each iteration. Knows nothing of blocks in use.
+Schedulers look up all waiting requests in each iteration. This module knows nothing of blocks in
+use.
 """
 
 from __future__ import annotations

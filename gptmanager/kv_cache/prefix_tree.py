@@ -1,6 +1,6 @@
 """`PrefixTree`: finds cached blocks by the tokens that they hold.
 
-Decides which blocks hold a given prefix of a sequence. It does not know which blocks are held or
+It decides which blocks hold a given prefix of a sequence. It does not know which blocks are held or
 free. Before a block is written to, `forget` must remove its content.
 """
 

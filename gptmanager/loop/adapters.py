@@ -1,6 +1,6 @@
 """`Adapters`: the LoRA adapters of the active requests, from their arrival to the device.
 
-Decides which requests wait for an adapter, and which adapters get device pages. The work on
+It decides which requests wait for an adapter, and which adapters get device pages. The work on
 adapters runs elsewhere, as `AdapterWork`. `peft_cache` counts the pages.
 """
 

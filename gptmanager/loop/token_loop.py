@@ -1,6 +1,6 @@
 """`TokenLoop`: the token generation loop, one `iterate()` at a time.
 
-Decides which requests run, and applies the results. It has no thread, clock, file or model: it
+It decides which requests run, and applies the results. It has no thread, clock, file or model: it
 calls a `Host` and an `Executor`, so a manager, a replay, a simulation and the tests all use the
 same class.
 """

@@ -1,6 +1,7 @@
 """`Progress`: when a step last ended, and whether active requests wait while none runs.
 
-The loop thread writes it, and any thread reads it. Decides only when a manager counts as stuck.
+The loop thread writes it, and any thread reads it. This module decides only when a manager counts
+as stuck.
 """
 
 from __future__ import annotations

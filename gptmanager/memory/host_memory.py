@@ -1,6 +1,6 @@
 """`HostMemory`: host tensors that a device can read and write directly.
 
-Decides how memory is pinned. Does not know what it contains.
+It decides how memory is pinned. It does not know its contents.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`SafetensorsFolder`: reads the tensors of a folder of safetensors files, in slices.
 
-Decides how the files are found and mapped. Does not know how a tensor is used.
+It decides how the files are found and mapped. It does not know how a tensor is used.
 """
 
 from __future__ import annotations

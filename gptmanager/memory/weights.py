@@ -1,6 +1,6 @@
 """`Weights`: a model's parameters, in storage of its own that is filled from a checkpoint.
 
-Decides how a tensor is copied to its storage: as a whole or as rows of a fused parameter,
+It decides how a tensor is copied to its storage: as a whole or as rows of a fused parameter,
 transposed or not, converted to the storage's dtype. The storage never moves, so later loads change
 the values of a parameter in place. A `Place` says which parameter a tensor belongs to.
 """

@@ -1,6 +1,6 @@
 """The layout of adapters in pages: page size, number of pages, and the place of each row.
 
-Sizes are in elements of the model's dtype. Knows nothing of which adapters are cached.
+Sizes are in elements of the model's dtype. This module knows nothing of which adapters are cached.
 """
 
 from __future__ import annotations

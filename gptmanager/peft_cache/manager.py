@@ -1,6 +1,6 @@
 """`PeftCacheManager`: which LoRA adapters are cached, in which pages, and for which requests.
 
-Decides what is evicted and what must be copied. Knows nothing of tensors, threads or time.
+It decides what is evicted and what must be copied. It knows nothing of tensors, threads or time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Adapter`: the checked low-rank matrices (LoRA) of one task, from `lora_weights` and
 `lora_config`.
 
-Decides whether these tensors are an adapter that fits a model. Knows nothing of where adapters are
-cached, nor of how a model uses them. (Hu et al. 2021, arXiv:2106.09685.)
+It decides whether these tensors are an adapter that fits a model. It knows nothing of where
+adapters are cached, nor of how a model uses them. (Hu et al. 2021, arXiv:2106.09685.)
 """
 
 from __future__ import annotations

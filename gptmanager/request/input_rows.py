@@ -1,7 +1,7 @@
 """`HostRows`: embeddings, draft logits or biases that a request passes to the executor.
 
-Schedules and recordings contain them, but treat them as opaque values with a digest. Decides when
-two are equal. Knows nothing of their meaning.
+Schedules and recordings contain them, but treat them as opaque values with a digest. This module
+decides when two are equal, and knows nothing of their meaning.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A request's logits post-processor, from admission to the executor, which calls it.
 
-Decides which objects are valid, and how messages name them. Knows nothing of logits.
+It decides which objects are valid, and how messages name them. It knows nothing of logits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`TextEncoder`: encodes the texts of a request as token ids, and rejects texts that are too long.
 
-Decides how a text is encoded. It does not know lines and fields.
+It decides how a text is encoded. It does not know lines and fields.
 """
 
 from __future__ import annotations

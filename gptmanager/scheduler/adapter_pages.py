@@ -1,6 +1,6 @@
 """`AdapterPages`: checks whether the LoRA adapters of a batch fit into the adapter cache together.
 
-Knows nothing of the contents of adapters, nor of which adapters are loaded.
+It knows nothing of the contents of adapters, nor of which adapters are loaded.
 """
 
 from __future__ import annotations

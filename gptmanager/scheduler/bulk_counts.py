@@ -1,6 +1,6 @@
 """`BulkCounts`: the needs of many requests in one call, for any KV cache manager.
 
-Makes no decisions. The numbers are those that the KV cache manager returns for single requests.
+It makes no decisions. The numbers are those that the KV cache manager returns for single requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MAX_UTILIZATION: which requests get memory if requests may be paused for others.
 
-Decides only by the blocks that the next step needs, and allocates nothing. Knows nothing of token
-budgets, of chunks to run, or of batches in flight.
+It decides only by the blocks that the next step needs, and allocates nothing. It knows nothing of
+token budgets, of chunks to run, or of batches in flight.
 """
 
 from __future__ import annotations

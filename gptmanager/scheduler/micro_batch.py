@@ -1,7 +1,7 @@
 """`MicroBatchScheduler`: which of the fitting requests run in the next step, with which chunks.
 
-Decides within the limits of one step: requests, tokens, context length. Memory is left to
-`capacity`. Writes only `context_chunk_size` and, if drafts are trimmed, `num_draft_tokens`.
+It decides within the limits of one step: requests, tokens, context length. Memory is left to
+`capacity`. It writes only `context_chunk_size` and, if drafts are trimmed, `num_draft_tokens`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`ReuseDelay`: delays contexts with a prefix that another request is about to compute.
 
-Compares prefixes only. Knows nothing of free memory, nor of which requests are taken.
+It compares only prefixes, and knows nothing of free memory, nor of which requests are taken.
 """
 
 from __future__ import annotations

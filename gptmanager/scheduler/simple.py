@@ -1,6 +1,7 @@
 """`RequestScheduler`, which the loop calls for a decision, and `SimpleScheduler`, in two steps.
 
-Knows nothing of how either step decides. A policy without two steps implements `RequestScheduler`.
+It knows nothing of how either step decides. A policy without two steps implements
+`RequestScheduler`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`gptmanager bench e2e`: a whole model behind a manager, part by part, next to transformers.
 
-Decides which parts run, in which order and with which goals, what is skipped when time is short,
+It decides which parts run, in which order and with which goals, what is skipped when time is short,
 and how a failed part is reported.
 """
 

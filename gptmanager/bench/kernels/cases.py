@@ -1,7 +1,7 @@
 """The parts of a kernel benchmark case: minimal work, contenders, goals, correct result.
 
-Independent of any kernel. Preparing a case on a `Rig` makes several sets of inputs, which
-together are larger than the cache, and for each contender a function that runs on one set.
+The module is independent of kernels. Preparing a case on a `Rig` makes several sets of inputs,
+which together are larger than the cache, and for each contender a function that runs on one set.
 """
 
 from __future__ import annotations

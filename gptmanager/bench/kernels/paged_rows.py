@@ -1,7 +1,7 @@
 """Sequences over pages of random keys and values for attention cases, and the expected results.
 
-Independent of kernels. Pages have the layout of a device's pool, `[P, K, B, D]`; the pages of a
-sequence are in random order.
+It is independent of kernels. Pages have the layout of a device's pool, `[P, K, B, D]`; the pages of
+a sequence are in random order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`Grammar` is a request's guided decoding; `GuidedSession` makes the token masks of a step.
 
-Decides which tokens may follow, and applies the masks to the logits. Knows nothing of how a grammar
-is compiled, nor of sampling. A sampled token is checked in the next step, as part of the history.
+It decides which tokens may follow, and applies the masks to the logits. It knows nothing of how a
+grammar is compiled, nor of sampling. A sampled token is checked in the next step, as part of the
+history.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Complements of JSON schemas, as schemas: for `not`, `if`, and branches of `oneOf`.
 
-Decides which complements can be written. The complement of a schema depends on the schema around
+It decides which complements can be written. The complement of a schema depends on the schema around
 it, because values that this one excludes do not matter.
 """
 

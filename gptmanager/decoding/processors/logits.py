@@ -1,7 +1,7 @@
 """Logits post-processors: hosts' functions that change a step's logits before tokens are chosen.
 
-Decides which processor gets which rows and arguments. If one fails, its own rows end and all others
-continue. Knows nothing of the loop, nor of how processors change logits.
+It decides which processor gets which rows and arguments. If one fails, its own rows end and all
+others continue. It knows nothing of the loop, nor of how processors change logits.
 
 A processor has one of three forms. A *callable* is called for each row. An object with
 `process_batch` is called once per step with all rows that share it. A `RowProcessor` is also called

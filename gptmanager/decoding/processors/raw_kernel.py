@@ -1,7 +1,7 @@
 """A logits post-processor given as CUDA C++ source.
 
-Decides when the kernel is compiled, and launches it once per step for all its rows. CuPy runs it on
-a CUDA device. On the CPU the emulator runs it, or a Python function (a twin) runs in its place.
+It decides when the kernel is compiled, and launches it once per step for all its rows. CuPy runs it
+on a CUDA device. On the CPU the emulator runs it, or a Python function (a twin) runs in its place.
 """
 
 from __future__ import annotations

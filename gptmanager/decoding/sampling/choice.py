@@ -1,8 +1,8 @@
 """Chooses one token of a row of logits: the best, or one sampled after temperature and truncation.
 
-Compiled code. Decides which tokens top-k, top-p and min-p keep, and which of them is sampled. The
-result for a row depends only on its own logits and parameters: the order of every sum depends only
-on the row's length.
+This compiled code decides which tokens top-k, top-p and min-p keep, and which of them is sampled.
+The result for a row depends only on its own logits and parameters: the order of every sum depends
+only on the row's length.
 
 No logits are sorted. Top-k finds the k-th best logit by bisection, counting the logits above a
 bound. Sampling inverts the cumulative weights in the order of ids. Top-p accepts a sampled token if

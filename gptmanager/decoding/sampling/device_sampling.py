@@ -1,6 +1,6 @@
 """`DeviceSampler`: a `Sampler` that can also choose on a device, without waiting for it.
 
-Keeps the parameters of sampling and adjustments on the device. Knows nothing of steps.
+Keeps the parameters of sampling and adjustments on the device. It knows nothing of steps.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): a draft sampled from q is accepted
 with probability min(1, p / q); otherwise the token is sampled from max(p - q, 0), normalized.
-Works on distributions. Knows nothing of rows and requests.
+It works on distributions, and knows nothing of rows and requests.
 """
 
 from __future__ import annotations

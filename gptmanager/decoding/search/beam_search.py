@@ -1,7 +1,7 @@
 """`BeamSearch`: which beams of a request stay live, which have ended, and when the search is over.
 
-Decides from candidates, which the executor computes: the best continuations of each live beam, with
-their log probabilities. Knows nothing of tensors, blocks and logits.
+It decides from candidates, which the executor computes: the best continuations of each live beam,
+with their log probabilities. It knows nothing of tensors, blocks and logits.
 
 The search is that of transformers' `generate(num_beams=W, do_sample=False)`. In each step all
 continuations of live beams are ranked. A continuation that ends and is among the best W becomes an

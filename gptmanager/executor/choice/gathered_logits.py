@@ -1,7 +1,7 @@
 """`GatheredLogits`: which logits and log probabilities the sequence in each slot asks for.
 
-Decides which rows of a step's logits are copied to the CPU, before any processing. Knows slots and
-rows of schedules, nothing of requests and responses, nor of how logits are copied.
+It decides which rows of a step's logits are copied to the CPU, before any processing. It knows
+slots and rows of schedules, nothing of requests and responses, nor of how logits are copied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`TokenChooser`: chooses a step's tokens from its logits, and computes the requested outputs.
 
-Decides the order in which a step's logits are post-processed, searched, sampled and compared with
-drafts. `decoding` implements each of these. Knows nothing of models and KV caches.
+It decides the order in which a step's logits are post-processed, searched, sampled and compared
+with drafts. `decoding` implements each of these. It knows nothing of models and KV caches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`ChatModel`: answers the messages of a chat with a manager of its own.
 
-Decides the sampling and the length of an answer. Knows neither terminals nor commands.
+It decides the sampling and the length of an answer. It knows neither terminals nor commands.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Asks for messages and answers them, until the person or the pipe ends.
 
-Decides what an answer adds to the conversation. How it is shown is decided by the view.
+It decides what an answer adds to the conversation. How it is shown is decided by the view.
 """
 
 from __future__ import annotations
