@@ -36,7 +36,7 @@ def activate_gated(
     """Compute `out = activation(gate) * up`; `activation_kinds` defines "clamped_swiglu".
 
     `gate_up` `[T, 2F]` has the gate, then up. `out` `[T, F]` must not overlap it. Both have one
-    dtype: float32, float16 or bfloat16. ValueError for other tensors.
+    dtype: float32, float16 or bfloat16. Raises ValueError for other tensors.
     """
     num_tokens, width = out.shape
     check_tensors(

@@ -34,7 +34,7 @@ class Features:
 
     @classmethod
     def parse(cls, text: str) -> Features:
-        """Parse words separated by commas. ConfigError for an unknown word."""
+        """Parse words separated by commas. Raises ConfigError for an unknown word."""
         known = _words()
         given = [word.strip() for word in text.split(",") if word.strip()]
         unknown = [word for word in given if word not in known]

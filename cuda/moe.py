@@ -65,8 +65,8 @@ def choose_experts(
     """Return the experts int32 `[T, k]` of each token and their weights float32 `[T, k]`.
 
     `logits` `[T, E]` and `correction` `[E]` float32, as for `routing.choose_experts`. Of equal
-    scores the first is chosen. ValueError for other tensors, and for more experts than the kernel
-    has memory for.
+    scores the first is chosen. Raises ValueError for other tensors, and for more experts than the
+    kernel has memory for.
     """
     num_tokens, num_experts = logits.shape
     per_token = routing.per_token
@@ -132,7 +132,7 @@ def multiply(
     `x` `[N / n, I]`; `weight` `[count * O, I]` and `bias` `[count * O]`, one expert after the
     other; one dtype of float32, float16, bfloat16. With an `activation`, one of silu, gelu_tanh and
     clamped_swiglu, an expert has 2 O rows, a gate and an up projection, which are not rounded
-    before it. Rows of slots without a tile have no value. ValueError for other tensors.
+    before it. Rows of slots without a tile have no value. Raises ValueError for other tensors.
     """
     num_slots, (num_rows, depth), dtype = len(slots.sorted), x.shape, x.dtype
     num_weights = weight.shape[0]

@@ -53,8 +53,8 @@ def norm(
     The RMSNorm is `out = y / sqrt(mean(y^2) + eps) * weight + bias`. For a LayerNorm, the mean of y
     is first subtracted from it. y is x; with a residual, y is their rounded sum, which is also
     written to the residual. `out`, `x`, `residual` `[T, C]`; `weight`, `bias` `[C]`; one dtype of
-    float32, float16, bfloat16. `out` may be `x`. ValueError for other tensors, and for rows of more
-    than 64 KiB, or of more than 8192 elements if a row is not a multiple of 16 bytes. With
+    float32, float16, bfloat16. `out` may be `x`. Raises ValueError for other tensors, and for rows
+    of more than 64 KiB, or of more than 8192 elements if a row is not a multiple of 16 bytes. With
     `plus_one`, weights are stored minus 1.
     """
     num_tokens, width = x.shape
@@ -88,7 +88,7 @@ def norm_heads(
     """Normalize each group of `width` of these columns of `x [T, N]` in place.
 
     The norm is an RMSNorm, or a LayerNorm if `centered`. `weight` has an element for each column.
-    Dtypes and widths are those of `norm`. ValueError for other tensors.
+    Dtypes and widths are those of `norm`. Raises ValueError for other tensors.
     """
     num_tokens, stride = x.shape
     check_tensors(x=(x, (num_tokens, stride), x.dtype), weight=(weight, (len(columns),), x.dtype))

@@ -9,5 +9,8 @@ from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
 
 
 def load_guided_decoding(folder: str | os.PathLike[str]) -> GuidedDecoding:
-    """Return guided decoding for a checkpoint; ConfigError without a tokenizer or llguidance."""
+    """Return guided decoding for a checkpoint.
+
+    Raises ConfigError without a tokenizer or llguidance.
+    """
     return GuidedDecoding(load_tokenizer(folder), TokenDefaults.of_folder(folder).end_ids)

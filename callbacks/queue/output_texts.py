@@ -22,7 +22,10 @@ class OutputTexts:
         self._tokenizer = tokenizer
 
     def load(self) -> Tokenizer:
-        """Return the tokenizer, which is read at the first call; ConfigError if there is none."""
+        """Return the tokenizer, which is read at the first call.
+
+        Raises ConfigError if there is none.
+        """
         if self._tokenizer is None:
             raise ConfigError("`stop` needs a tokenizer: create the queue with `tokenizer`")
         if not isinstance(self._tokenizer, Tokenizer):

@@ -38,7 +38,7 @@ def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies:
 
     `destination` and `source` `[L, P, K, B, D]` have one dtype, and may be the same pool. `copies`
     `[N, 3]` int32 has a, b and n of each copy; no copy may write a block that another one uses (see
-    `rounds`). D elements are a multiple of 16 bytes. ValueError for other tensors.
+    `rounds`). D elements are a multiple of 16 bytes. Raises ValueError for other tensors.
     """
     num_layers, num_blocks, num_kv_heads, tokens_per_block, head_dim = source.shape
     if head_dim * source.itemsize % 16:

@@ -88,8 +88,8 @@ def rope_and_write(
     float32, which has the cosines of N / 2 frequencies, then their sines. Dimensions i < N / 2 and
     i + N / 2 of a head are rotated together, those from N on are unchanged. `cells` `[T]` int32 is
     from `locate_tokens`; tokens with a negative cell are not written to pages. D is one of
-    HEAD_DIMS. Ties round to even, and NaN stays NaN; float8_e4m3fn saturates. ValueError for other
-    tensors.
+    HEAD_DIMS. Ties round to even, and NaN stays NaN; float8_e4m3fn saturates. Raises ValueError for
+    other tensors.
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = pages.values.shape

@@ -79,8 +79,8 @@ def generation_attention(
     A row sees the positions of its items, which were planned with the window and the sink of
     `shape`. `queries`, `out` `[T, H, D]` of one dtype of float32, float16, bfloat16; D one of
     HEAD_DIMS; H / K at most MAX_GROUP. Pages are of the same dtype, or float8_e4m3fn. `sinks`
-    `[H]`, of the queries' dtype: scores without a value, if `shape` has them. ValueError for other
-    tensors.
+    `[H]`, of the queries' dtype: scores without a value, if `shape` has them. Raises ValueError for
+    other tensors.
     """
     items, block_starts, partial_starts, partial, partial_log, arrived = work
     num_heads, num_kv_heads, head_dim = shape[:3]

@@ -30,7 +30,10 @@ class Cache(NamedTuple):
 
 
 def check_cache(dtype: torch.dtype, pages: Pages) -> Cache:
-    """Return the cache for a call on tensors of `dtype`. ValueError if pages do not match it."""
+    """Return the cache for a call on tensors of `dtype`.
+
+    Raises ValueError if pages do not match it.
+    """
     keys, _, scales = pages[:3]
     if (keys.dtype is FP8) != (scales is not None):
         wanted = "need cache_scales" if scales is None else f"have cache_scales, expected {FP8}"

@@ -67,7 +67,7 @@ class Cubin:
 
 
 def find_nvrtc() -> Any:
-    """Return CuPy's binding of NVRTC; `ConfigError` if CuPy or NVRTC is not installed."""
+    """Return CuPy's binding of NVRTC. Raises `ConfigError` if CuPy or NVRTC is not installed."""
     try:
         from cupy_backends.cuda.libs import nvrtc
     except ImportError as error:
@@ -139,7 +139,7 @@ def _whole(code: bytes) -> bytes:
     """Restore the last byte of a cubin, which CuPy cuts off as the terminator of a string.
 
     It is the highest byte of the alignment in the last program header, and therefore 0. The ELF
-    header says where its tables end. `CompilationError` if more is missing.
+    header says where its tables end. Raises `CompilationError` if more is missing.
     """
     tables = struct.unpack_from("<2Q", code, 32)
     sizes = struct.unpack_from("<4H", code, 54)

@@ -66,7 +66,7 @@ class DependentLaunch:
         shared_mem: int,
         stream: int,
     ) -> None:
-        """Launch the kernel. RuntimeError if the driver refuses.
+        """Launch the kernel. Raises RuntimeError if the driver refuses.
 
         `values` are addresses as Python ints, and NumPy scalars of the declared types.
         """

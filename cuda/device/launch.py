@@ -148,7 +148,7 @@ class DeviceKernel:
         """Allow `shared_mem` bytes of dynamic shared memory.
 
         The default is 48 KiB, minus the static shared memory. `has_carveout` is as in `Features`.
-        ConfigError if the device has less.
+        Raises ConfigError if the device has less.
         """
         if shared_mem <= self._allowed:
             return
@@ -210,7 +210,8 @@ class EmulatorLauncher:
     """Kernels on the CPU, thread by thread, for tests. The options are those of `emulator.Module`.
 
     `has_matmuls` is off by default, since torch's matmuls are much faster here. By default,
-    `features` are those of the environment variable. ConfigError without g++ or NVIDIA's headers.
+    `features` are those of the environment variable. Raises ConfigError without g++ or NVIDIA's
+    headers.
     """
 
     num_multiprocessors = 4
@@ -267,7 +268,7 @@ def ints(*values: int) -> tuple[np.int32, ...]:
 def check_tensors(**tensors: Expected) -> None:
     """Check that each tensor is contiguous, on one device, of its shape (None: any size) and dtype.
 
-    ValueError with the tensor's name. Reads only metadata: does not wait for the device.
+    Raises ValueError with the tensor's name. Reads only metadata: does not wait for the device.
     """
     first = None
     for name, (tensor, shape, dtype) in tensors.items():  # plain loops: this runs at each launch

@@ -68,7 +68,7 @@ class Stream(Protocol):
 
 
 class DeviceStream:
-    """A new stream of a CUDA device. ConfigError without CuPy, or without a device."""
+    """A new stream of a CUDA device. Raises ConfigError without CuPy, or without a device."""
 
     # While a stream captures, no thread may synchronize the whole device (as each capture does at
     # its start) or empty the memory cache: the lock serializes this between managers.

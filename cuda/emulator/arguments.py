@@ -14,7 +14,7 @@ _WORDS = {"i": "signed integer", "u": "unsigned integer", "f": "float", "b": "bo
 
 
 def convert(value: Any, parameter: Parameter, what: str) -> Argument:
-    """Return `value` as an argument of the kernel; `EmulatorError` if its type does not fit.
+    """Return `value` as an argument of the kernel. Raises `EmulatorError` if its type does not fit.
 
     `what` is the beginning of the message. CuPy does not check: it passes a Python int as 8 bytes,
     whatever the kernel declares.

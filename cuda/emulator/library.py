@@ -155,7 +155,10 @@ class Library:
         dynamic_shared: int,
         dependent: bool = False,
     ) -> None:
-        """Run all blocks of a launch. `EmulatorError` names the kernel's error and its line."""
+        """Run all blocks of a launch.
+
+        Raises `EmulatorError` with the kernel's error and its line.
+        """
         values = [ctypes.create_string_buffer(it.value, len(it.value)) for it in arguments]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
         regions = [

@@ -49,7 +49,10 @@ _STDIN = re.compile(r'^(# \d+ )"<stdin>"', re.MULTILINE)
 
 
 class Toolchain:
-    """A g++, NVIDIA's headers if installed, and a cache folder. `ConfigError` without g++."""
+    """A g++, NVIDIA's headers if installed, and a cache folder.
+
+    Raises `ConfigError` without g++.
+    """
 
     def __init__(self, cache: Path | None = None) -> None:
         named = os.environ.get("CXX")
@@ -78,7 +81,7 @@ class Toolchain:
             raise ConfigError(f"the CUDA emulator cannot run these kernels: {_INSTALL_HEADERS}")
 
     def preprocess(self, text: str, name: str, options: Sequence[str]) -> str:
-        """Return preprocessed C++. `EmulatorError` with g++'s messages if it fails."""
+        """Return preprocessed C++. Raises `EmulatorError` with g++'s messages if it fails."""
         flags = [*_FLAGS, *options, *self._includes()]
         made = self._run(["-E", *flags, "-x", "c++", "-"], text, name)
         # g++ calls the source itself <stdin>, and for a single function so does addr2line.

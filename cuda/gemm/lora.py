@@ -58,7 +58,7 @@ def add_adapters(
 
     `result [T, O]` is changed in place; `x [T, I]`; the rest as in `StepAdapters`. Sums are
     float32, and an element is rounded once. A row is bitwise independent of the other rows and of
-    their number. ValueError for tensors that do not fit together or that `covers` rejects.
+    their number. Raises ValueError for tensors that do not fit together or that `covers` rejects.
     """
     (num_tokens, width), columns, dtype = x.shape, result.shape[1], x.dtype
     table, rows, max_rank = adapters.table, adapters.rows, adapters.max_rank

@@ -109,7 +109,8 @@ def adjust(
     slot of each row; a row with -1 is not changed. `positions` `[S]` int64 has the positions of the
     tokens to be chosen. Ids of a bias are distinct and in the vocabulary. A slot is the index of
     one sequence in `params` and `histories`, so each beam of a request has its own. Several rows
-    have the same slot if they are draft positions of one sequence. ValueError for other tensors.
+    have the same slot if they are draft positions of one sequence. Raises ValueError for other
+    tensors.
     """
     num_rows, vocab_size = logits.shape
     check_tensors(

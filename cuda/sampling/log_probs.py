@@ -34,7 +34,7 @@ def log_probs(
 
     A temperature of 0 counts as 1, NaN as -inf. If a logit is +inf, or all are -inf, the values are
     0 or -inf. If the temperature makes all logits -inf, the value of a finite logit is 0.
-    ValueError for other tensors.
+    Raises ValueError for other tensors.
     """
     num_rows, vocab_size = logits.shape
     shape = (num_rows, *tokens.shape[1:2])

@@ -106,7 +106,7 @@ def sample(
     int32 has the index in it of each row; for -1 nothing is chosen or written. `positions` `[S]`
     int64 has the positions of the tokens to be chosen. A row's token does not depend on other rows.
     The logits are not changed. With a `workspace`, several blocks share each row if there are few;
-    the result has the same bits. ValueError for other tensors.
+    the result has the same bits. Raises ValueError for other tensors.
 
     top_k keeps all tokens that tie with the k-th best. top_p keeps the shortest ranking with a mass
     of at least p, in single precision. min_p is relative to the best token's probability. Equal

@@ -58,9 +58,9 @@ def adapter_sizes(
 ) -> AdapterSizes | None:
     """Return the sizes for a model, or None if it has no `adapter_modules` or if no page fits.
 
-    With None, requests with adapters are refused. ConfigError if a configured size is too small for
-    one page. `free_bytes`: free memory of the device. Ranks that share a model must pass the same
-    number, and then get the same sizes.
+    With None, requests with adapters are refused. Raises ConfigError if a configured size is too
+    small for one page. `free_bytes`: free memory of the device. Ranks that share a model must pass
+    the same number, and then get the same sizes.
     """
     modules: Mapping[int, LoraModule] | None = getattr(model, "adapter_modules", None)
     if not modules:

@@ -47,7 +47,9 @@ from gptmanager.ranks.collectives import Collectives
 
 
 def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
-    """Return the backend for `OptionalParams.device`. ConfigError if the device does not exist.
+    """Return the backend for `OptionalParams.device`.
+
+    Raises ConfigError if the device does not exist.
 
     `local_rank`: the number of this rank on this machine, if there are several ranks. It selects
     the CUDA device unless the option names one.
@@ -89,7 +91,7 @@ class Backend(ABC):
     def load(
         self, source: Any, params: OptionalParams, collectives: Collectives | None = None
     ) -> Model:
-        """Load a checkpoint, or return the host's model. ConfigError if `source` is neither.
+        """Load a checkpoint, or return the host's model. Raises ConfigError if `source` is neither.
 
         `collectives`: given if this is one of several ranks, which loads a part of the checkpoint.
         """

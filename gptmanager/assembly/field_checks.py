@@ -112,7 +112,7 @@ _UNBOUNDED = (
 def checked_fields(config: Any, cls: type, where: str) -> Any:
     """Return a private copy of `config`, which must be a `cls`; `where` names it in errors.
 
-    ConfigError names the first invalid field.
+    Raises ConfigError, which names the first invalid field.
     """
     if not isinstance(config, cls):
         raise ConfigError(f"{where} = {config!r}, expected {cls.__name__}")

@@ -35,7 +35,7 @@ def load(
     bodies: Sequence[Callable[[int], None]] = (),
     collectives: Collectives | None = None,
 ) -> Model:
-    """Load a checkpoint, or return the host's model. ConfigError if `source` is neither.
+    """Load a checkpoint, or return the host's model. Raises ConfigError if `source` is neither.
 
     `bodies`: functions to compile, in addition to those of the kernels. `collectives`: given if
     this is one of several ranks, which loads a part of the checkpoint.
@@ -134,7 +134,7 @@ def _log(source: Any, kind: str, matrices: Sequence[Matrix], dtype: torch.dtype)
 
 
 def _refuse_for_transformers(params: OptionalParams, collectives: Collectives | None) -> None:
-    """ConfigError for options that need a native model."""
+    """Raise ConfigError for options that need a native model."""
     cache = params.kv_cache_config
     for name, value in (
         ("device", None if params.device == "cpu" else params.device),
@@ -151,7 +151,7 @@ def _refuse_for_transformers(params: OptionalParams, collectives: Collectives | 
 
 
 def _refuse_for_models(params: OptionalParams) -> None:
-    """ConfigError for options that need a model loaded by the manager."""
+    """Raise ConfigError for options that need a model loaded by the manager."""
     if params.kv_cache_config.max_attention_window is not None:
         raise ConfigError(
             "KvCacheConfig.max_attention_window has no effect on a Model object, which defines its "

@@ -36,7 +36,10 @@ _CHOICES = {
 
 
 def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
-    """Return a private copy of `config`. ConfigError names the first invalid field."""
+    """Return a private copy of `config`.
+
+    Raises ConfigError, which names the first invalid field.
+    """
     config = checked_fields(config, SchedulerConfig, "scheduler_config")
     require_member(config, "capacity_scheduler_policy", CapacitySchedulerPolicy)
     if config.context_chunking_policy is not None:
@@ -47,7 +50,10 @@ def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
 
 
 def checked_optional_params(params: OptionalParams) -> OptionalParams:
-    """Return a private copy of `params`. ConfigError names the first invalid field."""
+    """Return a private copy of `params`.
+
+    Raises ConfigError, which names the first invalid field.
+    """
     params = checked_fields(params, OptionalParams, "optional_params")
     params.kv_cache_config = checked_fields(
         params.kv_cache_config, KvCacheConfig, "OptionalParams.kv_cache_config"

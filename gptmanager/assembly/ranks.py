@@ -285,7 +285,7 @@ class _JoiningGroup:
         return self._made.done()
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait for the group. RuntimeError if it is not joined yet, or if joining failed."""
+        """Wait for the group. Raises RuntimeError if it is not joined yet, or if joining failed."""
         try:
             self.group = self._made.result(timeout.total_seconds())
         except TimeoutError as error:

@@ -92,7 +92,9 @@ def size(
     max_beam_width: int = 1,
     budget: MemoryBudget | None = None,
 ) -> Sizes:
-    """Return the sizes for a model. ConfigError names the option that is too small or too large.
+    """Return the sizes for a model.
+
+    Raises ConfigError, which names the option that is too small or too large.
 
     `budget`: by default the free memory of the CPU. V1 has a contiguous KV cache, with one block of
     max_seq_len tokens for each sequence of a batch, or fewer if max_tokens or the memory limit it.

@@ -163,7 +163,10 @@ class Session:
         ]
 
     def results(self, requests: Sequence[Request], **options: Any) -> list[GenerationResult]:
-        """Submit all requests and wait for them; ConfigError if they do not fit the model."""
+        """Submit all requests and wait for them.
+
+        Raises ConfigError if they do not fit the model.
+        """
         try:
             results = [generation.result() for generation in self.start(requests, **options)]
         except RequestError as error:

@@ -110,7 +110,10 @@ def uniform_requests(
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config and the tensors of a checkpoint; ConfigError if a file cannot be read."""
+    """Return the config and the tensors of a checkpoint.
+
+    Raises ConfigError if a file cannot be read.
+    """
     config = read_config(folder)
     if (gguf := gguf_checkpoint(folder)) is not None:
         tensors = gguf.tensors()
@@ -218,7 +221,10 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's config. ConfigError if it cannot be read or has no valid vocab_size."""
+    """Return a checkpoint's config.
+
+    Raises ConfigError if it cannot be read or has no valid vocab_size.
+    """
     config = checkpoint_parts.read_config(folder)
     Fields(config, {}, {}, f"--model {folder}: config.json: ").size("vocab_size")
     return config

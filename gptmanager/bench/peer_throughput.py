@@ -71,7 +71,9 @@ def bench(
     on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
     on_run: Callable[[str, Figures], None] = lambda name, figures: None,
 ) -> dict[str, Any]:
-    """Run the load on each engine and return the report; ConfigError if it does not fit the model.
+    """Run the load on each engine and return the report.
+
+    Raises ConfigError if it does not fit the model.
 
     `on_start` is called before each run with the engine's name, the number of the run from 0, and
     the number of runs; `on_run` after it with the name and the figures. Ranks other than 0 take

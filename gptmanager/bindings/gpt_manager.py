@@ -40,7 +40,7 @@ class GptManager:
     `terminate_req_id` does not run. When Get returns it, Get is not called again, and the manager
     ends when all other requests have ended.
 
-    TypeError for a wrong number or name of arguments, ConfigError for an invalid value.
+    Raises TypeError for a wrong number or name of arguments, ConfigError for an invalid value.
     """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:

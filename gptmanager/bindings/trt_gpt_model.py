@@ -69,7 +69,7 @@ class TrtGptModelOptionalParams(OptionalParams):
 def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalParams]:
     """Return the beam width, the scheduler and the other options, for `gptmanager.GptManager`.
 
-    ConfigError if layers have different attention windows.
+    Raises ConfigError if layers have different attention windows.
     """
     if not isinstance(params, OptionalParams):
         raise ConfigError(
@@ -83,7 +83,10 @@ def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalPa
 
 
 def with_policy(scheduler: SchedulerConfig, policy: Any) -> SchedulerConfig:
-    """Return `scheduler` with another capacity policy. ConfigError if `policy` is not a policy."""
+    """Return `scheduler` with another capacity policy.
+
+    Raises ConfigError if `policy` is not a policy.
+    """
     if not isinstance(policy, (SchedulerPolicy, CapacitySchedulerPolicy)):
         raise ConfigError(f"scheduler_policy must be a SchedulerPolicy, got {policy!r}")
     return replace(scheduler, capacity_scheduler_policy=CapacitySchedulerPolicy(int(policy)))

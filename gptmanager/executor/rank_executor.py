@@ -42,10 +42,10 @@ class ResultLink(Protocol):
     """Sends messages from rank 0 to each other rank, in order."""
 
     def send(self, message: bytes) -> None:
-        """Rank 0: send a message to all. RankError if a rank has failed."""
+        """Rank 0: send a message to all. Raises RankError if a rank has failed."""
 
     def receive(self) -> bytes:
-        """Other ranks: return the next message. RankError if a rank has failed."""
+        """Other ranks: return the next message. Raises RankError if a rank has failed."""
 
 
 class LaunchedStep(Protocol):
@@ -278,7 +278,7 @@ class FollowingExecutor(RankExecutor):
 
 
 def _check_equal(step: RankStep, own: StepResult, leading: StepResult) -> None:
-    """RankError if this rank and rank 0 chose different tokens for a row with one beam."""
+    """Raise RankError if this rank and rank 0 chose different tokens for a row with one beam."""
     rows = step.inner.computed().rows.rows
     for row, here, there in zip(rows, _valid_tokens(own), _valid_tokens(leading), strict=True):
         if here != there and row.beam_width == 1:

@@ -55,7 +55,10 @@ def pack(iteration: int, result: StepResult, *, with_extras: bool = False) -> by
 
 
 def unpack(message: bytes, iteration: int, num_rows: int) -> StepResult:
-    """Unpack a message. RankError if it is malformed, or is the result of another schedule."""
+    """Unpack a message.
+
+    Raises RankError if it is malformed, or is the result of another schedule.
+    """
     try:
         number, now, rows, columns, flags, num_bytes = _HEADER.unpack_from(message)
         if (number, rows) != (iteration, num_rows):

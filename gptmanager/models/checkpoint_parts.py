@@ -50,7 +50,7 @@ def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the config of a checkpoint, as if its weights were floats. ConfigError if it is
+    """Return the config of a checkpoint, as if its weights were floats. Raises ConfigError if it is
     missing.
     """
     config = read_part(path, "config.json")

@@ -100,7 +100,7 @@ class PeftCacheManager:
     def determine_num_pages(self, lora_task_id: int) -> int:
         """Return how many pages the adapter takes, plus those of replaced ones that are in use.
 
-        AdapterError if no adapter of this id is cached.
+        Raises AdapterError if no adapter of this id is cached.
         """
         replaced = [a.num_pages for a in self._replaced if a.task_id == lora_task_id]
         if replaced and lora_task_id not in self._by_task:
@@ -110,8 +110,8 @@ class PeftCacheManager:
     def put(self, request_id: int, task_id: int, digest: str, rows: Sequence[AdapterRow]) -> Put:
         """Cache a request's adapter. Unless the result is WAIT, the request has it now.
 
-        `digest` identifies the content: rows and their numbers. AdapterError if other content is
-        cached under the id, or if the adapter is too large for the cache.
+        `digest` identifies the content: rows and their numbers. Raises AdapterError if other
+        content is cached under the id, or if the adapter is too large for the cache.
         """
         self._check_has_none(request_id)
         known = self._by_task.get(task_id)
@@ -207,7 +207,7 @@ class PeftCacheManager:
         return True
 
     def adapter_of(self, request_id: int) -> CachedAdapter:
-        """Return the adapter of a request. LedgerError if it has none."""
+        """Return the adapter of a request. Raises LedgerError if it has none."""
         if request_id not in self._by_request:
             raise LedgerError(f"request {request_id} has no adapter")
         return self._by_request[request_id]
@@ -272,7 +272,7 @@ class PeftCacheManager:
         return adapter
 
     def _checked(self, task_id: int, digest: str, rows: Sequence[AdapterRow]) -> CachedAdapter:
-        """Return a new adapter; AdapterError if the pages cannot hold it."""
+        """Return a new adapter. Raises AdapterError if the pages cannot hold it."""
         sizes = self.sizes
         highest = max((row.rank for row in rows), default=0)
         if highest > sizes.max_adapter_size:

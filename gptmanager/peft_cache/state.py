@@ -62,7 +62,10 @@ def peft_cache_state(cache: PeftCacheManager) -> PeftCacheState:
 
 
 def restore_peft_cache(cache: PeftCacheManager, state: PeftCacheState) -> None:
-    """Restore an empty cache to `state`. LedgerError if the restored accounts are inconsistent."""
+    """Restore an empty cache to `state`.
+
+    Raises LedgerError if the restored accounts are inconsistent.
+    """
     adapters = [_adapter(it, cache.sizes) for it in state.adapters]
     both = [*zip(adapters, state.adapters, strict=True)]
     cache._host.set({adapter: it.host_pages for adapter, it in both})

@@ -79,7 +79,10 @@ class Frames:
         self._wait_out = _poll(select.POLLOUT, connection, wakener)
 
     def send(self, kind: int, payload: bytes | bytearray | memoryview) -> None:
-        """Send a message. EOFError if the other end is closed, RankError if it is too long."""
+        """Send a message.
+
+        Raises EOFError if the other end is closed, RankError if it is too long.
+        """
         if len(payload) > _MOST_BYTES:
             raise RankError(
                 f"a message has {len(payload)} bytes, but must have at most {_MOST_BYTES}"
@@ -92,7 +95,7 @@ class Frames:
             self._send(memoryview(payload))
 
     def receive(self, *, returns_when_rung: bool = False) -> Frame | None:
-        """Return the next message. EOFError if the other end is closed.
+        """Return the next message. Raises EOFError if the other end is closed.
 
         With `returns_when_rung`, return None when the wakener is rung.
         """
@@ -104,7 +107,7 @@ class Frames:
         return frame
 
     def poll(self) -> Frame | None:
-        """Return a message that has already arrived, else None. EOFError as in `receive`."""
+        """Return a message that has already arrived, else None. Raises EOFError as in `receive`."""
         frame = self._taken()
         if frame is None and self._read(_AT_ONCE):
             frame = self._taken()

@@ -133,7 +133,10 @@ class Links:
             raise self._watch.failure
 
     def send(self, kind: Message, payload: bytes = b"") -> None:
-        """Send a message to rank 0, or from rank 0 to all. RankError if a rank has failed."""
+        """Send a message to rank 0, or from rank 0 to all.
+
+        Raises RankError if a rank has failed.
+        """
         self.check()
         self._begin(f"room for a message ({kind.name})")
         try:
@@ -145,7 +148,9 @@ class Links:
             self._end()
 
     def receive(self, *, from_rank: int = 0, may_be_woken: bool = False) -> Frame | None:
-        """Return the next message. RankError names the rank to blame if none arrives in time.
+        """Return the next message.
+
+        Raises RankError with the rank to blame if none arrives in time.
 
         With `may_be_woken` it waits without a time limit, and returns None after a call of `wake`.
         """
@@ -172,7 +177,7 @@ class Links:
         return parts
 
     def wait(self, work: Any, what: str = "a collective") -> None:
-        """Wait for a `torch.distributed.Work` or similar. RankError if a rank has failed."""
+        """Wait for a `torch.distributed.Work` or similar. Raises RankError if a rank has failed."""
         self._begin(what)
         try:
             while True:

@@ -30,7 +30,7 @@ class SmallTensors:
         self._part, self._others, self._links = part, others, links
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all parts, by part. RankError if a rank has failed.
+        """Return the tensors of all parts, by part. Raises RankError if a rank has failed.
 
         The tensors of all parts must be on the CPU, have at most MOST_BYTES, and be equal in shape
         and dtype.

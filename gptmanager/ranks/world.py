@@ -103,7 +103,7 @@ def launched_size(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def find_all(environment: Mapping[str, str] = os.environ) -> World:
-    """Return the world of all launched ranks. ConfigError as in `find_world`."""
+    """Return the world of all launched ranks. Raises ConfigError as in `find_world`."""
     has_group = dist.is_available() and dist.is_initialized()
     size = dist.get_world_size() if has_group else _number(_SIZE, environment)
     return find_world(ParallelConfig(tensor_parallel_size=size), environment)

@@ -129,7 +129,10 @@ def plain_keywords(request: InferenceRequest) -> dict[str, Any]:
 
 
 def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
-    """Return the request that the JSON values `plain` describe. RecordingError if it is invalid."""
+    """Return the request that the JSON values `plain` describe.
+
+    Raises RecordingError if it is invalid.
+    """
     if not isinstance(plain, dict) or not isinstance(plain.get("tensors"), dict):
         raise RecordingError("a request must be an object with tensors")
     attributes = {name: value_from_plain(plain[name]) for name in KEYWORDS if name in plain}

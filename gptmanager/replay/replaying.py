@@ -209,7 +209,10 @@ class _Replay:
 def recorded_blueprint(
     recording: Recording, create_scheduler: Callable[..., Any] | None = None
 ) -> Blueprint:
-    """Return the blueprint of the recorded loop; RecordingError without a scheduler it needs."""
+    """Return the blueprint of the recorded loop.
+
+    Raises RecordingError without a scheduler it needs.
+    """
     blueprint = recording.header.blueprint
     if create_scheduler is not None:
         scheduler = dataclasses.replace(blueprint.scheduler, create_scheduler=create_scheduler)

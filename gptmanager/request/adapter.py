@@ -248,7 +248,7 @@ class AdapterTensors:
     def read_in_pieces(self) -> Pieces[Adapter]:
         """Copy the adapter to the model's dtype, with rounding, and return it after the last piece.
 
-        InvalidRequestError for a number that is not finite, before or after rounding.
+        Raises InvalidRequestError for a number that is not finite, before or after rounding.
         """
         rows = []
         for row, (module_id, layer, rank) in enumerate(self._rows):

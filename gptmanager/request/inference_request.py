@@ -201,8 +201,8 @@ def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
     """Return token words as a tensor `[1, 2, L]` int32: concatenated ids, then their end offsets.
 
     `[[5, 7, 3], [9, 2]]` becomes `[[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]]`. Ids that exceed int32
-    get a wider dtype, and are refused when the request is checked. TypeError for words that are not
-    sequences of integers.
+    get a wider dtype, and are refused when the request is checked. Raises TypeError for words that
+    are not sequences of integers.
     """
     found = [_word(index, word) for index, word in enumerate(words)]
     ids = [token for word in found for token in word]

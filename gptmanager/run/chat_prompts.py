@@ -21,7 +21,7 @@ class ChatPrompts:
     def render(self, messages: Any) -> list[int]:
         """Return token ids.
 
-        InvalidRequestError names the wrong field, or says that the template cannot be run.
+        Raises InvalidRequestError with the wrong field, or with the reason why the template fails.
         """
         _check(messages)
         try:

@@ -20,7 +20,7 @@ _FAMILIES = ("llama", "qwen2")
 
 
 def write_gguf(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write matrices as bfloat16 and vectors as float32; ConfigError for another family."""
+    """Write matrices as bfloat16 and vectors as float32. Raises ConfigError for another family."""
     name = config["model_type"]
     if name not in _FAMILIES:
         raise ConfigError(

@@ -202,7 +202,7 @@ def _figures(output: bytes) -> list[dict[str, Any]]:
 
 
 def _call(command: Sequence[Any], given: bytes = b"") -> bytes:
-    """Run a program to its end and return what it prints; GptManagerError if it fails."""
+    """Run a program to its end and return what it prints. Raises GptManagerError if it fails."""
     words = [str(word) for word in command]
     try:
         done = subprocess.run(

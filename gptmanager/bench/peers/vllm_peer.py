@@ -93,7 +93,7 @@ class VllmPeer:
         return figures
 
     def _find_version(self) -> str:
-        """Return vLLM's version; ConfigError if the interpreter lacks vLLM for the CPU."""
+        """Return vLLM's version. Raises ConfigError if the interpreter lacks vLLM for the CPU."""
         try:
             status, answer, lines = _call([self._python, vllm_cpu_script.__file__], _IMPORT_S)
         except OSError as error:
@@ -129,8 +129,8 @@ class VllmPeer:
 def _call(command: Sequence[str | Path], limit_s: float) -> tuple[int, bytes, Sequence[str]]:
     """Run a process; return (exit status, last line of output, last lines of error output).
 
-    The process and all its children have ended when this returns or raises. OSError if it cannot be
-    started.
+    The process and all its children have ended when this returns or raises. Raises OSError if it
+    cannot be started.
     """
     with TemporaryFile() as output, _lifeline() as stdin:
         process = subprocess.Popen(

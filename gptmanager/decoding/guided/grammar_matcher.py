@@ -78,7 +78,7 @@ def fault_of(matcher: Any) -> str:
 
 
 def text_of(schema: Any) -> str:
-    """Return a schema as JSON text. ValueError if it is nested too deeply."""
+    """Return a schema as JSON text. Raises ValueError if it is nested too deeply."""
     if isinstance(schema, str):
         return schema
     try:

@@ -115,7 +115,7 @@ class GuidedDecoding(RowProcessor):
 
         `whitespace_flexible`: permit any white space between JSON tokens; a model may then produce
         long runs of it. `lenient`: keywords that cannot be enforced are left out, and the grammar's
-        `unenforced` lists them. ValueError for an object that is nested too deeply.
+        `unenforced` lists them. Raises ValueError for an object that is nested too deeply.
         """
         kind = "json_schema" if not whitespace_flexible else "json_schema with white space"
         return self._grammar(GrammarSource(kind, text_of(schema), lenient=("",) if lenient else ()))
@@ -147,8 +147,8 @@ class GuidedDecoding(RowProcessor):
 
         `schemas`: rule -> JSON schema, for rules that the grammar uses but does not define. Their
         JSON has a space after commas and colons, as `json.dumps` writes it. `lenient`: the names of
-        those of `schemas` in which keywords that cannot be enforced are left out. ValueError for an
-        object that is nested too deeply.
+        those of `schemas` in which keywords that cannot be enforced are left out. Raises ValueError
+        for an object that is nested too deeply.
         """
         rules = tuple((name, text_of(schema)) for name, schema in (schemas or {}).items())
         return self._grammar(GrammarSource("lark", grammar, rules, tuple(sorted(lenient))))

@@ -84,7 +84,7 @@ class SchemaReader:
     def read(self, text: str) -> str:
         """Return the rewritten schema `text`. Text that is not JSON is returned unchanged.
 
-        ValueError for an invalid schema, or one that cannot be enforced.
+        Raises ValueError for an invalid schema, or one that cannot be enforced.
         """
         try:
             schema = json.loads(text)

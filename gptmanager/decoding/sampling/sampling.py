@@ -199,7 +199,8 @@ class Sampler:
 
         `logits` float32 `[S, vocab_size]` on the CPU, may be changed; `lines` int64 `[S]`;
         `positions` int64 `[S]`: the absolute position of the token to be chosen. `log_probs`
-        float32 `[S]` is written in rows of lines that ask for it. ValueError for other logits.
+        float32 `[S]` is written in rows of lines that ask for it. Raises ValueError for other
+        logits.
         """
         tokens = np.empty(len(lines), dtype=np.int32)
         if log_probs is None:

@@ -55,7 +55,10 @@ def architecture_of(header: Header) -> Architecture:
 
 
 def config_of(header: Header) -> dict[str, Any]:
-    """Return the content of the checkpoint's `config.json`. ConfigError names the invalid key."""
+    """Return the content of the checkpoint's `config.json`.
+
+    Raises ConfigError, which names the invalid key.
+    """
     own, metadata = architecture_of(header), Metadata(header.path, header.metadata)
     prefix = f"{header.metadata['general.architecture']}."
     _refuse_unknown(metadata, own, prefix)

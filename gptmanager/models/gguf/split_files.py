@@ -22,7 +22,8 @@ _MAX_FILES = 1000
 def read_model(path: Path) -> Header:
     """Read the header of the model of which `path` is the file, or the first file.
 
-    ConfigError for files that cannot be used, that are missing, or that are of another model.
+    Raises ConfigError for files that cannot be used, that are missing, or that are of another
+    model.
     """
     first = read_header(path)
     count = first.metadata.get("split.count", 0)

@@ -62,8 +62,8 @@ class ChatModel:
     def start(self, messages: Sequence[Mapping[str, str]], count: int) -> list[Generation]:
         """Begin `count` answers to the last message, which are generated in one batch.
 
-        InvalidRequestError if the chat template refuses the messages, CapacityError if they leave
-        no room for an answer.
+        Raises InvalidRequestError if the chat template refuses the messages, CapacityError if they
+        leave no room for an answer.
         """
         prompt = self._template.render(messages)
         if not prompt:
@@ -82,7 +82,10 @@ class ChatModel:
 
 @contextmanager
 def open_chat_model(options: argparse.Namespace, given: ManagerOptions) -> Iterator[ChatModel]:
-    """Load the model of the command's options. ConfigError for wrong options or a wrong file."""
+    """Load the model of the command's options.
+
+    Raises ConfigError for wrong options or a wrong file.
+    """
     path: Path = options.model
     spec = read_spec(read_config(path), max_seq_len=given.params.max_seq_len)
     request_options = {"stop": checked_stops(options.stop), **_sampling(options)}

@@ -51,7 +51,10 @@ class Conversation:
         self._messages += [_message("user", question), _message("assistant", answers[0])]
 
     def pick(self, number: int) -> None:
-        """Continue with this answer to the last question, from 1. ConfigError if it is missing."""
+        """Continue with this answer to the last question, from 1.
+
+        Raises ConfigError if it is missing.
+        """
         if not 1 <= number <= len(self._answers):
             count = len(self._answers)
             raise ConfigError(
@@ -69,8 +72,8 @@ class Conversation:
     def save(self, path: Path) -> None:
         """Write the messages as a line of JSON, for `gptmanager run --requests`.
 
-        Only a file that this conversation has written is replaced. ConfigError if it cannot be
-        written.
+        Only a file that this conversation has written is replaced. Raises ConfigError if it cannot
+        be written.
         """
         own = Path(os.path.abspath(path))
         try:

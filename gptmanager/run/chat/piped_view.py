@@ -14,7 +14,7 @@ from gptmanager.terminal.streams import print_message
 class PipedView:
     """Reads the standard input, and prints errors and reports of commands on the standard error.
 
-    ConfigError without a standard input.
+    Raises ConfigError without a standard input.
     """
 
     def __init__(self) -> None:
