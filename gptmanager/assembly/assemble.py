@@ -59,8 +59,9 @@ def assemble(
     """Load the model, then size and allocate the KV cache.
 
     `processor_timer` times logits post-processors. `connect_ranks`: `ranks.connect`, with the
-    arguments before `source` bound. Raises ConfigError with the sizes if memory is short, and RankError
-    if another rank has failed.
+    arguments before `source` bound.
+
+    Raises ConfigError with the sizes if memory is short, and RankError if another rank has failed.
     """
     ranks = connect_ranks(source, scheduler_config, model_type, max_beam_width)
     arguments = source, params, scheduler_config, model_type, max_beam_width, processor_timer
