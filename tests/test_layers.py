@@ -129,6 +129,9 @@ kernels/                      all operations of a model in torch, and compiled o
     experts/                  mixtures of experts
         routing               chooses and weighs the experts of each token
         mixture               matmuls of experts over tokens sorted by expert
+    recurrent/                linear attention with a state: the gated delta rule
+        delta_formulas        the gated delta rule in torch, by tokens or in chunks
+        delta_ops             the operations of linear attention in torch
     reference                 every operation in torch: the specification
     cpu_matmuls               matmuls on the CPU
     cpu_experts               mixtures of experts on the CPU
@@ -252,8 +255,10 @@ models/                       decoder networks, and the table of families
         layer_norms           families with LayerNorms
         llama4                the family of Llama 4
         mixtures              families with mixtures of experts
+        linears               families with linear attention: Qwen3-Next, Qwen3.5
         latents               families with latents: DeepSeek V2, V3
         table                 FAMILIES: all of them, by model_type
+        linear_places         the places of tensors of linear attention
         wrappers              text models inside of multimodal checkpoints
         config_fields         fields of a config that do not matter, or that are refused
         places                the place of each checkpoint tensor in our parameters
@@ -265,6 +270,7 @@ models/                       decoder networks, and the table of families
         cos_sin_tables        cosines and sines of all positions
         attention_inputs      queries with a temperature, pages of another layer
         latent_attention      attention to the latents of DeepSeek V2
+        linear_attention      linear attention with a state
         expert_mixture        outputs of experts, with those of a shared MLP
         token_inputs          further inputs of layers for each token
         split_norms           norms over all heads, where ranks have some each

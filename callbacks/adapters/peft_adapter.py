@@ -37,7 +37,15 @@ _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
         ("qkv", "q"): "attn_q",
         ("qkv", "k"): "attn_k",
         ("qkv", "v"): "attn_v",
+        ("qkv", "gated_q"): "attn_q",
         ("out", None): "attn_dense",
+        ("delta_in", "by_key"): "attn_qkv",
+        ("delta_in", "inputs"): "attn_qkv",
+        ("delta_in", "gate"): "linear_attn_z",
+        ("delta_gates", "by_key"): "linear_attn_ba",
+        ("delta_gates", "rates"): "linear_attn_b",
+        ("delta_gates", "steps"): "linear_attn_a",
+        ("delta_out", None): "attn_dense",
         **{
             (up, part): names
             for up in ("up", "shared_up")

@@ -38,6 +38,7 @@ from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.lora.adapter_formulas import add_outputs
+from gptmanager.kernels.recurrent.delta_ops import DeltaOps
 
 LINEAR_TILE = 32
 ALIGNMENT = 16
@@ -45,7 +46,7 @@ ALIGNMENT = 16
 Ints = npt.NDArray[np.int32]
 
 
-class Kernels:
+class Kernels(DeltaOps):
     """The ops in torch. A subclass overrides the ops that it computes faster.
 
     With `deterministic`, the result of an op for a token is bitwise independent of the other tokens

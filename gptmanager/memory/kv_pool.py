@@ -148,9 +148,10 @@ class KvPool:
 
     @property
     def memory(self) -> list[Tensor]:
-        """All memory of the pages as flat tensors, without the pinned memory of a host tier."""
+        """All memory of pages and states as flat tensors, without a host tier's pinned memory."""
         stacks = self.stacks + (self.host_stacks if self.device.type == "cpu" else [])
-        storages = (it.untyped_storage() for stack in stacks for it in (stack.keys, stack.values))
+        tensors = [it for stack in stacks for it in (stack.keys, stack.values)]
+        storages = (it.untyped_storage() for it in [*tensors, *self.states.stacks] if it.nbytes)
         by_address = {storage.data_ptr(): storage for storage in storages}
         flat = torch.empty(0, dtype=torch.uint8, device=self.device)
         return [flat.new_empty(0).set_(storage) for storage in by_address.values()]

@@ -24,7 +24,8 @@ class Place:
     the tensor has one number for all rows, or one per row, kept as float32; a missing scale is 1.
     `runs`: the order of the tensor's rows, if they are not consecutive from `first_row`. `stacked`:
     the tensor has this number of matrices (or bias vectors), one per expert; its rows are numbered
-    through all of them.
+    through all of them. `squeezed`: the tensor is
+    transposed, with a dimension of 1 after its first one.
     """
 
     parameter: str
@@ -35,6 +36,7 @@ class Place:
     scale: bool = False
     runs: tuple[Run, ...] = ()
     stacked: int = 0
+    squeezed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +76,5 @@ def expected_shapes(place: Place, shape: Sequence[int]) -> list[tuple[int, ...]]
         return [whole_shape, (1,), ()]
     stack = (place.stacked,) if place.stacked else ()
     each = (num_rows // max(1, place.stacked), *shape[1:])
-    return [(*stack, *(each[::-1] if place.transposed else each))]
+    each = each[::-1] if place.transposed else each
+    return [(each[0], 1, *each[1:]) if place.squeezed else (*stack, *each)]

@@ -32,23 +32,23 @@ class SlotStates:
     ) -> None:
         kinds = [*dict.fromkeys(shapes)]
         # All states of a shape are in one tensor, so that one operation clears a line.
-        self._stacks = [
+        self.stacks = [
             torch.zeros((shapes.count(it), num_lines, *it.shape), dtype=it.dtype, device=device)
             for it in kinds
         ]
         self.tensors: list[Tensor] = [
-            self._stacks[kinds.index(it)][shapes[:number].count(it)]
+            self.stacks[kinds.index(it)][shapes[:number].count(it)]
             for number, it in enumerate(shapes)
         ]
 
     def clear(self, line: int) -> None:
         """Set all states of a line to zero."""
-        for stack in self._stacks:
+        for stack in self.stacks:
             stack[:, line].zero_()
 
     @property
     def nbytes(self) -> int:
-        return sum(stack.nbytes for stack in self._stacks)
+        return sum(stack.nbytes for stack in self.stacks)
 
 
 def state_bytes(shapes: Iterable[StateShape]) -> int:

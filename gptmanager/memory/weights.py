@@ -302,14 +302,14 @@ class Weights:
         # a row is quantized with one scale, which depends on the whole row
         in_rows = place.parameter in self._quantized
         columns = self._cuts[place.parameter].columns
-        if columns is None:
-            region = [part.rows]
-        else:
+        region = [part.rows]
+        if columns is not None:
             inputs = range(self._shapes[place.parameter][1])
-            region = [part.rows, inputs if in_rows else columns]
+            region.append(inputs if in_rows else columns)
         if place.transposed:
             region.reverse()
             max_bytes = sys.maxsize if in_rows else max_bytes
+        region[1:1] = [range(1)] * place.squeezed
         num_first = len(region[0])
         grouped = self._grouped(source, given, place)
         pieces: Iterable[tuple[int, Tensor | Groups]]
@@ -321,9 +321,9 @@ class Weights:
             done = len(piece)
             row, column = part.row + start, 0
             if place.transposed and isinstance(piece, Tensor):
-                piece, row, column = piece.t(), part.row, start
-            kept = columns if in_rows else None
-            if not self._copy(place, piece, row, column, kept):
+                own = piece.squeeze(1) if place.squeezed else piece
+                piece, row, column = own.t(), part.row, start
+            if not self._copy(place, piece, row, column, columns if in_rows else None):
                 raise ConfigError(
                     f"tensor {given} differs from {place.parameter}, to which the config ties it "
                     "(tie_word_embeddings)"

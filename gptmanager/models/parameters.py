@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from gptmanager.kernels.gemm.packed_matrix import Quantized
+from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 from gptmanager.models.spec import Attention, Latent, Layer, Mlp, ModelSpec, Norms
 
 Shape = tuple[int, ...]
@@ -56,15 +57,18 @@ def matmul_matrices(spec: ModelSpec) -> list[str]:
         for name, shape in shapes.items()
         if len(shape) == 2
         and name not in looked_up
-        and not name.endswith(("_norm.weight", "latent_up.weight"))
+        and not name.endswith(("_norm.weight", "latent_up.weight", "delta_conv.weight"))
     ]
 
 
 def wide_parameters(spec: ModelSpec) -> list[str]:
-    """Return the parameters of the routers: with lower precision they could choose
-    other experts.
+    """Return the parameters that are kept in float32.
+
+    With lower precision routers could choose other experts, and errors of a decay add up over all
+    tokens of a sequence.
     """
-    names = ("router.weight", "router.bias", "correction", "expert_factors")
+    names = "router.weight", "router.bias", "correction", "expert_factors"
+    names += "delta_gates.weight", "delta_decay", "delta_step"
     return [name for name in parameter_shapes(spec) if name.endswith(names)]
 
 
@@ -89,6 +93,8 @@ def _adapted_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
     own, experts = layer.attention, layer.mlp.experts
     heads = own.num_heads, own.own_kv_heads, own.head_dim, own.projected_heads
     found: dict[str, tuple[int, ...]] = {"qkv": heads, "out": (own.out_width,)}
+    if own.delta is not None:
+        found = dict.fromkeys(("delta_in", "delta_gates", "delta_out"), own.delta)
     if experts is None:
         return found | dict.fromkeys(("up", "down"), (layer.mlp.width,))
     return found | dict.fromkeys(("shared_up", "shared_down"), (experts.shared_width,))
@@ -153,7 +159,22 @@ def _latent_attention(spec: ModelSpec, own: Attention, latent: Latent) -> dict[s
     return found | _affine("out", (hidden, own.out_width), spec.out_bias)
 
 
+def _delta_attention(spec: ModelSpec, own: DeltaShape) -> dict[str, Shape]:
+    hidden, heads = spec.hidden_size, own.value_heads
+    return {
+        "delta_in.weight": (own.channels + own.values, hidden),
+        "delta_gates.weight": (2 * heads, hidden),
+        "delta_conv.weight": (own.width, own.channels),
+        "delta_decay": (heads,),
+        "delta_step": (heads,),
+        "delta_norm.weight": (own.value_dim,),
+        "delta_out.weight": (hidden, own.values),
+    }
+
+
 def _attention(spec: ModelSpec, own: Attention) -> dict[str, Shape]:
+    if own.delta is not None:
+        return _delta_attention(spec, own.delta)
     if own.latent is not None:
         return _latent_attention(spec, own, own.latent)
     heads, kv_heads = own.num_heads * own.head_dim, own.own_kv_heads * own.head_dim

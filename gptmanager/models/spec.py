@@ -14,7 +14,9 @@ import torch
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 from gptmanager.kernels.experts.routing import Routing
+from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 from gptmanager.memory.kv_pool import PageShape
+from gptmanager.memory.slot_states import StateShape
 from gptmanager.models.rope_scaling import Rope
 
 
@@ -82,7 +84,9 @@ class Attention:
     learned score that only takes part in the sum of the softmax.
     `rope` None: queries and keys are not rotated. `kv_layer`: this layer reads the keys and values
     of that layer; None: it computes its own. `keys_as_values`: values are the keys before their
-    norm and rotation. `latent`: a latent is stored instead of keys and values.
+    norm and rotation. `latent`: a latent is stored instead of keys and values. `delta`: the layer
+    has linear attention with a state, and none of the other fields matters. `gated`: the result of
+    a token is multiplied by the sigmoid of its gates, which are projected with its queries.
     """
 
     num_heads: int
@@ -98,21 +102,38 @@ class Attention:
     kv_layer: int | None = None
     keys_as_values: bool = False
     latent: Latent | None = None
+    delta: DeltaShape | None = None
+    gated: bool = False
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether the layer stores keys of its own."""
+        return self.kv_layer is None and self.delta is None
 
     @property
     def own_kv_heads(self) -> int:
         """The number of KV heads that the layer computes itself."""
-        return self.num_kv_heads if self.kv_layer is None else 0
+        return self.num_kv_heads if self.has_pages else 0
+
+    @property
+    def gate_width(self) -> int:
+        """The number of gates of a token, which come first in the projection of queries."""
+        return self.num_heads * self.head_dim if self.gated else 0
 
     @property
     def out_width(self) -> int:
         """The number of elements that attention returns for a token."""
+        if self.delta is not None:
+            return self.delta.values
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
     def projected_heads(self) -> int:
-        """The number of heads in the result of the projection to queries, keys and values."""
-        return self.num_heads + (1 if self.keys_as_values else 2) * self.own_kv_heads
+        """The number of heads in the result of the projection to gates, queries, keys and
+        values.
+        """
+        queries = self.num_heads * (2 if self.gated else 1)
+        return queries + (1 if self.keys_as_values else 2) * self.own_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +270,7 @@ class ModelSpec:
     def pages(self) -> tuple[PageShape, ...]:
         """The shapes of the pages of this rank, of each of its layers with keys of its own."""
         own = self.layers[self.first_layer : self.first_layer + self.num_layers]
-        found = (layer.attention for layer in own if layer.attention.kv_layer is None)
+        found = (layer.attention for layer in own if layer.attention.has_pages)
         return tuple(PageShape(it.num_kv_heads, it.head_dim, it.latent is None) for it in found)
 
     def page_number(self, layer: int) -> int:
@@ -257,7 +278,18 @@ class ModelSpec:
         source = self.layers[layer].attention.kv_layer
         last = layer if source is None else source
         own = self.layers[self.first_layer : last]
-        return sum(it.attention.kv_layer is None for it in own)
+        return sum(it.attention.has_pages for it in own)
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """The states of each layer with linear attention: inputs of its convolution, its memory."""
+        wide = torch.float64 if self.dtype is torch.float64 else torch.float32
+        found: list[StateShape] = []
+        for layer in self.layers:
+            if (own := layer.attention.delta) is not None:
+                found.append(StateShape((own.width - 1, own.channels), self.dtype))
+                found.append(StateShape((own.value_heads, own.key_dim, own.value_dim), wide))
+        return tuple(found)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -32,7 +32,7 @@ class Split:
 # All other modules, such as norms and positions, are complete on each rank of a stage.
 SPLITS = {
     "embedding": Split(rows=("tokens",)),
-    "qkv": Split(rows=("queries", "keys", "values")),
+    "qkv": Split(rows=("query_gates", "queries", "keys", "values")),
     "sinks": Split(rows=("heads",)),
     "cache_scales": Split(rows=("kv_heads", "kv_heads")),
     "query": Split(rows=("latent_queries",)),
@@ -72,6 +72,7 @@ class Shares:
         self._by_word = {
             "tokens": (spec.vocab_size, self.tokens),
             "queries": (own.num_heads * dim, _times(queries, dim)),
+            "query_gates": (0, range(0)),
             "keys": own_keys,
             "values": (0, range(0)) if own.keys_as_values else own_keys,
             "mixed": (own.out_width, _times(queries, own.out_width // own.num_heads)),
@@ -80,6 +81,8 @@ class Shares:
             "gates": (mlp.width, width) if gated else (0, range(0)),
             "width": (mlp.width, width),
         }
+        if own.gated:
+            self._by_word["query_gates"] = self._by_word["queries"]
         if (latent := own.latent) is not None:
             for word, rows in (
                 ("latent_queries", latent.key_dim + dim - latent.rank),
@@ -143,6 +146,9 @@ def check(spec: ModelSpec, layout: RankLayout) -> None:
     """
     size, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
     given = f"ParallelConfig.tensor_parallel_size = {size}"
+    if size * stages > 1 and spec.states:
+        given = "ParallelConfig: the ranks must be 1"
+        raise ConfigError(f"{given}, because layers of this model keep a state (linear_attention)")
     for layer in dict.fromkeys(spec.layers):
         _check_layer(layer, size, given)
     if size > spec.vocab_size:

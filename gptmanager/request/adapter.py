@@ -26,6 +26,7 @@ LORA_MODULE_NAMES = (
     *("mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate"),
     *("cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v", "cross_attn_dense"),
     *("moe_h_to_4h", "moe_4h_to_h", "moe_gate", "moe_router", "mlp_router"),
+    *("linear_attn_z", "linear_attn_ba", "linear_attn_b", "linear_attn_a"),  # only this library's
 )
 LORA_MODULE_IDS: Mapping[str, int] = {name: i for i, name in enumerate(LORA_MODULE_NAMES)}
 

@@ -209,8 +209,8 @@ SPOILT[1, 41] = np.inf
         (numbers(), [[1, 2], [0, 0], [1, 0]], InvalidRequestError, "expected [n, 3] or [1, n, 3]"),
         (numbers(), [[], [], []], InvalidRequestError, "lora_config has shape [3, 0]"),
         (numbers(), [[1, 2, 2], [0, 0, True], [1, 0, 1]], InvalidRequestError, "[1][2] = True"),
-        (numbers(), [[18, 2, 2], *CONFIG[1:]], InvalidRequestError,
-         "lora_config[0]: module_id = 18 is outside 0..17"),
+        (numbers(), [[22, 2, 2], *CONFIG[1:]], InvalidRequestError,
+         "lora_config[0]: module_id = 22 is outside 0..21"),
         (numbers(), [[-1, 2, 2], *CONFIG[1:]], InvalidRequestError, "module_id = -1 is outside"),
         (numbers(), [*CONFIG[:2], [8, 0, 1]], AdapterError, "lora_config[2]: module_id = 8 "
          "(cross_attn_qkv): the model has only 0 (attn_qkv), 1 (attn_q), 5 (mlp_h_to_4h)"),

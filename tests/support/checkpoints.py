@@ -173,6 +173,8 @@ class _Float64Stays(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            if func is Tensor.float:
+                return args[0]
             args = [torch.float64 if it is torch.float32 else it for it in args]
             kwargs |= {k: torch.float64 for k, it in kwargs.items() if it is torch.float32}
         return func(*args, **kwargs)

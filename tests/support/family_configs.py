@@ -62,6 +62,15 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+_LINEAR = {
+    **_HEADS,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+}
 
 FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "llama": {**BASE, "attention_bias": True, "mlp_bias": True},
@@ -176,6 +185,15 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
             **{"mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 40},
         },
     },
+    "qwen3_next": {
+        **_LINEAR,
+        **_MOE,
+        **_FOUR,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5_text": {**_LINEAR, "attention_bias": True},
+    "qwen3_5_moe_text": {**_LINEAR, **_MOE, **_FOUR, "shared_expert_intermediate_size": 32},
 }
 # other properties of the same families
 VARIANTS: Mapping[str, dict[str, Any]] = {

@@ -166,6 +166,7 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     },
     "qwen3_next": {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 48},
     "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 48},
 }
 
 
@@ -179,6 +180,7 @@ REFUSED = {
     "llama4_text": "layer 0 has a mask other than causal",
     "qwen3_next": f"layers 0, 1, 2 {_NO_ATTENTION}",
     "qwen3_5_text": f"layers 0, 1, 2 {_NO_ATTENTION}",
+    "qwen3_5_moe_text": f"layers 0, 1, 2 {_NO_ATTENTION}",
 }
 
 

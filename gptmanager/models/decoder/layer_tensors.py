@@ -104,9 +104,9 @@ class DenseLayer(NamedTuple):
 class LayerTensors(NamedTuple):
     """The tensors of a layer. `number`: index of the layer among the layers of this rank.
 
-    `qkv` is None in a layer with latents. `qkv_name` and `out_name`: see `matrix_names`. `q_norm`
-    and `k_norm` are applied with the rotation, `head_norms` before it. A norm is None if the layer
-    does not have it. `next_norm`: the first norm of the next layer, or the final norm.
+    `qkv` is None in a layer with latents or a state. `qkv_name` and `out_name`: see `matrix_names`.
+    `q_norm` and `k_norm` are applied with the rotation, `head_norms` before it. A norm is None if
+    the layer does not have it. `next_norm`: the first norm of the next layer, or the final norm.
     """
 
     number: int
@@ -140,7 +140,8 @@ def layer_tensors(
     following = "final_norm" if is_last else f"layers.{index + 1}.attention_norm"
     names = matrix_names(spec, index)
     q_norm = k_norm = None
-    if spec.norms.query_key in ("head", "rotated_head"):
+    is_linear = own.delta is not None
+    if not is_linear and spec.norms.query_key in ("head", "rotated_head"):
         q_norm = weights.tensor(f"{prefix}.q_norm.weight")
         if own.kv_layer is None:
             k_norm = weights.tensor(f"{prefix}.k_norm.weight")
@@ -154,8 +155,8 @@ def layer_tensors(
         number=index - spec.first_layer,
         pages=_pages(spec, weights, index),
         attention_norm=norm(f"{prefix}.attention_norm"),
-        qkv=affine(weights, f"{prefix}.qkv") if own.latent is None else None,
-        qkv_name=names["qkv"],
+        qkv=affine(weights, f"{prefix}.qkv") if own.latent is None and not is_linear else None,
+        qkv_name=names.get("qkv", ""),
         q_norm=q_norm,
         k_norm=k_norm,
         head_norms=_head_norms(spec, weights, index, device),
@@ -163,8 +164,8 @@ def layer_tensors(
         temperature=own.temperature,
         attention=spec.attention_shape(index),
         sinks=weights.tensor(f"{prefix}.sinks") if own.sinks else None,
-        out=affine(weights, f"{prefix}.out"),
-        out_name=names["out"],
+        out=affine(weights, f"{prefix}.{'delta_out' if is_linear else 'out'}"),
+        out_name=names["delta_out" if is_linear else "out"],
         attention_out_norm=norm(f"{prefix}.attention_out_norm"),
         mlp_norm=norm(f"{prefix}.mlp_norm"),
         mlp=_mlp(spec, weights, index),
@@ -204,7 +205,7 @@ def _bias(weights: Weights, module: str) -> Tensor | None:
 
 def _pages(spec: ModelSpec, weights: Weights, index: int) -> LayerPages:
     own, scales = spec.layers[index].attention, None
-    if spec.kv_cache_dtype is torch.float8_e4m3fn:
+    if spec.kv_cache_dtype is torch.float8_e4m3fn and own.delta is None:
         source = index if own.kv_layer is None else own.kv_layer
         scales = weights.tensor(f"layers.{source}.cache_scales").view(2, own.num_kv_heads)
     return LayerPages(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 from gptmanager.models.families.places import row_orders
 from gptmanager.models.parameters import matrix_names
 from gptmanager.models.spec import ModelSpec
@@ -27,7 +28,9 @@ def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
     `matrix` is a name in `matrix_names`. attn_qkv is all of qkv; attn_q, attn_k and attn_v are
     parts of it. With a gated activation, mlp_h_to_4h is the half with the activation's input, and
     mlp_gate is the other half. Otherwise mlp_h_to_4h is all of up, and mlp_gate does not exist. In
-    a layer with experts, these are parts of the shared MLP.
+    a layer with experts, these are parts of the shared MLP. In a layer with linear attention,
+    attn_qkv also has the gates of the output if the checkpoint joins them, and linear_attn_z does
+    not exist. With gated attention, attn_q has the gates, too.
     """
     layers: dict[int, dict[LoraVariant, list[int]]] = {}
     for index in range(len(spec.layers)):
@@ -62,15 +65,20 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
     ) -> tuple[str, LoraVariant]:
         return name, LoraVariant(names[matrix], first, count, width, orders.get(name, ()), ())
 
-    if own.latent is None:
-        queries, keys = own.num_heads * own.head_dim, own.own_kv_heads * own.head_dim
+    if own.delta is not None:
+        for name, matrix, rows in _of_delta(own.delta, is_joined=bool(orders)):
+            yield module(name, matrix, rows.start, len(rows), hidden)
+    elif own.latent is None:
+        keys = own.own_kv_heads * own.head_dim
+        queries = own.num_heads * own.head_dim * (2 if own.gated else 1)
         yield module("attn_qkv", "qkv", 0, own.projected_heads * own.head_dim, hidden)
         yield module("attn_q", "qkv", 0, queries, hidden)
         if keys:
             yield module("attn_k", "qkv", queries, keys, hidden)
         if keys and not own.keys_as_values:
             yield module("attn_v", "qkv", queries + keys, keys, hidden)
-    yield module("attn_dense", "out", 0, hidden, own.out_width)
+    out = "out" if own.delta is None else "delta_out"
+    yield module("attn_dense", out, 0, hidden, own.out_width)
     width, up, down = mlp.width, "up", "down"
     if mlp.experts is not None:
         width, up, down = mlp.experts.shared_width, "shared_up", "shared_down"
@@ -80,6 +88,22 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
     yield module("mlp_4h_to_h", down, 0, hidden, width)
     if mlp.gated:
         yield module("mlp_gate", up, width, width, hidden)
+
+
+def _of_delta(own: DeltaShape, is_joined: bool) -> Iterator[tuple[str, str, range]]:
+    """Yield the modules of linear attention, their matrices and rows.
+
+    `is_joined`: one module of the checkpoint has all rows of a matrix.
+    """
+    heads, channels = own.value_heads, own.channels
+    everything = range(channels + own.values)
+    yield "attn_qkv", "delta_in", everything if is_joined else everything[:channels]
+    if is_joined:
+        yield "linear_attn_ba", "delta_gates", range(2 * heads)
+        return
+    yield "linear_attn_z", "delta_in", everything[channels:]
+    yield "linear_attn_b", "delta_gates", range(heads)
+    yield "linear_attn_a", "delta_gates", range(heads, 2 * heads)
 
 
 def _joined(found: dict[LoraVariant, list[int]], num_layers: int) -> LoraModule:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
+from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.gemm.packed_matrix import Matrix
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
@@ -32,6 +33,7 @@ from gptmanager.models.decoder.layer_tensors import (
     Norm,
     layer_tensors,
 )
+from gptmanager.models.decoder.linear_attention import delta_layer
 from gptmanager.models.decoder.lora_modules import adapter_share, lora_modules
 from gptmanager.models.decoder.split_norms import norm_over_ranks
 from gptmanager.models.decoder.token_inputs import TokenInputTensors, of_sampled
@@ -40,6 +42,9 @@ from gptmanager.models.splits import rank_spec, vocabulary_shares
 from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout
 from gptmanager.request.adapter import AdapterShare, LoraModule
+
+# the tensors of a batch that differ between captured steps
+_CAPTURED = ("token_ids", "positions", "row_starts", "kv_lengths", "slots")
 
 
 class CheckpointModel:
@@ -68,7 +73,11 @@ class CheckpointModel:
         own = range(spec.first_layer, spec.first_layer + spec.num_layers)
         self._layers = [layer_tensors(spec, weights, index, device) for index in own]
         self._latents = [latent_tensors(spec, weights, index) for index in own]
-        self._shapes = tuple(dict.fromkeys(layer.attention for layer in self._layers))
+        self._gate_widths = [spec.layers[index].attention.gate_width for index in own]
+        self._deltas = [delta_layer(spec, weights, index) for index in own]
+        self._shapes = tuple(
+            dict.fromkeys(it.attention for it in self._layers if not self._deltas[it.number])
+        )
         self._has_experts = any(isinstance(layer.mlp, ExpertLayer) for layer in self._layers)
         self._tokens, self._widths = vocabulary_shares(spec, layout)
         self._embedding = weights["embedding.weight"] if layout.is_first_stage else None
@@ -112,8 +121,9 @@ class CheckpointModel:
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
     ) -> tuple[Ints, ...]:
-        if self._has_experts and not self._kernels.plans_experts:
-            return ()  # collectives wait for the device, so the step cannot be captured
+        waits = self._has_experts and not self._kernels.plans_experts
+        if waits or (fixed and any(self._deltas)):
+            return ()  # ops wait for the device, so the step cannot be captured
         return self._kernels.plan(self._shapes, row_starts, kv_lengths, num_context_rows, fixed)
 
     @torch.inference_mode()
@@ -138,8 +148,7 @@ class CheckpointModel:
         hidden = self._norm(residual, self._layers[0].attention_norm)
         last = None if self._lm_head is None else self._layers[-1]
         for layer in self._layers:
-            pages = layer.pages.of(kv_pool)
-            attended = self._attend(layer, hidden, batch.positions, pages, rows, adapters)
+            attended = self._attend(layer, hidden, batch.positions, kv_pool, rows, adapters)
             # only the sampled tokens are needed from here on
             if layer is last and not batch.all_sampled:
                 attended = attended.index_select(0, batch.sample_index)
@@ -169,19 +178,11 @@ class CheckpointModel:
 
         `capture`: created by this model, for this pool and the batch's block tables.
         """
-        inputs = batch.token_ids, batch.positions, batch.row_starts, batch.kv_lengths, batch.slots
+        inputs = [getattr(batch, name) for name in _CAPTURED]
 
         def compute(own: Sequence[Tensor]) -> Tensor:
-            ids, positions, starts, lengths, slots = own
-            changed = replace(
-                batch,
-                token_ids=ids,
-                positions=positions,
-                row_starts=starts,
-                kv_lengths=lengths,
-                slots=slots,
-            )
-            return self.forward(changed, kv_pool)
+            changes: dict[str, Any] = dict(zip(_CAPTURED, own, strict=True))
+            return self.forward(replace(batch, **changes), kv_pool)
 
         return capture.run(inputs, self._rotary.all, compute)
 
@@ -255,12 +256,16 @@ class CheckpointModel:
         layer: LayerTensors,
         hidden: Tensor,
         positions: Tensor,
-        pages: Pages,
+        kv_pool: KvPool,
         rows: RowSpans,
         adapters: StepAdapters | None,
     ) -> Tensor:
         """Run attention on normalized `[T, C]`; return the input of the output projection."""
-        norms = self.spec.norms
+        norms, delta, gates = self.spec.norms, self._deltas[layer.number], None
+        if delta is not None:
+            both = [self._project(hidden, it, layer, n, adapters) for it, n in delta.matrices]
+            return delta.attend(self._kernels, *both, kv_pool, rows)
+        pages = layer.pages.of(kv_pool)
         cos_sin = self._rotary.by_rope.get(layer.rope)
         latent = self._latents[layer.number]
         if latent is not None:
@@ -269,8 +274,10 @@ class CheckpointModel:
         assert layer.qkv is not None
         qkv = self._project(hidden, layer.qkv, layer, layer.qkv_name, adapters)
         if layer.pages.keys_as_values:
-            own = layer.attention
-            qkv = torch.cat((qkv, qkv[:, own.num_heads * own.head_dim :]), dim=1)
+            width = layer.attention.num_heads * layer.attention.head_dim
+            qkv = torch.cat((qkv, qkv[:, width:]), dim=1)
+        if width := self._gate_widths[layer.number]:
+            gates, qkv = qkv[:, :width], qkv[:, width:]
         if layer.head_norms:
             self._norm_heads(layer, qkv)
         queries = self._kernels.rope_and_write(
@@ -287,7 +294,8 @@ class CheckpointModel:
         )
         if layer.temperature is not None:
             queries = warmed(queries, positions, layer.temperature)
-        return self._kernels.attention(queries, pages, rows, layer.attention, layer.sinks)
+        mixed = self._kernels.attention(queries, pages, rows, layer.attention, layer.sinks)
+        return mixed if gates is None else self._kernels.gated(mixed, gates)
 
     def _norm_heads(self, layer: LayerTensors, qkv: Tensor) -> None:
         norms = self.spec.norms

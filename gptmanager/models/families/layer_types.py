@@ -7,7 +7,8 @@ from typing import Literal
 from gptmanager.models.fields import Fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-Concerned = Literal["none", "all", "some", "chunks"] | int
+LINEAR = "linear_attention"
+Concerned = Literal["none", "all", "some", "chunks", "linear"] | int
 
 
 def read_windows(
@@ -20,6 +21,8 @@ def read_windows(
     """
     if concerned == "chunks":
         return _in_chunks(fields, num_layers, max_seq_len)
+    if concerned == "linear":
+        return (None,) * num_layers, _linear_types(fields, num_layers)
     if isinstance(concerned, int):
         return _by_type(fields, concerned, num_layers, max_seq_len)
     window = None
@@ -111,6 +114,17 @@ def is_rotated(fields: Fields, layer: int) -> bool:
     if not is_list or not all(type(it) is int and it in (0, 1) for it in given):
         raise fields.error("no_rope_layers", f"must be a list of {num_layers} zeros and ones")
     return bool(given[layer])
+
+
+def _linear_types(fields: Fields, num_layers: int) -> list[str]:
+    """Return the types of layers: the last of every `full_attention_interval` has attention."""
+    interval = fields.size("full_attention_interval")
+    if fields.get("layer_types") is None:
+        return [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    types = _checked(fields, num_layers, [FULL, LINEAR])
+    if FULL not in types:
+        raise fields.error("layer_types", f"must have a {FULL!r}")
+    return types
 
 
 def _is_full(layer: int, each: int) -> bool:

@@ -9,6 +9,7 @@ from itertools import product
 
 from gptmanager.memory.places import Place, Run
 from gptmanager.models.families.family import Family
+from gptmanager.models.families.linear_places import delta_place, delta_runs, gated_runs
 from gptmanager.models.families.names import Tensors
 from gptmanager.models.families.table import FAMILIES
 from gptmanager.models.parameters import Shape, parameter_shapes
@@ -65,10 +66,20 @@ def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
     parts = {part for ours, part in family.tensors.values() if ours == "qkv"}
     if parts & {"by_head", "by_group"}:
         return {"attn_qkv": _order(_fused_by_group(own, "by_head" in parts))}
-    rope = _pairs(spec)
+    rope, keys = _pairs(spec), own.own_kv_heads * own.head_dim
+    if own.delta is not None:
+        is_joined = ("delta_in", "by_key") in family.tensors.values()
+        runs = {
+            "attn_qkv": delta_runs(own.delta, True),
+            "linear_attn_ba": delta_runs(own.delta, False),
+        }
+        return {name: _order(it) for name, it in runs.items()} if is_joined else {}
+    if own.gated:
+        order, start = _order(gated_runs(own)), 2 * own.num_heads * own.head_dim
+        return {"attn_q": order, "attn_qkv": (*order, (start, start + 2 * keys, 1))}
     if rope is None or "q" not in parts:
         return {}
-    queries, keys = own.num_heads * own.head_dim, own.own_kv_heads * own.head_dim
+    queries = own.num_heads * own.head_dim
     orders = [
         _order(_head_runs(own, rope, 0, heads)) for heads in (own.num_heads, own.own_kv_heads)
     ]
@@ -123,12 +134,17 @@ def _in_layer(
     elif part in ("by_head", "by_group"):
         runs = _fused_by_group(layer.attention, part == "by_head")
         yield theirs, Place(parameter, runs=runs, transposed=transposed)
+    elif ours := delta_place(layer.attention, part, parameter):
+        yield theirs, ours
+    elif part == "gated_q":
+        yield theirs, Place(parameter, runs=gated_runs(layer.attention))
     elif part in ("q", "k", "v"):
         own = layer.attention
         heads, kv_heads = own.num_heads, own.own_kv_heads
         if part != "q" and (not kv_heads or part == "v" and own.keys_as_values):
             return
-        first = {"q": 0, "k": heads, "v": heads + kv_heads}[part]
+        heads_before = own.projected_heads - 2 * kv_heads if own.gated else heads
+        first = {"q": 0, "k": heads_before, "v": heads_before + kv_heads}[part]
         count = heads if part == "q" else kv_heads
         rope = _pairs(spec) if part in _ROTATED else None
         yield theirs, _heads(parameter, own, first, count, rope, transposed)
@@ -290,7 +306,7 @@ def _place_scales(spec: ModelSpec, family: Family) -> dict[str, Place]:
     attention = modules[0].rpartition(".")[0]
     places = {}
     for index, layer in enumerate(spec.layers):
-        if layer.attention.kv_layer is not None:
+        if not layer.attention.has_pages:
             continue
         heads = layer.attention.num_kv_heads
         names = {

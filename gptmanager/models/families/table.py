@@ -8,7 +8,15 @@ from gptmanager.models.families.family import Family
 from gptmanager.models.families.gemmas import GEMMAS
 from gptmanager.models.families.latents import LATENTS
 from gptmanager.models.families.layer_norms import LAYER_NORMS
+from gptmanager.models.families.linears import LINEARS
 from gptmanager.models.families.llamas import LLAMAS
 from gptmanager.models.families.mixtures import MIXTURES
 
-FAMILIES: Mapping[str, Family] = {**LLAMAS, **GEMMAS, **LAYER_NORMS, **MIXTURES, **LATENTS}
+FAMILIES: Mapping[str, Family] = {
+    **LLAMAS,
+    **GEMMAS,
+    **LAYER_NORMS,
+    **MIXTURES,
+    **LATENTS,
+    **LINEARS,
+}

@@ -28,6 +28,8 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "voxtral": "llama",
 }
 # Prefix of a text model's tensors in a wrapper -> their prefix without the wrapper.

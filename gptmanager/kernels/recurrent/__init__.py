@@ -1,0 +1,1 @@
+"""Linear attention with a state: the gated delta rule."""

@@ -1,0 +1,138 @@
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) in torch, token by token or in chunks.
+
+Letters: R sequences with n tokens each, H value heads, K and V dimensions of a key and a value. The
+memory of a head is a matrix `S [K, V]`. A token with key k, value v, decay g <= 0 and rate b
+changes it to `exp(g) * S + k * d`, where `d = b * (v - exp(g) * k @ S)`, and reads `q @ S`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+L2_EPS = 1e-6
+
+
+class DeltaShape(NamedTuple):
+    """The sizes of a layer. Each key head serves `value_heads / key_heads` value heads.
+
+    `width`: the number of tokens that the convolution of a channel reads.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def keys(self) -> int:
+        """The number of elements of all keys of a token."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """The number of elements of all values of a token."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The number of elements that are convolved: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+class DeltaTensors(NamedTuple):
+    """The parameters of a layer apart from its projections.
+
+    `conv` `[width, channels]`; `decay` `[H]`: the logarithm of the decay's factor; `step` `[H]`: is
+    added to the decay's argument; `norm` `[V]`: of the output.
+    """
+
+    conv: Tensor
+    decay: Tensor
+    step: Tensor
+    norm: Tensor
+
+
+class DeltaState(NamedTuple):
+    """The state of a layer, by slot: the last inputs of the convolution, and the memories.
+
+    `inputs` `[slots, width - 1, channels]`, `memory` `[slots, H, K, V]`.
+    """
+
+    inputs: Tensor
+    memory: Tensor
+
+
+def convolved(x: Tensor, past: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return SiLU of the causal convolution of `x [R, n, C]`, and the inputs for the next tokens.
+
+    `past` `[R, width - 1, C]` are the inputs before x.
+    """
+    num_tokens, width = x.shape[1], len(weight)
+    both = torch.cat((past, x), dim=1)
+    total = both[:, :num_tokens] * weight[0]
+    for number in range(1, width):
+        total = total + both[:, number : number + num_tokens] * weight[number]
+    return torch.nn.functional.silu(total), both[:, num_tokens:]
+
+
+def heads_of(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values `[R, n, H, K or V]` of convolved channels."""
+    queries, keys, values = x.split((shape.keys, shape.keys, shape.values), dim=-1)
+    group = shape.value_heads // shape.key_heads
+
+    def normed(own: Tensor) -> Tensor:
+        own = own.unflatten(-1, (shape.key_heads, shape.key_dim))
+        own = own * torch.rsqrt(own.square().sum(-1, keepdim=True) + L2_EPS)
+        return own.repeat_interleave(group, dim=2)
+
+    values = values.unflatten(-1, (shape.value_heads, shape.value_dim))
+    return normed(queries) * shape.key_dim**-0.5, normed(keys), values
+
+
+def step_by_step(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what the tokens read `[R, n, H, V]` and the last memory `[R, H, K, V]`.
+
+    `decay` and `rate` `[R, n, H]`.
+    """
+    found = torch.empty_like(v)
+    for token in range(q.shape[1]):
+        memory = memory * decay[:, token, :, None, None].exp()
+        key = k[:, token, :, :, None]
+        change = (v[:, token] - (key * memory).sum(-2)) * rate[:, token, :, None]
+        memory = memory + key * change.unsqueeze(-2)
+        found[:, token] = (q[:, token, :, :, None] * memory).sum(-2)
+    return found, memory
+
+
+def in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the same as `step_by_step`, by matmuls over the tokens of a chunk.
+
+    The changes d of a chunk solve a triangular system: each subtracts what the earlier ones have
+    added along its key.
+    """
+    q, k, v, decay, rate = (it.transpose(1, 2) for it in (q, k, v, decay, rate))
+    pieces = []
+    for start in range(0, q.shape[2], CHUNK):
+        own = slice(start, start + CHUNK)
+        queries, keys, sums = q[:, :, own], k[:, :, own], decay[:, :, own].cumsum(-1)
+        between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril().exp().tril()
+        rated = keys * rate[:, :, own, None]
+        system = (rated @ keys.mT) * between
+        seen = (rated * sums.exp().unsqueeze(-1)) @ memory
+        right = v[:, :, own] * rate[:, :, own, None] - seen
+        changes = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        read = (queries * sums.exp().unsqueeze(-1)) @ memory
+        pieces.append(read + ((queries @ keys.mT) * between) @ changes)
+        last = sums[:, :, -1:]
+        memory = memory * last.exp().unsqueeze(-1)
+        memory = memory + (keys * (last - sums).exp().unsqueeze(-1)).mT @ changes
+    return torch.cat(pieces, dim=2).transpose(1, 2), memory

@@ -1,0 +1,89 @@
+"""`DeltaOps`: the ops of layers with a gated delta rule in torch, which all kernels inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptmanager.kernels.attention.attention_arguments import RowSpans
+from gptmanager.kernels.attention.paged_formulas import widened
+from gptmanager.kernels.recurrent.delta_formulas import (
+    DeltaShape,
+    DeltaState,
+    DeltaTensors,
+    convolved,
+    heads_of,
+    in_chunks,
+    step_by_step,
+)
+
+
+class DeltaOps:
+    """The ops. `deterministic`: see `Kernels`."""
+
+    deterministic: bool
+
+    def gated(self, x: Tensor, gates: Tensor) -> Tensor:
+        """`x * sigmoid(gates)`, both `[T, N]`, in x's dtype."""
+        return (widened(x) * widened(gates).sigmoid()).to(x.dtype)
+
+    def gated_delta(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        shape: DeltaShape,
+        tensors: DeltaTensors,
+        eps: float,
+        state: DeltaState,
+        rows: RowSpans,
+    ) -> Tensor:
+        """Run the rows' tokens through a layer, and move its state on -> `[T, H * V]`.
+
+        `projected` `[T, channels + H * V]`: queries, keys and values before the convolution, then
+        the gate of the output. `gates` `[T, 2 * H]`: rates, then arguments of the decay, before
+        their activations. The output has an RMS norm for each head, which SiLU of the gate
+        multiplies. The state is read and written at the rows' slots.
+        """
+        result = projected.new_empty(len(projected), shape.values)
+        wide, weight = widened(projected), widened(tensors.conv)
+        rates, steps = widened(gates).to(wide).chunk(2, dim=-1)
+        decays = -widened(tensors.decay).exp() * F.softplus(steps + widened(tensors.step))
+        for tokens, slots in self._spans(rows):
+            count = (len(slots), -1)
+            channels, own_gates = wide[tokens].split((shape.channels, shape.values), dim=-1)
+            past, memory = widened(state.inputs[slots]), state.memory[slots].to(wide)
+            x, past = convolved(channels.unflatten(0, count), past, weight)
+            q, k, v = heads_of(x, shape)
+            advance = step_by_step if self.deterministic or x.shape[1] == 1 else in_chunks
+            decay, rate = decays[tokens], rates[tokens].sigmoid()
+            read, memory = advance(
+                q, k, v, decay.unflatten(0, count), rate.unflatten(0, count), memory
+            )
+            state.inputs[slots], state.memory[slots] = (
+                past.to(state.inputs),
+                memory.to(state.memory),
+            )
+            mean = read.square().mean(-1, keepdim=True)
+            normed = read * torch.rsqrt(mean + eps) * widened(tensors.norm)
+            gated = normed.flatten(0, 1).flatten(1) * F.silu(own_gates)
+            result[tokens] = gated.to(result.dtype)
+        return result
+
+    def _spans(self, rows: RowSpans) -> Iterator[tuple[slice | Tensor, Tensor]]:
+        """Yield the tokens and the slots of rows that run together: they have the same length.
+
+        Rows of one token run together. If deterministic, each token runs alone.
+        """
+        starts, slots = rows.row_starts.tolist(), rows.slots.long()
+        lengths = rows.row_starts.diff()
+        single = (lengths == 1).nonzero().squeeze(1)
+        if len(single) and not self.deterministic:
+            yield rows.row_starts.long()[single], slots[single]
+        for row, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+            if self.deterministic:
+                yield from ((slice(it, it + 1), slots[row : row + 1]) for it in range(start, stop))
+            elif stop - start > 1:
+                yield slice(start, stop), slots[row : row + 1]

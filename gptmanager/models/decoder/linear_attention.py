@@ -1,0 +1,58 @@
+"""Linear attention with a state: the tensors of a layer with a gated delta rule."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gptmanager.kernels.attention.attention_arguments import RowSpans
+from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
+from gptmanager.kernels.reference import Kernels
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.weights import Weights
+from gptmanager.models.decoder.layer_tensors import Affine, affine
+from gptmanager.models.parameters import matrix_names
+from gptmanager.models.spec import ModelSpec
+
+
+class DeltaLayer(NamedTuple):
+    """The parameters of a layer. `state`: the number of its first state in the pool.
+
+    `matrices`: the projections to `projected` and to `gates`, with their names in `matrix_names`.
+    """
+
+    shape: DeltaShape
+    matrices: tuple[tuple[Affine, str], ...]
+    tensors: DeltaTensors
+    eps: float
+    state: int
+
+    def attend(
+        self, kernels: Kernels, projected: Tensor, gates: Tensor, kv_pool: KvPool, rows: RowSpans
+    ) -> Tensor:
+        """Return the input of the output projection, `[T, H * V]`; move the states of rows on."""
+        inputs, memory = kv_pool.states.tensors[self.state : self.state + 2]
+        own = self.shape, self.tensors, self.eps, DeltaState(inputs, memory)
+        return kernels.gated_delta(projected, gates, *own, rows)
+
+
+def delta_layer(spec: ModelSpec, weights: Weights, index: int) -> DeltaLayer | None:
+    """Return the parameters of layer `index`; None if it has no delta rule."""
+    shape, prefix = spec.layers[index].attention.delta, f"layers.{index}"
+    if shape is None:
+        return None
+    names = matrix_names(spec, index)
+    before = spec.layers[:index]
+    return DeltaLayer(
+        shape,
+        tuple((affine(weights, f"{prefix}.{it}"), names[it]) for it in ("delta_in", "delta_gates")),
+        DeltaTensors(
+            weights.tensor(f"{prefix}.delta_conv.weight"),
+            weights.tensor(f"{prefix}.delta_decay"),
+            weights.tensor(f"{prefix}.delta_step"),
+            weights.tensor(f"{prefix}.delta_norm.weight"),
+        ),
+        spec.norms.eps,
+        2 * sum(layer.attention.delta is not None for layer in before),
+    )
