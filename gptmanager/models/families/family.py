@@ -36,8 +36,8 @@ class Family:
     or those that `layer_types` names. With a number n, if that field is absent, the last of every n
     layers has no window; with -n the first; with 0 every layer has one. With "chunks" windows begin
     at multiples of their size. With "linear" no layer has one, and some have linear attention.
-    `one_norm`: attention and MLP read the output of the same norm. `neutral`: fields that must have a certain value. `transposed`: layers store their matrices as
-    [in, out].
+    `one_norm`: attention and MLP read the output of the same norm. `neutral`: fields that must have
+    a certain value. `transposed`: layers store their matrices as [in, out].
 
     `network` returns further fields of the `ModelSpec`, `attention` further fields of a layer's
     `Attention` (and `rope_dim`, if less than a head rotates), `mlp` of its `Mlp`, and `experts` a
