@@ -250,7 +250,6 @@ models/                       decoder networks, and the table of families
         readers               readers of config fields that several families share
         base                  norms, spellings and families that others begin with
         llamas                families close to Llama
-        gemma4                the family of Gemma 4
         gemmas                families of Gemma
         layer_norms           families with LayerNorms
         llama4                the family of Llama 4
@@ -258,7 +257,6 @@ models/                       decoder networks, and the table of families
         linears               families with linear attention: Qwen3-Next, Qwen3.5
         latents               families with latents: DeepSeek V2, V3
         table                 FAMILIES: all of them, by model_type
-        linear_places         the places of tensors of linear attention
         wrappers              text models inside of multimodal checkpoints
         config_fields         fields of a config that do not matter, or that are refused
         places                the place of each checkpoint tensor in our parameters

@@ -1,9 +1,15 @@
-"""The families of Gemma: norms that store weights minus 1, and scaled embeddings."""
+"""The families of Gemma: norms that store weights minus 1, and scaled embeddings.
+
+In Gemma 4 heads differ by layer, values may be keys, layers share keys, and experts run in parallel
+with an MLP.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from gptmanager.models.families import readers
 from gptmanager.models.families.base import (
@@ -13,10 +19,171 @@ from gptmanager.models.families.base import (
     llama_fields,
 )
 from gptmanager.models.families.family import Family
-from gptmanager.models.families.gemma4 import GEMMA4
+from gptmanager.models.families.layer_types import FULL
 from gptmanager.models.families.names import SANDWICH, llama_names
-from gptmanager.models.spec import Norms
+from gptmanager.models.families.readers import experts_of
+from gptmanager.models.fields import Fields
+from gptmanager.models.spec import Experts, Norms, TokenInputs
 
+_HEAD_FIELDS = {"head_dim", "num_key_value_heads"}
+
+
+def _network(fields: Fields) -> Mapping[str, Any]:
+    if fields.get("use_bidirectional_attention") not in (None, "vision"):
+        raise fields.error("use_bidirectional_attention", "must be null or 'vision'")
+    found: dict[str, Any] = {
+        "embedding_scale": fields.size("hidden_size") ** 0.5,
+        "logit_softcap": fields.optional_number("final_logit_softcapping"),
+    }
+    width = fields.get("hidden_size_per_layer_input") and fields.size("hidden_size_per_layer_input")
+    fields.note_read("vocab_size_per_layer_input", "pad_token_id")
+    if not width:
+        return found
+    known = fields.size("vocab_size_per_layer_input")
+    if known < fields.size("vocab_size"):
+        raise fields.error("vocab_size_per_layer_input", "must be at least vocab_size")
+    padding = 0 if fields.get("pad_token_id") is None else fields.count("pad_token_id")
+    if padding >= known:
+        raise fields.error("pad_token_id", f"must be less than the {known} tokens")
+    return {**found, "token_inputs": TokenInputs(width, known, "gelu_tanh", padding)}
+
+
+def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+    found = {"scale": 1.0, **_heads(fields, layer)}
+    first = _first_shared(fields)
+    if layer >= first:
+        kind = fields.layer_type(layer)
+        same = [it for it in range(first) if fields.layer_type(it) == kind]
+        if not same or _heads(fields, same[-1]) != _heads(fields, layer):
+            need = f"no earlier layer has the {kind} of layer {layer}, with the same heads"
+            raise fields.error("num_kv_shared_layers", need)
+        return {**found, "kv_layer": same[-1]}
+    is_full = fields.layer_type(layer) == FULL
+    return {**found, "keys_as_values": is_full and fields.flag("attention_k_eq_v")}
+
+
+def _heads(fields: Fields, layer: int) -> Mapping[str, int]:
+    """Return the KV heads of a layer and their size, where they differ from other layers."""
+    given, is_full = fields.get("per_layer_config"), fields.layer_type(layer) == FULL
+    fields.note_read("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
+    if given is None and not is_full:
+        return {}
+    if given is None:
+        has_own = fields.flag("attention_k_eq_v") and fields.get("num_global_key_value_heads")
+        source = fields
+        names = {"head_dim": "global_head_dim"}
+        names |= {"num_kv_heads": "num_global_key_value_heads"} if has_own else {}
+    else:
+        if not isinstance(given, Mapping) or not all(str(it).isdecimal() for it in given):
+            raise fields.error("per_layer_config", "must be an object of objects by layer")
+        own = {int(it): given[it] for it in given}.get(layer, {})  # "05" is layer 5
+        if not isinstance(own, Mapping):
+            raise fields.error("per_layer_config", "must be an object of objects by layer")
+        if own.keys() - _HEAD_FIELDS:
+            raise fields.error("per_layer_config", f"may only have {sorted(_HEAD_FIELDS)}")
+        source = Fields(own, {}, {}, f"config.json: per_layer_config.{layer}.")
+        known = {"head_dim": "head_dim", "num_kv_heads": "num_key_value_heads"}
+        names = {ours: theirs for ours, theirs in known.items() if theirs in own}
+    found = {ours: source.size(theirs) for ours, theirs in names.items()}
+    if found.get("head_dim", 2) % 2:
+        raise source.error(names["head_dim"], "must be even, because rotation needs pairs")
+    heads = fields.size("num_attention_heads")
+    if heads % found.get("num_kv_heads", 1):
+        raise source.error(names["num_kv_heads"], f"must divide the {heads} query heads")
+    return found
+
+
+def _mlp(fields: Fields, layer: int) -> Mapping[str, Any]:
+    """Return the doubled MLP width of layers that share keys, if the config sets it."""
+    is_wide = fields.flag("use_double_wide_mlp") and layer >= _first_shared(fields)
+    return {"width": 2 * fields.size("intermediate_size")} if is_wide else {}
+
+
+def _experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
+    """Return the experts in parallel with the MLP of a layer, if the config has experts."""
+    fields.note_read("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not fields.flag("enable_moe_block"):
+        return None
+    for field in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        fields.size(field)
+    found = _ROUTED(fields, layer)
+    assert found is not None
+    shared = _mlp(fields, layer).get("width", fields.size("intermediate_size"))
+    return replace(found[0], shared_width=shared, apart=True), found[1]
+
+
+_ROUTED = experts_of("num_experts", per_token="top_k_experts", renormalize=True)
+
+
+def _first_shared(fields: Fields) -> int:
+    """Return the first layer that reads the keys and values of another one."""
+    num_layers = fields.size("num_hidden_layers")
+    shared = fields.count("num_kv_shared_layers")
+    if shared >= num_layers:
+        raise fields.error("num_kv_shared_layers", f"must be less than the {num_layers} layers")
+    return num_layers - shared
+
+
+_GEMMA4 = replace(
+    BIASED_ATTENTION,
+    title="Gemma 4",
+    tensors={
+        **llama_names(
+            **SANDWICH,
+            scale="layer_scalar",
+            token_gate="per_layer_input_gate",
+            token_out="per_layer_projection",
+            token_out_norm="post_per_layer_input_norm",
+            gate=None,
+            up=None,
+            down=None,
+            dense_gate="mlp.gate_proj",
+            dense_up="mlp.up_proj",
+            dense_down="mlp.down_proj",
+            router="router.proj",
+            router_norm="router.scale",
+            expert_factors="router.per_expert_scale",
+            stacked_up="experts.gate_up_proj",
+            stacked_down="experts.down_proj",
+            experts_norm="pre_feedforward_layernorm_2",
+            experts_out_norm="post_feedforward_layernorm_2",
+            shared_out_norm="post_feedforward_layernorm_1",
+        ),
+        "model.embed_tokens_per_layer": ("token_embedding", None),
+        "model.per_layer_model_projection": ("token_projection", None),
+        "model.per_layer_projection_norm": ("token_norm", None),
+    },
+    # layers that share keys have unused projections in some checkpoints
+    ignored=re.compile(r"rotary_emb|\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."),
+    spellings={**RMS_EPS, "hidden_act": "hidden_activation"},
+    defaults=llama_fields(
+        hidden_act="gelu_pytorch_tanh",
+        max_position_embeddings=131072,
+        head_dim=256,
+        global_head_dim=512,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        sliding_window=512,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=256,
+        vocab_size_per_layer_input=262144,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
+        },
+    ),
+    norms=replace(FOUR_NORMS, query_key="head", value=True),
+    windows=6,
+    scaled=True,
+    network=_network,
+    attention=_attention,
+    mlp=_mlp,
+    experts=_experts,
+)
 _GEMMA_NORMS = replace(FOUR_NORMS, plus_one=True)
 _GEMMA = replace(
     BIASED_ATTENTION,
@@ -66,5 +233,5 @@ GEMMAS: Mapping[str, Family] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
-    "gemma4_text": GEMMA4,
+    "gemma4_text": _GEMMA4,
 }

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 from gptmanager.memory.places import Place, Run
 from gptmanager.models.families.family import Family
-from gptmanager.models.families.linear_places import delta_place, delta_runs, gated_runs
 from gptmanager.models.families.names import Tensors
 from gptmanager.models.families.table import FAMILIES
 from gptmanager.models.parameters import Shape, parameter_shapes
@@ -70,12 +70,12 @@ def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
     if own.delta is not None:
         is_joined = ("delta_in", "by_key") in family.tensors.values()
         runs = {
-            "attn_qkv": delta_runs(own.delta, True),
-            "linear_attn_ba": delta_runs(own.delta, False),
+            "attn_qkv": _delta_runs(own.delta, True),
+            "linear_attn_ba": _delta_runs(own.delta, False),
         }
         return {name: _order(it) for name, it in runs.items()} if is_joined else {}
     if own.gated:
-        order, start = _order(gated_runs(own)), 2 * own.num_heads * own.head_dim
+        order, start = _order(_gated_runs(own)), 2 * own.num_heads * own.head_dim
         return {"attn_q": order, "attn_qkv": (*order, (start, start + 2 * keys, 1))}
     if rope is None or "q" not in parts:
         return {}
@@ -134,10 +134,10 @@ def _in_layer(
     elif part in ("by_head", "by_group"):
         runs = _fused_by_group(layer.attention, part == "by_head")
         yield theirs, Place(parameter, runs=runs, transposed=transposed)
-    elif ours := delta_place(layer.attention, part, parameter):
+    elif ours := _delta_place(layer.attention, part, parameter):
         yield theirs, ours
     elif part == "gated_q":
-        yield theirs, Place(parameter, runs=gated_runs(layer.attention))
+        yield theirs, Place(parameter, runs=_gated_runs(layer.attention))
     elif part in ("q", "k", "v"):
         own = layer.attention
         heads, kv_heads = own.num_heads, own.own_kv_heads
@@ -245,6 +245,54 @@ def _latent_heads(
         if not of_keys:
             place = Place(parameter, first + rows, after)
         yield _numbered(theirs, head), place
+
+
+def _gated_runs(own: Attention) -> tuple[Run, ...]:
+    """Return the rows of queries that are each followed by the gates of their head.
+
+    Gates come first in the parameter, then the queries.
+    """
+    dim, heads = own.head_dim, own.num_heads
+    runs = []
+    for head in range(heads):
+        start = 2 * head * dim
+        runs += [Run(range(start, start + dim), (heads + head) * dim)]
+        runs += [Run(range(start + dim, start + 2 * dim), head * dim)]
+    return tuple(runs)
+
+
+def _delta_place(own: Attention, part: str | None, parameter: str) -> Place | None:
+    """Return the place of a tensor of linear attention; None for other tensors."""
+    delta = own.delta
+    if delta is None or ".delta_" not in parameter or part is None:
+        return None
+    if part == "channels":  # [channel, 1, token], and one row for each token here
+        return Place(parameter, transposed=True, squeezed=True)
+    if part == "by_key":
+        return Place(parameter, runs=_delta_runs(delta, "delta_in" in parameter))
+    first = {"gate": delta.channels, "steps": delta.value_heads}.get(part, 0)
+    size = {"inputs": delta.channels, "gate": delta.values}.get(part, delta.value_heads)
+    return Place(parameter, first, size)
+
+
+def _delta_runs(own: DeltaShape, with_heads: bool) -> tuple[Run, ...]:
+    """Return the rows of projections that are interleaved by key head (Qwen3-Next).
+
+    A key head has its query, its key, its values and their gates; or, without `with_heads`, the
+    rates of its value heads and the arguments of their decays.
+    """
+    group = own.value_heads // own.key_heads
+    values, heads = group * own.value_dim, own.key_heads
+    parts = [(group, 0), (group, own.value_heads)]  # (rows of a key head, first row of all)
+    if with_heads:
+        parts = [(own.key_dim, 0), (own.key_dim, own.keys), (values, 2 * own.keys)]
+        parts += [(values, own.channels)]
+    runs, source = [], 0
+    for head in range(heads):
+        for size, first in parts:
+            runs.append(Run(range(source, source + size), first + head * size))
+            source += size
+    return tuple(runs)
 
 
 def _fused_by_group(own: Attention, by_head: bool) -> tuple[Run, ...]:
