@@ -64,7 +64,7 @@ class _Name:
         return found
 
 
-# from the places reached before the step to those reached after it
+# matches one part of a pattern: (name, set of places before the part) -> set of places after it
 _Step = Callable[[_Name, int], int]
 
 
@@ -199,7 +199,7 @@ def _repeated(inner: _Step, low: int, high: int) -> _Step:
         for _ in range(low):
             before, places = places, inner(name, places)
             name.steps.take()
-            if places == before:  # further repetitions do not change it
+            if places == before:  # further repetitions would not change the places
                 break
         found = new = places
         for _ in range(high - low):

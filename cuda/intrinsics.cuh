@@ -223,7 +223,8 @@ __device__ inline void warpgroup_commit() PTX(
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 )
 
-// Waits until all groups of matmuls have finished, except the latest PENDING; `d` belongs to a finished one.
+// Waits until all groups of matmuls have finished, except the latest PENDING ones. `d` must be the result of
+// a group that has finished.
 template <int PENDING, int N> __device__ inline void warpgroup_wait(float (&d)[N][4]) PTX(
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
     settle(d);

@@ -1,8 +1,9 @@
-// A mixture of experts. Tokens choose experts; their choices, the slots `token * per_token + i`, are sorted
-// by expert and cut into tiles; the matmuls of a tile read the matrices of its expert; and each token adds
-// the outputs of its slots. The launches depend on the number of tokens only, so they can be captured.
+// A mixture of experts. Each token chooses `per_token` experts. Slot `token * per_token + i` is choice i of a
+// token. The slots are sorted by expert and cut into tiles; the matmuls of a tile read the matrices of its
+// expert; and each token adds the outputs of its slots. The launches depend on the number of tokens only, so
+// they can be captured in a CUDA graph.
 //
-// A row of a result has the same bits whatever the other rows, and the size of tiles, are.
+// The bits of a row of a result depend neither on other rows nor on the size of tiles.
 #include "gemm/gemm_tiles.cuh"
 
 constexpr int MAX_EXPERTS = 1024;  // as in the .py file
@@ -34,12 +35,14 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-__device__ inline float taken() { return __int_as_float(0x7FC00000); }  // NaN
+// Returns the mark of a value that has been chosen: NaN, which `best_of` leaves out.
+__device__ inline float taken() { return __int_as_float(0x7FC00000); }
 
 // Returns x, or -inf for NaN, which `best_of` would leave out.
 __device__ inline float ranking(float x) { return x == x ? x : -INFINITY; }
 
-// Sets the rank of the experts to -inf in all groups except the best.
+// Sets the ranks of experts to -inf in all groups except the `top_groups` best. The quality of a group is its
+// best rank, or with `two_best` the sum of its two best ranks.
 __device__ inline void keep_best_groups(float* ranks, float* quality, int num_experts, int groups,
                                         int top_groups, bool two_best) {
     int size = num_experts / groups;
@@ -137,7 +140,7 @@ __device__ inline int sum_before(int x, int (&sums)[33], int& total) {
 }
 
 // One block of MAX_EXPERTS threads. Slots of experts that are not among the `num_experts` from
-// `first_expert` on have no tile. Their order within an expert is free: it changes no bits of a row.
+// `first_expert` on have no tile. The order of the slots of an expert varies, but changes no bits of a row.
 __global__ void __launch_bounds__(MAX_EXPERTS, 1) sort_slots(
     int* sorted,        // [slots]
     ExpertTile* tiles,  // [max_tiles]
@@ -258,8 +261,9 @@ __global__ void __launch_bounds__(128) expert_columns(
     }
 }
 
-// out[token] = sum of weight * output over the token's slots, in their order. Outputs of experts that are
-// not here are not read. Grid: (tokens, parts of the width). A thread computes WIDTH elements.
+// out[token] = sum of weight * output over the token's slots, in their order. Slots of experts that are not
+// among the `num_experts` from `first_expert` on are left out. Grid: (tokens, parts of the width). A thread
+// computes WIDTH elements.
 template <class T, int WIDTH>
 __global__ void mix_outputs(
     T* out,                // [tokens, width]

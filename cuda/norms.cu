@@ -1,11 +1,11 @@
 // With ADD: residual += x, out = normalize(residual) * weight (+ bias).
 // Without: out = normalize(x) * weight (+ bias).
 // RMSNorm: x / sqrt(mean(x^2) + eps). LayerNorm (CENTERED): (x - mean) / sqrt(variance + eps).
-// With PLUS_ONE weights are stored less 1; their sums are not rounded.
+// With PLUS_ONE the factor is weight + 1, which is not rounded to T.
 #include "numerics.cuh"
 
 // Subtracts the mean of a row from its `values` if CENTERED, and returns the factor that makes the mean of
-// their squares 1. `sum`: of the thread's values, if CENTERED.
+// the squares of `values` 1, apart from `eps`. `sum`: the sum of the thread's values; unused if not CENTERED.
 template <bool CENTERED, int WIDTH, int COUNT>
 __device__ inline float standardize(float (&values)[COUNT][WIDTH], float sum, int width, float eps) {
     __shared__ float sums[32], squares[32];

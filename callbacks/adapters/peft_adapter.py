@@ -1,4 +1,4 @@
-"""`load_peft_adapter`: reads an adapter that PEFT saved in a folder, as tensors of a request."""
+"""`load_peft_adapter`: reads a LoRA adapter that PEFT saved, as two arrays for a request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from gptmanager.request.adapter import LORA_MODULE_IDS
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PIECE_BYTES = 64 << 20
 _PREFIX = "base_model.model."  # which PEFT adds to the names of modules
-# (a parameter, the part of it that a module has) -> module ids; each of two has half of the rows
+# (the library's name of a parameter, the part of the parameter that a checkpoint's module holds) ->
+# module ids of `lora_config`; with two ids, each has half of the rows of B
 _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
     ours: tuple(LORA_MODULE_IDS[name] for name in names.split())
     for ours, names in {
@@ -63,12 +64,12 @@ _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
 
 
 def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
-    """Return the ids of modules, by the names of modules in the family `name`, or in all families.
+    """Return name of a module -> module ids, for the family `name`; None means all families.
 
     The names have {} in place of the layer, and are listed with and without the family's prefix.
     """
     found = {}
-    # a name with several meanings has the one in Llama, which is first in the table
+    # Llama is first in FAMILIES and last here: its meaning of a name replaces those of others
     families = [*FAMILIES.values()][::-1] if name is None else [FAMILIES[name]]
     for family in families:
         for theirs, ours in family.tensors.items():
@@ -80,7 +81,8 @@ def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
 class _Pair(NamedTuple):
     """The tensors A and B of a module: their names in the file, and their shapes.
 
-    Of B, `num_columns` rows are used, from row `first_column` on.
+    `num_columns` is the number of the module's outputs. B has a row for each output; the module
+    uses the rows of B from `first_column` on.
     """
 
     module: str
@@ -104,15 +106,16 @@ def load_peft_adapter(
 
     The folder has `adapter_config.json` and `adapter_model.safetensors`. A row is A `[D, Hi]` and
     then B `[Ho, D]` times lora_alpha / D (rsLoRA: / sqrt(D)), with the rank D of its module,
-    padded with zeros. Rows are sorted by layer and module id. All modules of the library's model
-    families are supported, by their names in transformers. `model` is optional: the manager refuses
-    a request with rows that are too short for its model. But a row of a wider model looks like a
-    row with padding, so pass the checkpoint's folder as `model` to have all widths compared. For
-    families without gates (Nemotron, Arcee, Jais 2), `mlp.up_proj` is only supported with `model`.
+    padded with zeros. Rows are sorted by layer and module id. The modules of attention, dense MLPs
+    and shared experts of the library's model families are supported, by their names in
+    transformers. Pass the checkpoint's folder as `model` to have all widths compared: the manager
+    refuses a request with rows that are too short for its model, but it cannot tell a row for a
+    wider model from a row with padding. For families without gates (Nemotron, Arcee, Jais 2),
+    `mlp.up_proj` is only supported with `model`.
 
     Raise ConfigError, which quotes the entry, for everything except plain LoRA (DoRA, biases,
     embeddings, saved modules, other methods), for other modules, and for files that are broken or
-    contradict each other. Patterns of the config are regular expressions, which are matched in a
+    contradict each other. Patterns in the config are regular expressions, which are matched in a
     bounded number of steps.
     """
     path = Path(folder)
@@ -186,7 +189,7 @@ def _check_widths(
     """Raise ConfigError if the widths of an adapter are not those of the model."""
     modules = lora_modules(spec)
     for (layer, module_id), pair in pairs.items():
-        known = modules.get(module_id)  # None: the manager refuses the request
+        known = modules.get(module_id)  # None if the model lacks it: the manager refuses this
         module = None if known is None else known.of(layer)
         own = pair.input_width, pair.num_columns
         if module is not None and own != (module.input_width, module.num_columns):

@@ -1,8 +1,8 @@
 """`PeftConfig`: reads the `adapter_config.json` of a plain LoRA adapter, as PEFT writes it.
 
-It checks that the adapter is plain LoRA, and finds the rank and the scale of a module by its name,
-as PEFT does. The file may contain regular expressions of an untrusted author, so they are matched
-in a bounded number of steps.
+It checks that the adapter is plain LoRA, and finds the rank and the scale of a module by the name
+of the module, as PEFT does. The file may contain regular expressions of an untrusted author, which
+are therefore matched in a bounded number of steps.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _READ = frozenset(
 )
 # These initializations do not change the base model; others subtract the first A and B from it.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
-_MAX_STEPS = 5_000_000  # for all matches of a file: at most a few seconds; 500 names take 250,000
-_FIRST_NUMBER = re.compile(r"[^.]*\.(?:[^.]*\.)+?(\d+)\.")  # after at least two parts of the name
+# limit for all matches of a file together: a few seconds; usually 500 names take 250,000 steps
+_MAX_STEPS = 5_000_000
+# the first number after at least two parts of the name
+_FIRST_NUMBER = re.compile(r"[^.]*\.(?:[^.]*\.)+?(\d+)\.")
 _Value = TypeVar("_Value")
 
 
@@ -51,8 +53,9 @@ class PeftConfig:
         self._refuse_others()
         self._rank = self._read_rank("r", self._fields.get("r", 8))
         self._alpha = self._read_alpha("lora_alpha", self._fields.get("lora_alpha", 8))
-        self._root = self._flag("use_rslora")
-        self._flag("fan_in_fan_out")  # only checked: the layout of the base matrix, not of A and B
+        self._is_rslora = self._flag("use_rslora")
+        # only checked: it describes the layout of the base matrix, not that of A and B
+        self._flag("fan_in_fan_out")
         ranks = self._object("rank_pattern")
         alphas = self._object("alpha_pattern")
         self._ranks = {p: self._read_rank("rank_pattern", rank) for p, rank in ranks.items()}
@@ -76,7 +79,7 @@ class PeftConfig:
         rank = self.rank(module)
         alpha = self._by_pattern("alpha_pattern", self._alphas, module)
         alpha = self._alpha if alpha is None else alpha
-        return alpha / (math.sqrt(rank) if self._root else rank)
+        return alpha / (math.sqrt(rank) if self._is_rslora else rank)
 
     def check_target(self, module: str) -> None:
         """Raise ConfigError for a module to which PEFT would not add an adapter."""
@@ -114,7 +117,7 @@ class PeftConfig:
 
     def _read_rank(self, field: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value < 2**31:
-            raise self.error(field, f"{quoted(value)} must be a positive integer")
+            raise self.error(field, f"{quoted(value)} must be an integer from 1 to {2**31 - 1}")
         return value
 
     def _read_alpha(self, field: str, value: Any) -> float:
@@ -182,7 +185,10 @@ class PeftConfig:
         return self._match(field, rf"(.*\.)?({pattern})$", module)
 
     def _is_named(self, field: str, names: str | frozenset[str], module: str) -> bool:
-        """Return whether `names`, a pattern for the whole name or several ends, has the module."""
+        """Return whether `names` selects a module.
+
+        A string is a pattern for the whole name of the module, a set has possible ends of it.
+        """
         if isinstance(names, str):
             return self._match(field, names, module)
         return any(end in names for end in _ends(module))
@@ -190,8 +196,8 @@ class PeftConfig:
     def _layer_of(self, module: str) -> int | None:
         """Return the layer of a module, or None.
 
-        It is the first number after a name of `layers_pattern`; without `layers_pattern`, the first
-        number that has at least two parts of the name before it.
+        The layer is the first number after a name of `layers_pattern`; without `layers_pattern`,
+        the first number after at least two parts of the module's name.
         """
         if self._layers_before is not None:
             found = self._layers_before.search(module)

@@ -1,7 +1,8 @@
 """`LiveFeed`: watches a manager while there are viewers, and makes server-sent events.
 
 Five times a second, a separate thread makes one small event for all viewers from the changes that
-the loop has reported. Without viewers it runs no thread, and the loop reports nothing.
+the loop has reported. Half a minute after the last viewer has left, the thread ends, and the loop
+reports nothing until the next viewer enters.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ TICK_S = 0.2
 GRACE_S = 30.0  # the loop is watched for this time after the last viewer has left
 _STATUS_S = 1.0
 _HANG_S = 1.0  # the page shows that the loop hangs if active requests get no step for this time
-_WHY_S = 2.0  # time between two questions to the manager why requests wait
-_ANSWER_S = 0.5  # the longest wait for its answer, which it gives at the end of an iteration
+_WHY_S = 2.0  # time between two calls of `explain_waiting`
+_ANSWER_S = 0.5  # timeout of `explain_waiting`, which the loop answers between two iterations
 _LATENCY_S = 60.0
 _MAX_LATENCIES = 1 << 13
 _MAX_WAITS, _MAX_TEXT = 256, 400
@@ -260,7 +261,8 @@ class _Picture:
     def take(self, rows: LiveRows, tap: LiveTap, now: float) -> dict[str, Any]:
         """Return the values that have changed, by name, with the current numbers as "p".
 
-        "p" is omitted if no iteration has ended and a beat is not due; "g" has rows' new tokens.
+        "p" is omitted if no iteration has ended since the last point, unless a point is due, one
+        each second. "g" has the numbers of tokens that rows have generated, also once a second.
         """
         if rows.outcomes:
             self.put("ended", dict(rows.outcomes))
@@ -290,9 +292,9 @@ class _Picture:
 
 
 def _reasons(manager: GptManager) -> list[_Reason] | None:
-    """Return the reason of each waiting request, or None if the manager does not answer in time.
+    """Return why requests wait, at most `_MAX_WAITS` of them; None without an answer in time.
 
-    The text does not contain the request, so several requests may have the same text.
+    The text does not name the request, so several requests may have the same text.
     """
     try:
         explanations = manager.explain_waiting(_MAX_WAITS, _ANSWER_S)

@@ -36,9 +36,10 @@ class LivePage:
             page.attach(manager)
             print(page.serve(port=8080))
 
-    Without viewers the loop does no work for the page. The page shows ids and numbers, and no text
-    of requests. `num_outside` returns how many requests wait in the application, which the manager
-    does not know; a thread of the page calls it. `max_viewers` limits the number of open pages.
+    From half a minute after the last viewer has left, the loop does no work for the page. The page
+    shows ids and numbers, and no text of requests. `num_outside` returns how many requests wait in
+    the application, which the manager does not know; a thread of the page calls it. `max_viewers`
+    limits the number of open pages.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class LivePage:
     def viewer(self) -> Viewer:
         """Return a viewer, for a web server that sends the events itself.
 
-        Call its `take()` every `TICK_S` seconds; the events begin with a snapshot. Raise
+        Call its `take()` five times a second; the events begin with a snapshot. Raise
         `queue.Full` beyond `max_viewers`, and on a closed page.
         """
         return self._feed.enter()
@@ -111,7 +112,10 @@ class LivePage:
 
 
 def page_headers(html: bytes) -> dict[str, str]:
-    """Return headers that allow the scripts and styles of the page, by digest, and its server."""
+    """Return HTTP headers with which a browser runs only the page's own scripts and styles.
+
+    The scripts and styles are allowed by their digests. They can connect only to the page's server.
+    """
     script, style = (
         " ".join(
             f"'sha256-{base64.b64encode(hashlib.sha256(body).digest()).decode()}'"
@@ -142,7 +146,10 @@ def is_loopback(authority: str) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
-    """A server with a thread for each connection, at most `max_connections`; closes all others."""
+    """A server with a thread for each connection.
+
+    It closes a new connection at once while `max_connections` connections are open.
+    """
 
     daemon_threads = True
 

@@ -14,7 +14,8 @@ from typing import Any
 from gptmanager.callbacks.live_page.tap import Change, Step
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 
-# the kinds of spans: the state of a request from an iteration on
+# the kinds of spans: the state of a request from an iteration on; HELD: the request keeps its
+# memory, but does not run
 WAITING, CONTEXT, GENERATION, PAUSED, HELD = "w", "c", "g", "p", "h"
 
 _NO_IDS: frozenset[int] = frozenset()
@@ -28,8 +29,8 @@ class LiveRow:
     """The row of one request.
 
     `number` identifies it in changes, because ids may be reused, and may be long. `spans` is a list
-    of [kind, first iteration, tokens]; each span lasts until the next begins. `reported` is how
-    many of the `generated` tokens pages know.
+    of [kind, first iteration, tokens]; each span lasts until the next begins. `generated` is the
+    number of generated tokens, and `reported` the last such number that was sent to pages.
     """
 
     __slots__ = ("arrival", "begin", "end", "generated", "kind", "number", "reported", "spans")
@@ -106,8 +107,8 @@ class LiveRows:
         """Return the changes since the last call.
 
         "n" has the new rows, "c" [row, kind, iteration, tokens] of older rows, and "e" [row, *end].
-        Empty lists are omitted. If many rows began and ended since the last call, only the newest
-        of them are included.
+        Empty lists are omitted. Of the rows that both began and ended since the last call, only the
+        newest 64 are included.
         """
         short_lived = [row.number for row in self._new if row.end is not None][:-_MAX_NEW]
         hidden, changes = frozenset(short_lived), dict[str, list[Any]]()

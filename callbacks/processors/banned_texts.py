@@ -1,9 +1,9 @@
 """`BannedTexts`: bans words from outputs, for any split of the text into tokens.
 
-A token is banned if it completes a word that begins in the token or in the text before it. These
-tokens depend only on the *state*: the longest suffix of the text that is a proper prefix of a word.
-(These are the states of Aho and Corasick, "Efficient string matching", 1975.) So the tokens of a
-state are looked up once and cached.
+A token is banned if it completes a word that begins in the token or in the text before it. Which
+tokens are banned depends only on the *state* of the text: its longest suffix that is a proper
+prefix of a word, as in Aho and Corasick, "Efficient string matching" (1975). So the banned tokens
+of a state are looked up once and cached.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ Ints = npt.NDArray[np.int64]
 _CPU = torch.device("cpu")
 _MAX_SIZE = 1 << 28  # bytes of all lists in use
 _MAX_CACHED = 1 << 23  # token ids that the states of all lists may cache: 64 MiB
-_STATE_SIZE = 200  # bytes of a state, of which a word has at most one for each of its bytes
+_STATE_SIZE = 200  # bytes of one state; a word adds at most one state for each of its bytes
 MAX_WORDS, MAX_WORD_LETTERS, MAX_LETTERS = 1024, 256, 8192  # limits of one list
 
 
 class BannedTexts:
     """Bans words from outputs, for one tokenizer; `bind` returns the processor of a request.
 
-    `tokenizer` must have a decoder that `token_bytes` supports. The end of the prompt counts as
-    text: after "a red ba" the word "ball" is not completed. Special tokens do not count as text. A
-    list has at most 1,024 words of at most 256 letters, and 8,192 letters in all. The last
-    `max_word_lists` lists are cached for other requests, fewer if they are long. The lists in use
-    take at most 256 MiB together; a list of 8,192 letters takes up to 7 MiB.
+    `tokenizer` must have a decoder that `token_bytes` supports. A word may begin in the prompt: if
+    the prompt ends with "a red ba", the output cannot complete the word "ball". Special tokens do
+    not count as text. A list has at most 1,024 words of at most 256 letters, and 8,192 letters in
+    all, where a letter is any character. The `max_word_lists` lists that were used last are cached
+    for other requests, fewer if the lists are long. The lists in use take at most 256 MiB together;
+    a list of 8,192 letters takes up to 7 MiB.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:
@@ -258,7 +259,7 @@ class _States:
             self._end[node] = index + 1
 
     def _after(self, node: int, text: bytes) -> int:
-        """Return the state after more text."""
+        """Return the state after `node` and then `text`."""
         step, suffix = self._next.get, self._suffix
         for byte in text:
             while (found := step(node << 8 | byte)) is None and node:

@@ -1,4 +1,7 @@
-"""`ForcedPrefix`: makes an output begin with given tokens, with a CUDA kernel and a NumPy twin."""
+"""`ForcedPrefix`: makes an output begin with given tokens.
+
+A CUDA kernel does it on a GPU, and a NumPy function, its twin, on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,8 @@ class ForcedPrefix(RawKernelLogitsPostProcessor):
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
         """Return the processor of a request.
 
-        Raise ValueError for more than `max_tokens` ids or a negative id, TypeError for other types.
+        Raise ValueError for more than `max_tokens` ids or an id outside 0..2**31-1, and TypeError
+        for an id that is not an integer.
         """
         if len(token_ids) > self.max_tokens:
             raise ValueError(

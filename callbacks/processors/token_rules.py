@@ -3,7 +3,8 @@
     banned = BannedTokens()
     request.logits_post_processor = banned.bind([13, 198])
 
-Each is a CUDA kernel; on the CPU its NumPy twin runs. Requests that share an object share a launch.
+Each processor is a CUDA kernel; on the CPU a NumPy function, its twin, does the same. The kernel is
+launched once for all rows of a batch whose requests use the same object, such as `banned`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Ints = npt.NDArray[np.int32]
 Params = npt.NDArray[np.void]
 
 _SIGNATURE = """
-static_assert(sizeof(Params) == PARAMS_SIZE, "the dtype says otherwise");
+static_assert(sizeof(Params) == PARAMS_SIZE, "sizeof(Params) differs from the dtype's item size");
 
 extern "C" __global__ void KERNEL(
     float* logits, const int* rows, const int* slots, const Params* params, const int* lengths,
@@ -84,7 +85,8 @@ class AllowedTokens(RawKernelLogitsPostProcessor):
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
         """Return the processor of a request.
 
-        Raise ValueError for an empty list, for more than `max_tokens` ids, and for a negative id.
+        Raise ValueError for an empty list, for more than `max_tokens` different ids, and for an id
+        outside 0..2**31-1; TypeError for an id that is not an integer.
         """
         if not token_ids:
             raise ValueError("token_ids is empty: no token would be allowed")
@@ -108,7 +110,8 @@ class BannedTokens(RawKernelLogitsPostProcessor):
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
         """Return the processor of a request.
 
-        Raise ValueError for more than `max_tokens` ids, and for a negative id.
+        Raise ValueError for more than `max_tokens` different ids, and for an id outside
+        0..2**31-1; TypeError for an id that is not an integer.
         """
         return super().bind(**_padded(token_ids, self.max_tokens))
 
@@ -130,7 +133,8 @@ class TokenBias(RawKernelLogitsPostProcessor):
     def bind(self, bias: Mapping[int, float]) -> BoundKernel:  # type: ignore[override]
         """Return the processor of a request. `bias` maps token ids to biases; -inf bans a token.
 
-        Raise ValueError for more than `max_tokens` ids, for a negative id, and for NaN and +inf.
+        Raise ValueError for more than `max_tokens` ids, for an id outside 0..2**31-1, and for NaN
+        and +inf; TypeError for an id that is not an integer.
         """
         for token, added_to in bias.items():
             if not added_to < math.inf:
@@ -142,10 +146,13 @@ class TokenBias(RawKernelLogitsPostProcessor):
 
 
 def _padded(token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """Return the parameters for sorted, unique ids. Raise TypeError unless all are integers."""
+    """Return the parameters `count` and `ids`: the different ids, ascending, then zeros.
+
+    Raise ValueError for too many ids, and the errors of `as_token`.
+    """
     ids = sorted({as_token(token) for token in token_ids})
     if len(ids) > max_tokens:
-        raise ValueError(f"{len(ids)} tokens are more than max_tokens = {max_tokens}")
+        raise ValueError(f"{len(ids)} different ids are more than max_tokens = {max_tokens}")
     padded = np.zeros(max_tokens, dtype=np.int32)
     padded[: len(ids)] = ids
     return {"count": len(ids), "ids": padded}

@@ -1,4 +1,6 @@
-"""`Watermark`: marks sampled text, with a CUDA kernel and a NumPy twin, and detects the mark.
+"""`Watermark`: marks sampled text, and detects the mark.
+
+A CUDA kernel marks the text on a GPU, and a NumPy function, its twin, on the CPU.
 
 After each token, a keyed hash selects the green part of the vocabulary. Green tokens become
 slightly more likely, and they can be counted with the key. The method is from Kirchenbauer et al.,
@@ -21,7 +23,7 @@ Words = npt.NDArray[np.uint32]
 
 _SOURCE = """
 struct Params { unsigned key, threshold; float delta; };
-static_assert(sizeof(Params) == PARAMS_SIZE, "the dtype says otherwise");
+static_assert(sizeof(Params) == PARAMS_SIZE, "sizeof(Params) differs from the dtype's item size");
 
 __device__ unsigned mixed(unsigned x) {
     x ^= x >> 16; x *= 0x7feb352du;
@@ -45,8 +47,8 @@ extern "C" __global__ void watermark(
 class Watermark(RawKernelLogitsPostProcessor):
     """Adds `delta` to the logits of a share `gamma` of the vocabulary, chosen anew for each token.
 
-    `key` is a secret of 32 bits. Sampled text carries the mark. Greedy text carries less of it,
-    because it hardly changes where the model is certain of a token.
+    `key` is a secret of 32 bits. The mark is weaker in greedy text than in sampled text: `delta`
+    rarely changes which token is the likeliest.
     """
 
     def __init__(self, key: int, gamma: float = 0.25, delta: float = 2.0) -> None:
@@ -67,8 +69,9 @@ class Watermark(RawKernelLogitsPostProcessor):
     def z_score(self, tokens: Sequence[int]) -> float:
         """Return how many standard deviations the number of green tokens is above its mean.
 
-        The mean is that of text without the watermark. A score above 4 is practically never due to
-        chance. The first token is not counted: it only seeds the hash of the second.
+        Mean and deviation are those of text without the watermark. A score above 4 is practically
+        never due to chance. The first token is not counted, but only used as the seed for the
+        second. The score is 0 for fewer than two tokens.
         """
         ids = np.asarray(tokens, dtype=np.uint32)
         hashes = _mixed(_seeds(np.uint32(self.key), ids[:-1]) ^ ids[1:])

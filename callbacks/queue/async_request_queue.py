@@ -78,7 +78,7 @@ class AsyncRequestQueue(RequestQueue):
         generation = self._take(prompt, max_new_tokens, request_id, by_name, stop)
         turn = self._wakeups.waiter()
         with self._changed:
-            self._turns.append(turn)  # first, so that no free place is missed
+            self._turns.append(turn)  # before the first attempt, so that no wake-up is missed
         try:
             while not self._is_taken(generation, turn):
                 await turn.wait()
@@ -115,7 +115,7 @@ class AsyncRequestQueue(RequestQueue):
 
     def close(self, error: BaseException | None = None) -> None:
         super().close(error)
-        self._wake_first()  # its `submit_async` raises, and wakes the next
+        self._wake_first()  # its `submit_async` then raises, and wakes the next task
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
         """Return the next requests: the GetInferenceRequests callback."""

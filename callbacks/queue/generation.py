@@ -60,19 +60,20 @@ class Generation(concurrent.futures.Future[GenerationResult]):
 
     As a `concurrent.futures.Future`: `result(timeout)` returns a `GenerationResult`, or raises the
     error of the response, a class of `gptmanager.errors`. `concurrent.futures.wait` and
-    `as_completed` work. A done callback runs on the manager's thread, so it must be quick.
+    `as_completed` work. A done callback must be quick: it runs on the thread that ends the request,
+    which is mostly the manager's, but may be one that calls `cancel` or closes the queue.
 
     As an iterable: the new tokens of the first beam, as ints. A request with `is_streaming=True`
     yields each token as it is generated, any other request yields all of them at its end. Any
     number of threads and event loops may iterate; each gets every token. An error is raised after
     the tokens that precede it.
 
-    With `stop` its text can also be read, by `text` and in `parts`. The tokens that are read end
-    with the one that completes a stop string, the text ends before the stop string.
+    If the request was submitted with `stop`, the text can also be read, by `text` and in `parts`.
+    The tokens end with the one that completes a stop string, the text ends before the stop string.
 
     In asyncio: `async for token in generation` and `await generation`, in any event loop. If a task
-    that waits here is cancelled, the request is cancelled, as is usual in asyncio. Use
-    `asyncio.shield` if several tasks share the request.
+    is cancelled while it waits for the handle, the request is cancelled, as is usual in asyncio.
+    Use `asyncio.shield` if several tasks share the request.
 
     As a context manager: the end of the block cancels the request if it has not ended, so a stream
     stops using the manager when its reader leaves early.
@@ -177,9 +178,10 @@ class Generation(concurrent.futures.Future[GenerationResult]):
                 yield token
 
     async def parts(self) -> AsyncIterator[GenerationPart]:
-        """Yield responses in parts; the last one has the result. Then raise the error, if any.
+        """Yield responses in parts; the last part has the result.
 
-        A request without `is_streaming` has one part. Each of several readers gets all parts.
+        A request without `is_streaming` has one part. If the request fails, its error is raised
+        after the parts with the tokens that precede it. Each of several readers gets all parts.
         """
         self._refuse_to_wait_in_fork()
         waiter, position = self.waiter(), ReadPosition()

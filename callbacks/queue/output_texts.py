@@ -16,7 +16,10 @@ from gptmanager.errors import ConfigError
 
 
 class OutputTexts:
-    """Creates the texts of outputs with a tokenizer, or one from a checkpoint folder, if given."""
+    """Creates a `StoppedText` for each output of such requests.
+
+    `tokenizer` is an object, or a checkpoint folder that has one; with None, `stop` is refused.
+    """
 
     def __init__(self, tokenizer: Tokenizer | str | os.PathLike[str] | None) -> None:
         self._tokenizer = tokenizer
@@ -35,7 +38,7 @@ class OutputTexts:
     def of_request(
         self, request: InferenceRequest, stop: Sequence[str] | None
     ) -> Callable[[], StoppedText] | None:
-        """Return a function that creates the text of an output; None without `stop`.
+        """Return a function that creates the `StoppedText` of an output; None without `stop`.
 
         Raise InvalidRequestError for an invalid `stop`, ConfigError without a tokenizer.
         """

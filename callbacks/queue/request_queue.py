@@ -158,9 +158,9 @@ class RequestQueue:
     def cancel(self, request_id: int) -> bool:
         """End a request early; return False if it is not open. Never wait.
 
-        A pending request ends at once, and the manager never sees it. A fetched one ends at the
-        next iteration. Both end without an error, finish reason CANCELLED. In a forked process
-        no request is open.
+        A pending request ends at once, and the manager never sees it. A request that the manager
+        has fetched ends at the next iteration. Both end without an error, with finish reason
+        CANCELLED. In a forked process no request is open.
         """
         if self._is_forked:
             return False
@@ -196,10 +196,11 @@ class RequestQueue:
         self._notify()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Fail all open handles with `error`, and refuse new requests; a later `error` is ignored.
+        """End all open handles with `error`, and refuse new requests.
 
-        Requests that still run in the manager are stopped. To let them finish, call
-        `manager.shutdown()` first. Idempotent; in a forked process it does nothing.
+        A handle with an output that a stop string has ended gets its result instead. Requests that
+        still run in the manager are stopped; to let them finish, call `manager.shutdown()` first.
+        Idempotent: the `error` of a second call is ignored. In a forked process it does nothing.
         """
         if self._is_forked:
             return

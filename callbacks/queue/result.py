@@ -64,7 +64,10 @@ class GenerationResult:
         return MappingProxyType({name: _joined(name, parts) for name, parts in self._parts.items()})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy the tensors: those of a step share memory, which a pickle would store as a whole."""
+        """Return the state to pickle, with copies of the tensors.
+
+        The tensors of a step share memory, and a pickle would store all of this memory.
+        """
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         parts = {name: [part.clone() for part in own] for name, own in self._parts.items()}
         return {**state, "metrics": dict(self.metrics), "_parts": parts}
@@ -129,8 +132,8 @@ class ResponseCollector:
     def new_tensors(self, seen: dict[str, int]) -> dict[str, torch.Tensor]:
         """Return the tensors by name that were added since the last call with the same `seen`.
 
-        Parts are joined. Tokens are not included: `add` has returned them. `seen` has the number of
-        parts of each tensor that the caller has got, and is updated.
+        Parts are joined. Tokens are not included: `add` has returned them. `seen` maps the name of
+        a tensor to the number of its parts that the caller has got, and is updated.
         """
         found = {}
         for name, parts in self._parts.items():

@@ -50,7 +50,10 @@ class MpiTransport:
         return set(np.frombuffer(self._share(answer, "PollStopSignal"), dtype=np.uint64).tolist())
 
     def _share(self, answer: Callable[[], bytes], name: str) -> bytes:
-        """Return the result of rank 0's `answer`. If it raises, all ranks raise, and none hangs."""
+        """Return the result of rank 0's `answer` on all ranks.
+
+        If `answer` raises an exception, rank 0 raises it, and the other ranks a CallbackError.
+        """
         data, error = b"", None
         if self.is_first:
             try:

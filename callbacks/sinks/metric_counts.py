@@ -28,7 +28,8 @@ _FINISH_REASONS = {
     FinishReason.TIMED_OUT: "timeout",
     FinishReason.CANCELLED: "cancelled",
 }
-# the last streamed tokens, which an application may not have examined yet when it ends a request
+# With `is_ended_by_caller`, the last streamed tokens are not counted yet: the application may end
+# the request before them.
 _LAG = 32
 Totals = dict[tuple[str, tuple[str, ...]], float]
 

@@ -90,8 +90,8 @@ METRICS = (
     _gauge("adapter_cache_pages", "Pages of the adapters' caches.", labels=("cache", "state")),
     _gauge("weights_version", "Number of updates of the weights, in the last iteration."),
     _counter("iterations", "Iterations that ran the model."),
-    _counter("prompt_tokens", "Tokens of prompts, of requests that ended.", "prompt_tokens"),
-    _counter("context_tokens", "Tokens of prompts that were computed, so far."),
+    _counter("prompt_tokens", "Prompt tokens of requests that ended.", "prompt_tokens"),
+    _counter("context_tokens", "Tokens that ran in the context phase."),
     _counter("generation_tokens", "Generated tokens, end tokens included.", "generation_tokens"),
     _counter(
         "prefix_cache_queries", "Tokens of prompts that were looked up in the KV cache.",
@@ -168,7 +168,8 @@ METRICS = (
 )  # fmt: skip
 METRIC = {metric.name: metric for metric in METRICS}
 
-# family -> its label, and for each value of the label a key of a statistics record, or our own key
+# name of a metric -> (name of its label, value of the label -> key of a statistics record, or one
+# of the keys that prometheus.py adds: "reused blocks", "used fraction", "seconds")
 TRITON: dict[str, tuple[str, dict[str, str]]] = {
     "request": (
         "request_type",

@@ -43,12 +43,12 @@ class PrometheusSink:
 
     `prefix="vllm"` selects vLLM's names. The default `registry` is that of prometheus_client. One
     sink serves one manager; sinks of one registry must differ in `model_name` or `rank`, which are
-    labels. `counts` returns how many requests run and wait in the application; without it the
-    numbers are those of the attached manager, or of the last record. `info` has labels of
-    `config_info`.
+    labels. `counts` returns (number of running requests, number of waiting requests) of the
+    application; without `counts` the numbers are those of the attached manager, or of the last
+    record. `info` has additional labels of `config_info`.
 
-    Raise ConfigError without prometheus_client, for an invalid `prefix`, and if the registry has
-    metrics with the same names and labels.
+    Raise ConfigError without prometheus_client, for an invalid `prefix`, and if the registry has a
+    sink with the same labels, or another collector with the same names.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PrometheusSink:
     def withdraw(self, request_id: int, finish_reason: str | None = None) -> None:
         """Report that Get will never return a request that has arrived.
 
-        It counts as ended with `finish_reason`, or does not count if that is None.
+        The request counts as ended with `finish_reason`; with None it is not counted at all.
         """
         self.requests.withdraw(request_id, finish_reason)
 
@@ -134,7 +134,7 @@ class PrometheusSink:
         self._audit_failures += not is_ok
 
     def attach(self, manager: GptManager) -> None:
-        """Ask `manager` for its current numbers at each scrape; an idle one writes no records."""
+        """Ask `manager` for its current numbers at each scrape: it writes no records when idle."""
         self._manager = manager
 
     def close(self) -> None:

@@ -70,8 +70,8 @@ class ChatTemplate:
         """Return the token ids of a prompt.
 
         Text in `messages` and `tools` never becomes a control token. Raise InvalidRequestError for
-        messages that the template refuses, or that take it too much time or memory, CapacityError
-        if its process cannot be started, and ValueError after `close`.
+        messages that the template refuses, or cannot render within the limits of time and memory,
+        CapacityError if the template's process cannot be started, and ValueError after `close`.
         """
         template = pick(self._templates, has_tools=tools is not None)
         given = {

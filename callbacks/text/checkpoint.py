@@ -99,8 +99,8 @@ def has_tokenizer(path: str | os.PathLike[str]) -> bool:
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """Return the tokenizer of a checkpoint folder or a GGUF file.
 
-    It never truncates or pads texts, even if the file says so. transformers does the same. Raise
-    ConfigError where there is none that can be read.
+    As in transformers, the tokenizer never truncates or pads texts, even if its file says so. Raise
+    ConfigError if there is no tokenizer, or if it cannot be read.
     """
     if (gguf := gguf_checkpoint(folder)) is not None:
         return gguf.tokenizer()

@@ -1,6 +1,6 @@
-"""Chat templates: reads them from a checkpoint, and renders them within limits.
+"""Reads chat templates from a checkpoint, picks the one for a request, and renders it.
 
-It decides which template a request uses, and how long rendering may take.
+A child process renders, with limits of time and memory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_template_file(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def pick(templates: Mapping[str, str], has_tools: bool) -> str | None:
-    """Return the template for a request; None if there is none."""
+    """Return the template for a request, with or without tools; None if `templates` lacks it."""
     if has_tools and _WITH_TOOLS in templates:
         return templates[_WITH_TOOLS]
     return templates.get(_DEFAULT)

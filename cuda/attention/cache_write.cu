@@ -2,7 +2,8 @@
 // rotation (RoPE).
 #include "attention/fp8.cuh"
 
-// cells[token] = block * tokens_per_block + offset; -1 for tokens after the last row. Runs once per step.
+// cells[token] = block * tokens_per_block + offset, the token's place in the pages; -1 for tokens after the
+// last row, that is, after the last sequence of the batch. Runs once per step.
 __global__ void locate_tokens(
     int* cells,               // [tokens]
     const int* row_starts,    // [rows + 1]
@@ -34,8 +35,10 @@ __device__ constexpr int lanes_of(int vectors) {
     return vectors > 16 ? 32 : vectors > 8 ? 16 : vectors > 4 ? 8 : 4;
 }
 
-// Rotates the first N elements of a head (`rotary`), in pairs i and i + N / 2. A group of lanes processes a
-// head. LATE: the norm of a head follows its rotation. PLUS_ONE: its weights are stored less 1.
+// Splits `qkv` into `queries` and the cache's keys and values; normalizes and rotates queries and keys.
+// The first `rotary` elements of a head are rotated, in pairs i and i + rotary / 2. A group of lanes
+// processes a head. LATE: the norm of a head follows its rotation. PLUS_ONE: the stored weights of norms
+// are 1 less than their factors.
 template <class T, int D, int WIDTH, class C = T, bool LATE = false, bool PLUS_ONE = false>
 __global__ void __launch_bounds__(128) rope_and_write(
     T* queries,              // [tokens, heads, D]
@@ -65,7 +68,7 @@ __global__ void __launch_bounds__(128) rope_and_write(
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) values[j] *= scale * (PLUS_ONE ? factors[j] + 1 : factors[j]);
     };
-    // `weight` is that of the norm that precedes the rotation, or null if no norm does.
+    // `weight`: the weights of the norm if a norm precedes the rotation, else null.
     auto rotate = [&](int i, int element, int half, const float* rotation, const T* weight,
                       float scale) {
         bool low = element < half;

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     const int* block_tables,  // [slots, table_width]
     const float* scales,      // [2, kv_heads] of an 8-bit cache
     int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
-    float softcap, HeadScores... head_scores) {  // nothing, or [heads]: sinks, learned scores
+    float softcap, HeadScores... head_scores) {  // nothing, or [heads]: as in `begin_with`
     using K = Kind<T, D, SOFTCAP, SINK, C, SMALL>;
     __shared__ Work<K> work;
     ptx::wait_for_previous();

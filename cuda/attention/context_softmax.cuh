@@ -22,8 +22,8 @@ template <class K> __device__ inline void reset(WarpState<K>& state) {
         state.largest[m][0] = state.largest[m][1] = -INFINITY;
 }
 
-// Begins the softmax of each query with the sink of its head, a learned score without a value. Only the
-// first of a query's four lanes adds it to its sum. `warp`: index of the warp in the block. `scale`:
+// Begins the softmax of each query with the learned score of its head, as in `begin_with`. Only the first
+// of a query's four lanes has the score in its sum. `warp`: index of the warp in the block. `scale`:
 // converts scores to exponents of 2.
 template <class K, class T = typename K::T>
 __device__ inline void begin(WarpState<K>& state, const T* head_scores, const Work<K>& work, int warp,

@@ -25,7 +25,7 @@ template <class K> struct Tiles {
     }
     // The start of the tile that contains `first`.
     __device__ int first_start() const { return first / K::TOKENS * K::TOKENS; }
-    // Whether some query of the block does not see all keys of the tile.
+    // Whether some query of the block may not see all keys of the tile; with a sink always true.
     __device__ bool need_mask(Tile tile, Window window) const {
         return K::SINK || !window.sees(low, tile.start + K::TOKENS - 1) ||
                !window.sees(high, tile.start);
@@ -42,7 +42,7 @@ template <class K> struct Work {
     size_t first_head;   // index of the row's first packed query in `queries` and `out`
     Pages<C, D> pages;
     const C* value_memory;
-    int rows[K::ROW_STAGES][K::TOKENS];  // of a tile's tokens in the pages; -1: not read
+    int rows[K::ROW_STAGES][K::TOKENS];  // `Pages::row` of each token of a tile; -1: not read
 
     __device__ int position(int packed) const {
         return first_position + min(packed, num_packed - 1) / group;
@@ -53,7 +53,7 @@ template <class K> struct Work {
     }
 };
 
-// The kernels' arguments that describe the rows.
+// The kernels' arguments that describe the rows, that is, the sequences of the batch.
 struct Rows {
     const int *row_starts, *kv_lengths, *slots, *block_tables;
     int table_width;
@@ -80,8 +80,8 @@ __device__ inline void start_work(Work<K>& work, Item item, Rows rows, const C* 
     work.value_memory = values + (work.pages.memory - keys);
 }
 
-// Returns the row in the pages of the thread's token of a tile; -1 if it must not be read: pages outside
-// of the item may be freed, and rows after its end were never written.
+// Returns `Pages::row` of one token of a tile: each thread finds another. Returns -1 if the token must not
+// be read: pages outside of the item may be freed, and those after its end were never written.
 template <class K> __device__ inline int find_row(const Work<K>& work, Tile tile) {
     int position = tile.start + threadIdx.x;
     bool seen = position >= work.tiles.first || (K::SINK && position < work.tiles.sink);
@@ -89,7 +89,7 @@ template <class K> __device__ inline int find_row(const Work<K>& work, Tile tile
     return valid ? work.pages.row(position) : -1;
 }
 
-// Stores a row of `find_row` for the copies of a later tile: the block table is read a tile ahead.
+// Stores the result of `find_row` for the copies of a later tile: the block table is read a tile ahead.
 template <class K> __device__ inline void store_row(Work<K>& work, int stage, int row) {
     if (threadIdx.x < K::TOKENS) work.rows[stage][threadIdx.x] = row;
 }

@@ -1,5 +1,5 @@
-// Attention of both phases in float32, a precision that tensor cores do not have: a warp computes a query
-// of one head, its lanes hold the elements.
+// Attention of both phases in float32, a precision that tensor cores do not have. A warp computes the
+// result of one query of one head; lane l holds elements l, l + 32, ...
 #include "attention/partials.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * 32;

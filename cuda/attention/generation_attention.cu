@@ -1,12 +1,16 @@
 // softmax(q @ keys^T * scale) @ values over paged keys and values, for one query token per row.
 //
-// A block works on an item of the plan, a part of one row, for one KV head: keys and values are read once
-// for its whole group of query heads. If a row has several items, the block that finishes last merges
-// their results.
+// A row is a sequence of the batch. The plan (generation_plan.py) divides rows into items, which are ranges
+// of positions, and assigns consecutive items to each block. A block works on its items one after another,
+// for one KV head: keys and values are read once for the whole group of query heads. If a row has several
+// items, the block that finishes last merges their results.
+//
+// In fragments of mma.m16n8k16, g = lane / 4 and t = lane % 4.
 #include "attention/partials.cuh"
 
 constexpr int WARPS = 4, TILE = 16;
-// Tiles of a warp in shared memory. The copies in flight have as many bytes with 8-bit elements as with 16.
+// Number of tiles of a warp in shared memory; all but one are in flight. Two tiles of 8-bit elements have as
+// many bytes as one tile of 16-bit elements.
 template <class C> constexpr int STAGES = IS_FP8<C> ? 3 : 2;
 // Blocks per multiprocessor for which registers suffice without spilling; the plan relies on this
 // (`resident_blocks` in the .py file).
@@ -33,7 +37,8 @@ template <class T, int D, int TILES> struct WarpState {
             }
         }
     }
-    // Begins each softmax with the score of its head. Of the lanes of a head, the first counts it.
+    // Begins each softmax with the learned score of its head, as in `begin_with`. Only the first lane of
+    // a head has the score in its sum.
     __device__ void begin(const T* head_scores, int group) {
         int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -49,8 +54,8 @@ template <class T, int D, int TILES> struct WarpState {
     }
 };
 
-// Starts the copies of a tile. `rows`: the rows of its tokens in the pages, one per lane; for -1 nothing
-// is read and zeros are written. A tile after the last has only -1, so that lanes never diverge.
+// Starts the copies of a tile. `rows`: `Pages::row` of the tile's tokens, one per lane; for -1 nothing is
+// read and zeros are written. For tiles after the last, all are -1: such calls keep lanes from diverging.
 template <class C, int D>
 __device__ inline void copy_tile(C* keys, C* values, const C* key_memory, const C* value_memory,
                                  int rows) {
@@ -172,8 +177,9 @@ __device__ inline void attend_tile(WarpState<T, D, TILES>& state, const C* keys,
     }
 }
 
-// Merges the results of the four warps and multiplies them with the scale of values. Writes them to `out`
-// if they are of the `whole` row; otherwise to `partial`, with the logarithms of their sums.
+// Merges the results of the four warps and multiplies them with the scale of values. Writes the results to
+// `out` if the item is a `whole` row; otherwise to `partial`, and log2 of the sum of 2^score to
+// `partial_log`.
 template <class Chunks, class T, int D, int TILES>
 __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float* partial,
                                    float* partial_log, int group, bool whole, float value_scale) {
@@ -239,7 +245,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
     const C* values,            // [blocks, kv_heads, tokens_per_block, D]
     const Item* items,          // the items of a row are in ascending order
     const int* block_starts,    // [blocks + 1]: the first item of each block
-    const int* row_starts,      // [rows + 1]: the token of each row
+    const int* row_starts,      // [rows + 1]: the index of each row's token
     const int* slots,           // [rows]
     const int* block_tables,    // [slots, table_width]
     const float* scales,        // [2, kv_heads] of an 8-bit cache
@@ -270,7 +276,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
         int num_tiles = start < item.last ? (item.last - start + STEP - 1) / STEP : 0;
         auto rows_of = [&](int tile) {  // reads the block table, ahead of the copies
             int position = start + tile * STEP + lane % TILE;
-            // Pages outside of the item may be freed, and rows after its end were never written.
+            // Pages outside of the item may be freed, and those after its end were never written.
             return position >= item.first && position < item.last ? pages.row(position) : -1;
         };
         auto copy = [&](int tile, int rows) {

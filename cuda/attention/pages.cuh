@@ -21,7 +21,9 @@ template <class C, int D> struct Pages {
 };
 
 struct Window {  // a query sees the keys in [first(position), position]
-    int size;    // below 0: windows begin at multiples of -size, a power of two; 0: there is one window
+    // Above 0: the last `size` keys. Below 0: the query's chunk, where chunks begin at multiples of -size, a
+    // power of two. 0: all keys.
+    int size;
     __device__ int first(int position) const {
         return size > 0 ? position - size + 1 : position & size;
     }
@@ -47,7 +49,8 @@ __device__ inline Pages<C, D> find_pages(
 struct Softmax {
     float largest = -INFINITY, sum = 0;
 
-    // Raises `largest` to at least `score`, and returns the factor that rescales earlier sums.
+    // Raises `largest` to at least `score`. Returns the factor that rescales earlier results to the new
+    // `largest`; `sum` is rescaled.
     __device__ float raise(float score) {
         float before = largest;
         largest = fmaxf(largest, score);
@@ -74,9 +77,10 @@ struct Scores {
     }
 };
 
-// Returns the state of a softmax that has seen only the learned score of a head: it takes part in the
-// softmax, and has no value. Kernels for heads with such scores (`sinks` of AttentionShape) have one more
-// template argument and parameter, `const T*`; the code of the other kernels does not depend on them.
+// Returns the state of a softmax that has seen only the learned score of a head. This score is in the sum of
+// the softmax, but no value belongs to it. Kernels for heads with such scores (`sinks` of AttentionShape, as
+// in gpt-oss; unrelated to `sink`, the number of first tokens that all queries see) have one more template
+// argument and parameter, `const T*`; the code of the other kernels does not depend on them.
 template <class T> __device__ inline Softmax begin_with(const T* head_scores, int head) {
     return {to_float(head_scores[head]) * Scores::LOG2_E, 1};
 }

@@ -1,9 +1,11 @@
-// Rows that are divided into several items: each block writes a partial result, the last one merges them.
+// Rows that are divided into several items: a block writes a partial result for each item, and the block that
+// finishes last merges the partial results of the row.
 #pragma once
 
 #include "attention/pages.cuh"
 
-// Positions [first, last) of a row. `partial`: index of its partial result; -1: the row has no other item.
+// Positions [first, last) of a row. `partial`: index of the item's partial result; -1: the row has no other
+// item.
 struct Item {
     int row, first, last, partial;
 };
@@ -70,7 +72,8 @@ struct Partials {
 // All threads of a block of WARPS warps call this after writing their partial results of a row, for KV
 // head blockIdx.y of gridDim.y. The last block to call it writes
 //     sum of 2^(log - largest log) * result / sum of 2^(log - largest log)
-// to `out` [group, D]. It adds in the order of the items, so the result does not depend on which block it is.
+// to `out` [group, D]. The partial results are added in the order of the items, so `out` does not depend on
+// which block is the last.
 template <int WARPS, int D, int AT_ONCE, class T>
 __device__ inline void merge_if_last(T* out, const Partials& partials, int row, int group) {
     int first = partials.starts[row], count = partials.starts[row + 1] - first;

@@ -2,8 +2,8 @@
 // context_attention.cu, for head dimensions 64 and 128.
 //
 // A warpgroup has 64 queries. While tensor cores multiply the weights of a tile with its values, the warps
-// compute the weights of the next tile from its scores, as in FlashAttention-3. All threads copy: pages
-// have any size, and rows after the end must become zeros, which no bulk copy does.
+// compute the weights of the next tile from its scores, as in FlashAttention-3. All threads copy, with
+// cp.async instead of bulk copies (TMA): pages have any size, and tokens after the end must become zeros.
 #include "attention/context_softmax.cuh"
 
 template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK> struct Kind {
@@ -61,11 +61,11 @@ __device__ inline void wait_for_copies() {
     __syncthreads();
 }
 
-// Returns `x` such that the compiler knows it to be equal in all lanes of a warp: it ends asynchronous
-// matmuls before a branch at which lanes might diverge.
+// Returns `x`, which must be equal in all lanes of a warp, such that the compiler knows this. Otherwise the
+// compiler would end asynchronous matmuls before a branch on `x`, at which lanes might diverge.
 __device__ inline int uniform(int x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
 
-constexpr int PATTERN = 1024;  // bytes of 8 rows of 64 elements
+constexpr int PATTERN = 1024;  // bytes of 8 rows of 64 elements, after which the swizzle repeats
 
 template <class K, class T = typename K::T>
 __device__ inline void multiply_keys(TileScores<K>& scores, const T* queries, const T* keys) {

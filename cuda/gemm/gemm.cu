@@ -1,5 +1,5 @@
 // out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for more rows than gemv.cu
-// supports. With SILU the weight holds the rows of a gate, then those of an up projection:
+// is used for. With SILU the weight holds the rows of a gate, then those of an up projection:
 // out = gate / (1 + e^-gate) * up.
 //
 // A tile covers all rows of x and 32 * N rows of the weight, so that each weight is read once. It is
@@ -9,7 +9,8 @@
 // depends on M, N and the length of a share, but neither on other rows nor on which block is last.
 #include "gemm/gemm_tiles.cuh"
 
-// The copies of a block, one round at a time; they run ahead of the sums, into the next tile.
+// The copies of a block to shared memory, one round at a time. They run ahead of the sums, also across
+// the border between two tiles.
 template <class K, class T = typename K::T> struct Copies {
     const T *x, *weight;
     int num_rows, width, depth, rounds;

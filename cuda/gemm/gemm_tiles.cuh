@@ -8,8 +8,8 @@ constexpr int THREADS = 256, WARP_ROWS = 2, WARP_COLUMNS = 4;
 constexpr int DEPTH = 64, VECTORS = DEPTH / 8;  // of a round: 128 bytes of each row
 constexpr int COPIED = THREADS / VECTORS;       // rows that a block copies at a time
 
-// A warp has M matrices of 16 rows of x, and N of 8 rows of the weight. If registers and shared memory
-// suffice for two blocks per multiprocessor (RESIDENT), one multiplies while the other waits.
+// A warp has M matrices of 16 rows of x, and N matrices of 8 rows of the weight. RESIDENT: blocks per
+// multiprocessor; if registers and shared memory suffice for two, one multiplies while the other waits.
 // GATED: the weight holds the rows of a gate, then those of an up projection, and the result is
 // activation(gate) * up.
 template <class Element, int M_, int N_, int STAGES_, int RESIDENT, bool IS_GATED, Activation KIND = SILU>
@@ -55,8 +55,8 @@ template <class K> struct TileSums {
             for (int n = 0; n < K::N; n++) visit(values[m][n], m, n);
         }
     }
-    // Multiplies also matrices without rows: branches around them would cost more instructions, since the
-    // compiler cannot know that all lanes of a warp take the same one.
+    // Matrices without rows are multiplied, too: branches around them would cost more instructions, since
+    // the compiler cannot know that all lanes of a warp take the same branch.
     template <class T> __device__ void add_round(const T* stage) {
         int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;  // the lane's for ldmatrix
         const T* rows = stage + (warp_row * 16 + matrix % 2 * 8 + row) * DEPTH;

@@ -2,9 +2,9 @@
 // dominates the time. With SILU the weight holds the rows of a gate, then those of an up projection:
 // out = gate / (1 + e^-gate) * up.
 //
-// The sum of an element always has the same order: chunk c, 64 bytes, belongs to warp c % WARPS, which
-// adds its chunks in order; then the sums of the warps are added in order. So the result depends neither
-// on the number of rows nor on how blocks divide the work.
+// The terms of an element are always added in the same order. Chunk c, 64 bytes of a row, belongs to warp
+// c % WARPS, which adds its chunks in order; then the sums of the warps are added in order. So the result
+// depends neither on the number of rows nor on how blocks divide the work.
 #include "gemm/matmul_sums.cuh"
 
 constexpr int WARPS = 16;
@@ -12,9 +12,10 @@ constexpr int STEP = WARPS * LANES;  // vectors from one chunk of a warp to its 
 // Chunks of each warp that are in flight, 4 or 6 KiB, limited by registers.
 template <int TILES> constexpr int CHUNKS_AHEAD = TILES == 4 ? 3 : 4;
 
-// Grid: any number of blocks, which take items round-robin. An item is 8 * TILES weight rows (with SILU
-// the same rows of gate and up) and up to ROWS rows of x. Items with the same weight rows are adjacent, so
-// that L2 still holds these. A warp's loads run ahead of its sums, into the next item.
+// Grid: any number of blocks, which take items round-robin. An item is 8 * TILES weight rows (with SILU,
+// half of them rows of the gate and half the same rows of up) and up to ROWS rows of x. Items with the same
+// weight rows are adjacent, so that L2 still holds these rows. A warp's loads run ahead of its sums, also
+// across the border between two items.
 template <class T, int TILES, bool SILU>
 __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
     T* out,           // [rows, width]

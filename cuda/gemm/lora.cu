@@ -1,13 +1,13 @@
 // result[t, columns] += B (A x[t]) for each module of the adapter of token t: `shrink` computes h = A x,
-// `expand` adds B h. A block works on runs: adjacent tokens in a tile of rows that use the same adapter.
-// It reads the adapter once per run. The order in which a token's sums are added does not depend on the
-// runs.
+// `expand` adds B h. The tokens are divided into tiles; a run consists of adjacent tokens of one tile that
+// use the same adapter. A block reads the adapter once per run. The order in which a token's terms are added
+// does not depend on the runs.
 #include "gemm/matmul_sums.cuh"
 
 using Packed = unsigned long long;
 
-// An adapted module of this matrix: its number in the table, and its columns of the matrix's output. 0
-// columns: there is no such module.
+// A module that adapters change, of those that are fused in this matrix: its number in the table, and its
+// columns of the matrix's output. With 0 columns there is no module.
 struct Module {
     int number, first, columns;
 

@@ -37,7 +37,7 @@ template <class F> __device__ unsigned kth_key(long long k, F count) {
     return key;
 }
 
-// A row of logits divided by a temperature. NaN counts as -inf; `ceiling` is the largest value.
+// A row of logits divided by a temperature. NaN counts as -inf, and values above `ceiling` as `ceiling`.
 template <class T, int WIDTH> struct ScaledRow {
     const T* logits;
     int size;

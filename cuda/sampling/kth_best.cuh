@@ -1,6 +1,7 @@
-// Finds the k-th best logit of a row, and the few tokens that reach it, without a sort. It first collects
-// the few tokens that reach the k-th best of the threads' best logits; or, for a large k, those in the bin
-// of the k-th best, where bins count logits by their distance to the best one.
+// Finds the k-th best logit of a row, and the tokens that reach it, without a sort. For a small k it first
+// collects the few tokens that reach the k-th best of the threads' best logits. For a large k it counts
+// logits in bins by their distance to the best logit, and collects the tokens up to the end of the bin that
+// contains the k-th best; or those of this bin only, if there are too many.
 #pragma once
 
 #include "sampling/logits_row.cuh"

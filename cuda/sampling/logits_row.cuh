@@ -1,4 +1,5 @@
-// A row of logits, divided into pieces: each piece is read by one warp, and has its own sum of weights.
+// A row of logits, divided into pieces: each piece is read by one warp, and has its own sum of the weights of
+// tokens, which are proportional to their probabilities.
 #pragma once
 
 #include "sampling/choice.cuh"
@@ -14,7 +15,8 @@ struct Token {
     }
 };
 
-// Sums of weights and the best logit of each piece of a row. `ties`: the weights of logits equal to a limit.
+// The sum of weights and the best logit of each piece of a row. `ties`: the sum of the weights of logits that
+// equal a limit, which `add_ties` adds to `sums`.
 struct Pieces {
     double sums[PIECES], ties[PIECES];
     float best[PIECES];

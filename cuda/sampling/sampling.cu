@@ -6,7 +6,8 @@
 // from the tokens that reach the k-th best, which are copied if they are few.
 //
 // The first pass finds the best logit of each piece, and the sum of the piece's weights relative to it.
-// Greedy rows and draws from all tokens need no other pass; several blocks share it if there are few rows.
+// Greedy rows and draws from all tokens need no other pass. If there are few rows, several blocks share the
+// first pass of a row.
 // Each draw of top-p reads the row once more, as do top-k and min-p; a large top-k reads it twice. A piece
 // is skipped if its best logit shows that none of its tokens counts.
 #include "sampling/kth_best.cuh"

@@ -391,7 +391,7 @@ def test_the_ready_made_ones_under_pauses(run_ahead):
 def test_wrong_bindings_of_the_ready_made_ones():
     with pytest.raises(ValueError, match="token_ids is empty"):
         AllowedTokens().bind([])
-    with pytest.raises(ValueError, match="3 tokens are more than max_tokens = 2"):
+    with pytest.raises(ValueError, match="3 different ids are more than max_tokens = 2"):
         BannedTokens(2).bind([1, 2, 3])
     with pytest.raises(ValueError, match="token id -1 is negative"):
         TokenBias().bind({-1: 1.0})
