@@ -3,8 +3,8 @@
     banned = BannedTokens()
     request.logits_post_processor = banned.bind([13, 198])
 
-Each processor is a CUDA kernel; on the CPU a NumPy function, its twin, does the same. The kernel is
-launched once for all rows of a batch whose requests use the same object, such as `banned`.
+Each processor is a CUDA kernel; on the CPU a NumPy function, its twin, does the same. All requests
+of a batch that use the same object, such as `banned`, are processed by one launch.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ constexpr int LANES = 4;                     // lanes per weight row: a chunk ha
 template <class T> constexpr int ROWS = 16;  // rows of x that are multiplied at a time
 template <> constexpr int ROWS<float> = 8;
 
-// Dot products of rows of x and 8 * TILES weight rows, in fragments of mma.sync: with g = lane / 4 and
-// t = lane % 4, a lane has those of rows g and g + 8 of x and weight rows 2t and 2t + 1 of each tile. It
-// loads vector t of weight row g of each tile.
+// The results for rows of x and 8 * TILES weight rows, in fragments of mma.sync: with g = lane / 4 and
+// t = lane % 4, a lane has the results for rows g and g + 8 of x and weight rows 2t and 2t + 1 of each tile.
+// It loads vector t of weight row g of each tile.
 //
 // Tensor cores compute x [16 rows, 16 k] @ weight^T [16 k, 8 weight rows]. The order of k is free, as
 // long as both operands agree: the first 4 of a lane's 8 consecutive elements are k = 2t, 2t + 1, 2t + 8
