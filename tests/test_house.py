@@ -76,6 +76,23 @@ def test_what_is_too_large_is_found():
     assert too_large("x\n" * 401) == [("module", 401)]
 
 
+def imported_tests(path):
+    """What a file of tests imports from other tests."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    names = [
+        name
+        for node in nodes
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in (getattr(node, "module", None) or "", *(one.name for one in node.names))
+    ]
+    return [name for name in names if name.rpartition(".")[2].startswith("test_")]
+
+
+def test_no_test_imports_a_test():
+    """What tests share is in tests/support: pytest then runs each test once, from one file."""
+    assert found_in((ROOT / "tests").rglob("*.py"), imported_tests) == {}
+
+
 # A first sentence that begins so has no subject: it leans on the name above it.
 DANGLING = re.compile(r"(Of|As|That|What|Who|Whose|So|Such)\b")
 

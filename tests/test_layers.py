@@ -603,6 +603,7 @@ server/                       a manager behind HTTP and gRPC
         messages              checks the messages of a chat
         functions             OpenAI's older `functions`, as tools
         reasoning             the format of a model's thoughts, by its chat template
+        content_tokens        log probabilities of the tokens in an answer's content
         chat_answer           an answer as a message, or as deltas
         embedding_parts       parts of messages that are embeddings
         chat_prompt           renders messages as prompt tokens

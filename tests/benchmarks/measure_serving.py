@@ -15,6 +15,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import string
 import subprocess
@@ -36,59 +37,69 @@ PROMPT_LEN = 64
 LONE = 20  # requests of a lone client, one after the other
 
 
-def save_model(folder: Path) -> Path:
-    """The small shape, with a tokenizer whose tokens are words."""
-    config = dict(SHAPES["small"])
+def vocabulary(size: int) -> list[str]:
+    """Tokens that are bytes, or words with a space before them."""
+    random = Random(0)
+    words = dict.fromkeys(pre_tokenizers.ByteLevel.alphabet())
+    while len(words) < size:
+        words["Ġ" + "".join(random.choices(string.ascii_lowercase, k=random.randint(2, 7)))] = None
+    return list(words)
+
+
+def save_model(folder: Path, shape: str = "small", dtype: torch.dtype = torch.float32) -> Path:
+    """A model of random weights, with a tokenizer whose tokens are words."""
+    config = {**SHAPES[shape], "dtype": str(dtype).removeprefix("torch.")}
+    weights = random_llama(config, 0, dtype=dtype)
     save_file(
-        {name: value.contiguous() for name, value in random_llama(config, 0).items()},
+        {name: value.contiguous() for name, value in weights.items()},
         folder / "model.safetensors",
     )
     (folder / "config.json").write_text(json.dumps(config))
-    random = Random(0)
-    words = dict.fromkeys(pre_tokenizers.ByteLevel.alphabet())
-    while len(words) < config["vocab_size"]:
-        words["Ġ" + "".join(random.choices(string.ascii_lowercase, k=random.randint(2, 7)))] = None
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    words = {word: i for i, word in enumerate(vocabulary(config["vocab_size"]))}
+    tokenizer = Tokenizer(models.BPE(words, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
-def prompts(count: int, seed: int) -> list[list[int]]:
+def prompts(count: int, seed: int, length: int = PROMPT_LEN) -> list[list[int]]:
     random = Random(seed)
-    return [[random.randrange(5, 600) for _ in range(PROMPT_LEN)] for _ in range(count)]
+    return [[random.randrange(5, 600) for _ in range(length)] for _ in range(count)]
 
 
 # Over HTTP -----------------------------------------------------------------------------------
 
 
-async def one_client(port: int, name: str, prompt: list[int], num_tokens: int) -> tuple[float, int]:
-    """Seconds to the first event, and how many events came."""
+async def one_client(
+    port: int, name: str, prompt: list[int], num_tokens: int
+) -> tuple[float, float, int]:
+    """Seconds to the first and to the last event of a token, and how many tokens were counted."""
     body = {
         "model": name, "prompt": prompt, "max_tokens": num_tokens, "stream": True,
-        "ignore_eos": True, "temperature": 0,
+        "ignore_eos": True, "temperature": 0, "stream_options": {"include_usage": True},
     }  # fmt: skip
     data = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    start, first, events = time.perf_counter(), 0.0, 0
+    start, first, last, rest = time.perf_counter(), 0.0, 0.0, b""
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     while piece := await reader.read(65536):
-        found = piece.count(b"data: {")
-        if found and not first:
-            first = time.perf_counter() - start
-        events += found
+        rest = rest[-500:] + piece
+        if b"data: {" in piece:
+            now = time.perf_counter() - start
+            first, last = first or now, now
     writer.close()
-    if not first:
-        raise RuntimeError("no event came")
-    return first, events
+    counted = re.findall(rb'"completion_tokens": ?([0-9]+)', rest)
+    if not counted:
+        raise RuntimeError(f"no usage came: {rest!r}")
+    return first, last, int(counted[-1])
 
 
 def clients(port: int, name: str, count: int, num_tokens: int, seed: int, out: object) -> None:
     """In a process: all clients at once, and what they took."""
 
-    async def main() -> list[tuple[float, int]]:
+    async def main() -> list[tuple[float, float, int]]:
         if count == 1:
             return [await one_client(port, name, it, num_tokens) for it in prompts(LONE, seed)]
         asked = prompts(count, seed)

@@ -135,6 +135,8 @@ def test_structured_answers_and_thinking(server):
 
 
 USER = {"role": "user", "content": [{"type": "image", "source": {}}]}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "sunny"}
+SHORT = {"type": "image_embeds", "image_embeds": "AAAA"}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,11 @@ USER = {"role": "user", "content": [{"type": "image", "source": {}}]}
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [USER]}, "messages[0].content[0]"),
+        ({"messages": [USER]}, "messages[0].content[0].type: 'image' is not supported"),
+        ({"messages": [{"role": "user", "content": [RESULT, SHORT]}]},
+         "messages[0].content[1].image_embeds: has 3 bytes"),
+        ({"messages": [{"role": "user", "content": [{**RESULT, "content": [SHORT]}]}]},
+         "messages[0].content[0].content[0].image_embeds: has 3 bytes"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from server.test_streams import choices_of, frames, same
+from http_answers import choices_of, frames, same
 from transformers import LlamaForCausalLM
 
 from gptmanager.callbacks import load_tokenizer

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from client_model import NAME, save_client_model
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from running_server import running_server, settings_of
-from server.client_model import NAME, save_client_model
 
 BODIES = Path(__file__).parent / "client_bodies"
 CLIENTS = [

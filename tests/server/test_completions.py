@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 import torch
-from server.test_endpoints import refusal
+from http_answers import refusal
 
 from gptmanager import GptManager, InferenceRequest, ModelType
 from gptmanager.callbacks import generate, load_tokenizer

@@ -61,6 +61,19 @@ def test_two_parts_and_a_stream(client, embeddings):
     assert client.post("/v1/chat/completions", json=body).text.endswith("data: [DONE]\n\n")
 
 
+def test_other_protocols_have_the_same_parts(client, embeddings):
+    parts = [part(embeddings[3:5]), {"type": "text", "text": "and"}]
+    message = {"role": "user", "content": parts}
+    num_tokens = ask(client, *parts)["usage"]["prompt_tokens"]
+    messages = {"messages": [message], "max_tokens": 2}
+    assert client.post("/v1/messages/count_tokens", json={"messages": [message]}).json() == {
+        "input_tokens": num_tokens
+    }
+    assert client.post("/v1/messages", json=messages).status_code == 200
+    answer = client.post("/v1/responses", json={"input": [message], "max_output_tokens": 2}).json()
+    assert answer["usage"]["input_tokens"] == num_tokens
+
+
 WRONG = [
     ({"prompt_embeds": 7}, "must be rows in base64"),
     ({}, "must be rows in base64"),

@@ -2,6 +2,7 @@
 
 import httpx
 import pytest
+from http_answers import refusal
 from running_server import settings_of
 from starlette.testclient import TestClient
 
@@ -15,14 +16,6 @@ def plain(server):
     app = create_app(server.engine, settings_of(triton=False))
     with TestClient(app, base_url="http://localhost") as client:
         yield client
-
-
-def refusal(response, status):
-    assert response.status_code == status, response.text
-    assert set(response.json()) == {"error"}
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])

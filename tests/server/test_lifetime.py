@@ -1,6 +1,5 @@
 """A server from its start to its end: what cannot start, signals, and what still runs then."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -10,77 +9,22 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from outside_server import Outside
 from running_server import MODEL, settings_of, wait_for
-from starlette.routing import Route
 
 from gptmanager import ManagerState, cli
 from gptmanager.environment.distribution import install_command
 from gptmanager.errors import ConfigError, ManagerDeadError, SchedulerError
-from gptmanager.server import app, main
-from gptmanager.server.engine.call import EngineRequest
+from gptmanager.server import main
 from gptmanager.server.http.listening import address_of, bind
-from gptmanager.server.http.responses import DONE, EventStream, event
-from gptmanager.server.serving import serve, welcome
+from gptmanager.server.serving import welcome
 from gptmanager.server.settings import ServerSettings
-
-
-class Outside:
-    """What happens to a server that runs on this thread, told from another one."""
-
-    def __init__(self, act):
-        self.act = act
-        self.may_end = threading.Event()
-        self.thread = None
-        self.error = None
-
-    def tell(self, line):
-        """The server is ready."""
-        self.url = line.partition("\n")[0].rpartition(" ")[2]
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
-
-    def run(self):
-        try:
-            self.act(self)
-        except BaseException as error:  # noqa: B036 - told by the test
-            self.error = error
-        finally:
-            self.may_end.set()
-            if self.error is not None and not self.engine.is_draining:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    def routes(self, engine, settings):
-        self.engine = engine
-
-        async def frames():
-            request = EngineRequest([5, 6, 7], 400, end_id=-1, is_streaming=True)
-            async with engine.submit([request]) as call:
-                async for _, part in call.parts():
-                    yield event({"num": len(part.tokens)})
-                    while not self.may_end.is_set():
-                        await asyncio.sleep(0.005)
-                    if part.result is not None:
-                        yield event({"reason": part.result.finish_reasons[0].name})
-            yield DONE
-
-        return [Route("/test/stream", lambda request: EventStream(frames()))]
-
-    def serve(self, monkeypatch, **fields):
-        monkeypatch.setattr(app, "_FRONTS", (*app._FRONTS, self.routes))
-        try:
-            serve(settings_of(**fields), self.tell)
-        finally:
-            if self.thread is not None:
-                self.thread.join(20)
-        if self.error is not None:
-            raise self.error
 
 
 def status(url):

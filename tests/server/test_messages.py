@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage
 
-from gptmanager.server.chat.messages import MESSAGES_SCHEMA, ROLES, one_call_each, read_messages
+from gptmanager.server.chat.messages import (
+    MESSAGES_SCHEMA,
+    ROLES,
+    one_call_each,
+    read_messages,
+)
 from gptmanager.server.errors import ApiError
 
 ROLE = st.sampled_from(ROLES)
@@ -199,10 +204,14 @@ def test_the_document_tells_what_messages_are():
         (
             [user([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}])],
             "messages[0].content[1].type",
-            "reads text only",
+            "the model reads text, and",
         ),
         ([user(name=5)], "messages[0].name", "5 must be a string"),
-        ([user([{"type": "thinking"}])], "messages[0].content[0].type", "reads text only"),
+        (
+            [user([{"type": "thinking"}])],
+            "messages[0].content[0].type",
+            "the model reads text, and",
+        ),
         (
             [{"role": "assistant", "content": [{"type": "refusal", "text": "No."}]}],
             "messages[0].content[0].refusal",

@@ -7,11 +7,11 @@ from typing import Literal
 import httpx
 import openai
 import pytest
+from client_model import NAME, save_client_model
+from http_answers import texts_of
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 from running_server import running_server, settings_of, wait_for
-from server.client_model import NAME, save_client_model
-from server.test_warning_header import texts_of
 
 ASKS = [{"role": "user", "content": "Which ball?"}]
 

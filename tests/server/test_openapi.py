@@ -1,8 +1,8 @@
 """The OpenAPI document describes the server; requests made up from it never make it fail."""
 
 import pytest
+from http_answers import refusal
 from hypothesis import given, settings
-from server.test_endpoints import refusal
 
 from gptmanager.server.openapi import document
 from gptmanager.server.triton.http import UNSUPPORTED_PATHS

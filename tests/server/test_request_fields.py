@@ -7,7 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from server.test_warning_header import texts_of
+from http_answers import texts_of
 
 from gptmanager.server.chat.chat_prompt import _VARIABLES
 from gptmanager.server.openai import chat, completions

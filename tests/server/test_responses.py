@@ -100,6 +100,32 @@ def test_a_stream_is_the_whole_response(ask):
     assert len(texts) == 4
 
 
+LISTED = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def test_log_probabilities_are_those_of_the_text(ask):
+    whole = ask(ANSWER, tools=[LOOK], **LISTED)
+    listed = whole.output[1].content[0].logprobs
+    assert "".join(one.token for one in listed).strip() == "I see."
+    assert all(len(one.top_logprobs) == 2 and one.logprob <= 0 and one.bytes for one in listed)
+    assert whole.top_logprobs == 2
+    events = [*ask(ANSWER, tools=[LOOK], stream=True, **LISTED)]
+    for one in events:
+        EVENTS.validate_python(one.to_dict(), strict=False)
+    assert plain(events[-1].response) == plain(whole)
+    by_type = {}
+    for one in events:
+        by_type.setdefault(one.type, []).append(one)
+    (done,) = by_type["response.output_text.done"]
+    streamed = [it for one in by_type["response.output_text.delta"] for it in one.logprobs]
+    tokens = [one.token for one in listed]
+    assert [it.token for it in done.logprobs] == [it.token for it in streamed] == tokens
+    added = [one.part for one in by_type["response.content_part.added"]]
+    assert [part.to_dict().get("logprobs") for part in added] == [None, []]
+    assert ask("42", top_logprobs=1).output[0].content[0].logprobs[0].top_logprobs
+    assert ask("42", include=["reasoning.encrypted_content"]).output[0].content[0].logprobs == []
+
+
 def test_the_helper_for_streams(ask):
     class City(BaseModel):
         city: str
@@ -169,10 +195,10 @@ IMAGE = [{"type": "input_image"}]
         ({"tools": [LOOK], "tool_choice": {"type": "function", "name": "b"}}, "tool_choice.name"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
         ({"background": True}, "background"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include"),
         ({"conversation": "a"}, "conversation"),
         ({"prompt": {"id": "a"}}, "prompt"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
     ],
 )  # fmt: skip

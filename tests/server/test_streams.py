@@ -1,8 +1,6 @@
 """A stream says what the whole answer says, field by field, whatever a request asks for."""
 
-import json
-
-import pytest
+from http_answers import choices_of, frames, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -79,12 +77,6 @@ def both(client, path, body, options):
     return whole.json(), frames(streamed)
 
 
-def frames(response):
-    *found, done, end = response.text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    return [json.loads(frame.removeprefix("data: ")) for frame in found]
-
-
 def check_usage(whole, chunks, options):
     """Returns the chunks that have choices."""
     usage = whole["usage"]
@@ -103,49 +95,6 @@ def check_usage(whole, chunks, options):
         assert set(counts) == {None if options.get("include_usage") else "absent"}
     assert all(len(chunk["choices"]) == 1 for chunk in chunks)
     return chunks
-
-
-def joined(found, part):
-    """`part` of a choice added to what is there: texts and lists grow, all else is set once."""
-    for key, value in part.items():
-        before = found.get(key)
-        if before is None or key in ("index", "finish_reason", "stop_reason"):
-            assert before is None or before == value or key == "index"
-            found[key] = value
-        elif isinstance(value, str):
-            found[key] = before + value
-        elif isinstance(value, list):
-            found[key] = [*before, *value]
-        elif isinstance(value, dict):
-            found[key] = joined(dict(before), value)
-    return found
-
-
-def choices_of(chunks):
-    found = {}
-    for chunk in chunks:
-        (choice,) = chunk["choices"]
-        index = choice["index"]
-        if index in found:
-            assert found[index]["finish_reason"] is None  # nothing comes behind the end
-        found[index] = joined(found.get(index, {}), choice)
-    return [found[index] for index in sorted(found)]
-
-
-def same(mine, theirs):
-    """Equal, numbers up to rounding."""
-    if isinstance(theirs, dict):
-        assert mine.keys() == theirs.keys()
-        for key in theirs:
-            same(mine[key], theirs[key])
-    elif isinstance(theirs, list):
-        assert len(mine) == len(theirs)
-        for one, other in zip(mine, theirs, strict=True):
-            same(one, other)
-    elif isinstance(theirs, float):
-        assert mine == pytest.approx(theirs, abs=1e-4)
-    else:
-        assert mine == theirs
 
 
 def cut(text, stops):

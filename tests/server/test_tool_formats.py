@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_answers import CALLS, LISTED, MADE, ROME, TOOLS, TWO
 
 from gptmanager import GuidedDecoding
 from gptmanager.callbacks import load_tokenizer
@@ -13,73 +14,19 @@ from gptmanager.server.answer_parsing.thought_tags import ThoughtTags
 from gptmanager.server.chat.chat_answer import ChatAnswer
 from gptmanager.server.tool_formats.call_grammar import marks_of
 from gptmanager.server.tool_formats.deepseek import TAGS as DEEPSEEK
-from gptmanager.server.tool_formats.formats import FORMATS, format_of
+from gptmanager.server.tool_formats.formats import FORMATS
 from gptmanager.server.tool_formats.tools import read_tools
-
-LOOK = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer"},
-        "exact": {"type": "boolean"},
-        "unit": {"$ref": "#/$defs/Unit"},
-        "tags": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-    "$defs": {"Unit": {"enum": ["C", "F"]}},
-}
-LISTED = [
-    {"type": "function", "function": {"name": "look", "parameters": LOOK}},
-    {"type": "function", "function": {"name": "stop"}},
-]
-TOOLS = read_tools(LISTED, "auto")
-BEGIN_ALL, END_ALL, BEGIN, END, SEPARATOR = DEEPSEEK
-MADE = {
-    "hermes": format_of("hermes", ""),
-    "llama3": format_of("llama3", ""),
-    "mistral": format_of("mistral", ""),
-    "mistral tags": format_of("mistral", "[ARGS]"),
-    "qwen3_coder": format_of("qwen3_coder", ""),
-    "deepseek": format_of("deepseek", "```json"),
-    "deepseek v3.1": format_of("deepseek", ""),
-    "pythonic": format_of("pythonic", ""),
-    "harmony": format_of("harmony", ""),
-}
-ROME = '{"city": "Rome", "days": 2}'
-QWEN = (
-    "<function=look>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
-    "</function>"
-)
-QWEN_STOP = "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
-CALLS = [["look", ROME], ["stop", "{}"]]
-TWO = {  # two calls, as each format writes them, after a text if it may have one
-    "hermes": 'Hm.\n<tool_call>\n{"name": "look", "arguments": %s}\n</tool_call>\n'
-    '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>' % ROME,
-    "llama3": f'{{"name": "look", "parameters": {ROME}}}; {{"name": "stop", "parameters": {{}}}}',
-    "mistral": 'Hm.[TOOL_CALLS] [{"name": "look", "arguments": %s}, '
-    '{"name": "stop", "arguments": {}}]' % ROME,
-    "mistral tags": f"Hm.[TOOL_CALLS]look[ARGS]{ROME}[TOOL_CALLS]stop[CALL_ID]123456789[ARGS]{{}}",
-    "qwen3_coder": f"Hm.\n<tool_call>\n{QWEN}\n</tool_call>\n{QWEN_STOP}",
-    "deepseek": f"Hm.{BEGIN_ALL}{BEGIN}function{SEPARATOR}look\n```json\n{ROME}\n```{END}\n"
-    f"{BEGIN}function{SEPARATOR}stop\n```json\n{{}}\n```{END}{END_ALL}",
-    "deepseek v3.1": f"Hm.{BEGIN_ALL}{BEGIN}look{SEPARATOR}{ROME}{END}{BEGIN}stop{SEPARATOR}{{}}"
-    f"{END}{END_ALL}",
-    "pythonic": "[look(city='Rome', days=2), stop()]",
-    "harmony": f"<|channel|>final<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
-    f"to=functions.look <|constrain|>json<|message|>{ROME}<|end|><|start|>assistant<|channel|>"
-    "commentary to=functions.stop <|message|>{}<|call|>",
-}  # fmt: skip
 
 
 def parsed(form, pieces, wrap=lambda parser: parser):
     """The content, and the calls as [name, arguments]."""
     parser = wrap(form.parser(TOOLS))
-    content, calls = "", []
+    text, content, calls = "".join(pieces), "", []
     for found in [*map(parser.push, pieces), parser.flush()]:
         for one in found:
             if isinstance(one, Content):
                 content += one.text
+                assert text[one.begin : one.end] in (one.text, one.text.removeprefix("\n"))
             elif isinstance(one, CallBegins):
                 assert one.index == len(calls)
                 calls.append([one.name, ""])

@@ -78,9 +78,32 @@ def test_an_empty_stream_ends():
     asyncio.run(run())
 
 
+def waits(server, path, body):
+    """The first line of a stream that waits while another request runs."""
+    long = {"prompt": [1, 2], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    other = httpx.stream("POST", f"{server.url}/v1/completions", json=long, timeout=60)
+    own = httpx.stream("POST", server.url + path, json={**body, "stream": True}, timeout=60)
+    with other as running:
+        first = running.iter_lines()  # closing it would end the request
+        assert next(first)
+        with own as waiting:
+            lines = waiting.iter_lines()
+            return [next(lines), next(lines)]
+
+
 def test_a_server_with_both_options():
-    settings = settings_of(sse_keep_alive=5.0, clamp_max_tokens=True, max_concurrency=1)
+    fields = {"params": {"max_batch_size": 1}, "max_concurrency": 1}
+    settings = settings_of(sse_keep_alive=0.02, clamp_max_tokens=True, **fields)
     with running_server(settings) as server:
+        asks = [{"role": "user", "content": "a"}]
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": asks}),
+            ("/v1/responses", {"input": "a"}),
+        ):
+            assert waits(server, path, body)[0] == ": keep-alive", path
+        messages = {"messages": asks, "max_tokens": 2}
+        assert waits(server, "/v1/messages", messages) == ["event: ping", 'data: {"type":"ping"}']
         most = server.engine.card.max_model_len
         body = {"prompt": [1, 2], "max_tokens": 10**12, "ignore_eos": True, "stream": True}
         post = f"{server.url}/v1/completions"
@@ -89,7 +112,9 @@ def test_a_server_with_both_options():
             f"max_tokens = 1000000000000 does not fit and is lowered to {most - 2}"
             in (answer.headers["Warning"])
         )
-        assert answer.text.endswith("data: [DONE]\n\n") and answer.text.startswith("data: {")
+        assert answer.text.endswith("data: [DONE]\n\n") and (
+            answer.text.replace(COMMENT.decode(), "").startswith("data: {")
+        )
         assert httpx.post(post, json={**body, "n": 64, "max_tokens": 1}).status_code == 200
         refused = httpx.post(post, json={**body, "prompt": [1] * most, "max_tokens": 1})
         assert refused.status_code == 400 and "maximum context length" in refused.text

@@ -1,24 +1,15 @@
 """The header `Warning`: what it says, how much of it, and that no client writes headers by it."""
 
-import re
-
 import httpx
 import pytest
+from http_answers import texts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from running_server import running_server, settings_of
 
 from gptmanager.server.http.warning_header import Warnings
 
-TEXTS = re.compile(r'299 - "((?:[^"\\]|\\.)*)"')
 ADD = [{"role": "user", "content": "17 + 25 ="}]
-
-
-def texts_of(headers):
-    """The texts of a header, with a proof that it is nothing but a list of quoted texts."""
-    value = headers.get("Warning", "")
-    assert TEXTS.sub("", value).replace(", ", "") == ""
-    return [re.sub(r"\\(.)", r"\1", text) for text in TEXTS.findall(value)]
 
 
 def test_without_warnings_there_is_no_header():

@@ -1,4 +1,4 @@
-"""Write a Llama or Qwen2 as a GGUF file of bfloat16, without a tokenizer, for llama.cpp."""
+"""Write a Llama or Qwen2 as a GGUF file of bfloat16, for llama.cpp."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ _ALIGNMENT = 32
 _FAMILIES = ("llama", "qwen2")
 
 
-def write_gguf(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write matrices as bfloat16 and vectors as float32. Raises ConfigError for another family."""
+def write_gguf(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    tokenizer: Mapping[str, Any] | None = None,
+) -> None:
+    """Write matrices as bfloat16 and vectors as float32. Raises ConfigError for another family.
+
+    `tokenizer`: the file's keys `tokenizer.ggml.*`. Without them, it has no tokenizer.
+    """
     name = config["model_type"]
     if name not in _FAMILIES:
         raise ConfigError(
@@ -29,6 +37,7 @@ def write_gguf(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
     own = ARCHITECTURES[name]
     stored = {_gguf_name(key, own): _stored(key, it, own, config) for key, it in tensors.items()}
     keys = _keys(name, own, config)
+    keys |= {key: _value(value) for key, value in (tokenizer or {}).items()}
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(stored), len(keys)) + b"".join(
         _text(key) + value for key, value in keys.items()
     )
@@ -61,6 +70,8 @@ def _value(value: Any) -> bytes:
         return struct.pack("<I", 8) + _text(value)
     if isinstance(value, float):
         return struct.pack("<If", 6, value)
+    if isinstance(value, list):  # of strings
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
     return struct.pack("<II", 4, value)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -15,9 +15,13 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text outside of thoughts and calls."""
+    """Text outside of thoughts and calls; in the model's text it is from the character `begin` up
+    to `end`.
+    """
 
     text: str
+    begin: int = field(default=0, compare=False)
+    end: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,11 @@ Found = Thought | Content | CallBegins | Arguments
 
 
 class AnswerParser(Protocol):
-    """Takes the text of one answer in pieces, and returns its parts."""
+    """Takes the text of one answer in pieces, and returns its parts. `num_pushed`: the number of
+    characters of the answer so far.
+    """
+
+    num_pushed: int
 
     def push(self, text: str) -> list[Found]:
         """Add new text to the answer; return the parts that are found by now."""

@@ -166,10 +166,11 @@ class CallParser(StepwiseParser):
         self._state = State.CONTENT if self.openers else State.PLAIN
         return True
 
-    @staticmethod
-    def _add_content(text: str, found: list[Found]) -> None:
+    def _add_content(self, text: str, found: list[Found]) -> None:
+        """Return content that precedes the text which has not been returned yet."""
+        end = self._num_taken
         if text:
-            found.append(Content(text))
+            found.append(Content(text, end - len(text), end))
 
 
 class HeadedCallParser(CallParser):

@@ -69,7 +69,7 @@ class HarmonyParser(StepwiseParser):
         self.push(prompt)
         at = self._text.find(CHANNEL)
         self._text = self._text[at:] if at >= 0 else ""
-        self._num_taken = -len(self._text)
+        self.num_pushed = 0
         self._is_first = self._state is _State.HEADER
         self._needs_break, self._said = False, set()
         is_thought = self._state is _State.BODY and self._kind is Thought
@@ -150,10 +150,11 @@ class HarmonyParser(StepwiseParser):
             self._has_all_arguments |= self._arguments.take(text) is not None
             found.append(Arguments(self.num_calls - 1, text))
             return
+        begin, end = self._num_taken - len(text), self._num_taken
         if self._needs_break:
             self._needs_break, text = False, "\n" + text
         self._said.add(self._kind)
-        found.append(self._kind(text))
+        found.append(Thought(text) if self._kind is Thought else Content(text, begin, end))
 
     def _num_held(self) -> int:
         """Return how many characters at the end of the text may begin a tag."""

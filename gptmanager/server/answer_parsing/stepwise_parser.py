@@ -11,12 +11,13 @@ class StepwiseParser(ABC):
     """Receives the text of one answer in pieces. A subclass has the state table, in `_step`."""
 
     def __init__(self) -> None:
+        self.num_pushed = 0
         self.thoughts: list[ThoughtSpan] = []
         self._text = ""  # pushed, but not returned yet
-        self._num_taken = 0  # characters that `_take` has removed
 
     def push(self, text: str) -> list[Found]:
         """Add new text to the answer, and return the parts that are found by now."""
+        self.num_pushed += len(text)
         self._text += text
         found: list[Found] = []
         while self._step(found):
@@ -34,5 +35,9 @@ class StepwiseParser(ABC):
     def _take(self, length: int) -> str:
         """Remove the next `length` characters from the text, and return them."""
         taken, self._text = self._text[:length], self._text[length:]
-        self._num_taken += length
         return taken
+
+    @property
+    def _num_taken(self) -> int:
+        """Return the number of characters before the text that has not been returned yet."""
+        return self.num_pushed - len(self._text)

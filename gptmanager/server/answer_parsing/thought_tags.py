@@ -111,6 +111,9 @@ class ThoughtTags(StepwiseParser):
         return True
 
     def _answer(self, text: str) -> list[Found]:
+        """Read text of the answer that has just been taken."""
+        begin, end = self._num_taken - len(text), self._num_taken
         if self._calls is not None:
+            self._calls.num_pushed = begin
             return self._calls.push(text)
-        return [Content(text)] if text else []
+        return [Content(text, begin, end)] if text else []

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptmanager.errors import quoted
+from gptmanager.server.chat.chat_call import Place
+from gptmanager.server.chat.embedding_parts import EMBEDDINGS
+from gptmanager.server.chat.messages import READABLE
 from gptmanager.server.fields import field_error
 
 # A field of chats -> the text that replaces it in errors.
@@ -29,13 +32,13 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 
 def messages_of(
     given: list[Any], system: Any = None
-) -> tuple[list[dict[str, Any]], dict[int, str]]:
+) -> tuple[list[dict[str, Any]], dict[int, Place]]:
     """Return the messages of a chat, and the index of a message -> its place in the body.
 
     Raises ApiError (400) for a message or a block of an unknown kind.
     """
     messages: list[dict[str, Any]] = []
-    places: dict[int, str] = {}
+    places: dict[int, Place] = {}
     if system is not None:
         messages.append({"role": "system", "content": _text_of(system, "system")})
         places[0] = "system"
@@ -46,36 +49,41 @@ def messages_of(
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise field_error(f"{where}.role", f"{quoted(role)} must be user or assistant")
+        found: list[tuple[Place, dict[str, Any]]]
         if isinstance(content, str):
-            found = [{"role": role, "content": content}]
+            found = [(where, {"role": role, "content": content})]
         elif not isinstance(content, list):
             raise field_error(f"{where}.content", "must be a string or a list of blocks")
         elif role == "assistant":
-            found = [_of_assistant(content, f"{where}.content")]
+            found = [(where, _of_assistant(content, f"{where}.content"))]
         else:
-            found = _of_user(role, content, f"{where}.content")
-        places |= dict.fromkeys(range(len(messages), len(messages) + len(found)), where)
-        messages += found
+            found = _of_user(role, content, where)
+        for place, one in found:
+            places[len(messages)] = place
+            messages.append(one)
     return messages, places
 
 
-def _of_user(role: str, content: list[Any], where: str) -> list[dict[str, Any]]:
-    """Return a message for each result of a tool, and then one message with all texts."""
-    results: list[dict[str, Any]] = []
-    texts = []
+def _of_user(role: str, content: list[Any], where: str) -> list[tuple[Place, dict[str, Any]]]:
+    """Return a message for each result of a tool, and then one with all other blocks as parts."""
+    found: list[tuple[Place, dict[str, Any]]] = []
+    parts = []
     for index, block in enumerate(content):
-        at = f"{where}[{index}]"
+        at = f"{where}.content[{index}]"
         if isinstance(block, Mapping) and block.get("type") == "tool_result":
-            text = _text_of(block.get("content") or "", f"{at}.content")
-            own_id = block.get("tool_use_id")
+            own_id, given = block.get("tool_use_id"), block.get("content") or ""
             if not isinstance(own_id, str):
                 raise field_error(f"{at}.tool_use_id", f"{quoted(own_id)} must be a string")
-            results.append({"role": "tool", "tool_call_id": own_id, "content": text})
+            result = {"role": "tool", "tool_call_id": own_id, "content": given}
+            if not isinstance(given, str):
+                result["content"] = _parts_of(given, f"{at}.content")
+            found.append((at, result))
         else:
-            texts.append(_text(block, at))
-    if texts or not results:
-        results.append({"role": role, "content": "\n".join(texts)})
-    return results
+            parts.append((index, _part(block, at)))
+    if parts or not found:
+        first = parts[0][0] if parts else 0
+        found.append(((where, first), {"role": role, "content": [part for _, part in parts]}))
+    return found
 
 
 def _of_assistant(content: list[Any], where: str) -> dict[str, Any]:
@@ -104,6 +112,20 @@ def _of_assistant(content: list[Any], where: str) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
+def _parts_of(given: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(given, list):
+        raise field_error(where, f"{quoted(given)} must be a string or a list of blocks")
+    return [_part(block, f"{where}[{index}]") for index, block in enumerate(given)]
+
+
+def _part(block: Any, where: str) -> dict[str, Any]:
+    """Return a block of text or of embeddings as a part of a chat's message."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind in EMBEDDINGS:
+        return {key: value for key, value in block.items() if key in (kind, "type", "dtype")}
+    return {"type": "text", "text": _text(block, where)}
+
+
 def _text_of(given: Any, where: str) -> str:
     """Return a text, or the joined texts of blocks."""
     if isinstance(given, str):
@@ -116,9 +138,7 @@ def _text_of(given: Any, where: str) -> str:
 def _text(block: Any, where: str) -> str:
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind != "text":
-        raise field_error(
-            f"{where}.type", f"{quoted(kind)} is not supported: the model reads text only"
-        )
+        raise field_error(f"{where}.type", f"{quoted(kind)} is not supported: {READABLE}")
     if not isinstance(block.get("text"), str):
         raise field_error(f"{where}.text", f"{quoted(block.get('text'))} must be a string")
     return str(block["text"])

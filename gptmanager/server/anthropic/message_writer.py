@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gptmanager.server.errors import ApiError, anthropic_error
+from gptmanager.server.http.responses import named_event
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _EMPTY: Mapping[str, dict[str, Any]] = {
@@ -20,6 +21,8 @@ class MessageWriter:
 
     `usage` returns the usage so far, as a chat reports it.
     """
+
+    keep_alive = named_event({"type": "ping"})
 
     def __init__(self, answer_id: str, model: str, usage: Callable[[], Mapping[str, Any]]) -> None:
         self.answer_id = answer_id

@@ -17,7 +17,7 @@ from gptmanager.server.anthropic.message_input import (
     messages_of,
 )
 from gptmanager.server.anthropic.message_writer import MessageWriter
-from gptmanager.server.chat.chat_call import ChatCalls, fields_renamed
+from gptmanager.server.chat.chat_call import ChatCalls, Place, fields_renamed
 from gptmanager.server.chat.chat_prompt import TEMPLATE_FIELDS
 from gptmanager.server.chat.event_answer import EventAnswer
 from gptmanager.server.fields import AsItIs, Field, ListOf, Object, Text, by_name
@@ -106,7 +106,7 @@ class _Messages:
         model = given.get("model") or self._calls.engine.card.name
         return EventAnswer(chat, MessageWriter(f"msg_{request_id}", model, chat.usage), model)
 
-    def _messages(self, given: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    def _messages(self, given: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[int, Place]]:
         system = given.get("system")
         self._calls.check_number("messages", [*given["messages"], {"content": system}])
         return messages_of(given["messages"], system)

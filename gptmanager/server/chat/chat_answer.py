@@ -1,6 +1,6 @@
 """`ChatAnswer`: converts the text of one answer to a chat message, or to the deltas of a stream.
 
-A parser separates thoughts, content and tool calls. This module knows neither tokens nor protocols.
+A parser separates thoughts, content and tool calls. This module knows no protocols.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from gptmanager.server.answer_parsing.answer_parts import (
     Found,
     Thought,
 )
+from gptmanager.server.chat.content_tokens import ContentTokens
+from gptmanager.server.text.log_probs import TokenLogProb
 from gptmanager.server.tool_formats.tool_format import random_id
 
 
@@ -43,14 +45,22 @@ class ChatAnswer:
         self._thoughts: list[str] = []
         self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
+        self._num_pushed = 0  # characters
+        self._tokens = ContentTokens()
         # The number of thoughts that have ended, and the number of their tokens.
         self._num_ended = self._num_tokens = 0
 
-    def push(self, text: str) -> list[dict[str, Any]]:
-        """Add new text to the answer; return the deltas that can be sent now."""
+    def push(self, text: str, log_probs: Sequence[TokenLogProb] = ()) -> list[dict[str, Any]]:
+        """Add new text to the answer; return the deltas that can be sent now.
+
+        `log_probs` are those of the tokens that begin in the new text. With them, a delta of
+        content has those of its own tokens as `log_probs`.
+        """
+        self._tokens.push(log_probs)
+        begin, self._num_pushed = self._num_pushed, self._num_pushed + len(text)
         if self._parser is not None:
             return self._deltas(self._parser.push(text))
-        return self._deltas([Content(text)] if text else [])
+        return self._deltas([Content(text, begin, self._num_pushed)] if text else [])
 
     def flush(self) -> list[dict[str, Any]]:
         """Return the deltas that were held back, because the answer ends here."""
@@ -113,7 +123,8 @@ class ChatAnswer:
                 deltas.append(_thought_fields(one.text))
             elif isinstance(one, Content):
                 self._content.append(one.text)
-                deltas.append({"content": one.text})
+                listed = self._tokens.take(one.begin, one.end)
+                deltas.append({"content": one.text, **({"log_probs": listed} if listed else {})})
             elif not (self._is_alone and one.index > 0):
                 call = self._call(one)
                 is_old = self._is_deprecated

@@ -30,6 +30,8 @@ from gptmanager.server.tool_formats.tool_format import random_id
 from gptmanager.server.tool_formats.tools import Tools, read_tools
 
 logger = logging.getLogger("gptmanager")
+# where a message is in the body; with the index there of the first part of its content, if not 0
+Place = str | tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +161,25 @@ def _why(own: tuple[str, str], other: tuple[str, str]) -> str:
 
 @contextmanager
 def fields_renamed(
-    names: Sequence[tuple[str, str]], places: Mapping[int, str] | None = None
+    names: Sequence[tuple[str, str]], places: Mapping[int, Place] | None = None
 ) -> Iterator[None]:
     """Rename the fields in each ApiError of the block, for a protocol with other fields.
 
     `names`: pairs of a field of chats and the text that replaces it. `places`: index of a message
-    -> the name of its place in the body.
+    -> its place in the body.
     """
+
+    def place(at: re.Match[str]) -> str:
+        found = (places or {}).get(int(at[1]))
+        if found is None:
+            return at[0]
+        where, first = found if isinstance(found, tuple) else (found, 0)
+        return where if at[2] is None else f"{where}.content[{int(at[2]) + first}]"
 
     def renamed(text: str) -> str:
         for own, name in names:
             text = text.replace(own, name)
-        return re.sub(
-            r"\bmessages\[(\d+)\]", lambda at: (places or {}).get(int(at[1]), at[0]), text
-        )
+        return re.sub(r"\bmessages\[(\d+)\](?:\.content\[(\d+)\])?", place, text)
 
     try:
         yield

@@ -18,7 +18,7 @@ from gptmanager.errors import quoted
 from gptmanager.server.engine.model_card import ModelCard
 from gptmanager.server.fields import field_error
 
-KINDS = ("image_embeds", "prompt_embeds")
+EMBEDDINGS = ("image_embeds", "prompt_embeds")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _MARK_BYTES = 16
 
@@ -109,7 +109,7 @@ class EmbeddingParts:
 
 
 def _is_embeddings(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in KINDS
+    return isinstance(part, Mapping) and part.get("type") in EMBEDDINGS
 
 
 def has_embeddings(messages: Sequence[Any]) -> bool:

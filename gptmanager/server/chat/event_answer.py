@@ -5,12 +5,14 @@ An answer in one piece is made from the same events, so it has the same content 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from gptmanager.server.chat.chat_call import PreparedChat
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.responses import named_event
+from gptmanager.server.text.log_probs import TokenLogProb
 
 
 class EventWriter(Protocol):
@@ -19,11 +21,17 @@ class EventWriter(Protocol):
     @property
     def answer_id(self) -> str: ...
 
+    @property
+    def keep_alive(self) -> bytes:
+        """Return the frame for a stream that waits."""
+
     def begin(self) -> list[dict[str, Any]]:
         """Return the events before the first text."""
 
     def add(self, delta: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events for a delta of a chat."""
+        """Return the events for a delta of a chat. Its `logprobs`, if the request asks for them,
+        are those of its content, in the shape of a chat.
+        """
 
     def end(self, reason: str, stop_reason: str | int | None) -> list[dict[str, Any]]:
         """Return the last events. `reason` is a finish reason of /v1/chat/completions."""
@@ -38,7 +46,8 @@ class EventWriter(Protocol):
 class EventAnswer:
     """Passes the only output of a chat to a writer.
 
-    `model`: the model's name in the log. `at_end` is called with the whole answer.
+    `model`: the model's name in the log. `at_end` is called with the whole answer. `list_tokens`
+    formats log probabilities.
     """
 
     def __init__(
@@ -47,11 +56,17 @@ class EventAnswer:
         writer: EventWriter,
         model: str,
         at_end: Callable[[dict[str, Any]], None] = lambda _: None,
+        list_tokens: Callable[[list[TokenLogProb]], list[Any]] = list,
     ) -> None:
         self._chat = chat
         self._writer = writer
         self._model = model
         self._at_end = at_end
+        self._list_tokens = list_tokens
+
+    @property
+    def keep_alive(self) -> bytes:
+        return self._writer.keep_alive
 
     def log_fields(self) -> dict[str, Any]:
         """Return what the log reports about the answer so far."""
@@ -79,10 +94,14 @@ class EventAnswer:
                 has_begun = True
                 for event in writer.begin():
                     yield event
-            found = message.push(delta.text)
+            found = message.push(delta.text, delta.log_probs)
             if delta.finish_reason is not None:
                 found += message.flush()
             for one in found:
+                if "log_probs" in one:
+                    listed = one.pop("log_probs")
+                    shape = functools.partial(self._list_tokens, listed)
+                    one["logprobs"] = await self._chat.answer.shaped(shape, len(listed))
                 for event in writer.add(one):
                     yield event
             if delta.finish_reason is not None:

@@ -19,6 +19,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MAY_BE_EMPTY = ("assistant", "tool", "function")  # roles with an optional content
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that are not shown to the model
+READABLE = "the model reads text, and embeddings of type image_embeds or prompt_embeds"
 _MOST_OBJECTS = 10_000  # in the arguments of a call
 _FUNCTION_CALL = "function_call"  # id given to a deprecated call, which has no id of its own
 
@@ -195,9 +196,7 @@ def _part(part: Any, role: str, where: str) -> str | None:
     if role == "assistant" and kind in _THOUGHTS:
         return None
     if kind not in _TEXT_PARTS:
-        raise field_error(
-            f"{where}.type", f"{quoted(kind)} is not supported: the model reads text only"
-        )
+        raise field_error(f"{where}.type", f"{quoted(kind)} is not supported: {READABLE}")
     key = "refusal" if kind == "refusal" else "text"
     text = part.get(key)
     if not isinstance(text, str):

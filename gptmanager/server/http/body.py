@@ -13,11 +13,10 @@ from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.access import AccessSettings
 from gptmanager.server.http.json_text import parse_json
-from gptmanager.server.http.responses import disconnected
+from gptmanager.server.http.responses import COMMENT, disconnected
 
 _T = TypeVar("_T")
 LARGE_BODY = 1 << 14  # bytes; reading the fields takes 1 ms, passing them to a thread takes 0.1 ms
-COMMENT = b": keep-alive\n\n"  # clients of server-sent events ignore it
 _HUGE_BODY = 1 << 20  # bytes: the parser may hold the interpreter lock for 0.1 s
 
 MAX_BODIES_BYTES = 1 << 30  # limit for the bodies of all clients together
@@ -185,17 +184,22 @@ class StartedStream:
 
 
 class KeptAlive:
-    """An iterator over frames that yields a comment every `interval_s` before the first frame.
+    """An iterator over frames that yields `comment` every `interval_s` before the first frame.
 
     `starting` waits for the first frame. Proxies close a connection that is silent for too long.
     """
 
     def __init__(
-        self, starting: asyncio.Task[bytes | None], frames: AsyncIterator[bytes], interval_s: float
+        self,
+        starting: asyncio.Task[bytes | None],
+        frames: AsyncIterator[bytes],
+        interval_s: float,
+        comment: bytes,
     ) -> None:
         self._starting: asyncio.Task[bytes | None] | None = starting
         self._frames = frames
         self._interval_s = interval_s
+        self._comment = comment
 
     def __aiter__(self) -> KeptAlive:
         return self
@@ -208,7 +212,7 @@ class KeptAlive:
     async def _first_or_comment(self, starting: asyncio.Task[bytes | None]) -> bytes:
         done, _ = await asyncio.wait({starting}, timeout=self._interval_s)
         if not done:
-            return COMMENT
+            return self._comment
         self._starting = None
         first = starting.result()
         if first is None:
@@ -224,13 +228,14 @@ class KeptAlive:
 
 
 async def start_stream(
-    frames: AsyncIterator[bytes], keep_alive_s: float | None = None
+    frames: AsyncIterator[bytes], keep_alive_s: float | None = None, comment: bytes = COMMENT
 ) -> StartedStream | KeptAlive:
     """Wait for the first frame, and return an iterator over all frames. An error before the first
     frame is raised here, in the endpoint.
 
-    With `keep_alive_s`, the iterator is returned at once and begins with comments. Then only an
-    error of the start is raised here, for instance because too many requests wait.
+    With `keep_alive_s`, the iterator is returned at once and repeats `comment` before the first
+    frame. Then only an error of the start is raised here, for instance because too many requests
+    wait.
 
     Use: `EventStream(await until_disconnected(request, start_stream(frames)))`.
     """
@@ -240,7 +245,7 @@ async def start_stream(
     await asyncio.sleep(0)  # one step submits the requests
     if starting.done():
         return StartedStream(starting.result(), frames)
-    return KeptAlive(starting, frames, keep_alive_s)
+    return KeptAlive(starting, frames, keep_alive_s, comment)
 
 
 async def _first(frames: AsyncIterator[bytes]) -> bytes | None:

@@ -17,6 +17,7 @@ from gptmanager.server.http.request_log import RECORD
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"  # clients of server-sent events pass over it
 # Key in a request's scope: the server's own `send`. Each wrapper around it costs time per token.
 DIRECT_SEND = "gptmanager.send"
 # Key in a request's scope: a function that returns whether the whole body has arrived.

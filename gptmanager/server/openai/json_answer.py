@@ -15,7 +15,14 @@ from starlette.responses import Response
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.body import start_stream, until_disconnected
 from gptmanager.server.http.request_log import RECORD
-from gptmanager.server.http.responses import DONE, EventStream, error_frame, event, json_response
+from gptmanager.server.http.responses import (
+    COMMENT,
+    DONE,
+    EventStream,
+    error_frame,
+    event,
+    json_response,
+)
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.text.answer import Answer
 from gptmanager.server.text.outputs import Delta
@@ -42,6 +49,8 @@ class JsonAnswer:
 
     `head`: the first fields of the answer and of each chunk.
     """
+
+    keep_alive = COMMENT
 
     def __init__(
         self, given: Mapping[str, Any], answer: Answer, form: AnswerFormat, head: Mapping[str, Any]
@@ -108,7 +117,12 @@ def answer_head(
 
 
 class HttpAnswer(Protocol):
-    """An answer that can be returned in one piece, or as the frames of a stream."""
+    """An answer that can be returned in one piece, or as the frames of a stream. `keep_alive`: the
+    frame for a stream that waits.
+    """
+
+    @property
+    def keep_alive(self) -> bytes: ...
 
     def log_fields(self) -> dict[str, Any]: ...
 
@@ -132,8 +146,8 @@ async def respond(
     request.scope[RECORD].details = answer.log_fields
     headers = warnings.headers()
     if streams:
-        keep_alive_s = request.app.state.settings.sse_keep_alive
-        starting = start_stream(answer.frames(), keep_alive_s)
+        interval_s = request.app.state.settings.sse_keep_alive
+        starting = start_stream(answer.frames(), interval_s, answer.keep_alive)
         frames = await until_disconnected(request, starting)
         return EventStream(frames, headers, answer.last_frame)
     return json_response(await until_disconnected(request, answer.whole()), headers=headers)

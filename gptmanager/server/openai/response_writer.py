@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 from gptmanager.server.errors import ApiError
+from gptmanager.server.http.responses import COMMENT
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 # type of an item -> type of its only part
@@ -19,6 +21,8 @@ class ResponseWriter:
     `head`: the fields of the response that depend only on the request. `usage` returns the usage so
     far, as a chat reports it.
     """
+
+    keep_alive = COMMENT
 
     def __init__(
         self, answer_id: str, head: Mapping[str, Any], usage: Callable[[], Mapping[str, Any]]
@@ -51,9 +55,12 @@ class ResponseWriter:
         events = []
         if not self._is_open or self._output[-1]["type"] != kind:
             events = self._close() + self._open_text(kind)
-        item, text = self._output[-1], delta[kind if kind == "reasoning" else "content"]
-        item["content"][0]["text"] += text
-        fields = {"delta": text, **({"logprobs": []} if kind == "message" else {})}
+        part, text = self._output[-1]["content"][0], delta.get("reasoning", delta.get("content"))
+        part["text"] += text
+        fields: dict[str, Any] = {"delta": text}
+        if kind == "message":
+            fields["logprobs"] = delta.get("logprobs", [])
+            part["logprobs"] += fields["logprobs"]
         return [*events, self._of_part(f"{_TEXTS[kind]}.delta", fields)]
 
     def end(self, reason: str, stop_reason: str | int | None) -> list[dict[str, Any]]:
@@ -66,8 +73,9 @@ class ResponseWriter:
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        events = [] if self._num_events else self.begin()  # clients expect these first
         self._response["error"] = {"code": code, "message": error.message}
-        return [*self._close("incomplete"), self._last("failed")]
+        return [*events, *self._close("incomplete"), self._last("failed")]
 
     def whole(self) -> dict[str, Any]:
         return self._response
@@ -92,7 +100,7 @@ class ResponseWriter:
         if kind == "message":
             part |= {"annotations": [], "logprobs": []}
         self._output[-1]["content"] = [part]
-        return [added, self._of_part("content_part.added", {"part": dict(part)})]
+        return [added, self._of_part("content_part.added", {"part": deepcopy(part)})]
 
     def _add_call(self, call: Mapping[str, Any]) -> list[dict[str, Any]]:
         events, function = [], call["function"]
@@ -116,7 +124,7 @@ class ResponseWriter:
             events = [self._of_item("function_call_arguments.done", **own)]
         else:
             (part,), kind = item["content"], _TEXTS[item["type"]]
-            fields = {"text": part["text"], **({"logprobs": []} if kind == "output_text" else {})}
+            fields = {name: part[name] for name in ("text", "logprobs") if name in part}
             done = self._of_part(f"{kind}.done", fields)
             events = [done, self._of_part("content_part.done", {"part": part})]
         return [*events, self._event("output_item.done", self._place(item=item))]

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from gptmanager.errors import quoted
 from gptmanager.server.chat.chat_call import ChatCalls, fields_renamed
 from gptmanager.server.chat.chat_prompt import TEMPLATE_FIELDS
 from gptmanager.server.chat.event_answer import EventAnswer
@@ -46,7 +47,14 @@ from gptmanager.server.openai.response_input import (
 from gptmanager.server.openai.response_store import ResponseStore
 from gptmanager.server.openai.response_writer import ResponseWriter
 from gptmanager.server.request_fields import read_request
-from gptmanager.server.text.generation_fields import SAMPLING, SERVING, STREAM_OPTIONS, NewTokens
+from gptmanager.server.text.generation_fields import (
+    MAX_TOP_LOG_PROBS,
+    SAMPLING,
+    SERVING,
+    STREAM_OPTIONS,
+    NewTokens,
+)
+from gptmanager.server.text.log_probs import TokenLogProb, chat_shape
 from gptmanager.server.tool_formats.tools import MAX_TOOLS
 
 _TEXT = {"type": "string"}
@@ -62,6 +70,8 @@ _IGNORED: dict[str, Kind] = {
     "max_tool_calls": Integer(0, 2**31 - 1),
     "metadata": Object(),
 }
+_LOG_PROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOG_PROBS, "reasoning.encrypted_content")  # the latter has no effect
 _MAX_METADATA = (16, 512)  # keys, and characters of each value
 
 
@@ -97,9 +107,13 @@ _BODY = by_name(
         Field("store", Flag(), "absent: true; keep the response for others that continue it"),
         Field("stream_options", STREAM_OPTIONS),
         Field("truncation", OneOf(("auto", "disabled")), "nothing is ever cut"),
-        Field("include", ListOf(Text(0, 64), longest=16), "only reasoning.encrypted_content"),
+        Field("include", ListOf(Text(0, 64), longest=16), " or ".join(_INCLUDED)),
         Field("background", Flag(), "only false"),
-        Field("top_logprobs", Integer(0, 0), "only 0"),
+        Field(
+            "top_logprobs",
+            Integer(0, MAX_TOP_LOG_PROBS),
+            "most likely tokens to return for each token of the output text",
+        ),
     ],
     [Field(name, kind, "accepted; has no effect on the answer") for name, kind in _IGNORED.items()],
 )  # fmt: skip
@@ -147,6 +161,8 @@ class _Responses:
         messages, places = messages_of(items, earlier, given.get("instructions"))
         with fields_renamed(RENAMED, places):
             fields = {**chat_fields(given, warnings), "messages": messages}
+            if _lists_tokens(given):
+                fields |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
             chat = await self._calls.prepare(fields, warnings)
         model = given.get("model") or self._calls.engine.card.name
         stores = given.get("store", True) and self._store is not None
@@ -157,7 +173,10 @@ class _Responses:
             if self._store is not None and stores:
                 self._store.add(owner, response, [*earlier, *items])
 
-        return EventAnswer(chat, writer, model, keep)
+        def list_tokens(listed: list[TokenLogProb]) -> Any:
+            return chat_shape(listed, given.get("top_logprobs", 0), self._calls.texts)["content"]
+
+        return EventAnswer(chat, writer, model, keep, list_tokens)
 
     def _earlier(self, owner: str, name: str) -> list[Any]:
         """Return the items of a stored response: its input, and then its output."""
@@ -233,8 +252,14 @@ def _check_supported(given: Mapping[str, Any]) -> None:
     if given.get("background"):
         raise field_error("background", "is not supported: leave it out, or send false")
     for one in given.get("include", ()):
-        if one != "reasoning.encrypted_content":
-            raise field_error("include", f"{one!r} is not supported")
+        if one not in _INCLUDED:
+            what = f"{quoted(one)} is not supported; supported: {', '.join(_INCLUDED)}"
+            raise field_error("include", what)
+
+
+def _lists_tokens(given: Mapping[str, Any]) -> bool:
+    """Return whether a request asks for log probabilities of its output text."""
+    return _LOG_PROBS in given.get("include", ()) or given.get("top_logprobs", 0) > 0
 
 
 def _is_short(value: Any, longest: int) -> bool:
@@ -255,6 +280,6 @@ def _echoed(given: Mapping[str, Any]) -> dict[str, Any]:
         "text": {"format": {"type": "text"}, **given.get("text", {})},
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": given.get("tools", []),
-        "top_logprobs": 0,
+        "top_logprobs": given.get("top_logprobs", 0),
         "truncation": given.get("truncation", "disabled"),
     }

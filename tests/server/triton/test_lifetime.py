@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from outside_server import Outside
 from running_server import MODEL, settings_of, wait_for
-from server.test_lifetime import Outside
 from triton_calls import inputs_of, prompt
 from tritonclient.utils import InferenceServerException
 

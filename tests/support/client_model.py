@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from gptmanager.bench.load import random_llama
 from gptmanager.callbacks import load_tokenizer
 
-TEMPLATES = Path(__file__).parent / "chat_templates"
+TEMPLATES = Path(__file__).parents[1] / "server" / "chat_templates"
 NAME = "test-model"
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],

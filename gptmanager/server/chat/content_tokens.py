@@ -1,0 +1,33 @@
+"""`ContentTokens`: which tokens of an answer are in its content, for log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from gptmanager.server.text.log_probs import TokenLogProb
+
+
+class ContentTokens:
+    """Takes the log probabilities of an answer's tokens in order, and returns those of content."""
+
+    def __init__(self) -> None:
+        self._waiting: list[TokenLogProb] = []  # of text that has not been passed yet
+
+    def push(self, listed: Sequence[TokenLogProb]) -> None:
+        self._waiting += listed
+
+    def take(self, begin: int, end: int) -> list[TokenLogProb]:
+        """Return those of tokens with text from the character `begin` up to `end`; drop earlier
+        ones. A token is returned once, with the first text that it is in.
+        """
+        waiting = self._waiting
+        count = sum(1 for _ in takewhile(lambda one: one.start < end, waiting))
+        first = 0
+        # a token ends where the next one starts
+        while first < count and waiting[first].start < begin:
+            if first + 1 == len(waiting) or waiting[first + 1].start > begin:
+                break
+            first += 1
+        self._waiting = waiting[count:]
+        return waiting[first:count]
