@@ -3,6 +3,8 @@ installed (`pip install -e '.[test-clients]'`).
 """
 
 import json
+import shutil
+import subprocess
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +14,7 @@ from pydantic import BaseModel
 from scripted_server import scripted_server
 
 QWEN = Path(__file__).parent / "chat_templates" / "qwen.jinja"
+AI_SDK = Path(__file__).parent / "ai_sdk"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
 THOUGHT = "<think>\nI look.\n</think>\n\n"
 ROME = '{"city": "Rome"}'
@@ -206,6 +209,26 @@ def test_litellm(server, provider):
     choice = litellm.completion(**fields, tools=[tool]).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Rome"}
+
+
+has_ai_sdk = shutil.which("node") is not None and (AI_SDK / "node_modules" / "ai").is_dir()
+
+
+@pytest.mark.skipif(not has_ai_sdk, reason="needs Node.js, and npm install in tests/server/ai_sdk")
+@pytest.mark.parametrize("kind", ["compatible", "chat", "responses"])
+def test_ai_sdk(server, kind):
+    thinks = "" if kind == "chat" else THOUGHT  # OpenAI's chats have no thoughts
+    server.says(f"{thinks}42 and more", CALL, "It is sunny.", CALL, "It is sunny.", ROME)
+    command = ["node", str(AI_SDK / "client.mjs"), server.url, kind]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert (found["answer"]["text"], found["answer"]["reason"]) == ("42 and more", "stop")
+    assert found["answer"]["reasoning"].strip() == ("I look." if kind == "compatible" else "")
+    assert found["called"] == {"text": "It is sunny.", "results": ["sunny in Rome"]}
+    assert (found["tools"]["text"], found["tools"]["results"]) == (
+        "It is sunny.", ["sunny in Rome"])  # fmt: skip
+    assert found["answer"]["outputTokens"] > 3 and found["object"] == {"city": "Rome"}
 
 
 def again(server, says, call, *given):
