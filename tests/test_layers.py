@@ -617,6 +617,7 @@ server/                       a manager behind HTTP and gRPC
         response_input        items and fields of /v1/responses as those of a chat
         response_writer       items and events of /v1/responses (no torch)
         response_store        the latest responses (no torch)
+        item_references       stored items instead of their ids (no torch)
         responses             /v1/responses
         tokenization          /tokenize and /detokenize
     anthropic/                Anthropic's endpoints

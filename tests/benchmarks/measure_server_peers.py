@@ -61,7 +61,8 @@ def contenders(options: argparse.Namespace, folder: Path) -> tuple[list[Contende
     model = save_model(folder, options.shape, getattr(torch, options.dtype))
     own = [options.python, "-m", "gptmanager", "serve", "--served-model-name", NAME]
     own += ["--threads", str(options.threads)] if options.threads else []
-    found.append(Contender("gptmanager", options.dtype, [*own, "--model", str(model)]))
+    command = [*own, "--model", str(model), "--dtype", options.dtype]
+    found.append(Contender("gptmanager", options.dtype, command))
     if not is_program(options.vllm_python):
         notes.append("vLLM is skipped: pass an interpreter that has it as --vllm-python")
     else:

@@ -218,7 +218,7 @@ has_ai_sdk = shutil.which("node") is not None and (AI_SDK / "node_modules" / "ai
 @pytest.mark.parametrize("kind", ["compatible", "chat", "responses"])
 def test_ai_sdk(server, kind):
     thinks = "" if kind == "chat" else THOUGHT  # OpenAI's chats have no thoughts
-    server.says(f"{thinks}42 and more", CALL, "It is sunny.", CALL, "It is sunny.", ROME)
+    server.says(f"{thinks}42 and more", CALL, "It is sunny.", CALL, "It is sunny.", "Rain.", ROME)
     command = ["node", str(AI_SDK / "client.mjs"), server.url, kind]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -229,6 +229,7 @@ def test_ai_sdk(server, kind):
     assert (found["tools"]["text"], found["tools"]["results"]) == (
         "It is sunny.", ["sunny in Rome"])  # fmt: skip
     assert found["answer"]["outputTokens"] > 3 and found["object"] == {"city": "Rome"}
+    assert found["again"] == "Rain."
 
 
 def again(server, says, call, *given):

@@ -179,6 +179,21 @@ def test_a_response_goes_on(ask):
         responses.cancel(first.id)
 
 
+def test_stored_items_are_referred_to(ask):
+    """By clients that keep ids instead of items, such as the AI SDK."""
+    first = ask(ANSWER, tools=[LOOK])
+    asked = {"role": "user", "content": ASKS}
+    result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "sun"}
+    names = [{"type": "item_reference", "id": one.id} for one in first.output]
+    whole = ask("Sunny.", input=[asked, *first.output, result], tools=[LOOK])
+    short = ask("Sunny.", input=[asked, *names, result], tools=[LOOK])
+    assert short.usage.input_tokens == whole.usage.input_tokens
+    for wrong in ([*names, names[0]], [{**names[0], "id": names[0]["id"] + "0"}]):
+        with pytest.raises(Exception, match=r"input\[\d\]\.id: no item") as refused:
+            ask("42", input=wrong)
+        assert refused.value.code == "item_not_found"
+
+
 IMAGE = [{"type": "input_image"}]
 
 
@@ -186,7 +201,9 @@ IMAGE = [{"type": "input_image"}]
     ("fields", "param"),
     [
         ({"input": [{"role": "user", "content": IMAGE}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_a_0"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": 7}]}, "input[0].id"),
+        ({"input": [{"type": "web_search_call", "id": "a"}]}, "input[0].type"),
         ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "function_call_output", "output": ""}]}, "input[0].call_id"),
         ({"input": []}, "input"),

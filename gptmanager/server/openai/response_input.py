@@ -27,6 +27,7 @@ SAME = (
 )
 _ROLES = ("system", "developer", "user", "assistant")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_ALLOWED = ", ".join((*_KINDS, "item_reference"))  # of which the latter has been replaced
 
 
 def items_of(given: Any) -> list[Any]:
@@ -73,7 +74,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         raise field_error(where, f"{quoted(item)} must be an object")
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind not in _KINDS:
-        raise field_error(f"{where}.type", f"{quoted(kind)} must be one of {', '.join(_KINDS)}")
+        raise field_error(f"{where}.type", f"{quoted(kind)} must be one of {_ALLOWED}")
     if kind == "message":
         if item.get("role") not in _ROLES:
             wrong = quoted(item.get("role"))

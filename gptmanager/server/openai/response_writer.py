@@ -15,6 +15,11 @@ _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 _TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
+def response_of_item(item_id: str) -> str:
+    """Return the id of the response that an output item with this id would belong to."""
+    return f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"
+
+
 class ResponseWriter:
     """Writes items in the order in which the model writes them.
 

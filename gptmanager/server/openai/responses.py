@@ -35,6 +35,7 @@ from gptmanager.server.http.body import read_json
 from gptmanager.server.http.request_log import RECORD
 from gptmanager.server.http.responses import json_response
 from gptmanager.server.http.warning_header import Warnings
+from gptmanager.server.openai.item_references import resolved
 from gptmanager.server.openai.json_answer import respond
 from gptmanager.server.openai.models import check_model
 from gptmanager.server.openai.response_input import (
@@ -152,7 +153,7 @@ class _Responses:
         return await respond(request, preparing, warnings, streams=given.get("stream", False))
 
     async def _prepare(self, given: dict[str, Any], warnings: Warnings, owner: str) -> EventAnswer:
-        items = items_of(given.get("input", []))
+        items = resolved(items_of(given.get("input", [])), self._store, owner)
         name = given.get("previous_response_id")
         earlier = [] if name is None else self._earlier(owner, name)
         if not items and not earlier:
