@@ -1,6 +1,7 @@
-"""`DeviceRunner`: launches packed rows on a device, by a captured step if one is large enough.
+"""`DeviceRunner`: launches packed rows on a device.
 
-It decides which arrays of a batch are copied to the device, and which the device has already.
+It replays a captured step, which is a CUDA graph, if one has enough rows. It decides which arrays
+of a batch are copied to the device, and which the device has already.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class DeviceRunner(Runner):
     def release(self) -> None:
         with self.stream:
             self.stream.synchronize()
-            self._forget_graphs()  # they hold addresses
+            self._forget_graphs()  # they contain addresses in the memory that is released
             super().release()
             self.stream.relieve()
 

@@ -1,7 +1,7 @@
 """The executor of a rank. Every rank runs each schedule, and rank 0 chooses the tokens for all.
 
-It decides when a result is sent, and which of its tokens are written to the tables. A `ResultLink`
-sends it. The model itself exchanges tensors within a step.
+This module decides when a result is sent, and which of its tokens are written to the tables. A
+`ResultLink` sends the result. Within a step the model itself exchanges tensors between ranks.
 
 | stages | device | rank 0 chooses | other ranks get the tokens |
 | --- | --- | --- | --- |

@@ -43,7 +43,7 @@ class SequenceTables:
         self.blocks[line, first : first + len(block_ids)] = block_ids
 
     def fork(self, first_line: int, parents: Sequence[int], position: int) -> None:
-        """Copy to beam i the tokens before `position` of its parent."""
+        """Copy to each beam i the tokens before `position` of its parent, beam `parents[i]`."""
         sources = first_line + np.array(parents)
         lines = slice(first_line, first_line + len(parents))
         self.tokens[lines, :position] = self.tokens[sources, :position]

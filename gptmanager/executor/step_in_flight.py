@@ -1,7 +1,7 @@
 """`StepInFlight`: a step that is being computed, from its rows to the tokens chosen for them.
 
-Maps each of the S choices to its row, where it is a token, a verified draft, or a beam's
-continuation. Does not make the choices.
+It maps each of the S choices of a step to its row: a row has one choice, or one for each beam, or
+one for each draft and one after the drafts. It does not make the choices.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class StepInFlight:
 
 
 def num_right_drafts(rows: SamplingRows, tokens: np.ndarray) -> np.ndarray:
-    """Return how many drafts of each row precede the first one that differs, int32 `[rows]`.
+    """Return how many drafts of each row precede the first wrong one, int32 `[rows]`.
 
-    A draft is compared with the token that `tokens` `[S]` has at its position.
+    A draft is right if it equals the token that `tokens` `[S]` has at the draft's position.
     """
     drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
     counts = np.zeros(len(rows.rows), dtype=np.int32)

@@ -128,7 +128,7 @@ class TorchExecutor:
         """Return None: forward passes have run, or a stream orders them (`RankExecutor.mark`)."""
 
     def take_gil_wait_us(self) -> int:
-        """Return the microseconds since the last call in which a step kept the loop thread waiting.
+        """Return for how many microseconds the loop's thread waited in steps since the last call.
 
         On the CPU a step computes all the time. Wall time in excess of the thread's CPU time is
         therefore spent waiting for the interpreter lock or for a core.

@@ -44,8 +44,8 @@ def _step_back() -> None:
 class AdapterLoader:
     """Does adapter work for a loop. `wake` ends the pause of an idle loop.
 
-    Any thread appends to these lists for the next intake: `done`, the jobs that have ended, and
-    `forgotten`, the ids of tasks.
+    Any thread appends to two queues, which the next intake contains: `done` has the jobs that have
+    ended, and `forgotten` the ids of tasks with an adapter that was replaced.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -77,7 +77,7 @@ class AdapterLoader:
         have. `loop_helps`: the loop's thread may do pieces of jobs between steps.
         """
         self._pool, self._config, self._mark = pool, config, mark
-        # where copies are synchronous
+        # the loop's thread does no copies that wait for a device
         is_cpu = pool is not None and pool.pages.device.type == "cpu"
         self.jobs.loop_helps = loop_helps and is_cpu
 

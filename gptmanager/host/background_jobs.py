@@ -52,8 +52,9 @@ class Job(Generic[Result]):
         self._lock = threading.Lock()
 
     def advance(self, *, waits: bool) -> bool:
-        """Do one piece. Returns False if the job has ended, or another thread is busy and not
-        `waits`.
+        """Do one piece. Returns False if the job has ended, or if another thread does a piece.
+
+        With `waits`, the call waits for the other thread.
         """
         if not self._lock.acquire(blocking=waits):
             return False
@@ -136,8 +137,9 @@ class BackgroundJobs:
         return cast("Result", job.result)
 
     def _is_left_to_loop(self, job: Job[Any]) -> bool:
-        """Whether the loop's thread does the job; True until it is known whether steps use all
-        cores.
+        """Whether the loop's thread does the next piece of a job.
+
+        Until it is known whether steps use all cores, this is assumed.
         """
         may_be = self.loop_helps and self._is_crowded is not False
         return may_be and job.by_loop and self.is_busy

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Broadcast:
-    """Wraps rank 0's callback; on the other ranks, which receive rank 0's answers, it is None."""
+    """Wraps rank 0's callback; on other ranks, which receive its answers, `callback` is None."""
 
     def __init__(self, callback: Callable[..., Any] | None = None) -> None:
         self.callback = callback

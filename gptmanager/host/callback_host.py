@@ -45,7 +45,7 @@ from gptmanager.step import Failure, Intake
 
 _T = TypeVar("_T")
 
-_READY = frozenset({list, tuple, set, frozenset})  # types that most callbacks return
+_READY = frozenset({list, tuple, set, frozenset})  # types of answers that need no check
 _POLL_S = 0.002  # interval of checking whether SendResponse has returned
 _STALL_S = 0.01  # pause after an iteration that scheduled no active request
 

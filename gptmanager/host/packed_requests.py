@@ -1,7 +1,8 @@
-"""Converts requests to bytes and back. Bytes: a head as JSON, then the raw data of the tensors.
+"""Converts requests to bytes and back, for messages between ranks.
 
-The head also holds values that admission will refuse, in the form that recordings use, so that the
-other ranks refuse them too. A logits post-processor is sent as its name only.
+The bytes are a head as JSON, and then the raw data of the tensors. The head also contains values
+that admission will refuse, in the form that recordings use, so that the other ranks refuse them
+too. Of a logits post-processor only the name is sent.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ _HEAD = struct.Struct("<IdII??2x")
 class IntakeMessage(NamedTuple):
     """The message that rank 0 sends to the others at the start of an iteration.
 
-    `requests`, `stops`: digests, used if each rank's own host provides them; the intake then
-    contains none. `is_empty`: Get returned nothing.
+    `requests` and `stops` are digests if each rank's own host provides requests and stop signals,
+    and then the intake contains none; otherwise 0. `is_empty`: Get returned no requests.
     """
 
     intake: Intake

@@ -37,8 +37,9 @@ class OwedFinals:
             self._counts[request_id] = self._counts.get(request_id, 0) + 1
 
     def settle(self, request_id: int) -> bool:
-        """Note that a final response is about to be sent. False if none is owed: then do not send
-        it.
+        """Note that a final response is about to be sent.
+
+        Returns False if none is owed; then the response must not be sent.
         """
         with self._lock:
             count = self._counts.get(request_id, 0)

@@ -22,15 +22,16 @@ FOR_PROCESSOR, FOR_ADAPTER = 1, 2
 class ActiveRequest(LlmRequest):
     """A request as schedulers see it, with the values that its responses need.
 
-    `num_sent`: the number of history tokens that have been sent; pauses do not change it.
+    `num_sent`: the history position up to which tokens have been sent, at first the length of the
+    prompt; pauses do not change it.
     `stop_state`: the state of `end_rule` after the tokens so far. `cached_tokens`: the prompt
     tokens that the first start found in the KV cache. `search`: the beam search, if the request has
     several beams; the length of `tokens` then is only the number of generated tokens. `is_serial`:
     the next step depends on the values of the last tokens. `adapter_digest`: the digest of the
     adapter's content, "" until it is known. `adapter_slot`: the adapter's index in the tables of
     the kernels, -1 while the adapter is not on the device. `adapter_tensors`: the adapter's
-    weights, None once they have been read. `weights_versions`: those of the first and of the newest
-    weights that may have computed its tokens.
+    weights, None once a job reads them. `weights_versions`: the versions of the first and of the
+    newest weights that may have computed its tokens.
     """
 
     __slots__ = (
@@ -165,7 +166,8 @@ class ActiveRequest(LlmRequest):
     def resume(self, progress: Progress, now: float) -> None:
         """Continue a new request after the progress that it made in another process.
 
-        Beams start anew: their tokens are computed again, and the ones that were sent are not sent.
+        Beams start anew: their tokens are computed again, but tokens that were sent before are not
+        sent again.
         Raises CapacityError if the output is as long as it may be already.
         """
         tokens, times = progress.tokens, self.times

@@ -35,7 +35,9 @@ def no_adapters() -> Adapters:
 
 @dataclass(slots=True)
 class Read:
-    """An adapter that was sent with a request and is not cached. `digest` is "" while it is read.
+    """An adapter that was sent with a request and is not cached.
+
+    `digest` is "" until a job has read the adapter.
 
     `wanted_by`: the request that sent the adapter, if still active, and later requests that name
     only its id. `is_forgotten`: the host has replaced the adapter; no new request may use it.
@@ -73,7 +75,8 @@ class Adapters:
         self.unknown: list[int] = []  # requests with ids of unknown adapters
         self.num_jobs = 0  # started so far
         self.has_changed = False  # since the last assignment of pages
-        self._forgotten: deque[int] = deque()  # noted but not applied yet, as in `_done`
+        # ids of tasks, and results of jobs, that are noted but not applied yet
+        self._forgotten: deque[int] = deque()
         self._done: deque[AdapterDone] = deque()
         self._failures: list[Failure] = []  # not returned yet
         self.passed_over = -1  # the first request for which too few pages are free
@@ -90,7 +93,7 @@ class Adapters:
         self.has_changed = True
 
     def take_in(self) -> list[Failure]:
-        """Apply recorded changes, before requests are added. Return requests that must end."""
+        """Apply noted changes, before requests are added. Return failures of requests to end."""
         while self._forgotten:
             task_id = self._forgotten.popleft()
             self.cache.forget(task_id)
@@ -120,7 +123,7 @@ class Adapters:
         self._load(ReadAdapter(job, task_id, tensors))
 
     def settle(self, active: Iterable[ActiveRequest]) -> list[Failure]:
-        """Assign pages after requests were added. Return the requests that must end."""
+        """Assign pages after requests were added. Return failures of requests to end."""
         while self.unknown:
             self._follow_or_fail(self.unknown.pop(0))
         for job in self._next_reads():
@@ -171,7 +174,7 @@ class Adapters:
         return self.num_jobs
 
     def _follow(self, request_id: int, task_id: int) -> bool:
-        """Let the request use an adapter that another request has sent. False if there is none."""
+        """Let the request use an adapter that another request has sent. Return whether one has."""
         if task_id in self.cache:
             self.cache.use(request_id, task_id)
             self._attach(request_id)
@@ -317,7 +320,10 @@ class Adapters:
         request.wait_for(FOR_ADAPTER)
 
     def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
-        """Bring the adapter to the device. Return whether this call has started the copy."""
+        """Reserve device pages of the adapter for a request, and start a copy if it is needed.
+
+        Return whether the request had no reservation before.
+        """
         request_id = request.request_id
         is_new = request_id not in adapter.running
         copies = self.cache.ensure(request_id)
@@ -382,7 +388,7 @@ class Adapters:
             if waits != bool(request.awaited & FOR_ADAPTER):
                 return f"{where}: `waiting` and `awaited` disagree on its adapter"
             if waits and (request.slot >= 0 or request.adapter_slot >= 0):
-                return f"{where} waits for its adapter, but has started or has a slot of one"
+                return f"{where} waits for its adapter, but has started or has an adapter slot"
             if waits:
                 continue
             pages = None if adapter is None else self.cache.device_pages(adapter)

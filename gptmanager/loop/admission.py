@@ -344,7 +344,7 @@ def _optional_int(name: str, value: Any, low: int, high: int) -> int | None:
 
 
 def _time_limit(name: str, value: Any, now: float) -> float | None:
-    """Return the time `value` seconds after `now`. None or infinity: no limit, returns None."""
+    """Return the time `value` seconds after `now`; None if `value` is None or infinity."""
     if value is None or (isinstance(value, (float, np.floating)) and value == math.inf):
         return None
     return now + read_float(name, value, 0.0)

@@ -1,6 +1,6 @@
 """Allocation: makes a scheduler's decision a frozen `Schedule`, with memory and slots.
 
-This is the only module that calls the KV cache manager for running requests. It makes no decisions:
+This is the only module that allocates and frees blocks of running requests. It makes no decisions:
 it checks that memory suffices, allocates, and records the result.
 """
 
@@ -126,7 +126,7 @@ class Allocator:
         self.kv_cache.forget_waiting(request.request_id)
 
     def reset(self) -> None:
-        """Reset: all slots and blocks are free, and nothing is cached."""
+        """Free all slots and blocks, and forget all cached blocks."""
         self.kv_cache.reset()
         self._free_slots = self._all_slots()
         self._paused = []

@@ -25,8 +25,8 @@ Finished = tuple[ActiveRequest, FinishReason, int]
 class Confirmation:
     """Applies the results of steps to the requests of a loop.
 
-    `failing`: requests that failed in a result; they end in the next intake. `drafts`,
-    `num_logits_errors`: counts since the start.
+    `failing`: ids of requests that failed in a result; they end with the next intake. `drafts` and
+    `num_logits_errors` count since the start.
     """
 
     def __init__(self, table: RequestTable, allocator: Allocator) -> None:

@@ -1,8 +1,8 @@
 """`HeldExtras`: the log probabilities and logits that requests ask for, until they are sent.
 
-They are kept outside the requests, which hold no tensors, and survive pauses. The module tracks
-what has been sent, but not when a request ends. Indices count generated tokens from the start of
-the output; pauses do not change them.
+These extras are kept outside of the requests, and survive pauses. The module tracks what has been
+sent, but not when a request ends. An index counts generated tokens from the start of the output;
+pauses do not change it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ class RequestExtras:
         )
 
     def take_top(self, start: int, end: int, count: int) -> LogProbsByRank:
-        """Take the top log probabilities of generated tokens `start <= index < end` of one text."""
+        """Remove and return the top log probabilities of generated tokens `start <= index < end`.
+
+        Only for a request without beams.
+        """
         return _stacked([self._top.pop(i) for i in range(start, end) if i in self._top], count)
 
     def beam_top(self, nodes: Sequence[BeamNode], count: int) -> LogProbsByRank:
@@ -171,7 +174,10 @@ class HeldExtras(dict[int, RequestExtras]):
         return found
 
     def resume(self, progress: Progress) -> None:
-        """Keep what another process has sent of a request."""
+        """Keep the log probabilities that another process has sent for a request.
+
+        Those of its prompt are not sent again if a token was generated.
+        """
         extras = self[progress.request_id]
         extras.add_log_probs(0, list(progress.log_probs))
         extras.prompt_is_sent = bool(progress.tokens)

@@ -21,7 +21,7 @@ class Limits:
     that evicts, without chunked context). `max_num_requests`: the number of requests that may run
     at once. `max_waiting`: how many more may wait, None for any number. `hidden_size` 0: the model
     does not accept prompt embeddings. `drafts_refused`: why drafts are refused; "" if they are not.
-    `adapters` None: it does not accept adapters.
+    `adapters` None: adapters are refused.
     """
 
     vocab_size: int
@@ -46,7 +46,10 @@ class Limits:
 
 
 def fit_length(request_id: int, prompt_len: int, max_new_tokens: int, limits: Limits) -> int:
-    """Return the number of new tokens that fit after the prompt."""
+    """Return `max_new_tokens`, lowered to the number of tokens that fit after the prompt.
+
+    Raise InvalidRequestError or CapacityError if the request cannot run with these lengths.
+    """
     if prompt_len == 0:
         raise InvalidRequestError("input_ids is empty, expected at least 1 token")
     if prompt_len > limits.max_input_len:

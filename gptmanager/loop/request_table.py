@@ -244,7 +244,10 @@ class RequestTable:
     # Ends: the memory of a request is freed before its final response is sent ---------------
 
     def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
-        """Send the final response: output up to history position `end`."""
+        """Free a request, and send its final response, with the output before position `end`.
+
+        If the response cannot be created, end the request with an error response.
+        """
         try:
             tensors = self._final(request, reason, end, self.extras)
         except Exception as error:

@@ -26,7 +26,8 @@ class RequestTimes:
     """The times of a request, in seconds of the clock of `Intake.now`.
 
     `deadline`: when the request must be finished. `queue_deadline`: when its first computation must
-    have started. Both are None without a limit. The other times are None until their event.
+    have started. Both are None without a limit. `first_scheduled`, `first_token` and `last_token`
+    are None until their event.
     """
 
     arrival: float

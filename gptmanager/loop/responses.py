@@ -1,9 +1,9 @@
 """The tensors of responses, in the order of the contract's table.
 
-It knows what a request has generated and sent, and never decides when it ends. With several beams
-the tensors hold a row per beam, the best beam first. During the search only the tokens that all
-beams share are sent, because later steps cannot change them. The final response has the rest of
-each beam.
+This module knows what a request has generated and sent, but does not decide when a request ends.
+With several beams the tensors have a row per beam, the best beam first. During the search only the
+tokens that all beams share are sent, because later steps cannot change them. The final response has
+the rest of each beam.
 """
 
 from __future__ import annotations

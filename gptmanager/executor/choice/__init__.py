@@ -1,1 +1,1 @@
-"""From the logits of a step to its tokens and their log probabilities."""
+"""Chooses the tokens of a step from its logits, and computes their log probabilities."""

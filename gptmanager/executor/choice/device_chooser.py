@@ -61,10 +61,11 @@ class DeviceChooser(TokenChooser):
         self._num_starts[self.lines.of(start.slot)] += 1
 
     def is_plain(self, lines: np.ndarray) -> bool:
-        """Return whether `choose_captured` can choose the tokens of these lines, without beams.
+        """Return whether `choose_captured` can choose the tokens of these lines.
 
-        Also uploads the sampling parameters that the captured step reads, unless a logits
-        post-processor or requested logits rule it out.
+        None of the lines may belong to several beams, so each line is also a slot. Unless a logits
+        post-processor or requested logits rule it out, the sampling parameters that the captured
+        step reads are uploaded.
         """
         slots = lines
         if self._processing.serves(slots) or self.gathered.wants_logits(slots):

@@ -19,7 +19,7 @@ from gptmanager.step import SequenceStart
 class DrawnDrafts:
     """The drafts that hosts have sampled.
 
-    `by_slot`: the sampling parameters of their requests, and the draft logits `[n, vocab]`.
+    `by_slot`: slot -> the sampling parameters of its request, and the draft logits `[n, vocab]`.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -39,10 +39,10 @@ class DrawnDrafts:
             self.by_slot.pop(row.slot, None)
 
     def at(self, offset: int, rows: SamplingRows, logits: Tensor) -> dict[int, np.ndarray]:
-        """Return log probabilities `[vocab]` for each row with a host's draft at `offset`, by row.
+        """Return index of a row -> log probabilities `[vocab]` to compare its draft with.
 
-        The draft is verified against them. Each row has one choice, at this offset. `logits`
-        `[S, vocab]` are already post-processed, and are not changed.
+        Only rows with a host's draft at `offset` are included. Each row has one choice, at this
+        offset. `logits` `[S, vocab]` are already post-processed, and are not changed.
         """
         own = [
             index

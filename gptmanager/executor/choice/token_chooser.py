@@ -181,7 +181,7 @@ class TokenChooser:
     def _prepare(
         self, rows: SamplingRows, logits: Tensor
     ) -> tuple[SamplingRows, Tensor, Mapping[int, BaseException]]:
-        """Run the logits post-processors; then make a choice for each sampled beam of a context.
+        """Run the logits post-processors; then repeat a context's logits for its sampled beams.
 
         Returns the rows, their logits and the post-processors' errors by row.
         """
