@@ -35,9 +35,7 @@ def no_adapters() -> Adapters:
 
 @dataclass(slots=True)
 class Read:
-    """An adapter that was sent with a request and is not cached.
-
-    `digest` is "" until a job has read the adapter.
+    """An adapter that was sent with a request and is not cached; `digest` is "" until it is read.
 
     `wanted_by`: the request that sent the adapter, if still active, and later requests that name
     only its id. `is_forgotten`: the host has replaced the adapter; no new request may use it.
@@ -75,8 +73,7 @@ class Adapters:
         self.unknown: list[int] = []  # requests with ids of unknown adapters
         self.num_jobs = 0  # started so far
         self.has_changed = False  # since the last assignment of pages
-        # ids of tasks, and results of jobs, that are noted but not applied yet
-        self._forgotten: deque[int] = deque()
+        self._forgotten: deque[int] = deque()  # task ids, noted but not applied yet
         self._done: deque[AdapterDone] = deque()
         self._failures: list[Failure] = []  # not returned yet
         self.passed_over = -1  # the first request for which too few pages are free
@@ -320,10 +317,7 @@ class Adapters:
         request.wait_for(FOR_ADAPTER)
 
     def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
-        """Reserve device pages of the adapter for a request, and start a copy if it is needed.
-
-        Return whether the request had no reservation before.
-        """
+        """Reserve device pages, and copy if necessary. Return whether none were reserved before."""
         request_id = request.request_id
         is_new = request_id not in adapter.running
         copies = self.cache.ensure(request_id)
