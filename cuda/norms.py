@@ -51,11 +51,11 @@ def norm(
     """Compute an RMSNorm, or a LayerNorm if `centered`, over the last dimension.
 
     The RMSNorm is `out = y / sqrt(mean(y^2) + eps) * weight + bias`. For a LayerNorm, the mean of y
-    is first subtracted from it. y is x; with a residual, y is their rounded sum, which is also
-    written to the residual. `out`, `x`, `residual` `[T, C]`; `weight`, `bias` `[C]`; one dtype of
-    float32, float16, bfloat16. `out` may be `x`. Raises ValueError for other tensors, and for rows
-    of more than 64 KiB, or of more than 8192 elements if a row is not a multiple of 16 bytes. With
-    `plus_one`, weights are stored minus 1.
+    is first subtracted from y. y is `x`; with a `residual`, y is the rounded sum of both, which is
+    also written to `residual`. `out`, `x`, `residual` `[T, C]`; `weight`, `bias` `[C]`; one dtype
+    of float32, float16, bfloat16. `out` may be `x`. Raises ValueError for other tensors, and for
+    rows of more than 64 KiB, or of more than 8192 elements if a row is not a multiple of 16 bytes.
+    With `plus_one`, weights are stored minus 1.
     """
     num_tokens, width = x.shape
     row = (num_tokens, width)

@@ -1,1 +1,1 @@
-"""Attention over the pages of the KV cache, and what writes them."""
+"""Attention over the pages of the KV cache, and the kernels that write these pages."""

@@ -1,7 +1,7 @@
 """Divide the work of generation attention among blocks: once a step, on the CPU, for all layers.
 
-The plan depends only on lengths. There are never more blocks than run at the same time: one that
-has to wait would run alone after all others have ended.
+The plan depends only on lengths. There are never more blocks than run at the same time: a block
+that had to wait would run alone after all others have ended.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ def plan_generation(
 ) -> GenerationPlan:
     """Plan the items of rows with one token each, the last of `kv_lengths[r]` >= 1 positions.
 
-    With a `window`, only the last `window` positions are visible, and the first `sink`; if
-    `chunked`, those from the last multiple of `window` on instead of the last ones. An item has at
-    most `stretch` tokens, a multiple of PASS. By default each block has one item, unless one
-    would be much longer than the others; then all blocks have equal shares of the work, across
-    rows. A row's result depends on its cuts, because of rounding: a fixed stretch makes it
-    independent of the other rows.
+    With a `window`, only the last `window` positions and the first `sink` positions are visible.
+    If `chunked`, the positions from the last multiple of `window` on take the place of the last
+    `window` ones. An item has at most `stretch` tokens, a multiple of PASS. By default each block
+    has one item, unless an item would be much longer than the others; then all blocks have equal
+    shares of the work, across rows. Because of rounding, the result of a row depends on where the
+    row is cut; with a fixed stretch this does not depend on the other rows.
     """
     spans = _spans(kv_lengths.astype(np.int64), window, sink, chunked)
     num_blocks = places.blocks(num_kv_heads)

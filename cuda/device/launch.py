@@ -27,7 +27,7 @@ from gptmanager.lifecycle.log import logger
 NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 Argument = Tensor | np.generic | None
 Expected = tuple[Tensor | None, tuple[int | None, ...], torch.dtype]
-# Number of kernels: g++ compiles a few almost as fast as one, but all of a file are slow.
+# g++ compiles a few kernels of a file almost as fast as one, but all of them slowly.
 _COMPILED_AT_ONCE = 16
 _MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -261,7 +261,7 @@ def architecture(major: int, minor: int) -> str:
 
 
 def ints(*values: int) -> tuple[np.int32, ...]:
-    """Arguments for parameters declared `int`."""
+    """Return the arguments for parameters that a kernel declares as `int`."""
     return tuple(map(np.int32, values))
 
 

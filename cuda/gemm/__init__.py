@@ -1,1 +1,1 @@
-"""Matmuls of few rows, of some more, and of LoRA."""
+"""Matmuls: GEMV for few rows, GEMM for up to 256 rows, and LoRA."""

@@ -100,7 +100,9 @@ class MatmulPlan(NamedTuple):
 
 
 def covers(launcher: Launcher, x: Tensor, weight: Tensor) -> bool:
-    """Return whether `gemm` supports them: 16-bit elements, rows in aligned pieces of 16 bytes."""
+    """Return whether `gemm` supports the tensors: 16-bit elements, rows of aligned 16-byte pieces,
+    and not too many rows.
+    """
     fits = weight.dtype in _DTYPES and gemv.covers(x, weight)
     return fits and len(x) <= _most_rows(launcher.max_shared_mem)
 

@@ -25,7 +25,7 @@ PROGRAM = Program(
 
 
 def covers(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `multiply` supports them: rows are read in aligned pieces of 16 bytes."""
+    """Return whether `multiply` supports the tensors: it reads rows in aligned 16-byte pieces."""
     return (
         weight.dtype in NAMES
         and weight.shape[1] * weight.itemsize % _VECTOR_BYTES == 0

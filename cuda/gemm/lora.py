@@ -33,7 +33,11 @@ PROGRAM = Program(
 def covers(
     result: Tensor, x: Tensor, adapters: StepAdapters, modules: Sequence[AdapterModule]
 ) -> bool:
-    """Return whether `add_adapters` supports them: one dtype, x in aligned pieces of 16 bytes."""
+    """Return whether `add_adapters` supports the arguments.
+
+    All tensors must have one dtype, and `x` must have rows of aligned 16-byte pieces. The numbers
+    of modules and of columns are limited.
+    """
     return (
         x.dtype in NAMES
         and result.dtype is x.dtype

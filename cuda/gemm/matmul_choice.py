@@ -1,7 +1,7 @@
 """`MatmulChoice`: chooses between our matmul kernels and torch, by the number of rows.
 
-Without measurements, ours are used for up to 16 rows. At the start both are timed on the model's
-own weights.
+Without measurements, our kernels are used for up to 16 rows. When a model is loaded, our kernels
+and torch's are timed on its weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MatmulChoice:
     def measure(
         self, own: OwnMatmuls, weights: Iterable[Tensor], device: str, seconds: Seconds
     ) -> None:
-        """Time both on `weights`, and log the results.
+        """Time our kernels and torch's on `weights`, and log the results.
 
         Results are cached by the name `device`. `seconds` times a run. If memory runs out, the
         default rule applies.
