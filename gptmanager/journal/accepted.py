@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import struct
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
+import torch
 from tokenizers import Tokenizer
 
 from gptmanager.decoding.guided.grammar_masks import Grammar
@@ -33,6 +35,9 @@ _LENGTH = struct.Struct("<I")
 _ADAPTER = ("lora_weights", "lora_config")
 _MOST_TASKS = 1024  # adapters that later requests may name by their task alone
 _MOST_TENSOR_BYTES = 16 << 20  # bytes of a tensor in a stored response
+
+
+_IsSame = Callable[[Mapping[str, Any]], bool]
 
 
 class Accepted(NamedTuple):
@@ -56,6 +61,8 @@ class AcceptedRequests:
     def __init__(self, folder: JournalFolder, seed: int, *, syncs: bool) -> None:
         self._folder, self._seed, self._syncs = folder, seed, syncs
         self._tasks: OrderedDict[int, str] = OrderedDict()  # task id -> digest of the adapter
+        self._given: dict[int, _IsSame] = {}  # task id -> whether these are its tensors, unchanged
+        self._replaced: dict[int, tuple[int, str]] = {}  # request id -> task id, the digest before
         self._guides: dict[str, GuidedDecoding] = {}  # by the digest of their tokenizer
         self._guide_digests: dict[int, tuple[Any, str]] = {}  # by the identity of the guide
         self._used: dict[int, list[str]] = {}  # request id -> digests of its objects
@@ -92,16 +99,27 @@ class AcceptedRequests:
         except InvalidRequestError:
             return ""  # admission rejects the request
         given = {name: tensors.pop(name) for name in _ADAPTER if name in tensors}
-        if given:
+        if given and not (task_id in self._tasks and self._given.get(task_id, _never_same)(given)):
             packed = pack_requests([InferenceRequest(0, given)])
-            self._note_task(task_id, self._folder.put(packed, syncs=self._syncs))
+            digest, before = self._folder.put(packed, syncs=self._syncs), self._tasks.get(task_id)
+            if before not in (None, digest):
+                self._replaced[request.request_id] = task_id, str(before)
+            self._note_task(task_id, digest)
+            self._given[task_id] = _same_as(given)
         return self._tasks.get(task_id, "")
+
+    def refuse_adapter(self, request_id: int) -> None:
+        """Note that the adapter of a request was refused. Its task keeps the adapter before it."""
+        if request_id in self._replaced:
+            task_id, digest = self._replaced.pop(request_id)
+            self._tasks[task_id] = digest
+            self._given.pop(task_id, None)
 
     def _note_task(self, task_id: int, digest: str) -> None:
         self._tasks[task_id] = digest
         self._tasks.move_to_end(task_id)
         if len(self._tasks) > _MOST_TASKS:
-            self._tasks.popitem(last=False)
+            self._given.pop(self._tasks.popitem(last=False)[0], None)
 
     def _tokenizer_of(self, guide: GuidedDecoding) -> str:
         known = self._guide_digests.get(id(guide))
@@ -121,6 +139,8 @@ class AcceptedRequests:
         """Remove the objects of these requests, unless another unfinished request uses them."""
         if not self._used:
             return
+        for request_id in request_ids:
+            self._replaced.pop(request_id, None)
         gone = [digest for i in request_ids for digest in self._used.pop(i, ())]
         if not self._kept().issuperset(gone):
             self.remove_unused()
@@ -129,7 +149,8 @@ class AcceptedRequests:
         self._folder.keep_only(self._kept())
 
     def _kept(self) -> set[str]:
-        return {*self._tasks.values(), *self._guides}.union(*self._used.values())
+        before = [digest for _, digest in self._replaced.values()]
+        return {*self._tasks.values(), *before, *self._guides}.union(*self._used.values())
 
     # Back ------------------------------------------------------------------------------------
 
@@ -171,6 +192,34 @@ class AcceptedRequests:
             self._guides[digest] = guide
             self._guide_digests[id(guide)] = guide, digest
         return self._guides[digest]
+
+
+def _never_same(given: Mapping[str, Any]) -> bool:
+    return False
+
+
+def _same_as(tensors: Mapping[str, Any]) -> _IsSame:
+    """Return a function that tells whether the weights of an adapter are these, unchanged.
+
+    Most hosts pass the same tensor with each request: it need not be read and hashed each time.
+    Only torch tells of changes in place.
+    """
+    weights = tensors.get("lora_weights")
+    if type(weights) is not torch.Tensor or weights.is_inference():
+        return _never_same
+    found, version = weakref.ref(weights), weights._version
+    rest = pack_requests([InferenceRequest(0, {**tensors, "lora_weights": 0})])
+
+    def is_same(given: Mapping[str, Any]) -> bool:
+        own = given.get("lora_weights")
+        return (
+            own is not None
+            and own is found()
+            and own._version == version
+            and pack_requests([InferenceRequest(0, {**given, "lora_weights": 0})]) == rest
+        )
+
+    return is_same
 
 
 def _source(plain: Any) -> GrammarSource:

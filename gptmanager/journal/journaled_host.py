@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gptmanager.errors import (
+    AdapterError,
     CapacityError,
     DuplicateRequestIdError,
     InvalidRequestError,
@@ -28,6 +29,7 @@ from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.step import Failure, Host, Intake
 
 _DUPLICATE = DuplicateRequestIdError.__name__
+_REFUSED_ADAPTER = AdapterError.__name__
 _FULL = "the disk of the journal is full (journal_on_full = 'refuse')"
 _LOCK_S = 1.0  # limit on how long another thread waits for a loop that hangs in the journal
 
@@ -141,6 +143,8 @@ class JournaledHost(HostTap):
             elif request_id not in entries:
                 continue
             elif is_final:
+                if error.startswith(_REFUSED_ADAPTER):
+                    self._accepted.refuse_adapter(request_id)
                 ends.append((request_id, self._last(request_id, tensors, error)))
             else:
                 start = starts.get(request_id, len(entries[request_id].tokens))

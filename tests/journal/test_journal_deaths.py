@@ -5,12 +5,14 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from fuzz import FUZZ
 from hypothesis import given, settings
 from journaled_runs import JournaledRun, Output, die_at, outputs_of
 from loop_driver import expected_output
 from shorthand import request
 
+from gptmanager import InferenceRequest
 from gptmanager.config import Delivered
 
 PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 1, 2, 8, 3], [5, 6]]
@@ -164,6 +166,48 @@ def test_the_adapter_of_a_request_is_stored_once(tmp_path):
     run.journaled._accepted.forget_tasks([5])
     run.journaled._accepted.end([0, 1, 3])
     assert not [*(folder / "objects").iterdir()]
+    run.journal.close()
+
+
+def test_an_adapter_is_read_again_only_if_it_may_have_changed(tmp_path, monkeypatch):
+    run = JournaledRun(tmp_path / "journal", [])
+    put, stored = run.journal.folder.put, []
+    monkeypatch.setattr(
+        run.journal.folder, "put", lambda data, **more: stored.append(data) or put(data, **more)
+    )
+    weights, config = torch.ones(1, 64), [(0, 0, 1)]
+
+    def pack(number, tensor):
+        more = {"lora_task_id": 5, "lora_weights": tensor, "lora_config": config}
+        asked = InferenceRequest(number, {"input_ids": [1], "request_output_len": 1, **more})
+        return run.journaled._accepted.pack(asked, 0.0)
+
+    assert pack(1, weights) and pack(2, weights)
+    assert len(stored) == 1
+    weights += 1
+    assert b"adapter" in pack(3, weights) and len(stored) == 2
+    array = np.ones((1, 64), dtype=np.float32)
+    assert pack(4, array) and pack(5, array)
+    assert len(stored) == 4
+    run.journal.close()
+
+
+def test_a_refused_adapter_does_not_become_that_of_its_task(tmp_path):
+    run = JournaledRun(tmp_path / "journal", [])
+    accepted, config = run.journaled._accepted, np.array([[0, 0, 1]])
+
+    def packed(number, **more):
+        data = accepted.pack(request(number, [1], 4, lora_task_id=5, **more), 0.0)
+        return accepted.read(data).objects["adapter"]
+
+    first = packed(1, lora_weights=np.ones((1, 64), dtype=np.float32), lora_config=config)
+    other = packed(2, lora_weights=np.zeros((1, 64), dtype=np.float32), lora_config=config)
+    assert other != first
+    run.journal.accept([(2, b"")])
+    run.journaled.respond(2, [], True, "AdapterError: task 5 has another adapter")
+    run.journaled.flush()
+    assert packed(3) == first
+    assert [it.name for it in (tmp_path / "journal" / "objects").iterdir()] == [first]
     run.journal.close()
 
 

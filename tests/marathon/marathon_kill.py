@@ -39,8 +39,8 @@ from gptmanager.errors import JournalError
 
 POINTS = ("time", "start", "line", "torn", "send")
 _SHARES = (5, 2, 6, 2, 3)
-_MOST_KILLS = 8  # of one run
-_END_S = 120.0  # until a life that is not killed must have ended
+_MOST_KILLS = 12  # of one run
+_HANG_S = 300.0  # how long a life may send nothing before it counts as one that hangs
 _POLL_S = 0.001
 _EACH_KIND_FROM = 100  # kills, from which on each kind of request must have continued
 
@@ -114,7 +114,7 @@ class Kills:
                 self._look(place, lossy, result)
             if how == "failed":
                 log = (place / "log").read_text()
-                result.failures.append(f"a life has not ended well: {log[-600:]}")
+                result.failures.append(f"a life hangs, or has failed: {log[-600:]}")
             elif lossy.ends or not restores:
                 result.counts["in_flight"] += len(lossy.ends) + sum(
                     map(len, lossy.positions.values())
@@ -178,7 +178,7 @@ class Kills:
             sync=chance.choice(["always", 20, "never"]),
             segment_bytes=chance.choice([64 << 20, 2000]),
         )
-        limit_s = chance.uniform(0, 0.6 * self._life_s)
+        limit_s = chance.uniform(0, 0.4 * self._life_s)
         start_s = chance.uniform(0, 1.2 * self._start_s)
 
         def work(on_start: Any) -> None:
@@ -192,19 +192,28 @@ class Kills:
         process, reads = fork(work, place / "log")
         try:
             if kind == "start":
-                time.sleep(start_s)
+                status = _wait(process, start_s)
             else:
-                select.select([reads], [], [], _END_S)
-                status = _wait(process, limit_s if kind == "time" else _END_S)
-                if status is not None:
-                    return {0: "", signal.SIGKILL: kind}.get(status, "failed")
-            os.kill(process, signal.SIGKILL)
-            status = _wait(process, _END_S)
-            if kind not in ("time", "start"):
-                return "failed"  # it hangs
-            return {0: "", signal.SIGKILL: kind}.get(-1 if status is None else status, "failed")
+                select.select([reads], [], [], _HANG_S)
+                status = self._wait_for_end(process, place, limit_s if kind == "time" else None)
+            if status is None:
+                os.kill(process, signal.SIGKILL)
+                status = os.waitpid(process, 0)[1]
+                if kind not in ("time", "start"):
+                    return "failed"  # it hangs
+            return {0: "", signal.SIGKILL: kind}.get(status, "failed")
         finally:
             os.close(reads)
+
+    @staticmethod
+    def _wait_for_end(process: int, place: Path, limit_s: float | None) -> int | None:
+        """Return the wait status of a process; None: it runs on after `limit_s`, or hangs."""
+        if limit_s is not None:
+            return _wait(process, limit_s)
+        status, size = None, -1
+        while status is None and (now := (place / "record").stat().st_size) != size:
+            size, status = now, _wait(process, _HANG_S)
+        return status
 
 
 class _Unlimited(Host):
