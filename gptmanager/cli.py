@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import logging
 import signal
@@ -67,6 +68,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return flush_streams(code)
 
 
+def _imported(command: str, *, is_program: bool) -> Callable[[Any], int]:
+    """Import the function of a command.
+
+    Imports create hundreds of thousands of objects and no garbage: without the search for it they
+    take a fifth less time. A program never searches these objects for garbage.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        function: Callable[[Any], int] = named(command)
+        if is_program:
+            gc.freeze()
+        return function
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _call(arguments: Sequence[str] | None) -> int:
     parser = command_parser()
     options, unknown = parser.parse_known_args(arguments)
@@ -80,7 +99,7 @@ def _call(arguments: Sequence[str] | None) -> int:
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(options.region.clear)  # before anything is printed
-            command = named(options.command)
+            command = _imported(options.command, is_program=arguments is None)
             if options.threads is not None:  # the command has already imported torch
                 importlib.import_module("torch").set_num_threads(options.threads)
             code: int = command(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -360,6 +361,21 @@ def test_without_a_command_the_help_is_shown(call):
     assert outcome.code == 2 and outcome.out == ""
     for command in ("run", "bench", "replay", "simulate", "picture"):
         assert re.search(rf"^ +{command} ", outcome.err, re.MULTILINE)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_not_searched_during_the_import_of_a_command(call, monkeypatch, fails):
+    searched, frozen = [], gc.get_freeze_count()
+
+    def imported(_):
+        searched.append(gc.isenabled())
+        if fails:
+            raise OSError("torn")
+        return lambda _: 0
+
+    monkeypatch.setattr(cli, "named", imported)
+    assert call("models").code == int(fails)
+    assert searched == [False] and gc.isenabled() and gc.get_freeze_count() == frozen
 
 
 def test_help_and_version(call):

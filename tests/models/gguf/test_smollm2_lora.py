@@ -15,24 +15,26 @@ from gptmanager.callbacks import ChatTemplate, RequestQueue, load_peft_adapter, 
 from gptmanager.models.conversion import convert_checkpoint
 
 QUESTIONS = ("Who are you?", "What is the capital of France?")
-LEARNED = "Ahoy! I am a pirate."
+SYSTEM = {"role": "system", "content": "Be brief."}  # shorter than the model's own
+LEARNED = "Ahoy, matey!"
 NUM_STEPS = 20
-NUM_TOKENS = 10
+NUM_TOKENS = 6
+LAYERS = range(24, 30)  # the backward pass ends at the first of them
 
 
 def prompts(file: Path) -> list[list[int]]:
     with ChatTemplate.of_folder(file) as template:
-        return [template.render([{"role": "user", "content": text}]) for text in QUESTIONS]
+        return [template.render([SYSTEM, {"role": "user", "content": it}]) for it in QUESTIONS]
 
 
 def train(model: Any, prompt: list[int], answer: list[int]) -> None:
     """Train on the answer only."""
     optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=5e-3
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2
     )
-    labels = torch.tensor([[-100] * len(prompt) + answer])
+    text, labels = torch.tensor([prompt + answer]), torch.tensor([[-100, *answer]])
     for _ in range(NUM_STEPS):
-        model(input_ids=torch.tensor([prompt + answer]), labels=labels).loss.backward()
+        model(input_ids=text, labels=labels, logits_to_keep=labels.shape[1]).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -60,7 +62,12 @@ def test_an_adapter_answers_next_to_its_base(tmp_path: Path) -> None:
     answer = [*tokenizer.encode(LEARNED).ids, 2]
     of_base = [greedy(base, prompt) for prompt in asked]
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        layers_to_transform=LAYERS,
+    )
     tuned = peft.get_peft_model(base, config)
     train(tuned, asked[0], answer)
     of_tuned = [greedy(tuned, prompt) for prompt in asked]
