@@ -36,6 +36,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu2",
 }
 _MAX_LAYERS = 10_000  # each has a dozen named parameters
+_MAX_PARTS = 100_000  # heads, or experts, of all layers together: loading lists each of them
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -72,6 +73,7 @@ def read_spec(
     windows, types = read_windows(fields, family.windows, num_layers, max_seq_len)
     fields.set_layer_types(types)
     layers = _read_layers(fields, family, windows, max_seq_len)
+    _check_counts(layers)
     spec = ModelSpec(
         family=name,
         vocab_size=fields.size("vocab_size"),
@@ -131,6 +133,16 @@ def _read_layers(
         own = own if found is None else replace(own, experts=found[0], width=found[1])
         layers.append(Layer(attention, own, family.scaled))
     return tuple(layers)
+
+
+def _check_counts(layers: Sequence[Layer]) -> None:
+    heads = sum(layer.attention.num_heads for layer in layers)
+    experts = sum(0 if it.mlp.experts is None else it.mlp.experts.count for it in layers)
+    for count, what in ((heads, "query heads"), (experts, "experts")):
+        if count > _MAX_PARTS:
+            raise ConfigError(
+                f"config.json: {count} {what} in all layers: at most {_MAX_PARTS} are supported"
+            )
 
 
 def _read_mlp(fields: Fields, family: Family) -> Mlp:

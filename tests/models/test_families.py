@@ -24,6 +24,7 @@ from family_runs import (
 )
 
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
+from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES
 from gptmanager.models.families.wrappers import TEXT_FAMILIES
@@ -37,6 +38,12 @@ ALL = [*FAMILY_CONFIGS, *VARIANTS]
 def test_every_family_of_the_table_has_a_line_here() -> None:
     # of which transformers has no text model alone; see test_wrappers
     assert {*FAMILY_CONFIGS, "qwen3_vl_moe_text"} == set(FAMILIES)
+
+
+def test_a_million_experts_are_refused_before_they_are_listed() -> None:
+    config = {**FAMILY_CONFIGS["qwen2_moe"], "model_type": "qwen2_moe", "num_experts": 10**6}
+    with pytest.raises(ConfigError, match="config.json: 4000000 experts in all layers: at most"):
+        read_spec(config)
 
 
 def test_a_rope_scaling_replaces_all_that_a_family_has_by_default() -> None:

@@ -57,7 +57,7 @@ def _by_type(
     fields: Fields, pattern: int, num_layers: int, max_seq_len: int
 ) -> tuple[tuple[int | None, ...], list[str]]:
     given = fields.get("sliding_window_pattern")
-    if isinstance(given, str):  # a repeated pattern, one letter per layer: L has a window
+    if given and isinstance(given, str):  # a repeated pattern, one letter per layer: L has a window
         types = [SLIDING if given[i % len(given)] == "L" else FULL for i in range(num_layers)]
     else:
         if given is None:

@@ -49,6 +49,8 @@ def architecture_of(header: Header) -> Architecture:
         )
     for variant in VARIANTS.get(name, ()):
         value = metadata.get(f"{name}.{variant.key}")
+        if isinstance(value, np.ndarray):
+            raise metadata.error(f"{name}.{variant.key}", "must be one number for all layers")
         if value == variant.value if variant.value is not None else value:
             return variant.architecture
     return ARCHITECTURES[name]
@@ -113,13 +115,10 @@ def _refuse_unknown(metadata: Metadata, own: Architecture, prefix: str) -> None:
         name = key.removeprefix(prefix)
         if name == key or name in known:
             continue
-        if name not in required or metadata.get(key) != required[name]:
+        if name not in required or metadata.plain(key) != required[name]:
             raise metadata.error(key, "not supported: it may change what the network computes")
-    value_length = metadata.get(f"{prefix}attention.value_length")
-    if "attention.value_length" not in own.ignored and value_length not in (
-        None,
-        metadata.get(f"{prefix}attention.key_length"),
-    ):
+    lengths = [metadata.plain(f"{prefix}attention.{end}_length") for end in ("value", "key")]
+    if "attention.value_length" not in own.ignored and lengths[0] not in (None, lengths[1]):
         raise metadata.error(f"{prefix}attention.value_length", "must equal attention.key_length")
 
 
@@ -145,9 +144,9 @@ def _rope(
     """Return the fields of scaled rotary embeddings; without a scaling, none."""
 
     def get(key: str) -> Any:
-        return metadata.get(f"{prefix}rope.scaling.{key}")
+        return metadata.plain(f"{prefix}rope.scaling.{key}")
 
-    kind, scale = get("type"), metadata.get(f"{prefix}rope.scale_linear")
+    kind, scale = get("type"), metadata.plain(f"{prefix}rope.scale_linear")
     factor = get("factor") if scale is None else scale
     original = get("original_context_length")
     if kind not in (None, "none", "linear", "yarn", "longrope"):

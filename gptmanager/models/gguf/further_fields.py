@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
-
 from gptmanager.models.gguf.architecture import Config
 from gptmanager.models.gguf.metadata import Metadata
 
@@ -38,9 +36,9 @@ def ministral_rope(metadata: Metadata, prefix: str, _: Names, config: Config) ->
     scaling = config.get("rope_scaling")
     if scaling is None:
         return {}
-    multiplier = metadata.get(f"{prefix}rope.scaling.yarn_log_multiplier")
+    multiplier = metadata.plain(f"{prefix}rope.scaling.yarn_log_multiplier")
     own = {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}
-    beta = metadata.get(f"{prefix}attention.temperature_scale")
+    beta = metadata.plain(f"{prefix}attention.temperature_scale")
     return {"rope_scaling": {**scaling, **own, "llama_4_scaling_beta": beta}}
 
 
@@ -64,7 +62,7 @@ def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Confi
         is_limited = config.get("n_group") not in (None, 0, 1)
         found["topk_method"] = "group_limited_greedy" if is_limited else "greedy"
     scaling = config.get("rope_scaling")
-    multiplier = metadata.get(f"{prefix}rope.scaling.yarn_log_multiplier")
+    multiplier = metadata.plain(f"{prefix}rope.scaling.yarn_log_multiplier")
     if scaling is not None and isinstance(multiplier, float) and multiplier:
         # llama.cpp's converter writes a tenth of mscale_all_dim, and uses it for both fields.
         both = dict.fromkeys(("mscale", "mscale_all_dim"), round(multiplier * 10, 6))
@@ -103,7 +101,7 @@ def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config)
             },
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": metadata.get(f"{prefix}rope.freq_base_swa") or theta,
+                "rope_theta": metadata.plain(f"{prefix}rope.freq_base_swa") or theta,
             },
         },
     }
@@ -111,8 +109,8 @@ def gemma4_fields(metadata: Metadata, prefix: str, names: Names, config: Config)
 
 def _two(metadata: Metadata, key: str, is_second: Sequence[bool]) -> tuple[Any, Any]:
     """Return the numbers of two kinds of layers."""
-    given = metadata.get(key)
-    values = given.tolist() if isinstance(given, np.ndarray) else [given] * len(is_second)
+    given = metadata.plain(key)
+    values = given if isinstance(given, list) else [given] * len(is_second)
     if len(values) == len(is_second) and all(isinstance(value, int) for value in values):
         pairs = {*zip(is_second, values, strict=True)}
         found = [[value for second, value in pairs if second == kind] for kind in (False, True)]

@@ -27,6 +27,11 @@ class Metadata:
         """Return the value without checks; None if the key is absent."""
         return self._values.get(key)
 
+    def plain(self, key: str) -> Any:
+        """Return the value with an array of numbers as a list, so that it can be compared."""
+        value = self.get(key)
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
     def error(self, key: str, need: str) -> ConfigError:
         value = self._values.get(key)
         shown = "not there" if value is None else f"= {quoted(value)}"

@@ -91,7 +91,10 @@ def test_mutated_files_raise_only_config_errors(sound: bytes, tmp_path: Path) ->
     assert refused > 5
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "llama_with_experts"])
+@pytest.mark.every(3)
+@pytest.mark.parametrize(
+    "name", ["qwen3moe", "llama_with_experts", "gpt-oss", "gemma4_small", "deepseek2_v3"]
+)
 def test_mutated_files_with_experts_raise_only_config_errors(name: str, tmp_path: Path) -> None:
     content = Path(__file__).with_name("architectures").joinpath(f"{name}.gguf").read_bytes()
     draw, refused, path = random.Random(0), 0, tmp_path / "a.gguf"
@@ -225,17 +228,36 @@ WRONG: dict[str, tuple[bytes, str]] = {
         "tensor blk.0.ffn_gate.weight of shape .* is unknown in the architecture mixtral",
     ),
     "heads of each layer": (
-        changed_metadata(**{"llama.attention.head_count": np.array([4, 4], np.int32)}),
+        changed_metadata(**{"llama.attention.head_count": np.array([4, 2], np.int32)}),
         "llama.attention.head_count = .*: must be one number for all layers",
+    ),
+    "experts of each layer": (
+        changed_metadata(llama__expert_count=np.array([0, 8], np.int32)),
+        "llama.expert_count = .*: must be one number for all layers",
+    ),
+    "a causal mask of each layer": (
+        changed_metadata(**{"llama.attention.causal": np.array([1, 1], np.int32)}),
+        "llama.attention.causal = .*: not supported",
     ),
     "unequal lengths": (
         changed_metadata(**{"llama.attention.value_length": 5}),
         "value_length = 5: must equal attention.key_length",
     ),
+    "lengths of each layer": (
+        changed_metadata(
+            **{"llama.attention.key_length": np.array([1, 2], np.int32)},
+            llama__attention__value_length=np.array([1, 3], np.int32),
+        ),
+        "value_length = .*: must equal attention.key_length",
+    ),
     "layers": (changed_metadata(llama__block_count=9999), "num_hidden_layers = 9999"),
     "no heads": (
         changed_metadata(**{"llama.attention.head_count": 0}),
         "num_attention_heads = 0",
+    ),
+    "a rope of each layer": (
+        changed_metadata(**{"llama.rope.scaling.type": np.array([1, 2], np.int32)}),
+        r"rope.scaling.type = array.*: must be none, linear, yarn or longrope",
     ),
     "an unknown rope": (
         changed_metadata(**{"llama.rope.scaling.type": "spiral"}),

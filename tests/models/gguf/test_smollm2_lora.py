@@ -19,7 +19,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}  # shorter than the model's 
 LEARNED = "Ahoy, matey!"
 NUM_STEPS = 20
 NUM_TOKENS = 6
-LAYERS = range(24, 30)  # the backward pass ends at the first of them
+LAYERS = [*range(24, 30)]  # the backward pass ends at the first of them
 
 
 def prompts(file: Path) -> list[list[int]]:
