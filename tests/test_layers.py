@@ -549,6 +549,7 @@ server/                       a manager behind HTTP and gRPC
         responses             JSON responses, errors, server-sent events (no torch)
         hosts                 checks the Host and Origin headers (no torch)
         keys                  checks API keys (no torch)
+        idempotency           reads the header Idempotency-Key (no torch)
         json_text             parses JSON with limited memory (no torch)
         body                  reads bodies within limits (no torch)
         connections           limits the number of connections (no torch)
@@ -563,8 +564,10 @@ server/                       a manager behind HTTP and gRPC
     engine/                   shared by all protocols: manager, calls, adapters, metrics
         model_card            name, limits and tokenizer of the served model
         adapters              adapters that clients may name
-        metrics               metrics of the server (no torch)
         call                  all requests of one call
+        restored_responses    responses to restored requests (no torch)
+        kept_calls            calls that clients may join again
+        metrics               metrics of the server (no torch)
         engine                Engine: runs calls on the manager
         throughput            a line of the log every ten seconds, while busy
     health                    /health and readiness

@@ -155,6 +155,26 @@ class RequestQueue:
         self._enqueue([generation], timeout)
         return generation
 
+    def expect(
+        self,
+        prompt: Sequence[int] | InferenceRequest,
+        max_new_tokens: int | None = None,
+        *,
+        stop: Sequence[str] | None = None,
+        request_id: int | None = None,
+        **by_name: Any,
+    ) -> Generation:
+        """Return the handle of a request that the manager has already, such as one that a journal
+        has restored. The arguments and errors are those of `submit`; nothing is queued.
+        """
+        generation = self._take(prompt, max_new_tokens, request_id, by_name, stop)
+        with self._changed:
+            if self._closed_by is not None:
+                del self._open[generation.request_id]
+                raise ManagerDeadError("the queue is closed") from self._closed_by
+            self._open[generation.request_id] = generation
+        return generation
+
     def cancel(self, request_id: int) -> bool:
         """End a request early; return False if it is not open. Never wait.
 

@@ -41,7 +41,7 @@ _GROUP_GRACE_S = 5.0  # process groups time out later than links, which know the
 _MAY_DIFFER = (
     *("black_box_path", "black_box_iterations", "black_box_bytes", "recording_path"),
     *("on_progress", "callback_budget_s", "logits_post_processor_budget_s", "idle_poll_s"),
-    "device",
+    *("device", "restore_cb", "restore_processor_cb"),
 )
 
 

@@ -24,6 +24,7 @@ from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.http.connections import AddressLimit
 from gptmanager.server.http.hosts import HostGuard, needs_guard
+from gptmanager.server.http.idempotency import IdempotencyGuard
 from gptmanager.server.http.keys import KeyGuard
 from gptmanager.server.http.request_log import CLIENT_GONE, RECORD, RequestRecord
 from gptmanager.server.http.responses import DIRECT_SEND, IS_WHOLE, error_response
@@ -113,6 +114,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         guards.append(Middleware(HostGuard, allowed=settings.allowed_hosts, origins=origins))
     if settings.has_key:
         guards.append(Middleware(KeyGuard, keys=engine.keys))
+    guards.append(Middleware(IdempotencyGuard, keys=engine.keys, current=engine.kept.current))
     if settings.cors_origins:  # outermost: it answers a browser's preflight, which has no key
         guards.insert(0, Middleware(CORSMiddleware, **_CORS, allow_origins=settings.cors_origins))
     app = _App(

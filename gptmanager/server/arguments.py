@@ -9,6 +9,7 @@ from typing import Any
 
 from gptmanager.terminal.arguments import (
     folder,
+    journal_sync,
     named_folder,
     natural,
     positive,
@@ -178,11 +179,24 @@ def _add_observation(add: _Add) -> None:
     add("--record", type=writable, metavar="FILE", help=text)
 
 
+def _add_journal(add: _Add) -> None:
+    text = (
+        "a folder; requests that are unfinished when the server is killed go on at the next start"
+    )
+    add("--journal", type=Path, metavar="FOLDER", help=text)
+    text = "when records reach the disk: always, never, or milliseconds (default %(default)s)"
+    add("--journal-sync", type=journal_sync, default=20, metavar="WHEN", help=text)
+    text = "refuse or continue: new requests while the disk is full (default %(default)s)"
+    choices = ("refuse", "continue")
+    add("--journal-on-full", choices=choices, default="refuse", metavar="NAME", help=text)
+
+
 _GROUPS: dict[str, Callable[[_Add], None]] = {
     "the model": _add_model_options,
     "where the server listens": _add_listening,
     "access": _add_access,
     "limits": _add_limits,
     "requests and answers": _add_requests,
+    "crash safety": _add_journal,
     "log, metrics, recording": _add_observation,
 }

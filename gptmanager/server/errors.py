@@ -24,6 +24,7 @@ _TYPES = {
     408: "timeout_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    422: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
     501: "not_implemented_error",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from gptmanager.errors import ConfigError
 
@@ -18,7 +19,8 @@ class ModelSettings:
     folder from which clients may load adapters; None: they cannot. `max_adapters`: limit for all
     adapters together. `block_reuse` None: on, unless the batching is V1. `host_tier_bytes`: memory
     for evicted blocks. `prompt_lookup`: draft tokens of a step; None: no drafts. `record`: the file
-    of a recording.
+    of a recording. `journal`, `journal_sync`, `journal_on_full`: as `journal_path` and so on in
+    `OptionalParams`.
     """
 
     model: Path
@@ -31,6 +33,9 @@ class ModelSettings:
     host_tier_bytes: int | None = None
     prompt_lookup: int | None = None
     record: Path | None = None
+    journal: Path | None = None
+    journal_sync: float | Literal["always", "never"] = 20
+    journal_on_full: Literal["refuse", "continue"] = "refuse"
 
     @property
     def name(self) -> str:

@@ -73,6 +73,8 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
         exclude_input_in_output=True,
     )
     metrics = ServerMetrics(settings, queue)
+    if params.journal_path is not None:
+        params = dataclasses.replace(params, restore_cb=metrics.restored.restore)
     get: Any = metrics.get_inference_requests
     poll: Any = queue.poll_stop_signal
     if params.parallel_config is not None:

@@ -104,4 +104,7 @@ class ServerSettings(AccessSettings, ModelSettings, ChatSettings):
             exclude_input_in_output=True,
             speculative_decoding_config=lookup,
             recording_path=self.record,
+            journal_path=self.journal,
+            journal_sync=self.journal_sync,
+            journal_on_full=self.journal_on_full,
         )

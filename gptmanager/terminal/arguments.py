@@ -50,6 +50,12 @@ def seconds(text: str) -> float:
     return _number(text, "is not a time in seconds below 3600", lambda value: 0 <= value < 3600)
 
 
+def journal_sync(text: str) -> float | str:
+    if text in ("always", "never"):
+        return text
+    return _number(text, "is not always, never, or milliseconds", lambda value: 1 <= value <= 60e3)
+
+
 def minutes(text: str) -> float:
     return _number(text, "is not a time in minutes above 0", lambda value: 0 < value < 10000)
 

@@ -12,6 +12,7 @@ from gptmanager.callbacks.text import stop_strings, template_process
 from gptmanager.decoding.guided import guided
 from gptmanager.server import errors, log_output
 from gptmanager.server.chat import chat_prompt
+from gptmanager.server.engine import kept_calls
 from gptmanager.server.http import access, body, http_protocol, json_text, key_file, request_log
 from gptmanager.server.http.body import LARGE_BODY
 from gptmanager.server.openai import completions, response_store
@@ -75,6 +76,8 @@ def in_code():
     logged = f"{request_log.MAX_ID_LETTERS}; {request_log.MAX_PATH_LETTERS}"
     of_store = response_store.MAX_RESPONSES, response_store.MAX_BYTES, response_store.MAX_AGE_S
     stored = f"{of_store[0]:,}; {amount(of_store[1])}; {of_store[2]:,.0f}"
+    of_calls = kept_calls.MAX_KEYS, kept_calls.MAX_BYTES, kept_calls.KEEP_S
+    kept = f"{of_calls[0]:,}; {amount(of_calls[1])}; {of_calls[2]:,.0f}"
     files = f"{amount(key_file.MAX_BYTES)}; {amount(option_sources.MAX_FILE_BYTES)}"
     return {
         **{what: (f"{value:,}", None) for what, value in fixed.items()},
@@ -87,6 +90,7 @@ def in_code():
         "bytes of JSON": (json_limits, None),
         "characters of an `X-Request-Id`": (logged, None),
         "stored responses": (stored, None),
+        "calls kept by their `Idempotency-Key`": (kept, None),
         "bytes of the logits": (amount(token_model.MAX_LOGITS_BYTES), None),
         "bytes of all lists in `bad_words`": (amount(banned_texts._MAX_SIZE), None),
         "bytes of the request line": (amount(http_protocol.MAX_HEAD_BYTES), None),

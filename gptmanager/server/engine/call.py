@@ -7,6 +7,8 @@ evicted. This module does not know protocols.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -56,14 +58,22 @@ class EngineRequest:
 
 
 @dataclass(slots=True)
-class _Running:
+class _Submitted:
     """A request of a call. `send_again` resubmits it, once, with the weights of its adapter."""
 
     generation: Generation
-    position: ReadPosition
     send_again: Callable[[], Generation] | None
     timer: asyncio.TimerHandle | None = None
     has_timed_out: bool = False
+
+
+@dataclass(slots=True)
+class _Reading:
+    """How much of a request a call has read. `generation`: the one that `position` is in."""
+
+    request: _Submitted
+    generation: Generation
+    position: ReadPosition
 
 
 class Call:
@@ -73,7 +83,8 @@ class Call:
             async for index, part in call.parts():
                 ...
 
-    The end of the block cancels requests that still run.
+    The end of the block cancels requests that still run, unless the call `is_kept`: then they go
+    on for other readers, until `KeptCalls` calls `end`.
     """
 
     def __init__(
@@ -84,21 +95,66 @@ class Call:
         cancel: Callable[..., None],
         on_end: Callable[[Call], None],
         num_prompt_tokens: int,
+        *,
+        is_kept: bool = False,
     ) -> None:
-        self._running = [
-            _Running(generation, ReadPosition(), again)
+        self._submitted = [
+            _Submitted(generation, again)
             for generation, again in zip(generations, send_again, strict=True)
         ]
+        self._is_kept = is_kept
         self._cancel = cancel  # for a finish reason, after some tokens: `ServerMetrics.cancel`
         self._on_end = on_end
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_generated = [0] * len(generations)
-        self._results: list[GenerationResult] = []
-        self._waiter = self._running[0].generation.waiter()
+        self._begin_reading()
         loop = asyncio.get_running_loop()
-        for it, timeout_s in zip(self._running, timeouts_s, strict=True):
+        for it, timeout_s in zip(self._submitted, timeouts_s, strict=True):
             if timeout_s is not None:
                 it.timer = loop.call_later(timeout_s, self._time_out, it)
+
+    def _begin_reading(self) -> None:
+        self._running = [_Reading(it, it.generation, ReadPosition()) for it in self._submitted]
+        self._num_generated = [0] * len(self._submitted)
+        self._results: list[GenerationResult] = []
+        self._waiter = self._submitted[0].generation.waiter()
+
+    def joined(self) -> Call:
+        """Return another reader of the same requests, which begins at their first tokens."""
+        call = copy.copy(self)
+        call._begin_reading()
+        return call
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no request runs."""
+        return all(it.generation.done() for it in self._submitted)
+
+    def on_last_end(self, end: Callable[[], None]) -> None:
+        """Let the event loop call `end` when no request runs any more."""
+        loop, is_over = asyncio.get_running_loop(), [False]
+
+        def check() -> None:
+            if self.has_ended and not is_over[0]:
+                is_over[0] = True
+                end()
+
+        def tell(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(check)
+
+        for it in self._submitted:
+            it.generation.add_done_callback(tell)
+
+    def end(self) -> None:
+        """Cancel what still runs, and free what the call holds."""
+        for it in self._submitted:
+            if it.timer is not None:
+                it.timer.cancel()
+            if not it.generation.done():
+                self._cancel(it.generation, "cancelled")
+        for it in self._submitted:
+            self._cancel(it.generation, None)  # the metrics no longer wait for a finish reason
+        self._on_end(self)
 
     async def __aenter__(self) -> Call:
         return self
@@ -109,13 +165,8 @@ class Call:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for it in self._running:
-            if it.timer is not None:
-                it.timer.cancel()
-        self.cancel()
-        for it in self._running:
-            self._cancel(it.generation, None)  # the metrics no longer wait for a finish reason
-        self._on_end(self)
+        if not self._is_kept:
+            self.end()
 
     def parts(self) -> AsyncGenerator[tuple[int, GenerationPart], None]:
         """Yield (index of the request, part) as parts arrive; the last part has the result.
@@ -144,7 +195,7 @@ class Call:
                     del running[index]
                 elif part.result is not None:
                     del running[index]
-                    if it.has_timed_out:
+                    if it.request.has_timed_out:
                         part = part._replace(result=_timed_out(part.result))
                 self._note(index, part)
                 yield index, part
@@ -194,35 +245,38 @@ class Call:
 
     def cancel(self) -> None:
         """Cancel all requests that still run. Their last parts still arrive."""
-        for it in self._running:
+        for it in self._submitted:
             if not it.generation.done():
                 self._cancel(it.generation, "cancelled")
 
     def time_out(self) -> None:
         """End all requests that still run with the finish reason of a timeout."""
-        for it in self._running:
+        for it in self._submitted:
             self._time_out(it)
 
-    def _time_out(self, it: _Running) -> None:
+    def _time_out(self, it: _Submitted) -> None:
         if not it.generation.done():
             it.has_timed_out = True
             self._cancel(it.generation, "timeout")
 
-    def _take(self, it: _Running) -> GenerationPart | ApiError | None:
+    def _take(self, it: _Reading) -> GenerationPart | ApiError | None:
+        if it.generation is not it.request.generation:  # another reader has sent it again
+            it.generation, it.position = it.request.generation, ReadPosition()
         try:
             return it.generation.next_part(it.position, self._waiter)
         except AdapterError as error:
-            if it.send_again is None or it.has_timed_out:
+            if it.request.send_again is None or it.request.has_timed_out:
                 return api_error(error)
-            return self._again(it, it.send_again)
+            return self._again(it, it.request.send_again)
         except Exception as error:
             return api_error(error)
 
     def _again(
-        self, it: _Running, send_again: Callable[[], Generation]
+        self, it: _Reading, send_again: Callable[[], Generation]
     ) -> GenerationPart | ApiError | None:
         try:
-            it.generation, it.send_again = send_again(), None
+            it.generation = it.request.generation = send_again()
+            it.request.send_again = None
         except Exception as error:
             return api_error(error)
         it.position = ReadPosition()

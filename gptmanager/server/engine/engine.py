@@ -20,6 +20,7 @@ from gptmanager.run.text_encoder import TextEncoder, TextTooLongError
 from gptmanager.server.context_length import ContextLength
 from gptmanager.server.engine.adapters import FIRST_OWN_TASK, Adapter, Adapters
 from gptmanager.server.engine.call import Call, EngineRequest
+from gptmanager.server.engine.kept_calls import KeptCalls
 from gptmanager.server.engine.metrics import ServerMetrics, counts_of
 from gptmanager.server.engine.model_card import ModelCard
 from gptmanager.server.errors import ApiError, api_error
@@ -75,9 +76,13 @@ class Engine:
             long_text=LONG_TEXT,
             special_in_text=not settings.no_special_tokens_in_text,
         )
+        self.kept = KeptCalls()
+        self.restored = metrics.restored
         self._calls: set[Call] = set()
         self._num_preparing = 0
-        self._request_ids = itertools.count(1)
+        # with a journal, not the ids of requests of an earlier process
+        first = 0 if settings.journal is None else int.from_bytes(os.urandom(5), "big") << 20
+        self._request_ids = itertools.count(first + 1)
 
     @property
     def counts(self) -> Counts:
@@ -103,6 +108,10 @@ class Engine:
         run, 429 with Retry-After if too many wait, 503 if the server shuts down or has failed.
         """
         self._check_open()
+        call_key = self.kept.current.get()
+        found = None if call_key is None else self.kept.find(call_key)
+        if found is not None:
+            return found
         adapters = [
             None if it.adapter is None else self.adapters.find(it.adapter) for it in requests
         ]
@@ -112,11 +121,17 @@ class Engine:
                 self.context_length.check_scored(len(request.tokens))
             self.context_length.check(len(request.tokens), request.max_new_tokens)
         self._check_room(requests)
+        ids: list[int | None] = [None] * len(requests)
+        num_bytes = 0
+        if call_key is not None:
+            self.restored.check(call_key, len(requests))
+            num_bytes = self.kept.require_room(requests)
+            ids = [call_key.request_id(index) for index in range(len(requests))]
         key = self.keys.reserve(len(requests))
         generations: list[Generation] = []
         try:
-            for request, adapter in zip(requests, adapters, strict=True):
-                generations.append(self._start(request, adapter, False))
+            for request, adapter, own in zip(requests, adapters, ids, strict=True):
+                generations.append(self._start(request, adapter, False, own))
         except Exception as error:
             for generation in generations:
                 self.metrics.cancel(generation, "cancelled")
@@ -130,15 +145,20 @@ class Engine:
         call = Call(
             generations,
             [
-                None if adapter is None else functools.partial(self._start, request, adapter, True)
-                for request, adapter in zip(requests, adapters, strict=True)
+                None
+                if adapter is None
+                else functools.partial(self._start, request, adapter, True, own)
+                for request, adapter, own in zip(requests, adapters, ids, strict=True)
             ],
             [self._timeout_s(request) for request in requests],
             self.metrics.cancel,
             end,
             sum(len(request.tokens) for request in requests),
+            is_kept=call_key is not None,
         )
         self._calls.add(call)
+        if call_key is not None:
+            self.kept.add(call_key, call, num_bytes)
         return call
 
     def _check_open(self) -> None:
@@ -219,26 +239,36 @@ class Engine:
         return waiting
 
     def _start(
-        self, request: EngineRequest, adapter: Adapter | None, with_weights: bool
+        self,
+        request: EngineRequest,
+        adapter: Adapter | None,
+        with_weights: bool,
+        own_id: int | None = None,
     ) -> Generation:
+        """Queue a request, or join a restored one that has the id `own_id`."""
         by_name = {"include_stop_in_output": True, **request.by_name}
         by_name.pop("deadline_s", None)  # `Call` ends the request at its deadline
         if adapter is not None:
             by_name["lora_task_id"] = adapter.task_id
             if with_weights:
                 by_name.update(adapter.tensors)
+        if own_id is not None:
+            by_name["request_id"] = own_id
         by_name.setdefault("request_id", next(self._request_ids))
-        submit = functools.partial(
-            self.queue.submit, request.tokens, request.max_new_tokens, timeout=0.0, **by_name
-        )
-        is_try = adapter is not None and not with_weights
-        return self.metrics.submit(
+        given = request.tokens, request.max_new_tokens
+        start = functools.partial(
+            self.metrics.submit,
             by_name["request_id"],
-            submit,
-            is_try=is_try,
+            is_try=adapter is not None and not with_weights,
             is_scoring=request.is_scoring,
             is_ended_by_caller=request.is_ended_by_caller,
         )
+        if own_id is not None:
+            expect = functools.partial(self.queue.expect, *given, **by_name)
+            restored = self.restored.join(own_id, lambda: start(expect), self.metrics.respond)
+            if restored is not None:
+                return restored
+        return start(functools.partial(self.queue.submit, *given, timeout=0.0, **by_name))
 
     def _timeout_s(self, request: EngineRequest) -> float | None:
         own, limit = request.by_name.get("deadline_s"), self._settings.request_timeout

@@ -23,6 +23,7 @@ from starlette.routing import BaseRoute, Route
 from gptmanager import NamedTensor
 from gptmanager.callbacks import AsyncRequestQueue, Generation, PrometheusSink
 from gptmanager.errors import AdapterError, DuplicateRequestIdError
+from gptmanager.server.engine.restored_responses import RestoredResponses
 from gptmanager.server.http.request_log import RequestLog
 from gptmanager.server.settings import ServerSettings
 
@@ -44,6 +45,7 @@ class ServerMetrics(PrometheusSink):
         self.request_log = RequestLog()
         registry.register(_Refusals(self.request_log, self.labels))
         self._queue = queue
+        self.restored = RestoredResponses()
         self._tries: set[int] = set()
         self.get_inference_requests = self.fetching(queue.get_inference_requests)
 
@@ -51,6 +53,8 @@ class ServerMetrics(PrometheusSink):
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
         """Count a response, and then pass it to the queue: all answered requests are counted."""
+        if self.restored.hold(request_id, tensors, is_final, error):
+            return
         if is_final and self._ends_try(request_id, error):
             self.withdraw(request_id)
         else:

@@ -1,0 +1,94 @@
+"""`KeptCalls`: calls with an `Idempotency-Key`, which go on without their client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from gptmanager.server.engine.call import Call, EngineRequest
+from gptmanager.server.engine.restored_responses import MAX_BYTES
+from gptmanager.server.errors import ApiError
+from gptmanager.server.http.idempotency import CallKey, reused
+
+MAX_KEYS = 1024
+KEEP_S = 600.0
+_TOKEN_BYTES = 64  # of a token in a list, with its log probability
+
+
+@dataclass(slots=True)
+class _Kept:
+    body: bytes
+    call: Call
+    num_bytes: int
+
+
+class KeptCalls:
+    """The calls by key. `current` is the key of the call that the running task answers.
+
+    At most MAX_KEYS calls of MAX_BYTES together are kept, each for KEEP_S seconds after its end.
+    Ended ones make room for new ones, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.current: ContextVar[CallKey | None] = ContextVar("idempotency_key", default=None)
+        self._kept: dict[bytes, _Kept] = {}
+        self._num_bytes = 0
+
+    def find(self, key: CallKey) -> Call | None:
+        """Return a new reader of the call with this key. ApiError 422 if its body was another."""
+        kept = self._kept.get(key.name)
+        if kept is None:
+            return None
+        if kept.body != key.body:
+            raise reused()
+        return kept.call.joined()
+
+    def require_room(self, requests: Sequence[EngineRequest]) -> int:
+        """Remove ended calls until one with `requests` fits, and return its bytes. ApiError 429 if
+        it cannot fit.
+        """
+        num_bytes = sum(map(_bytes_of, requests))
+        for name, kept in list(self._kept.items()):
+            if self._fits(num_bytes):
+                break
+            if kept.call.has_ended:
+                self._remove(name, kept)
+        if not self._fits(num_bytes):
+            raise ApiError(
+                429,
+                f"calls with an Idempotency-Key take {self._num_bytes} bytes ({len(self._kept)} "
+                f"calls), this one needs {num_bytes}: at most {MAX_BYTES} and {MAX_KEYS} calls "
+                "are kept",
+                code="too_many_idempotency_keys",
+            )
+        return num_bytes
+
+    def _fits(self, num_bytes: int) -> bool:
+        return len(self._kept) < MAX_KEYS and self._num_bytes + num_bytes <= MAX_BYTES
+
+    def add(self, key: CallKey, call: Call, num_bytes: int) -> None:
+        """Keep a call until KEEP_S seconds after its end."""
+        kept = self._kept[key.name] = _Kept(key.body, call, num_bytes)
+        self._num_bytes += num_bytes
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            call.end()
+            loop.call_later(KEEP_S, self._remove, key.name, kept)
+
+        call.on_last_end(end)
+
+    def _remove(self, name: bytes, kept: _Kept) -> None:
+        if self._kept.get(name) is kept:
+            del self._kept[name]
+            self._num_bytes -= kept.num_bytes
+
+
+def _bytes_of(request: EngineRequest) -> int:
+    """Return about how many bytes the output of a request takes at most."""
+    listed: Any = request.by_name.get("num_top_log_probs", 0)
+    outputs: Any = request.by_name.get("beam_width", 1)
+    return (len(request.tokens) + outputs * request.max_new_tokens) * (_TOKEN_BYTES + 8 * listed)

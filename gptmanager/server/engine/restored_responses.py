@@ -1,0 +1,83 @@
+"""`RestoredResponses`: holds responses to restored requests until a client joins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gptmanager import NamedTensor
+from gptmanager.callbacks import Generation
+from gptmanager.config import Delivered
+from gptmanager.server.http.idempotency import CallKey, is_keyed, reused
+
+MAX_BYTES = 64 << 20
+
+Deliver = Callable[[int, list[NamedTensor], bool, str], None]
+
+
+@dataclass(slots=True)
+class _Restored:
+    responses: list[tuple[list[NamedTensor], bool, str]] = field(default_factory=list)
+    num_bytes: int = 0
+    has_ended: bool = False
+
+
+class RestoredResponses:
+    """Holds the responses to restored requests with a key. Any thread may call its methods.
+
+    Of those that have ended, the oldest are dropped when all take more than MAX_BYTES.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, _Restored] = {}
+        self._num_bytes = 0
+        self._lock = threading.RLock()
+
+    def restore(self, request_id: int) -> Delivered | None:
+        """Answer `restore_cb`: the client of a request with a key has none of its tokens."""
+        if not is_keyed(request_id):
+            return None  # its client has disconnected, and the journal alone decides
+        self._held[request_id] = _Restored()
+        return Delivered(0, False)
+
+    def hold(self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> bool:
+        """Hold a response, if it is one to a restored request that no client has joined."""
+        if not self._held:
+            return False
+        with self._lock:
+            held = self._held.get(request_id)
+            if held is None:
+                return False
+            held.responses.append((tensors, is_final, error))
+            held.has_ended = is_final
+            size = 256 + sum(tensor.nbytes for _, tensor in tensors)
+            held.num_bytes += size
+            self._num_bytes += size
+            for number, other in list(self._held.items()):
+                if self._num_bytes > MAX_BYTES and other.has_ended:
+                    self._num_bytes -= self._held.pop(number).num_bytes
+        return True
+
+    def check(self, key: CallKey, num_requests: int) -> None:
+        """Raise ApiError 422 if the restored requests with this key had another body."""
+        own = {key.request_id(index) for index in range(num_requests)}
+        with self._lock:
+            if any(key.has_name_of(it) and it not in own for it in self._held):
+                raise reused()
+
+    def join(
+        self, request_id: int, expect: Callable[[], Generation], deliver: Deliver
+    ) -> Generation | None:
+        """Return the handle that `expect` makes of a restored request, with its responses so far;
+        None if there is no such request.
+        """
+        with self._lock:  # no response arrives meanwhile
+            if request_id not in self._held:
+                return None
+            generation = expect()
+            held = self._held.pop(request_id)
+            self._num_bytes -= held.num_bytes
+            for response in held.responses:
+                deliver(request_id, *response)
+            return generation

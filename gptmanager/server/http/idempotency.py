@@ -1,0 +1,97 @@
+"""`Idempotency-Key`: a header with which a client may send a call again, and joins it.
+
+The key is bound to the client's API key and to the bytes of the body.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from contextvars import ContextVar
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gptmanager.server.errors import ApiError
+from gptmanager.server.http.keys import ServerKeys
+from gptmanager.server.http.request_log import RECORD
+from gptmanager.server.http.responses import error_response
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+MAX_KEY_LETTERS = 255
+_HEADER = b"idempotency-key"
+_KEY = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_KEY_LETTERS)
+_KEYED = 1 << 63  # in the ids of requests with a key, and in no others of the server
+_LOW = (1 << 32) - 1
+
+
+class CallKey:
+    """The key of one call: digests of the client's key and of the body, with the API key as secret.
+
+    Without the API key no other client can find a key with the same digests.
+    """
+
+    def __init__(self, api_key: str, given: bytes) -> None:
+        secret = hashlib.blake2b(api_key.encode()).digest()
+        self.name = hashlib.blake2b(given, key=secret, digest_size=16).digest()
+        self._body = hashlib.blake2b(key=secret, digest_size=16)
+
+    def add(self, data: bytes) -> None:
+        """Add the next bytes of the body."""
+        self._body.update(data)
+
+    @property
+    def body(self) -> bytes:
+        """The digest of the body so far."""
+        return self._body.digest()
+
+    def request_id(self, index: int) -> int:
+        """Return the id of the call's request `index`, the same one in each process."""
+        name = int.from_bytes(self.name[:4], "big") >> 1
+        return _KEYED | name << 32 | (int.from_bytes(self.body[:4], "big") + index) & _LOW
+
+    def has_name_of(self, request_id: int) -> bool:
+        """Return whether a request has this key, with this body or another one."""
+        return request_id >> 32 == self.request_id(0) >> 32
+
+
+def is_keyed(request_id: int) -> bool:
+    """Return whether a request has a key."""
+    return request_id >= _KEYED
+
+
+def reused() -> ApiError:
+    """Return the error for a key that belongs to a call with another body."""
+    text = "this Idempotency-Key was used with another body: send the same bytes, or a new key"
+    return ApiError(422, text, code="idempotency_key_reused")
+
+
+class IdempotencyGuard:
+    """ASGI middleware that reads the header, and sets `current` for the task of a call."""
+
+    def __init__(self, app: ASGIApp, keys: ServerKeys, current: ContextVar[CallKey | None]) -> None:
+        self._app, self._keys, self._current = app, keys, current
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"]) if scope["type"] == "http" else {}
+        given = headers.get(_HEADER)
+        if given is None or scope["method"] != "POST" or scope["path"] not in PATHS:
+            await self._app(scope, receive, send)
+            return
+        if not _KEY.fullmatch(given):
+            text = f"Idempotency-Key must have 1 to {MAX_KEY_LETTERS} visible ASCII characters"
+            error = ApiError(400, text, code="invalid_idempotency_key")
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        own = self._keys.current
+        key = CallKey("" if own is None else own.value, given)
+        self._current.set(key)
+        if RECORD in scope and b"x-request-id" not in headers:
+            scope[RECORD].id = key.name.hex()  # the ids in all answers are alike
+
+        async def listen() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                key.add(message.get("body", b""))
+            return message
+
+        await self._app(scope, listen, send)

@@ -1,0 +1,182 @@
+"""Calls with an Idempotency-Key: sent again, they are joined, also by a new server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+
+import httpx
+import pytest
+from running_server import running_server, settings_of, wait_for
+from served_process import served_process
+
+from gptmanager.server.engine import kept_calls
+from gptmanager.server.http.idempotency import PATHS
+
+STORY = "Lily had a grey book. Max had a brown coat."
+CHAT = {"messages": [{"role": "user", "content": STORY}]}
+BODIES = dict(
+    zip(
+        PATHS,
+        (
+            {**CHAT, "max_tokens": 40},
+            {"prompt": STORY, "max_tokens": 40},
+            {"input": STORY, "max_output_tokens": 40, "temperature": 0},
+            {**CHAT, "model": "tiny_llama", "max_tokens": 40},
+        ),
+        strict=True,
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("one secret-1\ntwo secret-2 2\n")
+    keys.chmod(0o600)
+    folder = tmp_path_factory.mktemp("journal")
+    with running_server(settings_of(api_key_file=keys, journal=folder / "own")) as it:
+        yield it
+
+
+def post(server, path, body, key, secret="secret-1", **more):
+    headers = {"Authorization": f"Bearer {secret}", "Idempotency-Key": key}
+    return httpx.post(server.url + path, json=body, headers=headers, timeout=60, **more)
+
+
+@contextlib.contextmanager
+def paused(server):
+    server.engine.manager.pause_generation()
+    try:
+        yield
+    finally:
+        server.engine.manager.resume_generation()
+
+
+def without_times(answer):
+    """An answer without its times, and without the random ids of a response."""
+    times = ("created", "created_at", "completed_at")
+    if answer["object" if "object" in answer else "type"] == "response":
+        return answer["output"][0]["content"], answer["usage"]
+    return {name: value for name, value in answer.items() if name not in times}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_sent_again_has_the_answer_of_the_first(server, path, stream):
+    body = {**BODIES[path], "stream": stream}
+    first = post(server, path, body, f"a{path}{stream}")
+    before = server.engine.metrics.iterations.iterations
+    again = post(server, path, body, f"a{path}{stream}")
+    assert first.status_code == again.status_code == 200
+    assert server.engine.metrics.iterations.iterations == before  # nothing was computed
+    if stream:
+        assert len(first.text) > 200 and first.text.count("data:") <= again.text.count("data:") + 45
+    else:
+        assert without_times(again.json()) == without_times(first.json())
+
+
+def test_a_key_is_bound_to_its_body_and_to_its_api_key(server):
+    body = BODIES["/v1/completions"]
+    first = post(server, "/v1/completions", body, "bound").json()
+    other = post(server, "/v1/completions", {**body, "max_tokens": 3}, "bound")
+    assert other.status_code == 422
+    assert other.json()["error"]["code"] == "idempotency_key_reused"
+    own = post(server, "/v1/completions", {**body, "max_tokens": 3}, "bound", secret="secret-2")
+    assert own.status_code == 200 and own.json()["id"] != first["id"]
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "a b"])
+def test_a_key_that_is_none_is_refused(server, key):
+    refused = post(server, "/v1/completions", BODIES["/v1/completions"], key)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "invalid_idempotency_key"
+
+
+def test_what_does_not_fit_is_refused_and_what_has_ended_makes_room(server, monkeypatch):
+    body = {"prompt": "17 + 25 =", "max_tokens": 2}
+    monkeypatch.setattr(kept_calls, "MAX_KEYS", len(server.engine.kept._kept) + 1)
+    assert post(server, "/v1/completions", body, "fits").status_code == 200
+    assert post(server, "/v1/completions", body, "makes-room").status_code == 200
+    monkeypatch.setattr(kept_calls, "MAX_BYTES", 100)
+    refused = post(server, "/v1/completions", body, "large")
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "too_many_idempotency_keys"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_new_server_goes_on_and_its_client_joins_from_the_first_token(
+    server, tmp_path, monkeypatch, stream
+):
+    """The journal of the old one is copied while it runs, as if it had died there."""
+    path, key = "/v1/completions", f"restored {stream}".replace(" ", "-")
+    body = {**BODIES[path], "max_tokens": 200, "temperature": 1.0, "n": 2}
+    body |= {"stream": stream, "ignore_eos": True}
+    found = []
+    client = threading.Thread(target=lambda: found.append(post(server, path, body, key)))
+    client.start()
+    wait_for(lambda: server.engine.manager.health().num_active == 2)
+    folder = server.settings.journal
+    with paused(server):
+        shutil.copytree(folder, tmp_path / "copy")
+    client.join(60)
+    [whole] = found
+    keys = server.settings.api_key_file
+    with running_server(settings_of(api_key_file=keys, journal=tmp_path / "copy")) as new:
+        assert len(new.engine.restored._held) == 2
+        other = post(new, path, {**body, "n": 1}, key)
+        assert other.status_code == 422
+        joined = post(new, path, body, key)
+        assert joined.status_code == 200 and not new.engine.restored._held
+        if not stream:
+            assert joined.json()["choices"] == whole.json()["choices"]
+        else:
+            assert texts(joined) == texts(whole)
+        new.wait_idle()
+
+
+def texts(response):
+    """The text of each choice of a stream."""
+    return texts_of(response.text)
+
+
+def texts_of(stream):
+    found = {}
+    for line in stream.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+    return found
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_goes_on_when_it_starts_again(tmp_path):
+    journal = ("--journal", str(tmp_path / "journal"), "--journal-sync", "always")
+    body = {
+        "prompt": STORY,
+        "max_tokens": 400,
+        "stream": True,
+        "ignore_eos": True,
+        "temperature": 1,
+    }
+    headers, seen = {"Idempotency-Key": "killed"}, ""
+    with served_process(*journal, "--deterministic") as first, contextlib.suppress(httpx.HTTPError):
+        call = httpx.stream(
+            "POST", f"{first.url}/v1/completions", json=body, headers=headers, timeout=60
+        )
+        with call as answer:
+            for number, line in enumerate(answer.iter_lines()):
+                seen += line + "\n"
+                if number == 20:
+                    os.kill(first.pid, signal.SIGKILL)
+    with served_process(*journal, "--deterministic") as second:
+        assert "1 requests continue" in second.log()
+        url = f"{second.url}/v1/completions"
+        joined = httpx.post(url, json=body, headers=headers, timeout=120)
+        again = httpx.post(url, json=body, headers=headers, timeout=120)
+    assert joined.status_code == 200 and texts(again) == texts(joined)
+    assert texts(joined)[0].startswith(texts_of(seen)[0]) and texts_of(seen)[0]
