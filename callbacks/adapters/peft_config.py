@@ -32,6 +32,10 @@ _READ = frozenset(
         *("fan_in_fan_out", "init_lora_weights", "bias"),
     }
 )
+_REASONS = {
+    "target_parameters": "not supported: the tensors in an adapter of expert parameters do not say "
+    "which parameter they belong to"
+}
 # These initializations do not change the base model; others subtract the first A and B from it.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
 # limit for all matches of a file together: a few seconds; usually 500 names take 250,000 steps
@@ -113,7 +117,7 @@ class PeftConfig:
             )
         for field, value in fields.items():
             if field not in _READ and field not in _IGNORED and value not in (False, "", [], {}):
-                raise self.error(field, "not supported: only plain LoRA is")
+                raise self.error(field, _REASONS.get(field, "not supported: only plain LoRA is"))
 
     def _read_rank(self, field: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value < 2**31:

@@ -121,7 +121,10 @@ def test_names_may_lack_the_prefix_of_their_family(tmp_path):
         ({"init_lora_weights": "loftq"}, "init_lora_weights = 'loftq'"),
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
         ({"layer_replication": [[0, 2]]}, "layer_replication = [[0, 2]]"),
-        ({"target_parameters": ["experts.up"]}, "target_parameters = ['experts.up']"),
+        (
+            {"target_parameters": ["experts.up"]},
+            "target_parameters = ['experts.up']: not supported: the tensors",
+        ),
         ({"use_qalora": True}, "use_qalora = True"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora = {'nblocks': 2}"),
         ({"some_new_field": 0.5}, "some_new_field = 0.5: not supported"),
