@@ -41,8 +41,9 @@ def place_tensors(spec: ModelSpec, given: Collection[str] = ()) -> dict[str, Pla
             for own, kind in product(ours.split("|"), (".weight", ".bias", "")):
                 parameter = f"layers.{index}.{own}{kind}"
                 if parameter in shapes:
-                    given = parameter, shapes[parameter]
-                    for name, place in _in_layer(spec, layer, theirs, part, *given):
+                    own_shape = shapes[parameter]
+                    found = _in_layer(spec, layer, theirs, part, parameter, own_shape)
+                    for name, place in found:
                         places[_tensor_name(name, index, kind, part)] = place
     if spec.tied_embeddings:
         places["lm_head.weight"] = Place("embedding.weight", twin=True)

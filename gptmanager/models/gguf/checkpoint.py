@@ -42,8 +42,8 @@ class GgufCheckpoint:
         heads = config.get("num_attention_heads")
         kv_heads = config.get("num_key_value_heads", heads)
         counts = [n if isinstance(n, int) and n > 0 else 1 for n in (heads, kv_heads)]
-        num_layers = config["num_hidden_layers"] if "num_nextn_predict_layers" in config else None
-        return GgufTensors(self._header, architecture_of(self._header), *counts, num_layers)
+        last = config["num_hidden_layers"] if "num_nextn_predict_layers" in config else None
+        return GgufTensors(self._header, architecture_of(self._header), *counts, num_layers=last)
 
     def has_tokenizer(self) -> bool:
         return "tokenizer.ggml.tokens" in self._header.metadata

@@ -64,6 +64,7 @@ class GgufTensors:
         own: Architecture,
         num_heads: int,
         num_kv_heads: int,
+        *,
         num_layers: int | None = None,
     ) -> None:
         self._header, self._own = header, own
