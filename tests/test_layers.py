@@ -132,8 +132,10 @@ kernels/                      all operations of a model in torch, and compiled o
     recurrent/                linear attention with a state: the gated delta rule
         delta_formulas        the gated delta rule in torch, by tokens or in chunks
         delta_ops             the operations of linear attention in torch
+        delta_loops           linear attention with a state, compiled
     reference                 every operation in torch: the specification
     cpu_matmuls               matmuls on the CPU
+    cpu_delta                 linear attention with a state on the CPU
     cpu_experts               mixtures of experts on the CPU
     token_masks               sets the logits of forbidden tokens to -inf
     compiled_bodies           which compiled functions a model needs

@@ -72,9 +72,10 @@ def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
     # Llama is first in FAMILIES and last here: its meaning of a name replaces those of others
     families = [*FAMILIES.values()][::-1] if name is None else [FAMILIES[name]]
     for family in families:
-        for theirs, ours in family.tensors.items():
-            if ours in _IDS:
-                found[theirs] = found[theirs.removeprefix(family.prefix)] = _IDS[ours]
+        for theirs, (ours, part) in family.tensors.items():
+            own = ours.partition("|")[0], part  # the others have the same ids
+            if own in _IDS:
+                found[theirs] = found[theirs.removeprefix(family.prefix)] = _IDS[own]
     return found
 
 

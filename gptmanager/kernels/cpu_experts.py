@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.cpu_matmuls import SMALL_MATMUL, CpuMatmuls
+from gptmanager.kernels.cpu_delta import CpuDelta
+from gptmanager.kernels.cpu_matmuls import SMALL_MATMUL
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.grouped_matmul import GroupTask, multiply_group
@@ -46,7 +47,7 @@ class _GroupPlan(NamedTuple):
     dtype: torch.dtype  # of the result
 
 
-class CpuExperts(CpuMatmuls):
+class CpuExperts(CpuDelta):
     """The experts of `CpuKernels`."""
 
     def experts(

@@ -1,0 +1,77 @@
+"""`CpuDelta`: linear attention with a state on the CPU, compiled.
+
+The memories are float32. float64 uses the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gptmanager.kernels.attention.attention_arguments import RowSpans
+from gptmanager.kernels.compilation import compile_all
+from gptmanager.kernels.cpu_matmuls import CpuMatmuls
+from gptmanager.kernels.recurrent import delta_loops
+from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
+from gptmanager.kernels.recurrent.delta_loops import DeltaTask, scratch_bytes
+from gptmanager.kernels.simd.dtypes import DTYPES
+from gptmanager.kernels.simd.threads import address_of
+
+
+class CpuDelta(CpuMatmuls):
+    """The delta rule of `CpuKernels`."""
+
+    def warm_up_states(self) -> None:
+        compile_all(delta_loops.BODIES)
+
+    def gated_delta(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        shape: DeltaShape,
+        tensors: DeltaTensors,
+        eps: float,
+        state: DeltaState,
+        rows: RowSpans,
+    ) -> Tensor:
+        dtype, wide = projected.dtype, torch.float32
+        if dtype not in DTYPES:
+            return super().gated_delta(projected, gates, shape, tensors, eps, state, rows)
+        num_tokens, size = len(projected), self._team.max_size
+        mixed = torch.empty(num_tokens, shape.channels, dtype=wide)
+        result = torch.empty(num_tokens, shape.values, dtype=dtype)
+        each = scratch_bytes(shape.key_dim, shape.value_dim)
+
+        def task() -> DeltaTask:
+            return DeltaTask(
+                projected=address_of(projected, dtype),
+                gates=address_of(gates, wide),
+                conv=address_of(tensors.conv, dtype),
+                decay=address_of(tensors.decay, wide),
+                step=address_of(tensors.step, wide),
+                norm=address_of(tensors.norm, dtype),
+                inputs=address_of(state.inputs, dtype),
+                memory=address_of(state.memory, wide),
+                mixed=mixed.data_ptr(),
+                result=result.data_ptr(),
+                row_starts=address_of(rows.row_starts, torch.int32),
+                slots=address_of(rows.slots, torch.int32),
+                num_tokens=num_tokens,
+                num_rows=len(rows.slots),
+                stride=projected.shape[1],
+                channels=shape.channels,
+                key_heads=shape.key_heads,
+                value_heads=shape.value_heads,
+                key_dim=shape.key_dim,
+                value_dim=shape.value_dim,
+                width=shape.width,
+                scratch=self._team.scratch(size * each),
+                scratch_bytes=each,
+                dtype=DTYPES[dtype],
+                eps=eps,
+            )
+
+        self._run(delta_loops.activate_gates, task(), 8 * gates.numel())
+        self._run(delta_loops.convolve, task(), shape.width * mixed.numel())
+        self._run(delta_loops.run_memories, task(), result.numel() * shape.key_dim)
+        return result
