@@ -187,8 +187,6 @@ def load_model(
     quantized = quantized_parameters(spec, weights_dtype, head_dtype)
     if prepare is not None:
         prepare(spec.dtype, {*quantized.values(), *(("int4",) if keeps_groups else ())})
-    if spec.states and spec.dtype is not torch.float64:
-        kernels.warm_up_states()
     weights = Weights(
         **_parts(spec, layout, tensors.describe()),
         **_naming(spec, config),

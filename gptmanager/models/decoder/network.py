@@ -75,6 +75,8 @@ class CheckpointModel:
         self._latents = [latent_tensors(spec, weights, index) for index in own]
         self._gate_widths = [spec.layers[index].attention.gate_width for index in own]
         self._deltas = [delta_layer(spec, weights, index) for index in own]
+        if any(self._deltas) and spec.dtype is not torch.float64:
+            kernels.warm_up_states()
         self._shapes = tuple(
             dict.fromkeys(it.attention for it in self._layers if not self._deltas[it.number])
         )
