@@ -36,7 +36,7 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
-SPAN = 32  # tokens whose outputs a thread keeps
+SPAN = 32  # the number of tokens that a thread runs before it writes their outputs
 TWO = np.float32(2.0)
 # The series of atanh(x) / x in x^2, for x up to 1/3.
 ATANH_TERMS = (1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1.0)
@@ -201,7 +201,7 @@ def _advance(tile: int, key: int, query: int, decay: float, change: Any, size: i
 
 @loop
 def _finish_token(t: Any, token: int, head: int, read: int) -> None:
-    """Write the norm of what a token has read, times SiLU of its gates."""
+    """Write the norm of the values that a token has read, times SiLU of its gates."""
     size, heads = t.value_dim, t.value_heads
     total = splat(ZERO)
     for i in range(0, size, LANES):
