@@ -88,8 +88,12 @@ def source(config: dict[str, Any] = TINY) -> Any:
 @pytest.mark.parametrize("config", [TINY, QWEN], ids=["llama", "qwen2"])
 def test_a_written_file_is_the_model(tmp_path: Path, config: dict[str, Any]) -> None:
     tensors = random_llama(config, 0)
-    write_gguf(tmp_path / "a.gguf", config, tensors)
+    tokens = [f"Ġ{index}" for index in range(96)]
+    keys = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "merges": []}
+    tokenizer = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    write_gguf(tmp_path / "a.gguf", config, tensors, tokenizer)
 
+    assert load_tokenizer(tmp_path / "a.gguf").token_to_id("Ġ7") == 7
     read = read_config(tmp_path / "a.gguf")
     wanted = {k: v for k, v in config.items() if isinstance(v, (int, float)) and k in read}
     assert {key: read[key] for key in wanted} == {k: pytest.approx(v) for k, v in wanted.items()}

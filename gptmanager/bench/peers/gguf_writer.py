@@ -76,7 +76,8 @@ def _value(value: Any) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def _gguf_name(name: str, own: Architecture) -> str:
