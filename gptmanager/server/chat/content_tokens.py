@@ -1,4 +1,4 @@
-"""`ContentTokens`: which tokens of an answer are in its content, for log probabilities."""
+"""`ContentTokens`: selects the tokens of an answer's content, for log probabilities."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from gptmanager.server.text.log_probs import TokenLogProb
 
 
 class ContentTokens:
-    """Takes the log probabilities of an answer's tokens in order, and returns those of content."""
+    """Receives the log probabilities of all tokens in order, and returns those of content."""
 
     def __init__(self) -> None:
-        self._waiting: list[TokenLogProb] = []  # of text that has not been passed yet
+        self._waiting: list[TokenLogProb] = []  # tokens of text that has not been passed yet
 
     def push(self, listed: Sequence[TokenLogProb]) -> None:
         self._waiting += listed

@@ -1,4 +1,4 @@
-"""`KeptCalls`: calls with an `Idempotency-Key`, which go on without their client."""
+"""`KeptCalls`: calls with an `Idempotency-Key`, which continue without their client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gptmanager.server.http.idempotency import CallKey, reused
 
 MAX_KEYS = 1024
 KEEP_S = 600.0
-_TOKEN_BYTES = 64  # of a token in a list, with its log probability
+_TOKEN_BYTES = 64  # bytes of a token in a list, with its log probability
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class KeptCalls:
         self._num_bytes = 0
 
     def find(self, key: CallKey) -> Call | None:
-        """Return a new reader of the call with this key. ApiError 422 if its body was another."""
+        """Return a new reader of the call with this key. Raises ApiError (422) for another body."""
         kept = self._kept.get(key.name)
         if kept is None:
             return None

@@ -26,7 +26,7 @@ class _Restored:
 class RestoredResponses:
     """Holds the responses to restored requests with a key. Any thread may call its methods.
 
-    Of those that have ended, the oldest are dropped when all take more than MAX_BYTES.
+    If all responses exceed MAX_BYTES, those of the oldest ended requests are dropped.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class RestoredResponses:
         return True
 
     def check(self, key: CallKey, num_requests: int) -> None:
-        """Raise ApiError 422 if the restored requests with this key had another body."""
+        """Raise ApiError (422) if the restored requests with this key had another body."""
         own = {key.request_id(index) for index in range(num_requests)}
         with self._lock:
             if any(key.has_name_of(it) and it not in own for it in self._held):
@@ -72,7 +72,7 @@ class RestoredResponses:
         """Return the handle that `expect` makes of a restored request, with its responses so far;
         None if there is no such request.
         """
-        with self._lock:  # no response arrives meanwhile
+        with self._lock:  # no response can arrive in between
             if request_id not in self._held:
                 return None
             generation = expect()

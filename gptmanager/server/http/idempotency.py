@@ -1,4 +1,4 @@
-"""`Idempotency-Key`: a header with which a client may send a call again, and joins it.
+"""`Idempotency-Key`: a header with which a client can send a call again and join the first one.
 
 The key is bound to the client's API key and to the bytes of the body.
 """
@@ -20,7 +20,7 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messag
 MAX_KEY_LETTERS = 255
 _HEADER = b"idempotency-key"
 _KEY = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_KEY_LETTERS)
-_KEYED = 1 << 63  # in the ids of requests with a key, and in no others of the server
+_KEYED = 1 << 63  # a bit that is set only in the ids of requests with a key
 _LOW = (1 << 32) - 1
 
 
@@ -86,7 +86,7 @@ class IdempotencyGuard:
         key = CallKey("" if own is None else own.value, given)
         self._current.set(key)
         if RECORD in scope and b"x-request-id" not in headers:
-            scope[RECORD].id = key.name.hex()  # the ids in all answers are alike
+            scope[RECORD].id = key.name.hex()  # so that all answers have the same ids
 
         async def listen() -> Message:
             message = await receive()
