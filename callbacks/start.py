@@ -97,10 +97,11 @@ def generate(
     With `num_return_sequences`, the result has a list of this many completions for each prompt,
     which are sampled independently, or are the best beams.
 
-    `progress`: True shows a progress bar on standard error after one second, or one line if
-    standard error is not a terminal; None shows it only on a terminal. An interrupt (Ctrl-C) aborts
-    the manager and leaves no thread running. Raise ConfigError as `GptManager` does, and the first
-    error response to a prompt.
+    `progress`: None shows a progress bar on standard error after one second, if it is a terminal.
+    True also writes one line at the end if it is not a terminal. False shows nothing.
+
+    An interrupt (Ctrl-C) aborts the manager and leaves no thread running. Raise ConfigError as
+    `GptManager` does, and the first error response to a prompt.
 
         from gptmanager.callbacks import generate
         print(generate("examples/tiny_llama", "Once upon a time", 40))
