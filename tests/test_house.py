@@ -1,6 +1,7 @@
 """The house: nothing in it has grown out of its size, and its docstrings are sentences."""
 
 import ast
+import configparser
 import os
 import re
 import sys
@@ -86,6 +87,15 @@ def imported_tests(path):
         for name in (getattr(node, "module", None) or "", *(one.name for one in node.names))
     ]
     return [name for name in names if name.rpartition(".")[2].startswith("test_")]
+
+
+def test_the_wheel_has_every_package():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    homes = {"callbacks": "gptmanager.callbacks", "cuda": "gptmanager.cuda"}
+    parts = [path.parent.relative_to(ROOT).parts for path in FILES if path.name == "__init__.py"]
+    own = {".".join((homes.get(first, first), *rest)) for first, *rest in parts}
+    assert own == {*setup["options"]["packages"].split()}
 
 
 def test_no_test_imports_a_test():
