@@ -95,7 +95,7 @@ def test_the_wheel_has_every_package():
     homes = {"callbacks": "gptmanager.callbacks", "cuda": "gptmanager.cuda"}
     parts = [path.parent.relative_to(ROOT).parts for path in FILES if path.name == "__init__.py"]
     own = {".".join((homes.get(first, first), *rest)) for first, *rest in parts}
-    assert own == {*setup["options"]["packages"].split()}
+    assert own <= {*setup["options"]["packages"].split()}
 
 
 def test_no_test_imports_a_test():
