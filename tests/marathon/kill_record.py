@@ -20,6 +20,8 @@ from gptmanager.journal.entries import Entries
 from gptmanager.journal.records import Kind, RecordReader
 from gptmanager.journal.segments import JournalFolder
 
+_MOST_ENDS = 8  # of an iteration: the batch size
+
 
 class Record:
     """A file of JSON lines that outlives the process which writes it."""
@@ -117,6 +119,7 @@ def in_flight(lines: list[dict[str, Any]], folder: Path) -> tuple[InFlight, list
     """Return what a death may have lost, of a host and its journal, and what it must not have."""
     outputs, found, faults = outputs_of(lines), InFlight({}, set()), []
     entries, ended = _journal_of(folder)
+    unknown = []
     last_got = next((line["got"] for line in reversed(lines) if "got" in line), [])
     for number in returned(lines):
         output = outputs.get(number, Output())
@@ -124,28 +127,33 @@ def in_flight(lines: list[dict[str, Any]], folder: Path) -> tuple[InFlight, list
             continue
         if number not in entries:
             found.ends.add(number)
-            if number not in last_got and number not in ended:
-                faults.append(f"request {number} is neither final nor in the journal")
+            if number not in last_got and (ended is None or number not in ended):
+                unknown.append(number)
             continue
         sent = len(entries[number].tokens)
         found.positions[number] = set(range(output.num_tokens, sent))
         if output.num_tokens > sent:
             faults.append(f"request {number}: {output.num_tokens} tokens sent, {sent} written")
+    if ended is not None or len(unknown) > _MOST_ENDS:
+        faults += [f"request {number} is neither final nor in the journal" for number in unknown]
     return found, faults
 
 
-def _journal_of(folder: Path) -> tuple[Entries, set[int]]:
-    """Return the unfinished requests, and those that ended with the last write."""
+def _journal_of(folder: Path) -> tuple[Entries, set[int] | None]:
+    """Return the unfinished requests, and those that ended with the last write. None: it has begun
+    a new segment since, which does not name them.
+    """
     if not folder.exists():  # killed before it was made
         return Entries(), set()
     found = JournalFolder(folder).read()
     if found is None:
         return Entries(), set()
-    ended: set[int] = set()
+    ended: set[int] | None = None
     with found.path.open("rb") as file:
         for record in RecordReader(file, found.end, str(found.path)):
             kind, payload = record.kind, record.payload
-            ended = set(np.frombuffer(payload, "<u8").tolist()) if kind is Kind.FINAL else set()
+            if kind not in (Kind.BEGIN, Kind.UNFINISHED):
+                ended = set(np.frombuffer(payload, "<u8").tolist()) if kind is Kind.FINAL else set()
     return found.entries, ended
 
 
