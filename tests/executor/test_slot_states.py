@@ -86,7 +86,7 @@ def continued(prompt: Any, count: int) -> list[int]:
 def test_each_of_200_requests_is_as_alone(count: int, options: dict[str, Any]) -> None:
     model = Digesting()
     model.spec = replace(model.spec, num_layers=1)  # kernels of devices copy blocks of a layer
-    host = run_many(model, continued, count, **options)
+    host = run_many(model, lambda own, size: [continued(it, size) for it in own], count, **options)
     assert host.total("Paused Requests") > 0  # and their states were computed again
 
 

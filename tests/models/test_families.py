@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from family_runs import (
     family_model,
     tokens,
 )
+from stateful_runs import run_many
 
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
+from gptmanager.callbacks import generate
 from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES
@@ -92,6 +95,20 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
         generated = host.output(number)[len(prompt) :]
         assert len(generated) == 12
         assert is_greedy(family_model(name), prompt, generated)
+
+
+def test_200_requests_over_few_slots_have_the_tokens_of_transformers() -> None:
+    name = "qwen3_5_text"
+
+    def continued(prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        options = OptionalParams(dtype="float32", exclude_input_in_output=True)
+        found = generate(family_folder(name), prompts, count, optional_params=options)
+        for prompt, own in zip(prompts, found, strict=True):
+            assert len(own) == count and is_greedy(family_model(name), prompt, own)
+        return found
+
+    host = run_many(family_folder(name), continued, dtype="float32")
+    assert host.total("Paused Requests") > 0
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)

@@ -18,7 +18,7 @@ from gptmanager import (
 )
 from gptmanager.testing import RecordingCallbacks
 
-Continue = Callable[[Sequence[int], int], list[int]]
+Continue = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
 
 
 class CancellingHost(RecordingCallbacks):
@@ -46,7 +46,7 @@ def run_many(model: Any, continued: Continue, count: int = 200, **options: Any) 
         [drawn.randrange(1, vocab) for _ in range(drawn.choice((1, 2, 5, 9, 17, 30)))]
         for _ in range(40)
     ]
-    outputs = {number: continued(prompt, 30) for number, prompt in enumerate(prompts)}
+    outputs = continued(prompts, 30)
     requests, wanted, cancelled = [], {}, set()
     for number in range(count):
         prompt, length = prompts[number % len(prompts)], drawn.randint(12, 30)
