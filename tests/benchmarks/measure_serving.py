@@ -85,7 +85,7 @@ async def one_client(
     start, first, last, rest = time.perf_counter(), 0.0, 0.0, b""
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     while piece := await reader.read(65536):
-        rest = rest[-500:] + piece
+        rest = rest[-2000:] + piece  # the usage is in the last events
         if b"data: {" in piece:
             now = time.perf_counter() - start
             first, last = first or now, now
